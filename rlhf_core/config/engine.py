@@ -62,6 +62,14 @@ class EngineConfig(Section):
         " null: all are needed, because fewer would sample in other batches",
     )
 
+    sleep_level: Literal[0, 1, 2] = execution(
+        0,
+        "With ppo.colocate=all on GPUs: engines and trainers use the same memory in turns. While the trainers"
+        " compute, the engines have no KV cache and no weights on the device: 1 keeps the weights in host"
+        " memory, 2 drops them, because the next sync sends them all. While the engines sample, the trainers'"
+        " optimizer states are in host memory. 0: both stay on the device",
+    )
+
     @property
     def needed(self) -> int:
         """Number of engines without which the run ends."""

@@ -496,6 +496,39 @@ class PPOConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_sleep(self) -> Self:
+        level = self.engine.sleep_level
+        if level == 0:
+            return self
+        name = f"ppo.engine.sleep_level={level}"
+        if self.colocate != "all":
+            raise ValueError(
+                f"{name} needs engines on the devices of the training ranks; got"
+                f" ppo.colocate={self.colocate}; use ppo.colocate=all, or ppo.engine.sleep_level=0"
+            )
+        if self.evaluate_every is not None:
+            raise ValueError(
+                f"{name} needs ppo.evaluate_every=null, because an evaluation uses engines and models at the"
+                f" same time; got {self.evaluate_every}"
+            )
+        if level == 2 and self.syncs_adapter:
+            raise ValueError(
+                f"{name} drops weights that a sync does not send with ppo.weight_sync.lora=adapter; use"
+                " ppo.engine.sleep_level=1"
+            )
+        trained = {"policy": self.policy_deepspeed}
+        if self.uses_critic:
+            trained["critic"] = self.critic_deepspeed
+        for role, deepspeed in trained.items():
+            if deepspeed.zero_stage == 0 or deepspeed.offload != "none":
+                raise ValueError(
+                    f"{name} needs ppo.{role}_deepspeed.zero_stage of at least 1 and no offload, because"
+                    f" DeepSpeed moves no other states; got zero_stage={deepspeed.zero_stage} and"
+                    f" offload={deepspeed.offload}; use zero_stage=1"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_staleness(self) -> Self:
         if self.staleness and self.colocate == "all":
             raise ValueError(

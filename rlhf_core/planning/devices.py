@@ -110,6 +110,9 @@ def _cpu_settings(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(f"ppo.weight_sync.backend: {backend} needs GPUs; got 0 visible; use auto or gloo")
     if config.model.attention == "flash_attention_2":
         yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")
+    level = config.ppo.engine.sleep_level
+    if level > 0:
+        yield ConfigError(f"ppo.engine.sleep_level: {level} needs GPUs; got 0 visible; use 0")
     for field, deepspeed in trainers(config):
         if deepspeed.offload != "none":
             yield ConfigError(

@@ -20,7 +20,15 @@ from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.hardware import GIB, Device
-from rlhf_core.planning.memory import ENGINE_CONTEXT, NOTHING, Bytes, ForwardPass, Model, engine_memory
+from rlhf_core.planning.memory import (
+    ENGINE_CONTEXT,
+    NOTHING,
+    Bytes,
+    ForwardPass,
+    Model,
+    asleep,
+    engine_memory,
+)
 
 CONTEXT = {"cuda": 1.2 * GIB, "cpu": 0.8 * GIB}
 """Fixed memory of one process: CUDA's context, cuBLAS and NCCL; on the CPU the interpreter and its libraries.
@@ -153,8 +161,31 @@ def group_loads(
     models = ppo_models(config, shape, group, kind)
     what = group.name if serving is None else f"{group.name}+engine"
     host = sum(model.host for model in models.values())
+    if serving is not None and config.ppo.engine.sleep_level:
+        yield from _turn_loads(config, group, models, serving)
+        return
     for phase, load in _phases(config, models).items():
         yield DeviceLoad("ppo", what, phase, group.ranks, load, serving or NOTHING, kind, host)
+
+
+def _turn_loads(
+    config: PipelineConfig, group: Group, models: dict[Role, Model], serving: Bytes
+) -> Iterator[DeviceLoad]:
+    """Yield the memory of trainers and engines that use the devices in turns (`ppo.device_turns`)."""
+    engine, what = config.ppo.engine, f"{group.name}+engine"
+    state, kept = NOTHING, NOTHING
+    for model in models.values():
+        state = state + model.state
+        kept = kept + model.while_sampling
+    host = sum(model.host for model in models.values()) + state.total - kept.total
+    if engine.sleep_level == 1:
+        host += serving.weights
+    sleeping = asleep(engine)
+    for phase, load in _phases(config, models).items():
+        yield DeviceLoad("ppo", what, phase, group.ranks, load, sleeping, host=host)
+    weights = sleeping + Bytes(weights=serving.weights)
+    yield DeviceLoad("ppo", what, "sync", group.ranks, state, weights, host=host)
+    yield DeviceLoad("ppo", what, "rollout", group.ranks, kept, serving, host=host)
 
 
 def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[DeviceLoad]:

@@ -178,6 +178,17 @@ class Model:
         )
 
     @property
+    def while_sampling(self) -> Bytes:
+        """State that stays on the device while engines sample there (`engines.host_states`)."""
+        state = self.state
+        if not self.trained or self.offloaded or not self.stage:
+            return state
+        average = state.buffers - (self._bucket if self.stage == 3 else 0.0)
+        # ZeRO-3 keeps the float32 weights, 4 of 12 bytes.
+        optimizer = state.optimizer / 3 if self.stage == 3 else 0.0
+        return Bytes(weights=state.weights, optimizer=optimizer, buffers=average)
+
+    @property
     def _optimizer(self) -> float:
         n = self.deepspeed.ranks
         if self.stage:
@@ -349,6 +360,11 @@ class Model:
         if self.lora is None:
             return width * (4 + self.size + self.size)
         return width * (4 + self.size)
+
+
+def asleep(engine: EngineConfig) -> Bytes:
+    """Return the memory that a sleeping engine keeps (`ppo.engine.sleep_level`)."""
+    return Bytes(activations=ENGINE_LIBRARIES + (0.0 if engine.enforce_eager else GRAPHS))
 
 
 @dataclass(frozen=True)

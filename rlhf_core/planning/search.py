@@ -27,7 +27,15 @@ from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.fit import Changes, host_memory, judge
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import Layout, arrange
-from rlhf_core.planning.loads import DeviceLoad, group_loads, largest_pass, stage_loads
+from rlhf_core.planning.loads import (
+    CONTEXT,
+    FRAGMENTATION,
+    DeviceLoad,
+    group_loads,
+    largest_pass,
+    ppo_models,
+    stage_loads,
+)
 from rlhf_core.planning.memory import ENGINE_CONTEXT, Model, engine_memory
 from rlhf_core.planning.speed import (
     PHASES,
@@ -39,6 +47,7 @@ from rlhf_core.planning.speed import (
     send_time,
     step_seconds,
     step_time,
+    turn_time,
 )
 
 Training = Literal["sft", "reward"]
@@ -312,6 +321,7 @@ class _PPOSearch:
             if alone is not None:
                 for tokens, (option,) in self._settings(colocate, groups, ranks, alone):
                     yield from self._colocated(ranks[0], tokens, option, alone.groups[0])
+                    yield from self._in_turns(ranks[0], tokens, option, alone.groups[0])
             return
         share, left = self._share("pairs"), self._hardware.count - sum(ranks)
         # By whether each group spans hosts: its seconds and settings.
@@ -375,6 +385,42 @@ class _PPOSearch:
         fields |= {"ppo.engine.count": str(ranks), "ppo.engine.tensor_parallel": "1"}
         fields["ppo.engine.gpu_memory_utilization"] = f"{min(share, 0.95):.2f}"
         yield self._candidate(_longest_of((option,)) + rollout.total + send.total, fields)
+
+    def _in_turns(
+        self, ranks: int, tokens: int, option: _Option, hosts: tuple[int, ...]
+    ) -> Iterator[_Candidate]:
+        """Yield engines that sleep while the ranks compute (`ppo.engine.sleep_level`)."""
+        ppo, memory = self._config.ppo, self._hardware.device.memory
+        if option.sharding.zero_stage == 0 or option.sharding.offload != "none":
+            return
+        if ppo.staleness or ppo.evaluate_every is not None:
+            return
+        level = 1 if ppo.syncs_adapter else 2
+        engine = ppo.engine.model_copy(update={"sleep_level": level, "count": ranks, "tensor_parallel": 1})
+        together = {"policy_deepspeed": option.sharding, "critic_deepspeed": option.sharding}
+        ppo = ppo.model_copy(
+            update={"colocate": "all", "micro_batch_tokens": tokens, "engine": engine, **together}
+        )
+        changed = self._config.model_copy(update={"ppo": ppo})
+        [group] = plan(ppo).groups
+        models = ppo_models(changed, self._shape, group).values()
+        kept = FRAGMENTATION * sum(model.while_sampling.total for model in models) + CONTEXT["cuda"]
+        share = min(0.95, math.floor(100 * (memory - kept - ENGINE_CONTEXT) / memory) / 100)
+        rollout = self._rollout(ranks, 1, share) if share > 0.05 else None
+        if rollout is None:
+            return
+        engine = engine.model_copy(update={"gpu_memory_utilization": share})
+        serving = engine_memory(self._shape, engine, self._hardware.device, self._config.model.head_dtype)
+        loads = list(group_loads(changed, self._shape, group, "cuda", serving.bytes))
+        if max(load.total for load in loads) > memory or not _fits_hosts(loads[:1], self._hardware):
+            return
+        send = send_time(self._config, self._shape, self._hardware, hosts, hosts)
+        fields = self._fields("all", (group,), tokens, (option,))
+        fields |= {"ppo.engine.count": str(ranks), "ppo.engine.tensor_parallel": "1"}
+        fields["ppo.engine.gpu_memory_utilization"] = f"{share:.2f}"
+        fields["ppo.engine.sleep_level"] = str(level)
+        moving = send.total + turn_time(changed, self._shape, group).total
+        yield self._candidate(_longest_of((option,)) + rollout.total + moving, fields)
 
     def _candidate(self, seconds: float, fields: Changes) -> _Candidate:
         self._tried += 1
@@ -468,6 +514,7 @@ class _PPOSearch:
             "ppo.colocate": colocate,
             "ppo.micro_batch_tokens": str(tokens),
             "ppo.engine.gpu_memory_utilization": f"{self._share(colocate):.2f}",
+            "ppo.engine.sleep_level": "0",
         }
         backend = self._config.ppo.weight_sync.backend
         if (backend, colocate) in (("nccl", "all"), ("ipc", "pairs")):

@@ -145,9 +145,24 @@ def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> 
         max((scoring for scoring, _ in times), key=lambda seconds: seconds.total),
         max((training for _, training in times), key=lambda seconds: seconds.total),
         gather_time(config, shape, hardware, spans=len(where.groups[0]) > 1)
-        + send_time(config, shape, hardware, where.groups[0], where.engines),
+        + send_time(config, shape, hardware, where.groups[0], where.engines)
+        + turn_time(config, shape, placement.groups[0]),
         overlapped=config.ppo.staleness > 0,
     )
+
+
+def turn_time(config: PipelineConfig, shape: ModelShape, group: Group) -> Seconds:
+    """Return the time in which trainers and engines move their memory to the host and back
+    (`ppo.engine.sleep_level`).
+    """
+    engine = config.ppo.engine
+    if engine.sleep_level == 0:
+        return NO_TIME
+    models = ppo_models(config, shape, group).values()
+    moved = sum(model.state.total - model.while_sampling.total for model in models)
+    if engine.sleep_level == 1:
+        moved += shape.parameters * (4 if engine.dtype == "float32" else 2)
+    return Seconds(host=2 * moved / OFFLOAD_BYTES)
 
 
 def group_time(

@@ -260,7 +260,9 @@ class PPOController:
             batch = self._next_batch or self._collector.collect(1, self.completed_steps)
             self._next_batch = None
         else:
+            self._fleet.turns.sample()
             batch = self._collect_or_read()
+            self._fleet.turns.train()
         behind = self.completed_steps - batch.version
         if not 0 <= behind <= self._ppo.staleness:
             raise WeightSyncError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
 from rlhf_core.config import PipelineConfig
@@ -69,6 +69,7 @@ class EngineActor(Actor):
             weight_transfer=self._backend,
             adapter_rank=None if lora is None else lora.r,
             head_dtype=config.model.head_dtype,
+            sleep_level=config.ppo.engine.sleep_level,
         )
         # Two tokens now, so that lazy initialization does not slow down the first rollout.
         prompt = PromptExample("warm-up", "", (0,))
@@ -114,6 +115,18 @@ class EngineActor(Actor):
             parts.append(columns_of(rollouts[start:end], n))
             start = end
         return parts
+
+    # -- sleep --
+
+    @rpc("start")
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache to the trainers."""
+        self._engine.sleep()
+
+    @rpc("start")
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take the memory of a part back."""
+        self._engine.wake(part)
 
     # -- weight sync --
 

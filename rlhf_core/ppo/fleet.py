@@ -40,6 +40,7 @@ from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.batch import RankShare, RolloutBatch
 from rlhf_core.ppo.columns import FloatArray, Places, RolloutColumns, RowColumns
+from rlhf_core.ppo.device_turns import DeviceTurns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.placement import reserve_bundles
@@ -199,6 +200,9 @@ class Fleet:
         """Starts of each group."""
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: EnginePool
+        self.turns = DeviceTurns(
+            config.ppo.engine.sleep_level, self._all_workers, lambda: self.engines.actors, self.wait
+        )
         self.packs = True
         """Whether rows are packed. All loaded models must support it, and the configuration must allow it."""
 
@@ -242,13 +246,18 @@ class Fleet:
         log.info("ppo runs as %s", self._plan.describe())
         if self._nodes is not None:
             self._nodes.join(self._placement.ranks_by_node())
-        self.engines = EnginePool(self._start_engine, self._config.ppo.engine, self._client)
+        engine = self._config.ppo.engine
+        if engine.sleep_level:
+            # An engine measures the device when it loads, and the trainers have it.
+            engine = engine.model_copy(update={"max_restarts": 0})
+        self.engines = EnginePool(self._start_engine, engine, self._client)
         for group in self._plan.groups:
             self._start_group(group)
         if self._placement.colocated:
             self.usage()  # returns once all have started: a trainer that waits for the engines is then idle
             # The engines first: while one measures its device, it counts the memory of others as its own.
             self._load(engines=self.engines.actors)
+            self.turns.trainers_load()
             self._load(self.distinct_groups)
         else:
             self._load(self.distinct_groups, self.engines.actors)
@@ -356,6 +365,9 @@ class Fleet:
     def distinct_groups(self) -> list[WorkerGroup]:
         """Each group once, although it serves several roles."""
         return list({group.group.name: group for group in self.groups.values()}.values())
+
+    def _all_workers(self) -> list[RemoteActor[ModelWorker]]:
+        return [worker for group in self.distinct_groups for worker in group.workers]
 
     def wait(self, pending: Sequence[Pending[R]], what: str) -> list[R]:
         """Return results in order; see `ActorClient.wait`."""
@@ -514,6 +526,7 @@ class Fleet:
         self.engines.mark_dead(f"before {what}", after_error=False)
         while True:
             self.engines.restart()
+            self.turns.receive_weights()
             try:
                 self._connect()
                 sending = self.groups["policy"].call(ModelWorker.send_weights, version)

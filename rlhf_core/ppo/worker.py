@@ -298,6 +298,26 @@ class ModelWorker(Actor):
             self._models["critic"], samples, steps, self._config.ppo, self._pad_id, clip_values=clip_values
         )
 
+    # -- memory --
+
+    @rpc("start")
+    def offload_states(self) -> None:
+        """Move the optimizer states of trained models to host memory."""
+        from rlhf_core.engines.host_states import offload_states
+
+        for role, model in self._models.items():
+            if role in ("policy", "critic"):
+                offload_states(model.engine)
+
+    @rpc("start")
+    def reload_states(self) -> None:
+        """Move the optimizer states of trained models back to the device."""
+        from rlhf_core.engines.host_states import reload_states
+
+        for role, model in self._models.items():
+            if role in ("policy", "critic"):
+                reload_states(model.engine)
+
     # -- weights --
 
     @rpc("start")

@@ -63,6 +63,7 @@ PARTS = (
     Part("rollout_speed", "tokens/s of rollouts next to vLLM alone", ENGINE, 180),
     Part("kill_and_resume", "PPO continues after a kill", PPO, 240),
     Part("colocated", "PPO of a 0.5B model with everything on one GPU", PPO, 240, on_cpu=False),
+    Part("in_turns", "the same with an engine that sleeps while the models train", PPO, 240, on_cpu=False),
 )
 
 

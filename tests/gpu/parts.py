@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -347,18 +347,29 @@ def run_kill_and_resume(device: str, folder: Path, note: Note) -> None:
 
 def run_colocated(_device: str, folder: Path, note: Note) -> None:
     """Make three steps of PPO with all models of the shape of Qwen2.5-0.5B on one GPU."""
+    _three_steps(folder, note, {"gpu_memory_utilization": 0.3, "sleep_level": 0})
+
+
+def run_in_turns(_device: str, folder: Path, note: Note) -> None:
+    """Make the same steps while engine and trainers use the memory in turns. The engine has twice as much."""
+    _three_steps(folder, note, {"gpu_memory_utilization": 0.6, "sleep_level": 2})
+
+
+def _three_steps(folder: Path, note: Note, settings: dict[str, Any]) -> None:
     import torch
 
+    from rlhf_core.types import PromptExample
+
     model = _qwen(folder / "model")
+    sharded = {"dtype": "bfloat16", "gradient_checkpointing": True, "zero_stage": 2}
     ppo = {
         "steps": 3, "prompts_per_step": 64, "max_new_tokens": 256, "minibatches": 2,
-        "micro_batch_tokens": 8192,
+        "micro_batch_tokens": 8192, "policy_deepspeed": sharded, "critic_deepspeed": sharded,
         "policy": {"learning_rate": 1e-6}, "critic": {"learning_rate": 1e-6},
-        "policy_deepspeed": {"dtype": "bfloat16", "gradient_checkpointing": True},
-        "critic_deepspeed": {"dtype": "bfloat16", "gradient_checkpointing": True},
+        "engine": {"dtype": "bfloat16", "enforce_eager": False, **settings},
     }  # fmt: skip
-    engine = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "enforce_eager": False}
-    with _ppo("cuda", model, folder, {**ppo, "engine": engine}) as controller:
+    prompts = [PromptExample(f"p{i}", "", (1, *range(3, 5 + i % 11))) for i in range(256)]
+    with _ppo("cuda", model, folder, ppo, prompts) as controller:
         for step in (1, 2, 3):
             metrics = controller.iterate()
             parts = ("step", "rollout", "scoring", "training", "sync")
@@ -391,13 +402,15 @@ def _small_ppo(device: str, folder: Path, *, dtype: str, eager: bool = True) -> 
 
 
 @contextmanager
-def _ppo(device: str, model: Path, folder: Path, ppo: dict[str, Any]) -> Iterator[Any]:
+def _ppo(
+    device: str, model: Path, folder: Path, ppo: dict[str, Any], prompts: Sequence[Any] | None = None
+) -> Iterator[Any]:
     from tests.support.small_ppo import small_config, small_ppo, small_prompts
 
     if device == "cuda":
         ppo = {"colocate": "all", **ppo}
     config = small_config(model, ppo, device=device)
-    with small_ppo(config, model, folder, small_prompts()) as controller:
+    with small_ppo(config, model, folder, prompts or small_prompts()) as controller:
         yield controller
 
 

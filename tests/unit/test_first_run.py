@@ -124,7 +124,7 @@ def test_every_part_has_a_function_and_a_limit() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     # Packages are only added: what needs less comes first, apart from the speed of what was shown before.
     assert [part.name for part in PARTS][:3] == ["versions", "packed_attention", "agreement"]
-    assert PARTS[-1].name == "colocated"
+    assert PARTS[-1].name == "in_turns"
 
 
 def test_on_the_cpu_the_cheap_parts_run_and_those_for_gpus_say_so(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_on_the_cpu_the_cheap_parts_run_and_those_for_gpus_say_so(tmp_path: Path
     assert rows["versions"]["found"]["gpus"] == 0
     assert rows["packed_attention"]["found"]["sdpa_gap_mean"] < 1e-5
     others = [row for name, row in rows.items() if name not in ("versions", "packed_attention")]
-    assert len(others) == 4
+    assert len(others) == 5
     assert {(row["status"], row["why"]) for row in others} == {("not run", "needs a GPU")}
 
 

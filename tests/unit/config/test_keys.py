@@ -118,6 +118,7 @@ IN_NO_KEY = {
     *(f"ppo.guards.{name}" for name in GuardsConfig.model_fields), "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
     "ppo.engine.max_restarts", "ppo.engine.min_count",
+    "ppo.engine.sleep_level",
     "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",
     "ppo.weight_sync.senders",
     "ppo.rewards.python.file", "ppo.rewards.python.retries", "ppo.rewards.python.timeout",

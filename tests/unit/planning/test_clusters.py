@@ -60,8 +60,15 @@ def shape(name: str) -> ModelShape:
     return found
 
 
+APART = (
+    "ppo.colocate=pairs", "ppo.policy_deepspeed.ranks=3", "ppo.critic_deepspeed.ranks=3",
+    "ppo.engine.count=2", "ppo.engine.gpu_memory_utilization=0.9", "ppo.weight_sync.backend=nccl",
+)  # fmt: skip
+
+
 def production(*overrides: str) -> PipelineConfig:
-    return load_config(PRODUCTION, overrides)
+    """Return the profile with devices of their own for policy, critic and engines."""
+    return load_config(PRODUCTION, (*APART, *overrides))
 
 
 def splits(config: PipelineConfig, model: ModelShape, hardware: Hardware) -> dict[str, Split | NoSplit]:

@@ -51,6 +51,7 @@ class Scripted:
             wait=self.wait,
             put=Pending,
             usage_by_group=lambda: None,
+            turns=SimpleNamespace(sample=lambda: None, train=lambda: None),
         )
         tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
         store = CheckpointStore(Store(work.parent / "store"), "key", work, keep(9, 9))
