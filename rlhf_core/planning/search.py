@@ -18,7 +18,6 @@ from itertools import product
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
@@ -37,6 +36,7 @@ from rlhf_core.planning.loads import (
     stage_loads,
 )
 from rlhf_core.planning.memory import ENGINE_CONTEXT, Model, engine_memory
+from rlhf_core.planning.overrides import differences, with_changes
 from rlhf_core.planning.speed import (
     PHASES,
     Seconds,
@@ -178,7 +178,7 @@ def _training(
     if best is None:
         return NoSplit(stage, _missing(closest, hardware))
     seconds, fields, host = best
-    return Split(stage, _differences(config, fields), seconds.total, {"step": seconds}, host)
+    return Split(stage, differences(config, fields), seconds.total, {"step": seconds}, host)
 
 
 def _fits_hosts(loads: list[DeviceLoad], hardware: Hardware) -> bool:
@@ -242,9 +242,9 @@ class _PPOSearch:
         """Return the fastest split, or why nothing fits."""
         found = heapq.nsmallest(_KEPT, self._candidates())
         for candidate in found:
-            changes = _differences(self._config, candidate.fields)
+            changes = differences(self._config, candidate.fields)
             try:
-                changed = _with(self._config, changes)
+                changed = with_changes(self._config, changes)
             except InputError:
                 continue
             verdict = judge(changed, self._shape, self._hardware)
@@ -264,7 +264,7 @@ class _PPOSearch:
             *rank_counts(self._hardware.count, self._hardware.per_host),
         ):
             more = {} if ranks == self._config.evaluate.ranks else {"evaluate.ranks": str(ranks)}
-            verdict = judge(_with(self._config, {**changes, **more}), self._shape, self._hardware)
+            verdict = judge(with_changes(self._config, {**changes, **more}), self._shape, self._hardware)
             if not any(problem.stage == "evaluate" for problem in verdict.problems):
                 return more
         return {}
@@ -578,27 +578,3 @@ def _is_better(one: _Option, other: _Option, *, shared: bool) -> bool:
         and one.peak.host <= other.peak.host
         and (not shared or one.peak.total <= other.peak.total)
     )
-
-
-# -- overrides --
-
-
-def _differences(config: PipelineConfig, fields: Changes) -> Changes:
-    """Return the fields whose value differs from that of the configuration."""
-    tree = config.model_dump(mode="json", by_alias=True)
-    changes = {}
-    for name, value in fields.items():
-        now: object = tree
-        for part in name.split("."):
-            now = now[part] if isinstance(now, dict) else None
-        same = str(now).lower() == value.lower()
-        if isinstance(now, float):
-            same = now == float(value)
-        if not same:
-            changes[name] = value
-    return changes
-
-
-def _with(config: PipelineConfig, changes: Changes) -> PipelineConfig:
-    tree = config.model_dump(mode="json", by_alias=True)
-    return config_from_tree(tree, "plan", [f"{name}={value}" for name, value in changes.items()])

@@ -62,6 +62,8 @@ def shape(name: str) -> ModelShape:
 
 APART = (
     "ppo.colocate=pairs", "ppo.policy_deepspeed.ranks=3", "ppo.critic_deepspeed.ranks=3",
+    "ppo.policy_deepspeed.gradient_checkpointing=true", "ppo.critic_deepspeed.gradient_checkpointing=true",
+    "ppo.micro_batch_tokens=8192", "ppo.engine.sleep_level=0",
     "ppo.engine.count=2", "ppo.engine.gpu_memory_utilization=0.9", "ppo.weight_sync.backend=nccl",
 )  # fmt: skip
 
