@@ -281,12 +281,8 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
         yield from (("ppo.colocate", way, 2.0) for way in ("pairs", "all") if way != ppo.colocate)
         for name, ranks in (("policy", ppo.policy_deepspeed.ranks), ("critic", ppo.critic_deepspeed.ranks)):
             yield f"ppo.{name}_deepspeed.ranks", str(max(1, ranks // 2)), 1.5
-    if engine.sleep_level:
-        # Adapters need level 1, and offloaded states level 0.
-        for level in range(engine.sleep_level):
-            yield "ppo.engine.sleep_level", str(level), 0.5
-    elif "+engine" in problem.what and ppo.policy_deepspeed.offload == "none":
-        yield "ppo.engine.sleep_level", "1", 1.0
+    for level in range(engine.sleep_level):  # adapters need level 1, and offloaded states level 0
+        yield "ppo.engine.sleep_level", str(level), 0.5
     if "engine" in problem.what:
         share = engine.gpu_memory_utilization + (-0.1 if "+engine" in problem.what else 0.05)
         if 0.1 < share <= 0.95:

@@ -339,7 +339,8 @@ def test_the_split_with_staleness_has_separate_engines(
 ) -> None:
     file = str(CONFIGS / "production.yaml")
     command = ["plan", file, "--gpus", "4xH100-80G", "--model-config", "qwen3-0.6b"]
-    command.append("ppo.staleness=1")
+    command += ["ppo.staleness=1", "ppo.colocate=pairs", "ppo.engine.count=1"]
+    command += ["ppo.policy_deepspeed.ranks=2", "ppo.critic_deepspeed.ranks=1"]
     main([*command, "--json"])
     (found,) = (s for s in json.loads(capsys.readouterr().out)["fastest"] if s["stage"] == "ppo")
     rollout, scoring, training, sync = (sum(found["phases"][phase].values()) for phase in PHASES)
