@@ -6,6 +6,7 @@
 - the same configuration is the same run; a changed reward file is another
 - a run under new settings names the unfinished run that it differs from, and why
 - each attempt has a log file of its own
+- a process that waits for a stage ends with the run, also if the run fails or is stopped
 - a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
 - the summary has the documented fields, and nothing that was not measured
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextvars
 import json
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,6 +391,28 @@ def test_warnings_are_logged_and_tagged(
     assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
     assert "ppo.kl.estimator: k3 in the reward" in caplog.text
     assert tags["rlhf.guard.loops"] == "step 4: guard loops: 30 %"
+
+
+@pytest.mark.parametrize("ending", [RuntimeError(), KeyboardInterrupt(), SystemExit(143)])
+def test_the_end_of_a_run_ends_the_process_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException
+) -> None:
+    class Tracker:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_args, **_named: None
+
+    closed: list[bool] = []
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{home: {tmp_path / 'home'}, device: cpu}}\n")
+    monkeypatch.setattr(pipeline_run, "open_tracking", lambda config: Tracker())
+    monkeypatch.setattr(pipeline_run.NextStage, "close", lambda self: closed.append(True))
+    checked = check_config(str(file), [])
+    with suppress(RuntimeError, KeyboardInterrupt, SystemExit), open_run(checked, "data", "sft") as run:
+        assert run.stage_after("data") == "sft"
+        assert run.stage_after("sft") is None
+        assert closed == []
+        raise ending
+    assert closed == [True]
 
 
 def test_rerun_removes_outdated_warning_tags(tmp_path: Path) -> None:
