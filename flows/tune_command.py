@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,14 @@ def _tune(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from rlhf_core.config.load import load_config
+    from rlhf_core.run.environment import stage_environment
     from rlhf_core.run.logs import set_up_logging
     from rlhf_core.run.tune import tune
     from rlhf_core.system.home import Home
 
     config = load_config(arguments.config, arguments.overrides)
     set_up_logging(Home.of(config.run.home))
+    os.environ.update(stage_environment(config))  # PPO runs in this process
     tuned = tune(arguments.config, arguments.overrides, arguments.out)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_table(tuned))
