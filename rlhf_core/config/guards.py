@@ -70,13 +70,13 @@ class GuardsConfig(Section):
     score_clip_share: Fraction = execution(0.01, "Raised above this share of the scores")
     overoptimization: GuardAction = execution(
         "warn",
-        "The training score rises on the held-out prompts, and the score of the judge (`reward.judge`) does"
-        " not follow",
+        "The reward model's score rises on the held-out prompts, and the score of the judge (`reward.judge`)"
+        " does not follow",
     )
     overoptimization_ratio: Fraction = execution(
         0.3,
-        "Raised if the judge's score rises by less than this share of the rise of the training score between"
-        " any two evaluations",
+        "Raised if the judge's score rises by less than this share of the rise of the reward model's score"
+        " between any two evaluations",
     )
 
     @field_validator("entropy_explosion_ratio", "length_drift_ratio")

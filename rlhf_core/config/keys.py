@@ -29,6 +29,11 @@ _PIPELINE_SECTIONS = tuple(
     if section not in _EXECUTION_SECTIONS
 )
 
+_LATER: tuple[StageName, ...] = ("judge",)
+"""Stages that were added later. A pipeline key contains them only if they are enabled, so that the keys of
+existing configurations stay.
+"""
+
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
     """Return the stages whose artifacts `stage` reads with this configuration."""
@@ -131,7 +136,11 @@ def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[
 def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
     settings = {name: result_settings(_section(config, name)) for name in _PIPELINE_SECTIONS}
     return {
-        "schema": {name: stage.version for name, stage in STAGES.items() if is_enabled(config, name)},
+        "schema": {
+            name: stage.version
+            for name, stage in STAGES.items()
+            if name not in _LATER or is_enabled(config, name)
+        },
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,

@@ -506,10 +506,11 @@ class PPOConfig(Section):
                 f"{name} needs engines on the devices of the training ranks; got"
                 f" ppo.colocate={self.colocate}; use ppo.colocate=all, or ppo.engine.sleep_level=0"
             )
-        if self.evaluate_every is not None:
+        if self.evaluation_interval is not None:
             raise ValueError(
-                f"{name} needs ppo.evaluate_every=null, because an evaluation uses engines and models at the"
-                f" same time; got {self.evaluate_every}"
+                f"{name} needs ppo.evaluate_every=null and ppo.publish=last, because an evaluation uses"
+                f" engines and models at the same time; got {self.evaluate_every or 'null'} and"
+                f" {self.publish}"
             )
         if level == 2 and self.syncs_adapter:
             raise ValueError(

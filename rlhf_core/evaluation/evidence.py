@@ -72,11 +72,12 @@ def next_level(spent: Iterable[Spent], now: float, budget: float) -> float:
     capacity = _AT_ONCE * budget
     per_second = (1 - _AT_ONCE) * budget / YEAR
     available, last = capacity, -math.inf
-    for test in sorted(spent, key=lambda test: test.time):
+    # A test of a host whose clock is ahead counts as made now. Otherwise the time until then would accrue.
+    for tested, level in sorted((min(test.time, now), test.level) for test in spent):
         if last > -math.inf:
-            available = min(capacity, available + (test.time - last) * per_second)
-        available = max(0.0, available - test.level)
-        last = test.time
+            available = min(capacity, available + (tested - last) * per_second)
+        available = max(0.0, available - level)
+        last = tested
     if last > -math.inf:
         available = min(capacity, available + max(0.0, now - last) * per_second)
     return _PER_TEST * available

@@ -22,7 +22,7 @@ from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import Collector, RewardInputs
 from rlhf_core.ppo.selection import KL, OBJECTIVE
-from rlhf_core.rewards.compose import RewardComposer, weighted_sum
+from rlhf_core.rewards.compose import RewardComposer, source_name, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import PromptExample
 
@@ -74,7 +74,7 @@ class HeldOutEvaluation:
             self._sft_scores = decisive
         metrics = {f"eval/{name}": value for name, value in _means(columns).items()}
         metrics[OBJECTIVE] = _mean(decisive) - self._ppo.kl.coef * metrics[KL]
-        for name in ("score", "judge"):
+        for name in ("score", "reward_model", "judge"):
             if name in columns:
                 metrics[f"eval/{name}_error"] = _standard_error(columns[name])
         wins = [
@@ -103,6 +103,10 @@ class HeldOutEvaluation:
         }
         for name, values in rewards.by_source.items():
             columns[f"rewards/{name}"] = list(values)
+        for source in ppo.rewards:
+            if source.type == "model":
+                # Without weight and penalties, in the unit of the judge's score.
+                columns["reward_model"] = list(rewards.by_source[source_name(source)])
         if "judge" in fleet.groups:
             columns["judge"] = fleet.scores(batch, "judge").gather()
         pairs = zip(policy.gather("logprobs"), reference.gather("logprobs"), strict=True)

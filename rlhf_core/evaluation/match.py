@@ -90,7 +90,9 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
     tokenizer = _tokenizer_digest(context.inputs["ppo"] / "policy")
     if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
         raise MatchSkipped("it has another tokenizer or template")
-    prompts = [prompt for prompt in prompts if prompt.prompt_id not in opponent.trained_prompts]
+    # Equal prompts have equal ids, seeds and answers, so each id counts once.
+    unique = {prompt.prompt_id: prompt for prompt in prompts}
+    prompts = [prompt for name, prompt in unique.items() if name not in opponent.trained_prompts]
     if not prompts:
         raise MatchSkipped("it was trained on all held-out prompts")
     device = resolve_device(config.run.device)
@@ -109,7 +111,7 @@ def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) 
         sft = partial(_fetched, artifacts, "sft", tags)
         files = policy_files(made_with(made["ppo"]), folder, sft)
         own_judge = tags.get("eval.judge", "")
-        stage = scoring.MODEL_STAGES.get(own_judge) or scoring.MODEL_STAGES.get(judge)
+        stage = scoring.MODEL_STAGES.get(own_judge or judge)
         reward = None if stage is None else _reward_model(artifacts, tags, stage)
         tokenizer = _tokenizer_digest(folder / "policy")
         return _Champion(files, tokenizer, train, str(made["data"]["template"]), reward)

@@ -446,6 +446,7 @@ class PPOController:
             shutil.copy(self._metrics_file, folder / "metrics.jsonl")
             state = {
                 "done": step,
+                "previous_checkpoint": self._last_checkpoint_step,
                 "kl": self._kl.state_dict(),
                 "scores": {str(step): score for step, score in self._scores.items()},
                 **self._checks.state_dict(),
@@ -472,6 +473,7 @@ class PPOController:
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
         self.completed_steps = self._last_checkpoint_step = int(state["done"])
+        self._previous_checkpoint_step = int(state.get("previous_checkpoint", 0))
         self._checks.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])
         self._scores = {int(step): float(score) for step, score in state["scores"].items()}

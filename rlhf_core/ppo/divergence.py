@@ -1,8 +1,10 @@
-"""Whether the score that PPO maximises and an independent measure part, which is a sign of over-optimisation
-(Gao et al. 2022, Scaling Laws for Reward Model Overoptimization).
+"""Whether the scores of the reward model that PPO maximises and of an independent one diverge. This is a sign
+of over-optimisation (Gao et al. 2022, Scaling Laws for Reward Model Overoptimization).
 
     evaluations: version -> means and standard errors over the same prompts
-    -> the rise of the score that the other measure does not follow
+    -> the rise of the reward model's score that the judge's does not follow
+
+Both scores are those of one reward model each, normalised in the same way, without weights and penalties.
 """
 
 from __future__ import annotations
@@ -14,39 +16,39 @@ from dataclasses import dataclass
 Evaluations = Mapping[int, Mapping[str, float]]
 """Metrics `eval/...` by policy version, in order."""
 
-SCORE, JUDGE = "eval/score", "eval/judge"
+SCORE, REWARD_MODEL, JUDGE = "eval/score", "eval/reward_model", "eval/judge"
 _SIGNIFICANT = 2.0
-"""Standard errors by which the training score must have risen."""
+"""Standard errors by which the reward model's score must have risen."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A rise of the training score that the judge's score does not follow."""
+    """A rise of the reward model's score that the judge's score does not follow."""
 
     since: int
     """Version of the earlier evaluation."""
     version: int
     """Version of the last evaluation."""
     score: float
-    """Rise of the training score between them."""
+    """Rise of the reward model's score between them."""
     judge: float
     """Change of the judge's score between them."""
 
 
 def divergence(evaluations: Evaluations, ratio: float) -> Divergence | None:
-    """Compare the last evaluation with each earlier one, and return the largest rise of the training score
-    that is significant, and of which the judge's score has followed by less than `ratio`, by more than one
-    standard error. None if there is no such rise, or no judge.
+    """Compare the last evaluation with each earlier one, and return the largest rise of the reward model's
+    score that is significant, and of which the judge's score has followed by less than `ratio`, by more than
+    one standard error. None if there is no such rise, no reward model, or no judge.
     """
     if not evaluations:
         return None
     *earlier, version = sorted(evaluations)
     found: Divergence | None = None
     for since in earlier:
-        score, score_error = _change(evaluations, SCORE, since, version)
+        score, score_error = _change(evaluations, REWARD_MODEL, since, version)
         judge, judge_error = _change(evaluations, JUDGE, since, version)
         risen = score > _SIGNIFICANT * score_error
-        # Comparisons with NaN, of an evaluation without a judge, are false.
+        # Comparisons with NaN, of an evaluation without one of the models, are false.
         if risen and judge + judge_error < ratio * score and (found is None or score > found.score):
             found = Divergence(since, version, score, judge)
     return found

@@ -331,8 +331,8 @@ class Fleet:
         self.wait(layouts, "all ranks to choose the layout of rows")
 
     def _environment(self) -> dict[str, dict[str, str]]:
-        """Return the environment of workers and engines: the cores are shared by the trainers, and also by
-        the engines, because trainers and engines never compute at the same time.
+        """Return the environment of workers and engines. The trainers share all cores, and so do the engines,
+        because trainers and engines compute in turns. With `ppo.staleness` they compute at the same time.
         """
         if self._device == "cuda":
             return self._gpu_environment()

@@ -53,9 +53,9 @@ def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: di
     if found is None:
         return None
     text = (
-        f"step {found.version}: the training score has risen by {found.score:.2f} since step {found.since}"
-        f" on the held-out prompts, and the judge's score by {found.judge:.2f}: the reward model is"
-        " over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
+        f"step {found.version}: the reward model's score has risen by {found.score:.2f} since step"
+        f" {found.since} on the held-out prompts, and the judge's score by {found.judge:.2f}: the reward"
+        " model is over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
     )
     alarm("overoptimization", text)
     return text if guards.overoptimization == "stop" else None

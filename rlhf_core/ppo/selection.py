@@ -60,7 +60,7 @@ class Selection:
         return better
 
     def _is_better(self, metrics: Mapping[str, float]) -> bool:
-        objective, kl = metrics[OBJECTIVE], metrics[KL]
+        objective, kl = metrics[OBJECTIVE], metrics.get(KL, math.nan)
         limit = self._ppo.publish_kl_limit
         if not math.isfinite(objective) or not kl <= limit:
             return False

@@ -61,6 +61,7 @@ class Utilisation:
         """Begin the next step now: what the engines sampled for an evaluation is not part of a step."""
         if self._last is not None:
             self._last = self._fleet.usage_by_group()
+            self._idle_cores(None, None)
 
     def measure(
         self, seconds: float, timings: Mapping[str, float], batch: RolloutBatch, sampled: RolloutBatch | None

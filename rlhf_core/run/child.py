@@ -108,13 +108,11 @@ def run_child(
             `StageTimedOut` if it took more than `timeout` seconds.
     """
     started = time.monotonic()
-    if waiting is None:
-        child = start_child(spec, log_file, environment, waits=False)
-    else:
-        child = waiting
-        child.begin(spec)
+    child = waiting or start_child(spec, log_file, environment, waits=False)
     with child.events:
         try:
+            if child.request is not None:
+                child.begin(spec)
             outcome = _follow(child.process, child.events, timeout, on_event)
         finally:
             _end(child.process)

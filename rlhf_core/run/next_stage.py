@@ -11,6 +11,7 @@ waits has decided nothing: it has no inputs, no lease and no MLflow run. Like ev
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def _modification_times() -> dict[str, tuple[int, int]]:
     """Return time of modification and size of each source file of this package."""
     times = {}
     for file in _SOURCES.rglob("*.py"):
-        status = file.stat()
-        times[str(file)] = (status.st_mtime_ns, status.st_size)
+        with contextlib.suppress(OSError):  # removed in the meantime, or a link of an editor to nothing
+            status = file.stat()
+            times[str(file)] = (status.st_mtime_ns, status.st_size)
     return times

@@ -316,10 +316,12 @@ def open_run(
         continued_elsewhere = isinstance(error, StageHeld | Superseded)
         raise
     finally:
-        run.next_stage.close()
-        run.save_state(state, failure)
-        if not continued_elsewhere:
-            run.tracking.finish(run.parent_run_id, status, reused=reused)
+        try:
+            run.save_state(state, failure)
+            if not continued_elsewhere:
+                run.tracking.finish(run.parent_run_id, status, reused=reused)
+        finally:
+            run.next_stage.close()  # last, because it can take seconds
 
 
 def _tags(checked: CheckedConfig) -> dict[str, str]:

@@ -100,6 +100,8 @@ def find_or_make(
 
         ref = _make(run, spec, log_file, dispatch, policy, waiting)
         failpoint("flow.made")
+    elif run.next_stage.stage == stage:
+        run.next_stage.close()  # another run has made the artifact in the meantime
     if reused:
         # An artifact that was made under other limits must meet those of this configuration.
         check_gate(run.config, stage, ref.metrics)
@@ -126,9 +128,13 @@ def prepare_next(run: PipelineRun, stage: StageName, event: Mapping[str, Any]) -
     following = run.stage_after(stage)
     if following is None or following == run.next_stage.stage:
         return
-    if run.config.run.executor_of(following) == "local":
-        log_file = run.log_file(following)
-        run.next_stage.prepare(following, run.config, stage_environment(run.config), log_file)
+    if run.config.run.executor_of(following) != "local":
+        return
+    try:
+        environment = stage_environment(run.config)
+        run.next_stage.prepare(following, run.config, environment, run.log_file(following))
+    except Exception as error:  # the running stage does not depend on it
+        log.info("the process of stage %s starts later: %s", following, error)
 
 
 def _make(

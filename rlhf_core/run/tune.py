@@ -85,8 +85,13 @@ def tune(config_path: str | Path, overrides: Sequence[str], out: Path) -> Tuned:
     """
     if out.exists():
         raise InputError(f"--out: must be a new file; got {out}, which exists; choose another name")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"--out: its folder must exist; got {out}; create the folder")
     config = load_config(config_path, overrides)
-    checked = CheckedConfig(config, tuple(probe(config, str(config_path))), str(config_path))
+    # A name of its own: the summary and the MLflow run of the configuration stay as they are. Keys of stages
+    # do not contain the name, so finished stages are reused.
+    named = load_config(config_path, [*overrides, f"run.name={config.run.name}-tune"])
+    checked = CheckedConfig(named, tuple(probe(named, str(config_path))), str(config_path))
     last: StageName = "reward" if config.reward.enabled else "sft"
     with open_run(checked, "data", last, {}, time.time()) as run:
         refs: dict[StageName, ArtifactRef] = {}

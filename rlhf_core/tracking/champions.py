@@ -29,6 +29,8 @@ CHAMPION = "champion"
 REVOKED = "rlhf.revoked"
 """Tag of a version that was rolled back, with the reason. It never becomes champion again."""
 
+MAX_REASON = 1000
+"""Largest number of characters of a reason."""
 _MOVE = "rlhf.champion."
 """Prefix of the tags of the registered model that contain its moves. Microseconds since 1970 follow."""
 
@@ -83,11 +85,16 @@ def history(mlflow: Mlflow, model: str) -> list[Move]:
     return moves
 
 
-def move_champion(mlflow: Mlflow, model: str, move: Move) -> None:
-    """Make `move.version` champion, in the order of the module's docstring."""
+def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
+    """Make `move.version` champion, in the order of the module's docstring, and return the finished move."""
+    earlier = history(mlflow, model)
+    if earlier and move.time <= earlier[-1].time:
+        # The clock of the host that made the last move is ahead. The history is ordered by time.
+        move = replace(move, time=earlier[-1].time + 1e-5)
     _record(mlflow, model, move)
     failpoint("champion.recorded")
     _finish(mlflow, model, move)
+    return replace(move, state="done")
 
 
 def settle(mlflow: Mlflow, model: str) -> None:
@@ -104,10 +111,12 @@ def settle(mlflow: Mlflow, model: str) -> None:
 
 
 def _finish(mlflow: Mlflow, model: str, move: Move) -> None:
-    if REVOKED in find_version(mlflow, model, move.version).tags:  # rolled back in the meantime
+    tags = {each.version: each.tags for each in mlflow.versions(model)}
+    if move.version not in tags or REVOKED in tags[move.version]:  # deleted or rolled back in the meantime
         _record(mlflow, model, replace(move, state="overtaken"))
         return
-    if move.action == "rolled_back" and move.previous is not None:
+    if move.action == "rolled_back" and move.previous in tags:
+        assert move.previous is not None
         mlflow.tag_version(model, move.previous, {REVOKED: move.reason})
         failpoint("champion.revoked")
     mlflow.set_alias(model, CHAMPION, move.version)
@@ -134,13 +143,14 @@ def registered_models(mlflow: Mlflow) -> list[str]:
 
 
 def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Move:
-    """Make a version champion by the decision of a person, and return the move.
+    """Make a version, given by its number or alias, champion by the decision of a person. Returns the move.
 
     Raises InputError if there is no such version, if it was revoked, or if there is no reason.
     """
     with registry_errors(mlflow, f"promote a version of {model!r}"):
         _begin(mlflow, model, reason)
         champion = mlflow.by_alias(model, CHAMPION)
+        version = find_version(mlflow, model, version).version
         if champion is not None and champion.version == version:
             last = _last(mlflow, model)
             if last is not None and last.version == version:
@@ -148,8 +158,7 @@ def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Move:
             raise InputError(f"version {version} of {model} is the champion already")
         _require_usable(mlflow, model, version)
         move = Move(time.time(), "promoted", version, champion.version if champion else None, reason)
-        move_champion(mlflow, model, move)
-        return replace(move, state="done")
+        return move_champion(mlflow, model, move)
 
 
 def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> Move:
@@ -161,7 +170,8 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         mlflow: The registry.
         model: Name of the registered model.
         reason: Why the champion is taken back.
-        to: The version that becomes champion; None for the last one that was champion and is not revoked.
+        to: Number or alias of the version that becomes champion; None for the last one that was champion and
+            is not revoked.
 
     Raises:
         InputError: There is no champion, no reason, or no such version to return to.
@@ -171,6 +181,8 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         champion = mlflow.by_alias(model, CHAMPION)
         if champion is None:
             raise InputError(f"{model} has no champion that could be rolled back; use `rlhf promote`")
+        if to is not None:
+            to = find_version(mlflow, model, to).version
         last = _last(mlflow, model)
         if last is not None and _is_same_rollback(last, champion.version, reason, to):
             return last
@@ -179,8 +191,7 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         version = to or _earlier_champion(mlflow, model, champion.version)
         _require_usable(mlflow, model, version)
         move = Move(time.time(), "rolled_back", version, champion.version, reason)
-        move_champion(mlflow, model, move)
-        return replace(move, state="done")
+        return move_champion(mlflow, model, move)
 
 
 def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVersion:
@@ -207,6 +218,11 @@ def _is_same_rollback(last: Move, champion: str, reason: str, to: str | None) ->
 def _begin(mlflow: Mlflow, model: str, reason: str) -> None:
     if not reason.strip():
         raise InputError("--reason must say why; it is kept in the history of champions")
+    if len(reason) > MAX_REASON:
+        raise InputError(
+            f"--reason must have at most {MAX_REASON} characters, which every database of MLflow can keep;"
+            f" got {len(reason)}; shorten it"
+        )
     _require_model(mlflow, model)
     settle(mlflow, model)
 

@@ -3,7 +3,8 @@
 The first champion must beat its SFT model in an exact sign test. Every later one must beat the present
 champion in a match, by an anytime-valid test (`evaluation.evidence`). The levels of the tests in any 365 days
 add up to at most `alpha`. If no candidate is better than its champion, the probability that any of them
-becomes champion within a year is therefore at most `alpha`, for any number of candidates and champions.
+becomes champion within a year is therefore at most `alpha`, for any number of candidates and champions. The
+prompts of a match must not have been used to choose its candidate (docs/promotion.md).
 
 Without a match the champion stays: numbers of different prompts or different judges are not compared.
 """
@@ -206,6 +207,9 @@ def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> D
     )
     if match.log_evidence < -math.log(level):
         return Decision(False, "match", text, tested=True)
+    if match.win_rate <= 0.5:
+        text += "; the candidate must win more than half of the match"
+        return Decision(False, "match", text, tested=True)
     if match.away_win_rate is not None and match.away_win_rate < 0.5:
         text += "; the candidate must not lose by the champion's judge"
         return Decision(False, "away", text, tested=True)
@@ -225,7 +229,9 @@ def _asked_champions_judge(match: Match, champion: Evaluation) -> bool:
 
 
 def _too_few(words: str, gate: Gate) -> Decision:
-    return Decision(False, "min_prompts", f"{words}; register.min_prompts={gate.min_prompts} are needed")
+    # A test was made, because its outcome is known: more prompts continue it at its level.
+    text = f"{words}; register.min_prompts={gate.min_prompts} are needed"
+    return Decision(False, "min_prompts", text, tested=True)
 
 
 def _judge_name(record: Evaluation) -> str:

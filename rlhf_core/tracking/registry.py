@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.evaluation.evidence import Spent, next_level
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.tracking.champions import CHAMPION, REVOKED, Move, move_champion, registry_errors, settle
+from rlhf_core.tracking.champions import (
+    CHAMPION,
+    REVOKED,
+    Move,
+    history,
+    move_champion,
+    registry_errors,
+    settle,
+)
 from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
 
@@ -110,7 +118,8 @@ def register(
             all_tests = [test for tags in tags_by_version.values() for test in _tests(tags)]
             opponent = champion.version if champion else None
             test = _test(candidate, match, opponent, own, all_tests, gate)
-            decision = revoked or _decide(candidate, champion, match, gate, test.level)
+            refusal = revoked or _champion_is_missing(mlflow, model, champion)
+            decision = refusal or _decide(candidate, champion, match, gate, test.level)
             if decision.tested:
                 own = [*(each for each in own if each.time != test.time), test]
             outcome = _Outcome(decision, opponent, match if isinstance(match, Match) else None)
@@ -146,6 +155,19 @@ def _revoked(versions: Iterable[ModelVersion], candidate: Candidate) -> Decision
         if same and REVOKED in version.tags:
             text = f"version {version.version} has this policy and was revoked: {version.tags[REVOKED]}"
             return Decision(False, "revoked", text)
+    return None
+
+
+def _champion_is_missing(mlflow: Mlflow, model: str, champion: ModelVersion | None) -> Decision | None:
+    """Return the refusal if the history has champions, but no version has the alias: MLflow deletes it with
+    its version.
+    """
+    if champion is None and any(move.state == "done" for move in history(mlflow, model)):
+        text = (
+            f"no version has the alias `{CHAMPION}`, although there were champions; a person can name one"
+            " with `rlhf promote`"
+        )
+        return Decision(False, "unknown", text)
     return None
 
 

@@ -13,11 +13,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rlhf_core.config import keys
+from rlhf_core.config import PipelineConfig, keys
 from rlhf_core.config.base import Section, result
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, roundings, stage_key
@@ -233,6 +234,14 @@ def test_device_auto_has_the_key_of_the_resolved_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(keys, "runs_on_gpu", lambda config: config.run.device != "cpu")
     assert _keys({"run": {"device": "cpu"}}) == fixed
     assert not set(_keys({"run": {"device": "auto"}}).values()) & set(fixed.values())
+
+
+def test_a_pipeline_key_has_the_judge_only_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, judged = PipelineConfig(), PipelineConfig.model_validate({"reward": {"judge": {}}})
+    before = pipeline_key(plain, {}), pipeline_key(judged, {})
+    monkeypatch.setitem(STAGES, "judge", replace(STAGES["judge"], version=99))
+    assert pipeline_key(plain, {}) == before[0]
+    assert pipeline_key(judged, {}) != before[1]
 
 
 def test_every_section_that_a_stage_names_is_in_the_pipeline_key() -> None:

@@ -66,6 +66,13 @@ def test_a_pause_makes_levels_larger_and_a_clock_set_back_does_not() -> None:
     assert next_level(spent, -week, 0.05) == next_level(spent, 0.0, 0.05)
 
 
+def test_a_clock_that_is_ahead_does_not_refill_the_budget() -> None:
+    spent = [Spent(YEAR, 0.0025)]
+    for number in range(20):
+        spent.append(Spent(float(number), next_level(spent, float(number), 0.05)))
+    assert sum(test.level for test in spent) < 0.0101  # a fifth of 5 %, and what accrues in 20 s
+
+
 def test_the_simulation_uses_the_evidence_of_the_module() -> None:
     outcomes = promotion.matches(np.random.default_rng(1), 20, 64, 0.6, 0.2)
     assert {-1, 0, 1} == set(np.unique(outcomes))

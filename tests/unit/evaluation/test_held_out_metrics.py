@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,10 @@ class Collector:
 
     def rewards(self, batch: Any) -> RewardBatch:
         values = self.rewards_of[batch.version]
-        return RewardBatch(values, {"keywords": values})
+        return RewardBatch(values, dict.fromkeys(("keywords", "model"), values))
+
+
+KEYWORDS = {"type": "keywords", "words": ["x"], "weight": 2.0}
 
 
 class Batch(SimpleNamespace):
@@ -54,7 +58,10 @@ class Gathered(list[Any]):
 
 
 def evaluation_of(
-    monkeypatch: pytest.MonkeyPatch, rewards: dict[int, list[float]], judge: dict[int, list[float]] | None
+    monkeypatch: pytest.MonkeyPatch,
+    rewards: dict[int, list[float]],
+    judge: dict[int, list[float]] | None,
+    source: Mapping[str, Any] = KEYWORDS,
 ) -> HeldOutEvaluation:
     monkeypatch.setattr(Collector, "rewards_of", rewards, raising=False)
     monkeypatch.setattr(held_out, "Collector", Collector)
@@ -73,9 +80,9 @@ def evaluation_of(
         retry_after_restart=lambda call, what: call(),
     )
     tree = {
-        "reward": {"enabled": False},
+        "reward": {"enabled": source["type"] == "model"},
         "ppo": {
-            "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0}],
+            "rewards": [source],
             "missing_eos_penalty": 0.5,
             "kl": {"coef": 0.1},
         },
@@ -101,6 +108,14 @@ def test_the_training_reward_decides_without_a_judge(monkeypatch: pytest.MonkeyP
     assert found["eval/by_source/a/score"] == 2.0 and found["eval/by_source/b/kl"] == pytest.approx(3.0)
     assert found["eval/distinct_2"] == pytest.approx(2 / 12)
     assert not any("judge" in name or "gold" in name for name in found)
+
+
+def test_the_reward_models_score_is_without_weight_and_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = {0: [1.0, 1.0, 1.0, 1.0]}
+    found = evaluation_of(monkeypatch, rewards, None, {"type": "model", "weight": 5.0}).evaluate(0)
+    assert (found["eval/reward_model"], found["eval/reward_model_error"]) == (1.0, 0.0)
+    assert found["eval/score"] == pytest.approx((5 + 5 + 5 + 4.5) / 4)
+    assert "eval/reward_model" not in evaluation_of(monkeypatch, rewards, None).evaluate(0)
 
 
 def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,8 @@ def test_states_that_were_away_train_the_same_bits(stage: Any, rank: Rank, tmp_p
         ({"colocate": "pairs"}, "use ppo.colocate=all"),
         ({"policy_deepspeed": {"zero_stage": 0}}, "zero_stage of at least 1"),
         ({"critic_deepspeed": {"zero_stage": 1, "offload": "optimizer"}}, "no offload"),
-        ({"evaluate_every": 5}, "needs ppo.evaluate_every=null"),
+        ({"evaluate_every": 5}, "needs ppo.evaluate_every=null and ppo.publish=last"),
+        ({"publish": "best"}, "needs ppo.evaluate_every=null and ppo.publish=last"),
         ({"lora": {"r": 8}, "weight_sync": {"lora": "adapter"}}, "use ppo.engine.sleep_level=1"),
     ],
 )

@@ -20,13 +20,14 @@ Found = dict[int, dict[str, float]]
 
 
 def evaluations(*values: tuple[float, float], error: float = 0.05) -> Found:
-    """(training score, judge's score) of the versions 0, 10, 20, ..."""
+    """(reward model's score, judge's score) of the versions 0, 10, 20, ..."""
     found: Found = {}
     for number, (score, judge) in enumerate(values):
         found[10 * number] = {
             "eval/score": score,
+            "eval/reward_model": score,
             "eval/judge": judge,
-            "eval/score_error": error,
+            "eval/reward_model_error": error,
             "eval/judge_error": error,
         }
     return found
@@ -49,7 +50,7 @@ def test_a_rise_that_the_judge_does_not_follow_is_found() -> None:
         # The same numbers with large errors.
         evaluations((0.6, 0.5), (1.6, 0.5), error=0.5),
         {
-            version: {"eval/score": row["eval/score"], "eval/score_error": 0.05}
+            version: {"eval/reward_model": row["eval/score"], "eval/reward_model_error": 0.05}
             for version, row in PARTED.items()
         },
     ],

@@ -58,6 +58,12 @@ def test_the_best_has_the_highest_objective_and_ties_go_to_the_earlier() -> None
     assert chosen.scores() == {0: 9.0, 2: 0.5, 4: 0.7, 6: 0.7, 10: 0.6}
 
 
+def test_a_version_whose_kl_is_not_known_is_not_the_best() -> None:
+    chosen = selection(publish="best")
+    assert not chosen.add(2, {"eval/objective": 9.0})
+    assert chosen.add(4, evaluation(0.0)) and chosen.best == 4
+
+
 @pytest.mark.parametrize(
     ("ppo", "best"), [({}, 3), ({"publish_max_kl": 8.0}, 2), ({"kl": {"target": 2.0}}, 2)]
 )

@@ -109,6 +109,26 @@ def test_a_process_that_would_differ_from_a_new_one_is_ended(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_preparation_that_fails_does_not_end_the_running_stage(tmp_path: Path) -> None:
+    def no_space(stage: str) -> Path:
+        raise OSError("No space left on device")
+
+    run: Any = SimpleNamespace(
+        config=CONFIG, next_stage=NextStage(), stage_after=lambda stage: "sft", log_file=no_space
+    )
+    stage_runner.prepare_next(run, "data", {"event": "progress", "done": 1})
+    assert run.next_stage.stage is None
+
+
+def test_source_files_that_cannot_be_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / ".#a.py").symlink_to("user@host.1:2")  # of an editor
+    monkeypatch.setattr(next_stage, "_SOURCES", tmp_path)
+    assert list(next_stage._modification_times()) == [str(tmp_path / "a.py")]
+
+
 def test_a_process_for_another_stage_keeps_waiting(prepared: NextStage, started: Started) -> None:
     assert prepared.take("data", CONFIG, ENVIRONMENT) is None
     assert started.killed == 0

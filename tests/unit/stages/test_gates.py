@@ -11,6 +11,7 @@ import pytest
 from rlhf_core.cluster import ranks as launch
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed
+from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.retries import RetryPolicy
 from rlhf_core.run.stage_runner import find_or_make
 from rlhf_core.stages import reward
@@ -44,7 +45,12 @@ def test_reused_reward_model_below_the_limit_fails(tmp_path: Path) -> None:
     config = config_from_tree({"reward": {"min_accuracy": 0.6}}, "test")
     made = ArtifactRef("reward", "a" * 16, "digest", "/store/reward", {"accuracy": 0.59})
     run: Any = SimpleNamespace(
-        config=config, began={}, ensure_parent=lambda: None, spec=lambda *_: None, find=lambda _spec: made
+        config=config,
+        began={},
+        ensure_parent=lambda: None,
+        spec=lambda *_: None,
+        find=lambda _spec: made,
+        next_stage=NextStage(),
     )
     with pytest.raises(GateFailed, match=r"accuracy 0\.590 is below"):
         find_or_make(run, "reward", {}, RetryPolicy(0))

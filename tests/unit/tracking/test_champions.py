@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from rlhf_core.errors import InfrastructureError, InputError
 from rlhf_core.evaluation.evidence import log_evidence
@@ -121,11 +122,46 @@ def test_promotion_by_a_person(mlflow: Mlflow, model: str) -> None:
     assert rollback(mlflow, model, "bad").version == "3"
 
 
+def test_a_version_is_named_by_its_alias_too(mlflow: Mlflow, model: str) -> None:
+    mlflow.set_alias(model, "known", "1")
+    assert promote(mlflow, model, "known", "good").version == "1"
+    assert rollback(mlflow, model, "bad", to="candidate").version == "3"
+    with pytest.raises(InputError, match=r"version 3 of .* is the champion; choose an earlier one"):
+        rollback(mlflow, model, "worse", to="champion")
+    assert champion(mlflow, model) == "3"
+
+
+def test_a_move_to_a_deleted_version_blocks_nothing(mlflow: Mlflow, model: str) -> None:
+    started = Move(1.0, "rolled_back", "9", "3", "r")
+    mlflow.tag_model(model, {started.key: json.dumps(started.__dict__)})
+    settle(mlflow, model)
+    assert champion(mlflow, model) == "3" and revoked(mlflow, model) == {}
+    assert history(mlflow, model)[0].state == "overtaken"
+
+
+def test_without_the_alias_a_person_decides(mlflow: Mlflow, model: str) -> None:
+    MlflowClient(mlflow.uri).delete_registered_model_alias(model, "champion")
+    done, met = enter(mlflow, model, "d")
+    assert (done.decision.champion, done.decision.rule, met) == (False, "unknown", [])
+    assert "no version has the alias `champion`, although there were champions" in done.decision.reason
+    assert promote(mlflow, model, done.version, "good").previous is None
+
+
+def test_moves_are_in_order_even_if_the_clock_of_a_host_is_ahead(mlflow: Mlflow, model: str) -> None:
+    ahead = Move(9e9, "crowned", "3", "2", "r", state="done")
+    mlflow.tag_model(model, {ahead.key: json.dumps(ahead.__dict__)})
+    move = rollback(mlflow, model, "bad")
+    assert (move.version, history(mlflow, model)[-1]) == ("2", move)
+    assert rollback(mlflow, model, "bad") == move, "the same command again changes nothing"
+
+
 def test_what_is_missing_is_an_input_error(mlflow: Mlflow, model: str) -> None:
     with pytest.raises(InputError, match="--reason must say why"):
         rollback(mlflow, model, " ")
     with pytest.raises(InputError, match="has no registered model 'unknown'; it has "):
         promote(mlflow, "unknown", "1", "r")
+    with pytest.raises(InputError, match="--reason must have at most 1000 characters"):
+        promote(mlflow, model, "1", "r" * 1001)
     mlflow.ensure_model("empty", "")
     with pytest.raises(InputError, match="empty has no champion that could be rolled back"):
         rollback(mlflow, "empty", "r")

@@ -77,7 +77,7 @@ MODEL = {"judge": "reward_model", "judge_digest": "ours"}
 def test_a_match_needs_evidence_and_the_champions_judge(played: Any, becomes: bool, rule: str) -> None:
     decision = decide(record(), JUDGED, played, gate=GATE, level=LEVEL)
     assert (decision.champion, decision.rule) == (becomes, rule), decision.reason
-    assert decision.tested == (rule in ("match", "away"))
+    assert decision.tested == (rule in ("match", "away", "min_prompts"))
     assert decide(record(49), JUDGED, played, gate=GATE, level=LEVEL).rule == "min_win_rate"
 
 
@@ -95,6 +95,15 @@ def test_reasons_have_the_numbers_and_the_way_out() -> None:
 def test_a_champion_of_older_code_has_no_judge_that_could_differ() -> None:
     assert decide(record(), record(), match(80, **GOLD), gate=GATE, level=LEVEL).champion
     assert decide(record(), record(), match(80, **MODEL), gate=GATE, level=LEVEL).rule == "judge"
+
+
+def test_a_match_that_was_lost_in_the_end_crowns_nobody() -> None:
+    outcomes = [1] * 30 + [-1] * 70
+    lost = replace(match(30, **GOLD), log_evidence=log_evidence(outcomes))
+    assert lost.log_evidence > -math.log(LEVEL), "the first prompts are evidence enough"
+    decision = decide(record(), JUDGED, lost, gate=GATE, level=LEVEL)
+    assert (decision.champion, decision.rule, decision.tested) == (False, "match", True)
+    assert decision.reason.endswith("; the candidate must win more than half of the match")
 
 
 def test_evidence_at_the_level_is_enough() -> None:
