@@ -8,6 +8,7 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from flows.notify import notify, notify_failure
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import NonNegativeFloat, NonNegativeInt
 from rlhf_core.config.load import load_config
@@ -15,7 +16,7 @@ from rlhf_core.run.parameters import DEFAULT_CONFIG
 from rlhf_core.run.watch import Watch
 
 
-@flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False)
+@flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
 def retrain(
     config: File = DEFAULT_CONFIG,
     overrides: tuple[Override, ...] = (),
@@ -28,14 +29,20 @@ def retrain(
     Args:
         config: YAML file, as the worker sees it.
         overrides: Other fields, each as `section.field=value`.
-        min_new_rows: Rows that must have been added to the sources since the last retraining.
+        min_new_rows: Rows that the sources must have more than at the last retraining. Replaced rows are not
+            new ones.
         min_pause_hours: Hours since the start of the last retraining.
     """
-    watch = Watch(load_config(config, overrides), run=str(runtime.flow_run.id or ""))
-    verdict = watch.look(min_new_rows=min_new_rows, min_pause_hours=min_pause_hours)
+    try:
+        watch = Watch(load_config(config, overrides), run=str(runtime.flow_run.id or ""))
+        verdict = watch.look(min_new_rows=min_new_rows, min_pause_hours=min_pause_hours)
+    except Exception as error:  # here, because the pipeline's own flow sends its failures
+        notify(f"{runtime.flow_run.name} failed", f"{type(error).__name__}: {error}")
+        raise
     if not verdict.due:
         return Completed(name=verdict.name, message=verdict.message)
-    watch.started()
+    if not watch.started():
+        return Completed(name="Waiting", message="MLflow has not recorded the start of the retraining")
     summary = rlhf(config=config, overrides=overrides)
     watch.finished(summary["weights_sha256"])
     return summary

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -127,13 +127,13 @@ def _mark(source: Source, store: StoreConfig) -> str:
     if kind in ("synthetic", "hub"):
         return _contents(source, store).digest
     marks = []
-    for file in _list_files(source.path, kind, store):
-        if kind == "s3":
-            found = _request(f"cannot look at {file}", store, partial(_bucket(store).info, file))
+    if kind == "s3":
+        for file, found in _objects(source.path, store).items():
             marks.append(f"{file} {found.get('ETag')} {found.get('size')}")
-        else:
-            state = Path(file).stat()
-            marks.append(f"{file} {state.st_ino} {state.st_size} {state.st_mtime_ns}")
+        return "\n".join(marks)
+    for file in _list_files(source.path, kind, store):
+        state = Path(file).stat()
+        marks.append(f"{file} {state.st_ino} {state.st_size} {state.st_mtime_ns}")
     return "\n".join(marks)
 
 
@@ -295,7 +295,7 @@ def _digest_from_start(stream: IO[bytes]) -> str:
 def _list_files(path: str, kind: AddressKind, store: StoreConfig) -> list[str]:
     """Return the file or object itself, or all supported files under a folder, sorted."""
     if kind == "s3":
-        return _list_s3(path, store)
+        return list(_objects(path, store))
     return [str(file) for file in list_files(parse_address(path))]
 
 
@@ -308,15 +308,17 @@ def _bucket(store: StoreConfig) -> Any:
     return _buckets(store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"))
 
 
-def _list_s3(path: str, store: StoreConfig) -> list[str]:
+def _objects(path: str, store: StoreConfig) -> dict[str, Mapping[str, Any]]:
+    """Return the listing's entry of the object, or of all data files below it, by address and sorted."""
     if not path.removeprefix("s3://").split("/", 1)[0]:
         raise DataError(f"s3 path without a bucket: {path}; write s3://bucket/key")
 
-    def find() -> list[str]:
+    def find() -> dict[str, Mapping[str, Any]]:
         bucket = _bucket(store)
         if bucket.isfile(path):
-            return [path]
-        return sorted(f"s3://{file}" for file in bucket.find(path.rstrip("/") + "/") if suffix_of(file))
+            return {path: bucket.info(path)}
+        found = bucket.find(path.rstrip("/") + "/", detail=True)
+        return {f"s3://{file}": found[file] for file in sorted(found) if suffix_of(file)}
 
     files = _request(f"cannot list {path}", store, find)
     if not files:

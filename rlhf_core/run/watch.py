@@ -1,9 +1,10 @@
 """Decides whether a retraining is due: new data, enough rows, enough time since the last one.
 
 A look at the sources lists files with sizes and times, objects with their ETags, and commits of hub names.
-Contents are read only if a look differs from the one of the last finished retraining. That look, the number
-of rows and the time of the last start are in a tag of the registered model, and the store says whether the
-pipeline has finished for these contents. It therefore does not matter on which machine it ran.
+Contents are read only if a look differs from the one of the last finished retraining and from the last one
+that read them. These looks, their numbers of rows and the time of the last start are in a tag of the
+registered model, and the store says whether the pipeline has finished for these contents. It therefore does
+not matter on which machine it ran. While MLflow does not answer, no retraining is due.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from dataclasses import asdict, dataclass, replace
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, pipeline_key
+from rlhf_core.config.redact import scrubbed
 from rlhf_core.data.sources import count_rows, pinned, source_marks
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.external_inputs import reward_code_digests
 from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.tracking.mlflow_client import describe_failure
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef
 
@@ -40,9 +43,15 @@ class WatchState:
     rows: int | None = None
     """Rows of its sources; None if they were not counted."""
     started: float = 0.0
-    """Start of the last one, finished or not, in seconds since 1970."""
+    """Start of the last one, finished or not, in seconds since 1970. For one that another program ran, the
+    time of the look that found it.
+    """
     run: str = ""
     """Id of the flow run that began it; empty if it has finished."""
+    read: str = ""
+    """The last look that read the contents and found no finished retraining for them."""
+    read_rows: int = 0
+    """Rows of the sources at that look."""
 
 
 @dataclass(frozen=True)
@@ -65,67 +74,96 @@ class Watch:
         self._model = config.registered_model
         self._tag = _STATE + pipeline_key(config, {})
         self._tracking = open_tracking(config)
-        self._state = self._read()
+        self._failure = ""
+        self._state, versions = self._read()
         marks = source_marks(self.config) | reward_code_digests(self.config)
         self._marks = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
-        self._rows: int | None = None
+        # A new version may be a retraining by another program, for which the store must be asked again.
+        self._look = f"{self._marks} {versions}"
 
     def look(self, *, min_new_rows: int, min_pause_hours: float) -> Verdict:
         """Return whether a retraining is due.
 
         Args:
-            min_new_rows: Rows that must have been added since the last one that finished.
+            min_new_rows: Rows that the sources must have more than at the last one that finished.
             min_pause_hours: Hours since the start of the last one.
         """
-        state = self._state
-        if state.marks == self._marks and self._has(state.weights):
+        if self._failure:
+            return Verdict(False, "Waiting", self._failure)
+        if self._state.marks == self._marks and self._has(self._state.weights):
             return Verdict(False, "Unchanged", "the sources look as after the last retraining")
-        finished = finished_registration(self.config)
-        if finished is not None and self._has(finished.attributes["weights_sha256"]):
-            self._write(replace(state, marks=self._marks, weights=finished.attributes["weights_sha256"]))
-            version = finished.attributes.get("version", "?")
-            return Verdict(False, "Unchanged", f"{self._model} version {version} was made from these inputs")
-        if min_new_rows:
-            self._rows = count_rows(self.config)
-        if self._run and state.run == self._run:
-            return Verdict(True, "Due", "this flow run began it, and was interrupted")
-        if self._rows is not None and state.rows is not None and self._rows - state.rows < min_new_rows:
-            new = self._rows - state.rows
-            return Verdict(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
-        hours = (time.time() - state.started) / 3600
-        if 0 <= hours < min_pause_hours:
+        interrupted = bool(self._run) and self._state.run == self._run
+        hours = (time.time() - self._state.started) / 3600
+        if not interrupted and 0 <= hours < min_pause_hours:
             return Verdict(
                 False, "Waiting", f"{hours:.1f} hours since the last start, of {min_pause_hours:g}"
             )
+        if self._state.read != self._look:
+            finished = finished_registration(self.config)
+            rows = count_rows(self.config)
+            if finished is not None and self._has(finished.attributes["weights_sha256"]):
+                self._found(finished.attributes["weights_sha256"], rows)
+                version = finished.attributes.get("version", "?")
+                return Verdict(
+                    False, "Unchanged", f"{self._model} version {version} was made from these inputs"
+                )
+            self._state = replace(self._state, read=self._look, read_rows=rows)
+        if interrupted:
+            return Verdict(True, "Due", "this flow run began it, and was interrupted")
+        new = self._state.read_rows - (self._state.rows or 0)
+        if self._state.rows is not None and new < min_new_rows:
+            self._write()
+            return Verdict(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
         return Verdict(True, "Due", "the sources have changed")
 
-    def started(self) -> None:
-        """Record the start of a retraining."""
+    def started(self) -> bool:
+        """Record the start of a retraining. Return whether MLflow has recorded it.
+
+        Otherwise the retraining must not start: the next look would start it again without a pause.
+        """
         self._state = replace(self._state, started=time.time(), run=self._run)
-        self._write(self._state)
+        return self._write()
 
     def finished(self, weights: str) -> None:
         """Record the end of a retraining that registered these weights."""
-        rows = self._state.rows if self._rows is None else self._rows
-        self._write(replace(self._state, marks=self._marks, weights=weights, rows=rows, run=""))
+        rows = self._state.read_rows if self._state.read == self._look else self._state.rows
+        self._state = replace(self._state, marks=self._marks, weights=weights, rows=rows, run="")
+        self._write()
+
+    def _found(self, weights: str, rows: int) -> None:
+        """Record a finished retraining for the present contents, which another program may have run."""
+        if weights != self._state.weights:
+            self._state = replace(self._state, started=time.time())
+        self._state = replace(self._state, marks=self._marks, weights=weights, rows=rows, run="")
+        self._write()
 
     def _has(self, weights: str) -> bool:
         return bool(weights) and not self._tracking.is_missing(self._model, weights)
 
-    def _read(self) -> WatchState:
+    def _read(self) -> tuple[WatchState, int]:
+        """Return the state and the number of versions. Without an answer of MLflow, set `_failure`."""
+        mlflow = self._tracking.mlflow
         try:
-            tags = self._tracking.mlflow.model_tags(self._model) or {}
-            return WatchState(**json.loads(tags.get(self._tag, "{}")))
-        except Exception as error:  # of MLflow's client, or a tag that was edited by hand
+            tags = mlflow.model_tags(self._model) or {}
+            versions = len(mlflow.versions(self._model))
+        except Exception as error:  # of MLflow's client
+            self._failure = scrubbed(f"MLflow at {mlflow.uri} {describe_failure(error)}")
+            return WatchState(), 0
+        try:
+            return WatchState(**json.loads(tags.get(self._tag, "{}"))), versions
+        except (ValueError, TypeError) as error:  # a tag that was edited by hand
             log.warning("the state of the last retraining cannot be read (%s)", type(error).__name__)
-            return WatchState()
+            return WatchState(), versions
 
-    def _write(self, state: WatchState) -> None:
+    def _write(self) -> bool:
+        """Return whether MLflow has stored the state."""
         try:
             self._tracking.mlflow.ensure_model(self._model, "")
-            self._tracking.mlflow.tag_model(self._model, {self._tag: json.dumps(asdict(state))})
+            self._tracking.mlflow.tag_model(self._model, {self._tag: json.dumps(asdict(self._state))})
         except Exception as error:  # of MLflow's client: the next look reads the contents again
             log.warning("the state of the retraining cannot be written (%s)", type(error).__name__)
+            return False
+        return True
 
 
 def finished_registration(config: PipelineConfig) -> ArtifactRef | None:

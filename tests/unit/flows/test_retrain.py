@@ -1,4 +1,8 @@
-"""The flow `rlhf-retrain` runs the pipeline if a look says so, and records its start and end."""
+"""The flow `rlhf-retrain` runs the pipeline if a look says so, and records its start and end.
+
+- without a record of the start, nothing is trained
+- a look that fails is a notification
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.client.schemas.objects import StateType
 
 from flows import retrain as module
+from flows.notify import notify_failure
+from rlhf_core.errors import DataError
 from rlhf_core.run.watch import Verdict
 
 
-@pytest.mark.parametrize("due", [True, False])
-def test_the_pipeline_runs_if_it_is_due(due: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("due", "recorded"), [(True, True), (True, False), (False, True)])
+def test_the_pipeline_runs_if_it_is_due(
+    due: bool, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
 
     class Watch:
@@ -24,8 +33,9 @@ def test_the_pipeline_runs_if_it_is_due(due: bool, tmp_path: Path, monkeypatch: 
             calls.append(limits)
             return Verdict(due, "Due" if due else "Waiting", "3 new rows")
 
-        def started(self) -> None:
+        def started(self) -> bool:
             calls.append("started")
+            return recorded
 
         def finished(self, weights: str) -> None:
             calls.append(weights)
@@ -42,9 +52,26 @@ def test_the_pipeline_runs_if_it_is_due(due: bool, tmp_path: Path, monkeypatch: 
         "deployments/configs/demo.yaml", overrides, min_new_rows=5, min_pause_hours=2.0
     )
     looked = [str(tmp_path), {"min_new_rows": 5, "min_pause_hours": 2.0}]
-    if due:
+    if due and not recorded:
+        assert calls == [*looked, "started"]
+        assert (state.name, state.type) == ("Waiting", StateType.COMPLETED)
+    elif due:
         assert calls == [*looked, "started", overrides, "w"]
         assert state == {"weights_sha256": "w"}
     else:
         assert calls == looked
         assert (state.name, state.message) == ("Waiting", "3 new rows")
+
+
+def test_a_look_that_fails_is_a_notification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, str]] = []
+    monkeypatch.setattr(module, "notify", lambda subject, body: sent.append((subject, body)))
+    flow_run = SimpleNamespace(id=None, name="demo-seed0-a1")
+    monkeypatch.setattr(module, "runtime", SimpleNamespace(flow_run=flow_run))
+    missing = (f"run.home={tmp_path}", f"data.sft=[{{path: {tmp_path}/rows.jsonl}}]")
+    with pytest.raises(DataError):
+        module.retrain.fn("deployments/configs/demo.yaml", missing)
+    [(subject, body)] = sent
+    assert subject == "demo-seed0-a1 failed"
+    assert body.startswith("DataError: ") and f"{tmp_path}/rows.jsonl" in body
+    assert module.retrain.on_crashed_hooks == [notify_failure]

@@ -3,6 +3,9 @@
 - unchanged sources cost one look: no file is read
 - finished stages in the store count on every machine, without the folder of the run
 - with too few new rows, or too early, it waits; a failed retraining is due again after the pause
+- rows and pause also count from a retraining that another program ran
+- waiting reads no file twice, and objects are listed without a request for each
+- while MLflow does not answer, nothing is due
 - a policy that MLflow has lost is made again
 """
 
@@ -133,7 +136,7 @@ def test_it_waits_for_rows_and_for_the_pause(
     finish(config)
     first.finished(DIGEST)
     add(rows, 4)
-    assert look(config, rows=5, hours=24) == ("Waiting", "4 new rows, of 5 that are needed")
+    assert look(config, rows=5, hours=0) == ("Waiting", "4 new rows, of 5 that are needed")
     add(rows.with_name("part-2.jsonl"), 1)
     now += 3600 * 6
     assert look(config, rows=5, hours=24) == ("Waiting", "6.0 hours since the last start, of 24")
@@ -144,6 +147,48 @@ def test_it_waits_for_rows_and_for_the_pause(
     assert look(config, rows=5, hours=24)[0] == "Waiting"
     now += 3600 * 24
     assert look(config, rows=5, hours=24)[0] == "Due", "a failed retraining is due again"
+
+
+def test_rows_and_pause_count_from_a_retraining_of_another_program(
+    configured: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, now = configured("one"), 1e9
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now))
+    finish(config)
+    assert look(config, rows=5, hours=24)[0] == "Unchanged"
+    os.utime(rows, (1, 1))
+    now += 3600 * 24
+    assert look(config, rows=5, hours=24)[0] == "Unchanged"
+    add(rows, 4)
+    assert look(config, rows=5, hours=48) == ("Waiting", "24.0 hours since the last start, of 48")
+    assert look(config, rows=5, hours=24) == ("Waiting", "4 new rows, of 5 that are needed")
+    add(rows, 1)
+    assert look(config, rows=5, hours=24)[0] == "Due"
+
+
+def test_waiting_reads_no_file_twice(configured: Any, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("one")
+    finish(config)
+    assert look(config)[0] == "Unchanged"
+    add(rows, 4)
+    waiting = ("Waiting", "4 new rows, of 5 that are needed")
+    assert look(config, rows=5) == waiting
+
+    def fail(*_arguments: Any) -> None:
+        raise AssertionError("a file was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_open", fail)
+        assert look(config, rows=5) == waiting
+        assert look(config, rows=4)[0] == "Due"
+        add(rows, 1)
+        assert look(config, hours=24)[1].endswith("hours since the last start, of 24")
+    look(config, rows=9)
+    finish(config)  # by another program, and nothing was written since
+    assert look(config, rows=9) == (
+        "Unchanged",
+        f"{config.registered_model} version 1 was made from these inputs",
+    )
 
 
 def test_an_interrupted_flow_run_continues_its_retraining(configured: Any, rows: Path) -> None:
@@ -158,22 +203,34 @@ def test_an_interrupted_flow_run_continues_its_retraining(configured: Any, rows:
     assert not Watch(config, run="flow-run-1").look(min_new_rows=0, min_pause_hours=24).due
 
 
-def test_state_that_cannot_be_read_or_written_costs_a_look_only(
+def test_a_state_that_cannot_be_parsed_costs_a_look_only(
     configured: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configured("one")
     finish(config)
     watch = Watch(config)
-    watch._tracking.mlflow.tag_model(config.registered_model, {watch._tag: "[1]"})
-    assert look(config)[0] == "Unchanged"
-    assert "cannot be read" in caplog.text
+    for text in ("[1]", "{"):
+        watch._tracking.mlflow.tag_model(config.registered_model, {watch._tag: text})
+        assert look(config)[1].endswith("was made from these inputs")
+        assert "cannot be read" in caplog.text
+        caplog.clear()
+
+
+def test_nothing_is_due_while_mlflow_does_not_answer(configured: Any) -> None:
+    config = configured("one")
     nowhere = config.model_copy(
         update={"tracking": config.tracking.model_copy(update={"uri": "sqlite:////proc/nowhere/x.db"})}
     )
-    assert look(nowhere)[0] == "Due", "the stage register has another key for another server"
+    name, message = look(nowhere)
+    assert name == "Waiting"
+    assert message.startswith("MLflow at sqlite:////proc/nowhere/x.db does not answer (")
+    assert not Watch(nowhere).started()
+    assert Watch(config).started()
 
 
-def test_marks_of_objects_are_their_etags(s3_server: S3Server, configured: Any) -> None:
+def test_marks_of_objects_are_their_etags(
+    s3_server: S3Server, configured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import boto3
 
     config: PipelineConfig = configured("one")
@@ -188,3 +245,16 @@ def test_marks_of_objects_are_their_etags(s3_server: S3Server, configured: Any) 
     assert before == source_marks(config) and count_rows(config) == 1
     client.put_object(Bucket=s3_server.bucket, Key="watched/b.jsonl", Body=row * 2)
     assert before["data.sft[0]"] != source_marks(config)["data.sft[0]"] and count_rows(config) == 3
+    single = source.model_copy(update={"path": f"{source.path}/b.jsonl"})
+    data = config.data.model_copy(update={"sft": (single,)})
+    of_one = source_marks(config.model_copy(update={"data": data}))["data.sft[0]"]
+    assert of_one in source_marks(config)["data.sft[0]"].splitlines()
+
+    class ListedOnly:
+        """A bucket without requests for single objects."""
+
+        isfile = staticmethod(sources._bucket(store).isfile)
+        find = staticmethod(sources._bucket(store).find)
+
+    monkeypatch.setattr(sources, "_bucket", lambda _store: ListedOnly)
+    assert of_one in source_marks(config)["data.sft[0]"].splitlines()
