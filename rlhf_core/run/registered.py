@@ -23,6 +23,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
+from rlhf_core.system.api_key import API_KEY
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.champions import CHAMPION, REVOKED, find_version
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, sqlite_path
@@ -30,8 +31,11 @@ from rlhf_core.tracking.registry import WEIGHTS
 from rlhf_core.tracking.tracker import open_tracking
 
 _SOURCE = re.compile(r"^(?:local-store://)?(?P<store>.+)/artifacts/ppo/[0-9a-f]{16}/.+$")
-API_KEY = "VLLM_API_KEY"
-"""Environment variable of vLLM with the key that clients must send."""
+_OWN_OPTIONS = (
+    "host", "port", "uds", "model", "served-model-name", "lora-modules", "middleware", "api-key", "root-path",
+    "allowed-origins", "config",
+)  # fmt: skip
+"""Options of vLLM that `rlhf serve` sets itself, and others that would bypass the rules about addresses."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,10 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
         more: Further arguments of vLLM.
 
     Raises:
-        InputError: The address can be reached from other machines, and there is no key.
+        InputError: The address can be reached from other machines, and there is no key; or `more` has an
+            option that is set here.
     """
+    _check_options(more)
     names = [policy.name, f"{policy.name}@{policy.version.version}"]
     engine = policy.config["ppo"]["engine"]
     command = [
@@ -160,6 +166,8 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
             f"--host must be a loopback address without a key; got {host}; set {API_KEY}, here and for the"
             " clients"
         )
+    if os.environ.get(API_KEY):
+        command += ["--middleware", "rlhf_core.system.api_key.KeyOnly"]
     if policy.files.adapter is None:
         command += ["--served-model-name", *names]
     else:
@@ -168,6 +176,20 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
         command += ["--served-model-name", f"{policy.name}-sft", "--enable-lora"]
         command += ["--max-lora-rank", str(max(8, rank)), "--lora-modules", *adapters]
     return [*command, *more]
+
+
+def _check_options(more: Sequence[str]) -> None:
+    for argument in more:
+        if not argument.startswith("--"):
+            continue
+        # As vLLM reads it: `--served_model_name=x`, `--host.x` and abbreviations are options as well.
+        option = argument.removeprefix("--").partition("=")[0].partition(".")[0].replace("_", "-")
+        own = [name for name in _OWN_OPTIONS if name.startswith(option)]
+        if own:
+            raise InputError(
+                f"--vllm must not contain --{own[0]}, which rlhf serve decides; got --{option}; leave it out"
+                " (--host and --port are options of rlhf serve, the key is in VLLM_API_KEY)"
+            )
 
 
 def serve_environment() -> dict[str, str]:

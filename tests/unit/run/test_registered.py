@@ -1,7 +1,7 @@
 """Registered policies by name, `rlhf serve` and `rlhf publish`.
 
 - the files are those that were registered, or it is an error; revoked and unknown versions are refused
-- vLLM listens on loopback and refuses web pages; other addresses need a key
+- vLLM listens on loopback and refuses web pages; other addresses need a key, and --vllm cannot change it
 - a published folder loads with transformers, and its card has data, digests, evaluation, licences and limits
 """
 
@@ -52,18 +52,52 @@ def test_names_lead_to_the_registered_files(home: str, weights: list[str]) -> No
 
 def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = open_policy(MODEL, home)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command = serve_command(policy, "127.0.0.1", 8000, ["--max-model-len", "32"])
+    assert command.count("--middleware") == 1
     text = " ".join(command)
     assert f"--model {policy.files.model} --host 127.0.0.1 --port 8000 --dtype float32" in text
     assert "--middleware rlhf_core.system.loopback.OwnAddressOnly" in text
     assert f"--served-model-name {MODEL} {MODEL}@2" in text and text.endswith("--max-model-len 32")
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     for host in ("0.0.0.0", "gpu7", "::"):
         with pytest.raises(InputError, match="set VLLM_API_KEY"):
             serve_command(policy, host, 8000)
     monkeypatch.setenv("VLLM_API_KEY", "k")
-    assert "--middleware" not in serve_command(policy, "0.0.0.0", 8000)
+    assert serve_command(policy, "0.0.0.0", 8000).count("--middleware") == 1
+    for host in ("0.0.0.0", "127.0.0.1"):
+        assert "--middleware rlhf_core.system.api_key.KeyOnly" in " ".join(serve_command(policy, host, 8000))
     assert "k" not in serve_command(policy, "0.0.0.0", 8000), "other users see arguments of processes"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--host 0.0.0.0", "--host=0.0.0.0", "--hos 0.0.0.0", "--host.x 1", "--port 1", "--uds /x",
+        "--model x", "--served-model-name x", "--served_model_name=x", "--lora-modules x=y", "--lora-mod x=y",
+        "--middleware x.Y", "--api-key k", "--api_key=k", "--root-path /v1", "--allowed-origins [*]",
+        "--config x.yaml", "--",
+    ],
+)  # fmt: skip
+def test_options_that_bypass_the_rules_are_refused(
+    home: str, arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.execve", lambda *_arguments: pytest.fail("vLLM was started"))
+    given = f"--max-model-len 32 {arguments}"
+    assert main(["serve", MODEL, "--home", home, "--vllm", given]) == 2
+    assert "--vllm must not contain --" in capsys.readouterr().err
+
+
+def test_other_options_of_vllm_are_passed_on(home: str) -> None:
+    more = [
+        "--max-model-len",
+        "32",
+        "--load-format=safetensors",
+        "--compilation-config.mode",
+        "0",
+        "-tp",
+        "2",
+    ]
+    assert serve_command(open_policy(MODEL, home), "127.0.0.1", 8000, more)[-len(more) :] == more
 
 
 def test_an_adapter_is_served_on_its_base(home: str, tmp_path: Path) -> None:

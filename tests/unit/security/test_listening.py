@@ -1,8 +1,9 @@
 """The commands and settings of the servers that `rlhf up` and `rlhf run` start, and the tests in SECURITY.md.
 
 Every server listens on loopback. MLflow accepts only requests for its own address and runs no jobs. Prefect
-requires a password, refuses requests of web pages of other origins, and stores results as JSON. The sockets
-that really listen are measured in `tests/integration`. Every test that SECURITY.md names exists.
+requires a password, refuses requests of web pages of other origins, and stores results as JSON. vLLM asks
+for its key on every path. The sockets that really listen are measured in `tests/integration`. Every test that
+SECURITY.md names exists.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 
 from flows.prefect_server import server_environment
 from flows.supervisor import Supervisor
+from rlhf_core.system.api_key import KeyOnly
 from rlhf_core.system.home import Home
 from rlhf_core.system.loopback import OwnAddressOnly
 
@@ -103,6 +105,51 @@ def test_requests_of_other_origins_do_not_reach_the_server(title: str, kind: str
     assert reached == [kind] * passes
     if not passes:
         assert sent[0].get("status", sent[0].get("code")) == {"http": 403, "websocket": 1008}[kind]
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "passes"),
+    [
+        ("/v1/models", ["Bearer secret"], True),
+        ("/invocations", ["bearer secret"], True),
+        ("/health", [], True),
+        ("/invocations", [], False),
+        ("/tokenize", ["Bearer secret2"], False),
+        ("/tokenize", ["Bearer secre"], False),
+        ("/tokenize", ["Bearer "], False),
+        ("/tokenize", ["secret"], False),
+        ("/tokenize", ["Basic secret"], False),
+        ("/tokenize", ["Bearer secret", "Bearer secret"], False),
+        ("/health/", [], False),
+        ("/v1/models", ["Bearer \u00e9"], False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_every_path_but_health_needs_the_key(
+    path: str, values: list[str], passes: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, sent = [], []
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    raw = [(b"authorization", value.encode()) for value in values]
+    scope = {"type": kind, "method": "OPTIONS", "path": path, "headers": raw}
+    asyncio.run(KeyOnly(server)(scope, None, send))  # type: ignore[arg-type]
+    assert reached == [kind] * passes
+    if not passes:
+        assert sent[0].get("status", sent[0].get("code")) == {"http": 401, "websocket": 1008}[kind]
+        assert not any("secret" in str(message) for message in sent)
+
+
+def test_the_key_is_required_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    with pytest.raises(RuntimeError, match="VLLM_API_KEY is not set"):
+        KeyOnly(None)  # type: ignore[arg-type]
 
 
 def test_every_guarantee_names_existing_tests() -> None:
