@@ -12,16 +12,22 @@ from typing import Any
 
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.errors import InputError
+from rlhf_core.models.folder import is_hub_model
 from rlhf_core.run.registered import RegisteredPolicy
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.files import TEMPORARY
 
-_LICENSE = re.compile(r"^license:\s*[\"']?([\w.-]+)", re.MULTILINE)
+_FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\n(.*?)^---[ \t]*$", re.MULTILINE | re.DOTALL)
+_LICENSE = re.compile(r"^license:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
 _UNKNOWN = "unknown"
+_OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
+"""Rules whose reason consists of numbers. Others can contain messages of errors, and paths in them."""
 
 
 def publish(policy: RegisteredPolicy, folder: Path) -> Path:
-    """Write the model, its adapter if it has one, and `README.md` to `folder`, which appears when complete.
+    """Write the model and `README.md` to `folder`, which appears when complete.
+
+    An adapter is part of the model's weights. It is not copied, because its base model is not published.
 
     Raises InputError if the folder exists and has other files than an earlier copy of the same policy.
     """
@@ -36,8 +42,6 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
         shutil.copytree(
             policy.folder / "policy", temporary, dirs_exist_ok=True, copy_function=shutil.copyfile
         )
-        if (policy.folder / "adapter").is_dir():
-            shutil.copytree(policy.folder / "adapter", temporary / "adapter", copy_function=shutil.copyfile)
         (temporary / "README.md").write_text(model_card(policy), encoding="utf-8")
         for path in (temporary, *temporary.rglob("*")):  # artifacts are read-only
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -64,9 +68,9 @@ def model_card(policy: RegisteredPolicy) -> str:
 
 
 def _front_matter(policy: RegisteredPolicy) -> str:
-    base = policy.config["model"].get("path")
+    base, on_hub = _base(policy)
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [rlhf, ppo]"]
-    if base and not Path(base).exists():  # an id on the hub, not a folder
+    if on_hub:
         lines.append(f"base_model: {json.dumps(base)}")
     licence = base_licence(policy.config)
     if licence != _UNKNOWN:
@@ -79,15 +83,33 @@ def base_licence(config: Mapping[str, Any]) -> str:
     card = Path(config["model"].get("path") or "", "README.md")
     if not config["model"].get("path") or not card.is_file():
         return _UNKNOWN
-    found = _LICENSE.search(card.read_text(encoding="utf-8", errors="replace"))
+    front_matter = _FRONT_MATTER.match(card.read_text(encoding="utf-8", errors="replace"))
+    found = _LICENSE.search(front_matter.group(1)) if front_matter else None
     return found.group(1) if found else _UNKNOWN
+
+
+def _base(policy: RegisteredPolicy) -> tuple[str, bool]:
+    """Return the name of the base model without folders, and whether it is an id on the hub."""
+    path = policy.config["model"].get("path")
+    if not path:
+        return "a model from scratch", False
+    sources = _json(policy, "data", "data_card.json").get("sources", [])
+    digests = [str(source.get("digest")) for source in sources if source.get("field") == "model"]
+    # The digest knows it on every machine. A folder can be missing here, and look like an id.
+    on_hub = digests[0].startswith("hub:") if digests else is_hub_model(path)
+    return path if on_hub else _last_part(path), on_hub
+
+
+def _last_part(address: str) -> str:
+    """Return the name of a file, folder or object. Its folder or bucket is not published."""
+    return address.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _origin(policy: RegisteredPolicy) -> str:
     tags, model = policy.version.tags, policy.config["model"]
-    base = model.get("path") or "a model from scratch"
+    base, _ = _base(policy)
     rows = ["| stage | key | digest |", "|---|---|---|"]
-    for stage in ("data", "sft", "reward", "ppo", "evaluate"):
+    for stage in ("data", "sft", "reward", "judge", "ppo", "evaluate"):
         if f"rlhf.{stage}.key" in tags:
             rows.append(
                 f"| {stage} | `{tags[f'rlhf.{stage}.key']}` | `{tags[f'rlhf.{stage}.digest'][:16]}` |"
@@ -100,6 +122,12 @@ def _origin(policy: RegisteredPolicy) -> str:
         f"Weights: sha256 `{policy.weights}`.",
         "\n".join(rows),
     ]
+    if policy.files.adapter is not None:
+        dtype = policy.config["ppo"]["engine"]["dtype"]
+        lines.append(
+            f"The evaluation used the SFT model with a separate adapter, in `{dtype}`. These files are their"
+            " sum in float32. Load them in float32: rounding to a lower precision loses a part of the adapter."
+        )
     return "\n\n".join(lines)
 
 
@@ -108,8 +136,9 @@ def _data(policy: RegisteredPolicy) -> str:
     rows = ["| use | source | digest |", "|---|---|---|"]
     for source in card.get("sources", []):
         if source.get("path"):
-            digest = str(source.get("digest", ""))[:24]
-            rows.append(f"| {source['field']} | {_code(source['path'])} | `{digest}` |")
+            digest = str(source.get("digest", ""))
+            name = source["path"] if digest.startswith("hub:") else _last_part(source["path"])
+            rows.append(f"| {source['field']} | {_code(name)} | {_code(digest[:24])} |")
     return "\n".join(rows) if len(rows) > 2 else "The data artifact is not in the store any more."
 
 
@@ -121,7 +150,7 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
     judge = str(evaluation.get("judge")).replace("_", " ")
     rows = [f"| measure | policy | {confidence} interval |", "|---|---|---|"]
     rows.append(f"| win rate over the SFT model | {rate['mean']:.3f} | {_interval(rate)} |")
-    for name in ("gold_reward", "reward_model"):
+    for name in ("gold_reward", "judge_model", "reward_model"):
         values = (evaluation.get(name) or {}).get("ppo")
         if values:
             rows.append(f"| {name.replace('_', ' ')} | {values['mean']:.4g} | {_interval(values)} |")
@@ -133,8 +162,10 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
         f" ({verdicts['wins']} won, {verdicts['losses']} lost, {verdicts['ties']} tied).\n\n"
     )
     text += "\n".join(rows)
-    reason = policy.version.tags.get("rlhf.gate_reason")
-    return f"{text}\n\nPromotion: {reason}." if reason else text
+    tags = policy.version.tags
+    if tags.get("rlhf.gate") in _OF_NUMBERS:
+        return f"{text}\n\nPromotion: {tags['rlhf.gate_reason']}."
+    return text
 
 
 def _licences(policy: RegisteredPolicy) -> str:

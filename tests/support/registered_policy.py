@@ -40,7 +40,7 @@ def register_policy(mlflow: Mlflow, model: str, store: Path, work: Path, number:
     made = config.model_dump(mode="json", by_alias=True)
     artifacts = ArtifactStore(Store(store), work / "cache")
     tokenizer = train_tokenizer([TEXT] * 3, 300)
-    tags = {"rlhf.gate_reason": f"it won {number}"}
+    tags = {"rlhf.gate": "match", "rlhf.gate_reason": f"it won {number}"}
     for stage in ("data", "ppo", "evaluate"):
         out = work / f"{number}" / stage
         out.mkdir(parents=True)

@@ -3,10 +3,13 @@
 - the files are those that were registered, or it is an error; revoked and unknown versions are refused
 - vLLM listens on loopback and refuses web pages; other addresses need a key, and --vllm cannot change it
 - a published folder loads with transformers, and its card has data, digests, evaluation, licences and limits
+- a card has no paths, buckets and messages of errors; it tells that the weights contain the adapter
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +18,13 @@ import pytest
 from flows.cli import main
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.run.publish import model_card, publish
+from rlhf_core.pipeline import StageName
+from rlhf_core.run.publish import base_licence, model_card, publish
 from rlhf_core.run.registered import RegisteredPolicy, open_policy, serve_command
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.tracking.champions import rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
-from tests.support.registered_policy import register_policy
+from tests.support.registered_policy import EVALUATION, register_policy
 
 MODEL = "served-policy"
 
@@ -121,7 +125,7 @@ def test_published_folder_loads_and_has_a_card(home: str, tmp_path: Path, weight
     for words in (
         f"# {MODEL}, version 1",
         f"sha256 `{weights[0]}`",
-        "| data.sft[0] | `/rows/a/b.jsonl` |",
+        "| data.sft[0] | `a/b.jsonl` | `dddddddddddddddddddddddd` |",
         "| win rate over the SFT model | 0.750 | [0.7, 0.8] |",
         "Judge: reward model, on 128 held-out prompts (90 won, 30 lost, 8 tied)",
         "Promotion: it won 1.",
@@ -143,6 +147,88 @@ def test_licence_of_a_base_model_is_in_the_card(home: str, tmp_path: Path) -> No
     card = model_card(replace(policy, config=config))
     assert "license: apache-2.0" in card and "- Base model: apache-2.0" in card
     assert "base_model:" not in card, "a folder is no id on the hub"
+
+
+def test_the_licence_is_that_of_the_front_matter(home: str, tmp_path: Path) -> None:
+    for text, licence in (
+        ('---\nlicense: "mit"\n---\n', "mit"),
+        ("---\r\ntags: [x]\r\nlicense: mit\r\n---\r\n", "mit"),
+        ("---\nlicense:\nlanguage: en\n---\n", "unknown"),
+        ("---\nlicense:\n- mit\n---\n", "unknown"),
+        ("---\nlanguage: en\n---\nlicense: none\n", "unknown"),
+        ("# Base\nlicense: none\n---\n", "unknown"),
+    ):
+        (tmp_path / "README.md").write_bytes(text.encode())
+        assert base_licence({"model": {"path": str(tmp_path)}}) == licence
+
+
+def with_files(policy: RegisteredPolicy, folder: Path, **files: str) -> RegisteredPolicy:
+    """Return the policy with another data card or evaluation."""
+
+    class Changed(RegisteredPolicy):
+        def stage(self, stage: StageName) -> Path | None:
+            return folder if stage in files else super().stage(stage)
+
+    names = {"data": "data_card.json", "evaluate": "evaluation.json"}
+    for stage, text in files.items():
+        (folder / names[stage]).write_text(text)
+    return Changed(**{name: getattr(policy, name) for name in policy.__dataclass_fields__})
+
+
+@pytest.mark.parametrize(
+    ("path", "digest", "name", "on_hub"),
+    [
+        ("/secret/place/base", "e" * 64, "base", False),
+        ("secret/base", "e" * 64, "base", False),
+        ("owner/base", "hub:owner/base@1", "owner/base", True),
+        ("/secret/place/base/", None, "base", False),
+        ("owner/base", None, "owner/base", True),
+    ],
+)
+def test_a_card_names_no_folders_and_buckets(
+    home: str, tmp_path: Path, path: str, digest: str | None, name: str, on_hub: bool
+) -> None:
+    sources = [
+        {"field": "data.sft[0]", "path": "s3://secret-bucket/place/a.jsonl", "digest": "d" * 64},
+        {"field": "data.prompts[0]", "path": "owner/rows", "digest": "hub:owner/rows@1:train"},
+    ]
+    if digest is not None:
+        sources.append({"field": "model", "path": "", "digest": digest})
+    policy = with_files(open_policy(MODEL, home), tmp_path, data=json.dumps({"sources": sources}))
+    config = {**policy.config, "model": {**policy.config["model"], "path": path}}
+    reason = "there is no match (it cannot be served here (OSError: /secret/cache))"
+    tags = {**policy.version.tags, "rlhf.gate": "no_match", "rlhf.gate_reason": reason}
+    card = model_card(replace(policy, config=config, version=replace(policy.version, tags=tags)))
+    assert "secret" not in card
+    assert f"Base model: `{name}`," in card
+    assert (f'base_model: "{name}"' in card) is on_hub
+    assert "| data.sft[0] | `a.jsonl` | `dddddddddddddddddddddddd` |" in card
+    assert "| data.prompts[0] | `owner/rows` | `hub:owner/rows@1:train` |" in card
+
+
+def test_a_second_reward_model_is_in_the_card(home: str, tmp_path: Path) -> None:
+    measure = {"ppo": {"mean": 1.5, "low": 1.0, "high": 2.0}}
+    evaluation = json.dumps({**EVALUATION, "judge": "judge_model", "judge_model": measure})
+    policy = with_files(open_policy(MODEL, home), tmp_path, evaluate=evaluation)
+    tags = {**policy.version.tags, "rlhf.judge.key": "0" * 16, "rlhf.judge.digest": "f" * 64}
+    card = model_card(replace(policy, version=replace(policy.version, tags=tags)))
+    assert "| judge model | 1.5 | [1, 2] |" in card
+    assert f"| judge | `{'0' * 16}` | `{'f' * 16}` |" in card
+
+
+def test_an_adapter_is_published_as_a_part_of_the_weights(home: str, tmp_path: Path) -> None:
+    policy = open_policy(MODEL, home)
+    work = tmp_path / "artifact"
+    shutil.copytree(policy.folder, work, copy_function=shutil.copyfile)
+    (work / "adapter").mkdir()
+    (work / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "artifacts/sft/x"}')
+    adapted = replace(policy, folder=work, files=PolicyFiles(tmp_path / "sft", work / "adapter"))
+    folder = publish(adapted, tmp_path / "out")
+    assert weights_sha256(folder) == policy.weights
+    assert not (folder / "adapter").exists(), "its base is not published"
+    card = (folder / "README.md").read_text()
+    assert "used the SFT model with a separate adapter, in `float32`" in card
+    assert "separate adapter" not in model_card(policy)
 
 
 def test_a_failed_copy_leaves_nothing(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
