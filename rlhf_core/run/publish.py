@@ -126,7 +126,7 @@ def _origin(policy: RegisteredPolicy) -> str:
         dtype = policy.config["ppo"]["engine"]["dtype"]
         lines.append(
             f"The evaluation used the SFT model with a separate adapter, in `{dtype}`. These files are their"
-            " sum in float32. Load them in float32: rounding to a lower precision loses a part of the adapter."
+            " sum in float32. Load them in float32, because rounding loses a part of the adapter."
         )
     return "\n\n".join(lines)
 
