@@ -336,6 +336,11 @@ class PipelineConfig(Section):
         return Path(self.store_url.removeprefix("file://"))
 
     @property
+    def judge_in_ppo(self) -> bool:
+        """Whether PPO loads the second reward model, which only its evaluations use."""
+        return self.reward.judge is not None and self.ppo.evaluation_interval is not None
+
+    @property
     def experiment(self) -> str:
         return self.tracking.experiment or f"rlhf/{self.run.name}"
 

@@ -232,7 +232,7 @@ def ppo_models(
         models[role] = Model(
             shape, group.deepspeed(role, ppo), trained, scores, lora, average, kind, config.model.head_dtype
         )
-    if "reward" in group.roles and config.reward.judge is not None:
+    if "reward" in group.roles and config.judge_in_ppo:
         judge = group.deepspeed("judge", ppo)
         models["judge"] = Model(shape, judge, trained=False, scores=True, device=kind)
     return models

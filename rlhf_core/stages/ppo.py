@@ -58,8 +58,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             held_out = load_prompts(data, "eval")[: ppo.evaluate_prompts]
             if not held_out:
                 raise DataError(
-                    "ppo.evaluate_every needs held-out prompts; got 0; raise data.eval_fraction or leave it"
-                    " out"
+                    "evaluations during PPO (ppo.evaluate_every, ppo.publish=best) need held-out prompts; got"
+                    " 0; raise data.eval_fraction, or use ppo.evaluate_every=null and ppo.publish=last"
                 )
             evaluation = HeldOutEvaluation(config, fleet, held_out, decoder.response, composer)
         controller = PPOController(
@@ -121,6 +121,6 @@ def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:
     reward = context.inputs["reward"] / "model" if "reward" in context.inputs else sft
     critic = reward if config.ppo.uses_reward_model else sft
     folders: dict[Role, Path] = {"policy": sft, "reference": sft, "critic": critic, "reward": reward}
-    if "judge" in context.inputs and config.ppo.evaluation_interval is not None:
+    if config.judge_in_ppo:
         folders["judge"] = context.inputs["judge"] / "model"
     return folders
