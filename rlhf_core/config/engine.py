@@ -104,7 +104,7 @@ class WeightSyncConfig(Section):
     bucket_mib: PositiveInt | None = execution(
         None,
         "Weights are sent in packed buckets of this size; null: 64 on CPUs, and 512 on GPUs, where each"
-        " bucket costs a call of the engines and a meeting of the ranks",
+        " bucket costs a call of the engines and a synchronization of the ranks",
         within=Range(1, 16384, "a bucket is held twice in memory"),
     )
     senders: PositiveInt | Literal["auto"] = execution(

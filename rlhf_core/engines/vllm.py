@@ -34,7 +34,7 @@ CPU_TOKENS_PER_STEP = 4096
 """
 _MAX_EAGER_VOCABULARY = 8192
 """Largest vocabulary for which the ranks of sampled tokens, which nobody reads, are counted without code that
-torch compiles. Counting is a little slower, but compiling takes 3 s at each start, and 20 s at the first.
+torch compiles. Counting is slower, but compiling takes seconds at each start of an engine.
 """
 _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
 

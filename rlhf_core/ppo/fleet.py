@@ -63,7 +63,7 @@ FROZEN_RESTARTS = 3
 MAX_AUTO_SENDERS = 16
 """An engine has connections to all others for each sender."""
 ENGINES = "engines"
-"""Name of the engines beside the names of groups."""
+"""Name of the engines, where the other names are those of groups."""
 _USAGE_SECONDS = 1.0
 """Time in which an idle process reports its usage."""
 

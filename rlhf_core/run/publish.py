@@ -114,10 +114,11 @@ def _origin(policy: RegisteredPolicy) -> str:
             rows.append(
                 f"| {stage} | `{tags[f'rlhf.{stage}.key']}` | `{tags[f'rlhf.{stage}.digest'][:16]}` |"
             )
+    revision = f" at {_code(model['revision'])}" if model.get("revision") else ""
+    reward = ", a reward model" if policy.config["reward"]["enabled"] else ""
     lines = [
-        f"Base model: {_code(base)}{' at ' + _code(model['revision']) if model.get('revision') else ''},"
-        " then supervised fine-tuning, a reward model and PPO"
-        f" (`{policy.config['ppo']['algorithm']}`, {policy.config['ppo']['steps']} steps, seed"
+        f"Base model: {_code(base)}{revision}, then supervised fine-tuning{reward} and PPO"
+        f" (`{policy.config['ppo']['algorithm']}`, at most {policy.config['ppo']['steps']} steps, seed"
         f" {policy.config['run']['seed']}).",
         f"Weights: sha256 `{policy.weights}`.",
         "\n".join(rows),

@@ -169,7 +169,7 @@ def _train(
 def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list[PairExample]:
     """Return the pairs that train the model of `stage`, `reward` or `judge`.
 
-    With `reward.judge` they are disjoint: all pairs of a prompt train the same model, whatever the seed. The
+    With `reward.judge` they are disjoint: all pairs of a prompt train the same model, for every seed. The
     held-out pairs are the same for both. Raises DataError if nothing is left.
     """
     pairs = load_pairs(data, "train")

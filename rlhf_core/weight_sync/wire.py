@@ -31,7 +31,7 @@ dist: Any = _dist
 
 _CHUNKS = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Elements whose checksum is computed at a time. On the CPU they fit the cache, which is ten times faster
-than 4 M of them. On a GPU they need 128 MiB beside the engine's share.
+than 4 M of them. On a GPU they need 128 MiB in addition to the engine's share.
 """
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -3,7 +3,6 @@
 - the true reward rises, after PPO and step by step, by the demo's own measure (`rewards/gold/mean`)
 - the policy uses the prompt on each seed: with exchanged prompts its gold reward falls
 - so does the reward model on each seed: with exchanged prompts its held-out accuracy falls
-  does not
 - what its checkpoints take, hashing included, is at most 2 % of its PPO steps
 - without a KL penalty a weak reward model is over-optimised: its score rises to the end, the true reward
   falls
