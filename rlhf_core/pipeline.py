@@ -118,7 +118,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=9,
+        version=10,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "ppo"),
         sources=("ppo.",),

@@ -272,6 +272,12 @@ class EvaluateConfig(Section):
         "Sample pairs in the table and report",
         within=Range(1, 10_000, "rows of one table"),
     )
+    chosen: bool = result(
+        True,
+        "Compare both models also with the `chosen` answers of held-out pairs, at most `prompts`; needs a"
+        " judge that is no rule",
+        later=True,
+    )
     ranks: PositiveInt = execution(
         1,
         "Ranks that compute log-probabilities and scores of the reward model, in the evaluation and in the"

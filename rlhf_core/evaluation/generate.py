@@ -37,16 +37,44 @@ def responses_of(
         device: Device of the engines.
         context: Of the stage; its progress is reported after each batch.
     """
-    total = len(models) * len(prompts)
-    responses: dict[str, list[RewardInput]] = {}
+    found = responses_to_sets(config, models, decode, {"": prompts}, device=device, context=context)
+    return {model: by_set[""] for model, by_set in found.items()}
+
+
+def responses_to_sets(
+    config: PipelineConfig,
+    models: Mapping[str, PolicyFiles],
+    decode: Callable[[Sequence[int]], str],
+    sets: Mapping[str, Sequence[PromptExample]],
+    *,
+    device: str,
+    context: StageContext,
+) -> dict[str, dict[str, list[RewardInput]]]:
+    """Return the responses of each model to each set of prompts. Each model is loaded once, and no batch has
+    prompts of two sets: further sets change no response to the first.
+
+    Args:
+        config: Configuration of the run.
+        models: Files of each model by name.
+        decode: Decodes the tokens of a response.
+        sets: Prompts by the name of their set.
+        device: Device of the engines.
+        context: Of the stage; its progress is reported after each batch.
+    """
+    count = sum(map(len, sets.values()))
+    total = len(models) * count
+    responses: dict[str, dict[str, list[RewardInput]]] = {}
     for name, files in models.items():
-        before = sum(map(len, responses.values()))
+        before = len(responses) * count
 
         def report(done: int, before: int = before) -> None:
             context.progress("evaluate", before + done, total, "responses")
 
-        rollouts = sample_responses(config, files, prompts, device=device, done=report, context=context)
-        responses[name] = reward_inputs(decode, prompts, rollouts)
+        found = _sample_sets(config, files, list(sets.values()), device=device, done=report, context=context)
+        responses[name] = {
+            each: reward_inputs(decode, prompts, rollouts)
+            for (each, prompts), rollouts in zip(sets.items(), found, strict=True)
+        }
         failpoint("evaluate.sampled")
     return responses
 
@@ -77,25 +105,39 @@ def sample_responses(
         done: Is called after each batch with the number of responses so far.
         context: Of the stage, for actors; None outside a stage.
     """
+    [rollouts] = _sample_sets(config, files, [prompts], device=device, done=done, context=context)
+    return rollouts
+
+
+def _sample_sets(
+    config: PipelineConfig,
+    files: PolicyFiles,
+    sets: Sequence[Sequence[PromptExample]],
+    *,
+    device: str,
+    done: Callable[[int], None],
+    context: StageContext | None,
+) -> list[list[Rollout]]:
     if needs_actors(config.evaluate.engines):
-        return _sample_on_actors(config, files, prompts, device=device, done=done, context=context)
-    return _sample_here(config, files, prompts, device=device, done=done)
+        return _sample_on_actors(config, files, sets, device=device, done=done, context=context)
+    return _sample_here(config, files, sets, device=device, done=done)
 
 
 def _sample_on_actors(
     config: PipelineConfig,
     files: PolicyFiles,
-    prompts: Sequence[PromptExample],
+    sets: Sequence[Sequence[PromptExample]],
     *,
     device: str,
     done: Callable[[int], None],
     context: StageContext | None,
-) -> list[Rollout]:
+) -> list[list[Rollout]]:
     report = done
+    count = sum(map(len, sets))
 
     def progress(task: str, done: int, total: int, unit: str, **metrics: float) -> None:
         # The other engines are about as far as the first.
-        report(min(done * config.evaluate.engines, len(prompts)))
+        report(min(done * config.evaluate.engines, count))
 
     shares = map_ranks(
         _sample_share,
@@ -103,42 +145,45 @@ def _sample_on_actors(
         device,
         config,
         files,
-        prompts,
+        sets,
         rank_zero=None if context is None else replace(context, progress=progress),
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
         config=config,
         monitor=None if context is None else context.monitor,
     )
-    # Prompt i was in share i modulo the number of engines.
-    return [shares[i % len(shares)][i // len(shares)] for i in range(len(prompts))]
+    # Prompt i of a set was in share i modulo the number of engines.
+    return [
+        [shares[i % len(shares)][index][i // len(shares)] for i in range(len(prompts))]
+        for index, prompts in enumerate(sets)
+    ]
 
 
 def _sample_share(
     rank: Rank,
     config: PipelineConfig,
     files: PolicyFiles,
-    prompts: Sequence[PromptExample],
+    sets: Sequence[Sequence[PromptExample]],
     context: StageContext | None,
-) -> list[Rollout]:
+) -> list[list[Rollout]]:
     """Sample the share of one engine in its own process."""
-    share = prompts[rank.rank :: rank.world_size]
+    shares = [prompts[rank.rank :: rank.world_size] for prompts in sets]
 
     def done(count: int) -> None:
         if context is not None:
-            context.progress("engine", count, len(share), "responses")
+            context.progress("engine", count, sum(map(len, shares)), "responses")
 
-    return _sample_here(config, files, share, device=rank.device, done=done)
+    return _sample_here(config, files, shares, device=rank.device, done=done)
 
 
 def _sample_here(
     config: PipelineConfig,
     files: PolicyFiles,
-    prompts: Sequence[PromptExample],
+    sets: Sequence[Sequence[PromptExample]],
     *,
     device: str,
     done: Callable[[int], None],
-) -> list[Rollout]:
+) -> list[list[Rollout]]:
     from rlhf_core.engines.vllm import Engine
 
     seed = derive_seed(config.run.seed, "evaluate")
@@ -158,22 +203,24 @@ def _sample_here(
     except BaseException:
         idle()
         raise
-    rollouts: list[Rollout] = []
+    found: list[list[Rollout]] = []
     try:
-        for start in range(0, len(prompts), config.ppo.engine.max_num_seqs):
-            batch = prompts[start : start + config.ppo.engine.max_num_seqs]
-            rollouts += engine.generate(
-                batch,
-                n=1,
-                max_new_tokens=config.ppo.max_new_tokens,
-                temperature=config.evaluation_temperature,
-                seeds=[derive_seed(config.run.seed, "evaluate", prompt.prompt_id, 0) for prompt in batch],
-                policy_version=0,
-                adapter=None if files.adapter is None else _ADAPTER_ID,
-            )
-            done(len(rollouts))
+        for prompts in sets:
+            found.append([])
+            for start in range(0, len(prompts), config.ppo.engine.max_num_seqs):
+                batch = prompts[start : start + config.ppo.engine.max_num_seqs]
+                found[-1] += engine.generate(
+                    batch,
+                    n=1,
+                    max_new_tokens=config.ppo.max_new_tokens,
+                    temperature=config.evaluation_temperature,
+                    seeds=[derive_seed(config.run.seed, "evaluate", prompt.prompt_id, 0) for prompt in batch],
+                    policy_version=0,
+                    adapter=None if files.adapter is None else _ADAPTER_ID,
+                )
+                done(sum(map(len, found)))
     finally:
         heartbeat("end the engine")
         engine.shutdown()
         idle()
-    return rollouts
+    return found

@@ -154,9 +154,11 @@ def _numbers(
 ) -> dict[str, Any]:
     """Return the measures of some prompts."""
     lengths: ByModel = {}
+    ended: ByModel = {}
     eos_rate = {}
     for model, samples in responses.items():
         lengths[model] = [float(len(sample.response_ids)) for sample in samples]
+        ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
     kl = interval.mean("kl", measured.kl)
     measures = {name: interval.pair(name, pair) for name, pair in measured.measures.items()}
@@ -180,6 +182,7 @@ def _numbers(
         "kl_interval": kl.to_json(),
         "lengths": interval.pair("length", lengths),
         "eos_rate": eos_rate,
+        "eos_rate_difference": interval.pair("eos_rate", ended)["difference"],
         "prompts": len(responses["sft"]),
     }
 

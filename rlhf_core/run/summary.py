@@ -34,6 +34,8 @@ def summarize(
     evaluate.gold_reward_exchanged              the same, with each response judged against another prompt
     evaluate.win_rate.{mean,low,high}           policy against SFT
     evaluate.win_rate_length_controlled         the same for responses of equal length
+    evaluate.win_rate_over_chosen.{sft,ppo,difference}
+                                                each model against the chosen answers of held-out pairs
     evaluate.judge, evaluate.judge_trained_on   the judge, and whether the policy was trained with it
     evaluate.kl                                 nats per response
     weights_sha256                              of the final policy's safetensors

@@ -1,7 +1,7 @@
 """Stage `evaluate`: the policy against the SFT model on held-out prompts.
 
     prompts -> responses of SFT, then of the policy (same seeds) -> scores by each measure -> KL -> win rate
-    -> report
+    -> win rates over the data's chosen answers -> report
 
 Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained) and
 `figures/`.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
+from rlhf_core.evaluation.chosen import chosen_metrics, compare_with_chosen, load_chosen, prompts_to_answer
 from rlhf_core.evaluation.exchange import exchanged_gold
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
@@ -62,18 +64,28 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     policy = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), "ppo": policy}
     sources = [prompt.source or "unnamed" for prompt in prompts]
+    pairs = load_chosen(config, context.inputs["data"], judge)
+    sets = {"held_out": prompts, "chosen": prompts_to_answer(pairs, prompts)}
+    interval = Intervals(config)
+    stage = scoring.MODEL_STAGES.get(judge)
+    judge_model = None if stage is None else context.inputs[stage] / "model"
+    score = partial(
+        scoring.score, judge, config, judge_model, pad_id=decoder.pad, device=device, context=context
+    )
     with evaluation_session(config, device, context):
-        responses = generate.responses_of(
-            config, models, decoder.response, prompts, device=device, context=context
+        found = generate.responses_to_sets(
+            config, models, decoder.response, sets, device=device, context=context
         )
+        responses = {model: by_set["held_out"] for model, by_set in found.items()}
         measured = _measure(
             config, context, policy, responses, sources,
             gold_known=gold_known, pad_id=decoder.pad, device=device,
         )  # fmt: skip
+        to_pairs = {model: [*by_set["held_out"], *by_set["chosen"]] for model, by_set in found.items()}
+        over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, score, interval)
     responses, measured = without_masked(responses, measured)
     failpoint("evaluate.measured")
     sft, ppo = answers(responses, measured)
-    interval = Intervals(config)
     comparison = compare(ppo, sft, judge, **interval.settings("win_rate"))
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
     evaluation["judge_digests"] = scoring.judge_digests(
@@ -83,9 +95,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         evaluation["judge_digests"]["judge_model"] = context.lineage.inputs["judge"].digest
     evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
     evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None
+    evaluation["over_chosen"] = over_chosen
     evaluation["unscored"] = len(prompts) - len(measured.kl)
     samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
-    metrics = flat_metrics(evaluation)
+    metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen)
     _write(config, context, evaluation, samples, measured, metrics)
     return StageResult(metrics, {"prompts": len(prompts), "judge": judge, "judge_trained_on": trained})
 

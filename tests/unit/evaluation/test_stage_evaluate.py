@@ -5,6 +5,7 @@
   judge is refused
 - a prompt for which a reward source masks a failure is left out for both models and counted
 - batch-normalised rules normalise both models' responses together
+- both models are compared with the chosen answers of held-out pairs, by the same judge
 - the second reward model judges without having trained the policy
 - ranks and engines in other processes share one connection to Ray
 - the same run gives the same bytes, and intervals have the configured level
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import write
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.data.tokenizer import Decoder
 from rlhf_core.errors import ConfigError, DataError
@@ -29,7 +31,7 @@ from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
-from rlhf_core.types import ArtifactRef, Lineage, PromptExample, StageContext
+from rlhf_core.types import ArtifactRef, Lineage, PairExample, PromptExample, StageContext
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
@@ -84,6 +86,7 @@ def context(tmp_path: Path) -> StageContext:
         folder.mkdir()
     rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
     (inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(inputs["data"], "pairs", "eval", [])
     (inputs["data"] / "data_card.md").write_text("# Data\n\nTwo **sets**\n")
     lineage = Lineage({"sft": ArtifactRef("sft", "0" * 16, "d" * 64, "uri")})
     return stage_context(tmp_path, inputs=inputs, lineage=lineage)
@@ -132,7 +135,8 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context:
     assert found["verdicts"] == {"wins": 6, "losses": 0, "ties": 0} and found["judge_trained_on"] is False
     assert (found["judge"], found["inconsistent"], found["prompts"]) == ("gold", 0.0, 6)
     assert found["kl"] == 2.5  # mean of 0..5
-    assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0}
+    assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0} and found["eos_rate_difference"]["low"] == 1.0
+    assert found["over_chosen"] is None  # there are no pairs
     assert found["lengths"]["sft"]["mean"] == 5.0
     assert set(found["rules"]) == {"length", "well_formed"}
     assert result.metrics["gold_reward/ppo/mean"] == found["gold_reward"]["ppo"]["mean"]
@@ -152,6 +156,34 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context:
     assert rows[0]["scores"]["sft"]["rule/length"] == 0.25  # 1 - |5 - 20| / 20
     document = (context.output / "report.html").read_text()
     assert "d" * 64 in document and "<strong>sets</strong>" in document
+
+
+def test_both_models_are_compared_with_chosen_answers(scripted: Any, context: StageContext) -> None:
+    """The pair's prompts are a held-out one and one that only the pair has."""
+    evaluate.run(config_of(), context)
+    before = read(context)
+    chosen = [say("The small fox sleeps in the garden."), say("It is rotten and dull.")]
+    pairs = [
+        PairExample(name, prompt, (1, 2), ids, (0,), "a")
+        for name, prompt, ids in zip(("p0", "q"), (PROMPTS[0], PROMPTS[7]), chosen, strict=True)
+    ]
+    write(context.inputs["data"], "pairs", "eval", pairs)
+    for file in (context.output / "figures").iterdir():
+        file.unlink()
+    (context.output / "figures").rmdir()
+    result = evaluate.run(config_of(), context)
+    found = read(context)
+    scores = [gold_reward(PROMPTS[0], "The small fox sleeps in the garden.", True)]
+    scores.append(gold_reward(PROMPTS[7], "It is rotten and dull.", True))
+    expected = [gold_reward(p, answer("policy", p), True) for p in (PROMPTS[0], PROMPTS[7])]
+    assert all(policy > own for policy, own in zip(expected, scores, strict=True))
+    assert found["over_chosen"]["win_rate"]["ppo"]["mean"] == 1.0
+    assert result.metrics["win_rate_over_chosen/ppo/mean"] == 1.0
+    assert found["over_chosen"]["win_rate"]["sft"]["mean"] < 1.0
+    assert {name: value for name, value in found.items() if name != "over_chosen"} == {
+        name: value for name, value in before.items() if name != "over_chosen"
+    }
+    assert "Win rate over the data&#39;s answers" in (context.output / "report.html").read_text()
 
 
 def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext) -> None:

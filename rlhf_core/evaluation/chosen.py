@@ -1,0 +1,116 @@
+"""Both models against the data's own answers: the preferred (`chosen`) answers of held-out pairs.
+
+The judge of the evaluation scores the answers of both models and the chosen ones. If it is a sum of rules,
+there is no comparison, because pairs do not have the fields of a prompt's row, which rules may read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import load_pairs
+from rlhf_core.evaluation.length_control import length_controlled
+from rlhf_core.evaluation.scoring import has_gold
+from rlhf_core.evaluation.statistics import preference, win_rate
+from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.types import PairExample, PromptExample, RewardInput
+
+_JUDGES = ("gold", "judge_model", "reward_model")
+
+
+def load_chosen(config: PipelineConfig, data: Path, judge: str) -> list[PairExample]:
+    """Return the first `evaluate.prompts` held-out pairs with different prompts, or none if there is no
+    comparison with them.
+
+    Args:
+        config: Configuration of the run.
+        data: Folder of the data artifact.
+        judge: Judge of the evaluation.
+    """
+    if not config.evaluate.chosen or judge not in _JUDGES:
+        return []
+    by_prompt: dict[str, PairExample] = {}
+    for pair in load_pairs(data, "eval"):
+        by_prompt.setdefault(pair.prompt_id, pair)
+    pairs = list(by_prompt.values())[: config.evaluate.prompts]
+    if judge == "gold" and not has_gold(list(map(_prompt, pairs))):
+        return []
+    return pairs
+
+
+def prompts_to_answer(pairs: Sequence[PairExample], held_out: Sequence[PromptExample]) -> list[PromptExample]:
+    """Return the prompts of `pairs` that are not in `held_out`: to these, the models' responses are known."""
+    known = {prompt.prompt_id for prompt in held_out}
+    return [_prompt(pair) for pair in pairs if pair.prompt_id not in known]
+
+
+def compare_with_chosen(
+    pairs: Sequence[PairExample],
+    responses: Mapping[str, Sequence[RewardInput]],
+    decode: Callable[[Sequence[int]], str],
+    score: Callable[[list[RewardInput]], list[float]],
+    interval: Intervals,
+) -> dict[str, Any] | None:
+    """Return each model's win rate over the chosen answers, and the difference paired by prompt; None without
+    pairs.
+
+    Args:
+        pairs: (n,) pairs with different prompts.
+        responses: Responses of each model, to all prompts of the pairs and possibly to others.
+        decode: Decodes the tokens of a response.
+        score: Returns the judge's score of each response.
+        interval: Computes the confidence intervals.
+    """
+    if not pairs:
+        return None
+    chosen = [_chosen(pair, decode) for pair in pairs]
+    samples = list(chosen)
+    for answers in responses.values():
+        by_prompt = {answer.prompt_id: answer for answer in answers}
+        samples += [by_prompt[pair.prompt_id] for pair in pairs]
+    scores = score(samples)
+    count = len(pairs)
+    settings = interval.settings("win_rate_over_chosen")
+    preferences: dict[str, list[float]] = {}
+    rates, controlled = {}, {}
+    for number, model in enumerate(responses, 1):
+        own = range(number * count, (number + 1) * count)
+        preferences[model] = [preference(scores[i], scores[i % count]) for i in own]
+        lengths = [float(len(samples[i].response_ids) - len(samples[i % count].response_ids)) for i in own]
+        rates[model] = win_rate(preferences[model], **settings).to_json()
+        controlled[model] = length_controlled(preferences[model], lengths, interval.confidence).to_json()
+    rates["difference"] = interval.pair("win_rate_over_chosen", preferences)["difference"]
+    return {"prompts": count, "win_rate": rates, "win_rate_length_controlled": controlled}
+
+
+def chosen_metrics(found: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the result of `compare_with_chosen` as metrics."""
+    names = {
+        "win_rate": "win_rate_over_chosen",
+        "win_rate_length_controlled": "win_rate_over_chosen_length_controlled",
+    }
+    metrics: dict[str, float] = {}
+    if found is None:
+        return metrics
+    for field, name in names.items():
+        for model, interval in found[field].items():
+            metrics |= {f"{name}/{model}/{part}": value for part, value in interval.items()}
+    return metrics
+
+
+def _prompt(pair: PairExample) -> PromptExample:
+    return PromptExample(pair.prompt_id, pair.prompt, pair.prompt_ids, {}, pair.source)
+
+
+def _chosen(pair: PairExample, decode: Callable[[Sequence[int]], str]) -> RewardInput:
+    return RewardInput(
+        prompt_id=pair.prompt_id,
+        prompt=pair.prompt,
+        response=decode(pair.chosen_ids),
+        prompt_ids=pair.prompt_ids,
+        response_ids=pair.chosen_ids,
+        finished=True,
+    )
