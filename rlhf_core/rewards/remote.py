@@ -27,9 +27,7 @@ requests; 3xx, 401, 403, 404, 405 and 415 end the step (redirects are not follow
       |                                      +---------- it fails -------------+
       +--------------------------- it succeeds --------------------------------+
 
-The total time of a request is limited to `timeout` seconds. The addresses of the host are resolved and
-checked against `allowed_hosts` for each request, and only those are connected to. Proxies of the environment
-are not used.
+The total time of a request is limited to `timeout` seconds. `rewards.post` says what is connected to.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ import asyncio
 import json
 import logging
 import math
-import socket
-import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +45,6 @@ from typing import Any
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception, retry_if_result, stop_after_attempt
 
-from rlhf_core.config.hosts import forbidden, host_of, is_public
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.failures import (
@@ -61,13 +56,12 @@ from rlhf_core.rewards.failures import (
     last_outcome,
     log_failure,
 )
+from rlhf_core.rewards.post import Poster
 from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
 from rlhf_core.system.retries import backoff
 from rlhf_core.types import RewardInput
 
 logger = logging.getLogger(__name__)
-
-MAX_ANSWER_BYTES = 4 << 20
 
 _REFUSED = {400, 413, 422}
 _FIXES = {
@@ -188,7 +182,6 @@ class RemoteService:
     def __init__(self, source: RemoteReward) -> None:
         self._source = source
         self._name = source.name or source.type
-        self._token = reward_token()
         for url in source.urls:
             try:
                 _ = httpx.URL(url).host, httpx.URL(url).netloc
@@ -202,12 +195,7 @@ class RemoteService:
         ]
         self._replicas = ReplicaPool(replicas, source.concurrency, source.timeout + source.breaker_seconds)
         self._runner = asyncio.Runner()
-        self._client = httpx.AsyncClient(
-            timeout=None,  # `_once` limits the whole request
-            limits=httpx.Limits(max_connections=None),
-            verify=ssl.create_default_context(),
-            trust_env=False,
-        )
+        self._poster = Poster(f"reward {self._name}", source.allowed_hosts, reward_token(), TOKEN_VARIABLE)
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
         """Score samples.
@@ -234,8 +222,8 @@ class RemoteService:
 
     def close(self) -> None:
         """Close the connections; a second call does nothing."""
-        if not self._client.is_closed:
-            self._runner.run(self._client.aclose())
+        if not self._poster.is_closed:
+            self._runner.run(self._poster.close())
             self._runner.close()
 
     async def _all(self, parts: Sequence[Sequence[RewardInput]]) -> list[Outcome | Failure]:
@@ -272,7 +260,7 @@ class RemoteService:
             body = json.dumps({"items": [self._item(sample) for sample in samples]}).encode()
             try:
                 async with asyncio.timeout(self._source.timeout):
-                    status, answer = await self._post(replica.url, body)
+                    status, answer = await self._poster.post(replica.url, body)
             except TimeoutError:
                 message = f"{address} gave no answer within {self._source.timeout:g} s"
                 raise Failure(message, searchable=False) from None
@@ -289,60 +277,6 @@ class RemoteService:
                 message = f"{address} answers with status {status}: {answer[:200]!r}"
                 raise kind(message, searchable=status in _REFUSED | {500})
             return read_answer(answer, len(samples), address)
-
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        addresses = await self._addresses(url)
-        for address in addresses[:-1]:
-            try:
-                return await self._post_to(address, url, body)
-            except httpx.ConnectError:
-                continue
-        return await self._post_to(addresses[-1], url, body)
-
-    async def _addresses(self, url: str) -> list[str]:
-        """Return the addresses of the url's host. Raises `RewardError` if one of them is forbidden."""
-        host, whole = host_of(url), httpx.URL(url)
-        resolved = await asyncio.get_running_loop().getaddrinfo(host, whole.port, type=socket.SOCK_STREAM)
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in resolved))
-        if address := forbidden(host, addresses, self._source.allowed_hosts):
-            raise RewardError(
-                f"reward {self._name}: {host} leads to {address}, which is a private address; if that is"
-                " meant, add the address or its network to allowed_hosts"
-            )
-        if self._token and whole.scheme == "http" and any(map(is_public, addresses)):
-            raise RewardError(
-                f"reward {self._name}: {TOKEN_VARIABLE} must not travel in clear text to {host}, a public"
-                " address; use https"
-            )
-        return addresses
-
-    async def _post_to(self, address: str, url: str, body: bytes) -> tuple[int, bytes]:
-        """Return (status, body) from this address; the certificate is checked against the url's host."""
-        whole = httpx.URL(url)
-        headers = {
-            "Host": whole.netloc.decode(),
-            "Content-Type": "application/json",
-            "Accept-Encoding": "identity",
-        }
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        request = self._client.build_request(
-            "POST",
-            whole.copy_with(host=address),
-            content=body,
-            headers=headers,
-            extensions={"sni_hostname": whole.host},
-        )
-        response = await self._client.send(request, stream=True)
-        try:
-            answer = b""
-            async for piece in response.aiter_raw():
-                answer += piece
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise httpx.RemoteProtocolError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
-            return response.status_code, answer
-        finally:
-            await response.aclose()
 
     def _item(self, sample: RewardInput) -> dict[str, Any]:
         item = {

@@ -33,7 +33,8 @@ from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.failures import Outcome
-from rlhf_core.rewards.remote import MAX_ANSWER_BYTES, RemoteService, read_answer
+from rlhf_core.rewards.post import MAX_ANSWER_BYTES
+from rlhf_core.rewards.remote import RemoteService, read_answer
 from rlhf_core.types import RewardInput
 
 Answer = Callable[["Handler", list[dict[str, Any]]], None]
