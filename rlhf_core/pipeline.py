@@ -41,8 +41,8 @@ class Stage:
     """External inputs that it reads, as prefixes of the names in `rlhf_core.data.sources.source_digests`. The
     stage compares them with the digests of the run.
     """
-    sources_in_key: bool = True
-    """False if the key of an input artifact already contains the sources."""
+    sources_of_inputs: tuple[str, ...] = ()
+    """Those of them that the key of an input artifact already contains."""
     enabled_by: str | None = None
     """Configuration field that switches the stage on; None if every pipeline has it."""
     data_context: Literal["training", "evaluation"] = "training"
@@ -121,8 +121,8 @@ _TABLE = (
         version=10,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "ppo"),
-        sources=("ppo.",),
-        sources_in_key=False,
+        sources=("ppo.", "evaluate."),
+        sources_of_inputs=("ppo.",),
         data_context="evaluation",
         headline=("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
@@ -133,8 +133,8 @@ _TABLE = (
         version=4,
         sections=("register",),
         inputs=("data", "sft", "reward", "judge", "ppo", "evaluate"),
-        sources=("ppo.",),
-        sources_in_key=False,
+        sources=("ppo.", "evaluate."),
+        sources_of_inputs=("ppo.", "evaluate."),
         data_context="evaluation",
         memory_fields=_ENGINE_MEMORY,
     ),

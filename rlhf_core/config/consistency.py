@@ -40,6 +40,20 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             "evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules"
         )
+    language_model = config.evaluate.language_model
+    if judge == "language_model" and language_model is None:
+        yield ConfigError(
+            "evaluate.judge: language_model needs evaluate.language_model; got none; add it, or use auto"
+        )
+    if language_model is not None and judge not in ("auto", "language_model"):
+        yield ConfigError(
+            f"evaluate.language_model: is not asked, because evaluate.judge is {judge}; leave one of them out"
+        )
+    if language_model is not None and not config.data.preference:
+        yield ConfigError(
+            "evaluate.language_model: its agreement is measured with held-out pairs, but data.preference is"
+            " empty; add pairs"
+        )
     if judge == "rules" and not rules:
         yield ConfigError(
             "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or"

@@ -1,4 +1,4 @@
-"""Decides which hosts a reward request may contact.
+"""Decides which hosts a request to a reward service or judge may contact.
 
 A host must be in the allow-list. Private addresses are allowed only if the list names them. An address is
 private if it is not global: loopback, private networks, link-local addresses (used for cloud metadata) and
@@ -48,7 +48,7 @@ def url_problem(url: str) -> str | None:
     if problem := _host_problem(host_of(url)):
         return problem
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        return "it must have no user, password, query or fragment; give a token by RLHF_REWARD_TOKEN"
+        return "it must have no user, password, query or fragment; give a token by an environment variable"
     return None
 
 
@@ -101,6 +101,18 @@ def is_listed(host: str, allowed: Sequence[str]) -> bool:
     if own is None:
         return host in {entry.lower() for entry in allowed}
     return _holds(own.network_address, allowed)
+
+
+def hosts_problem(allowed: Sequence[str]) -> str | None:
+    """Return what the entries of an allow-list must be, if one of them is something else, or None."""
+    for entry in allowed:
+        try:
+            is_name = as_network(entry) is None
+        except ValueError as error:
+            return f"networks without host bits; {error}"
+        if is_name and not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", entry):
+            return f"host names, addresses or networks; got {entry!r}; leave scheme, port and path out"
+    return None
 
 
 def forbidden(host: str, addresses: Sequence[str], allowed: Sequence[str]) -> str | None:

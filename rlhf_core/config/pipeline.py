@@ -28,6 +28,7 @@ from rlhf_core.config.base import (
     rounding,
 )
 from rlhf_core.config.data import DataConfig
+from rlhf_core.config.language_model import LanguageModelConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.resources import Executor, ResourcesConfig
 from rlhf_core.config.training import RewardConfig, SFTConfig
@@ -262,10 +263,15 @@ class EvaluateConfig(Section):
         "Level of the intervals",
         within=Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful"),
     )
-    judge: Literal["auto", "gold", "judge_model", "reward_model", "rules"] = result(
+    judge: Literal["auto", "language_model", "gold", "judge_model", "reward_model", "rules"] = result(
         "auto",
-        "The judge of a win. `auto`: the true reward if there is one, else the second reward model"
-        " (`reward.judge`), else the reward model, else the rules",
+        "The judge of a win. `auto`: the language model if there is one, else the true reward if there is"
+        " one, else the second reward model (`reward.judge`), else the reward model, else the rules",
+    )
+    language_model: LanguageModelConfig | None = result(
+        None,
+        "A language model that judges the evaluation and the match; null: none",
+        later=True,
     )
     samples: PositiveInt = result(
         20,

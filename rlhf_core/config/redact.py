@@ -101,6 +101,11 @@ def is_secret(name: str, value: Any) -> bool:
     return isinstance(value, str) and (has_credentials(value) or _SECRET_VALUE.search(value) is not None)
 
 
+def is_secret_variable(name: str) -> bool:
+    """Return whether log lines hide the value of the environment variable `name`."""
+    return name not in _FOLDERS and _SECRET_VARIABLE.search(name) is not None
+
+
 def shown(value: Any, name: str = "", limit: int = 60) -> str:
     """Return a value for a message: short, on one line, without control characters, and no secret."""
     if is_secret(name, value):

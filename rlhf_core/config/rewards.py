@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -21,7 +20,7 @@ from rlhf_core.config.base import (
     execution,
     result,
 )
-from rlhf_core.config.hosts import as_network, host_of, is_listed, url_problem
+from rlhf_core.config.hosts import host_of, hosts_problem, is_listed, url_problem
 from rlhf_core.config.patterns import pattern_problem
 from rlhf_core.config.redact import shown
 
@@ -218,16 +217,8 @@ class RemoteReward(ExternalReward):
     @field_validator("allowed_hosts")
     @classmethod
     def _check_hosts(cls, allowed: tuple[str, ...]) -> tuple[str, ...]:
-        for entry in allowed:
-            try:
-                name = as_network(entry) is None
-            except ValueError as error:
-                raise ValueError(f"allowed_hosts must hold networks without host bits; {error}") from error
-            if name and not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", entry):
-                raise ValueError(
-                    f"allowed_hosts must hold host names, addresses or networks; got {entry!r}; leave scheme,"
-                    " port and path out"
-                )
+        if problem := hosts_problem(allowed):
+            raise ValueError(f"allowed_hosts must hold {problem}")
         return allowed
 
     @model_validator(mode="after")

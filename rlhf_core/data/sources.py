@@ -118,7 +118,7 @@ def source_marks(config: PipelineConfig) -> dict[str, str]:
     if config.model.path is not None:
         hub = is_hub_model(config.model.path)
         files = model_state(config).files
-        marks["model"] = _model_digest(config.model.path, config.model.revision) if hub else str(files)
+        marks["model"] = model_digest(config.model.path, config.model.revision) if hub else str(files)
     return marks
 
 
@@ -151,7 +151,7 @@ def model_digests(config: PipelineConfig) -> dict[str, str]:
     """Return the digests of the chat template and the base model, if they are configured."""
     digests = template_digests(config)
     if config.model.path is not None:
-        digests["model"] = _model_digest(config.model.path, config.model.revision)
+        digests["model"] = model_digest(config.model.path, config.model.revision)
     return digests
 
 
@@ -244,11 +244,15 @@ def require_same_state(before: ModelState, config: PipelineConfig, digests: Mapp
     if now.host == before.host and now != before:
         raise DataError(f"model: {config.model.path} {_CHANGED.format('its digest was taken')}")
     if now.host != before.host and config.model.path is not None and now.files:
-        digest = _model_digest(config.model.path, config.model.revision)
+        digest = model_digest(config.model.path, config.model.revision)
         require_unchanged({"model": digest}, digests, config)
 
 
-def _model_digest(path: str, revision: str | None) -> str:
+def model_digest(path: str, revision: str | None) -> str:
+    """Return the sha256 over the files of a model's folder, or id and commit of a hub model.
+
+    Raises ModelError if there is no such folder.
+    """
     if is_hub_model(path):
         return f"hub:{path}@{resolve_revision(path, 'model', revision)}"
     folder = Path(path)

@@ -185,6 +185,18 @@ class Engine:
                 )
         return rollouts
 
+    def choose(self, prompts: Sequence[Sequence[int]], choices: Sequence[int]) -> list[int]:
+        """Return the most probable of the tokens `choices` after each prompt (n,)."""
+        from vllm import SamplingParams, TokensPrompt
+
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=1, allowed_token_ids=list(choices), detokenize=False
+        )
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
+        )
+        return [output.outputs[0].token_ids[0] for output in outputs]
+
     def _counted(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Return vLLM's `step` with a counter, and with a heartbeat, so that an engine with a long batch does
         not count as stalled.

@@ -20,6 +20,7 @@ from rlhf_core.data.dataset import load_pair_prompts, load_prompts
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
+from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.statistics import Answer, Comparison, compare
@@ -183,6 +184,11 @@ def _run_match(
 
     code = code_digests(config.ppo.rewards, context.sources)
 
+    def compare_by_language_model() -> tuple[Comparison, tuple[str, ...], str | None]:
+        model = LanguageModelJudge(config, context, device)
+        comparison = model.compare(candidate_answers, champion_answers, "match")
+        return comparison, tuple(answer.prompt_id for answer in candidate_answers), model.digest
+
     def compare_by(measure: str, reward: Path | None) -> tuple[Comparison, tuple[str, ...]]:
         # In one call, so that batch normalisation treats both models' responses alike.
         samples = [*candidate_answers, *champion_answers]
@@ -211,11 +217,14 @@ def _run_match(
 
     stage = scoring.MODEL_STAGES.get(judge)
     own_model = None if stage is None else context.inputs[stage] / "model"
-    comparison, prompt_ids = compare_by(judge, own_model)
+    if judge == MEASURE:
+        comparison, prompt_ids, digest = compare_by_language_model()
+    else:
+        comparison, prompt_ids = compare_by(judge, own_model)
+        digest = _judge_digest(config, context, judge, code)
     by_champion_model = None
     if champion.reward is not None:
         by_champion_model, _ = compare_by("reward_model", champion.reward)
-    digest = _judge_digest(config, context, judge, code)
     return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model)
 
 

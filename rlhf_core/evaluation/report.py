@@ -85,9 +85,15 @@ def render(report: Report) -> str:
         models=MODELS,
         verdict=verdict,
         tone=tone,
-        judge=_JUDGES.get(evaluation["judge"], str(evaluation["judge"])),
+        judge=_judge(evaluation),
     )
     return document.strip() + "\n"
+
+
+def _judge(evaluation: Mapping[str, Any]) -> str:
+    if "language_model" in evaluation:
+        return f"the language model {evaluation['language_model']['name']}"
+    return _JUDGES.get(evaluation["judge"], str(evaluation["judge"]))
 
 
 def markdown_to_html(text: str) -> str:

@@ -54,12 +54,14 @@ def has_gold(prompts: Sequence[PromptExample]) -> bool:
 
 
 def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
-    """Return the measure that decides wins: `gold`, `judge_model`, `reward_model` or `rules`.
+    """Return the measure that decides wins: `language_model`, `gold`, `judge_model`, `reward_model` or
+    `rules`.
 
     Raises:
         ConfigError: `evaluate.judge` names a measure that this run does not have.
     """
     possible = {
+        "language_model": config.evaluate.language_model is not None,
         "gold": gold_known,
         "judge_model": config.reward.judge is not None,
         "reward_model": config.reward.enabled,
@@ -73,9 +75,18 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
         return wanted
     raise ConfigError(
         f"evaluate.judge must name a judge that this run has; got {wanted}; use"
-        f" {' or '.join(['auto', *available])} (gold needs the synthetic task, judge_model"
-        " reward.judge, reward_model a trained reward model, rules a rule of some weight in ppo.rewards)"
+        f" {' or '.join(['auto', *available])} (language_model needs evaluate.language_model, gold the"
+        " synthetic task, judge_model reward.judge, reward_model a trained reward model, rules a rule of some"
+        " weight in ppo.rewards)"
     )
+
+
+def judge_name(config: PipelineConfig, measure: str) -> str:
+    """Return the name of a measure for people: a language model has its own."""
+    settings = config.evaluate.language_model
+    if measure == "language_model" and settings is not None:
+        return f"language model {settings.name}"
+    return measure
 
 
 def judge_digests(
@@ -105,7 +116,7 @@ def trained_on(config: PipelineConfig, measure: str) -> bool:
     """Return whether the policy's reward contains `measure`. If so, a win by this measure is not independent
     evidence.
     """
-    if measure == "judge_model":
+    if measure in ("judge_model", "language_model"):
         return False
     kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
     used = [source for source in config.ppo.rewards if source.weight]

@@ -137,8 +137,7 @@ def evaluation_json(
         **_numbers(responses, measured, comparison.preferences, interval),
         "verdicts": asdict(comparison.verdicts),
         "judge": judge,
-        # Share of verdicts that depend on the order of the two answers. A comparison of scores has none; the
-        # field and its metric remain for readers of the format.
+        # Share of verdicts that depend on the order of the two answers. A comparison of scores has none.
         "inconsistent": 0.0,
         "distinct": _distinct(responses),
         "by_source": _by_source(responses, measured, comparison.preferences, interval),

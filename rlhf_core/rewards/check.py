@@ -10,7 +10,7 @@ import importlib.machinery
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.config.hosts import forbidden, host_of
@@ -39,7 +39,7 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
         if problem is not None:
             yield ConfigError(problem)
     elif isinstance(source, RemoteReward):
-        yield from _hosts(source, field)
+        yield from check_hosts(source.urls, source.allowed_hosts, f"{field}.urls", "PPO")
     elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
         yield (
             f"{field}: type gold supports the demo task only, but data.prompts has other sources, whose true"
@@ -47,19 +47,26 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
         )
 
 
-def _hosts(source: RemoteReward, field: str) -> Iterator[Finding]:
-    for host in dict.fromkeys(map(host_of, source.urls)):
+def check_hosts(
+    urls: Sequence[str], allowed_hosts: Sequence[str], field: str, user: str
+) -> Iterator[Finding]:
+    """Check that the hosts of `urls` can be found, and are public or in `allowed_hosts`.
+
+    `field` is the name of the urls in messages, `user` what will ask them.
+    """
+    for host in dict.fromkeys(map(host_of, urls)):
         try:
             entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except OSError as error:
-            yield f"{field}.urls: {host} cannot be found from here ({error}); PPO will need it"
+            yield f"{field}: {host} cannot be found from here ({error}); {user} will need it"
             continue
         addresses = [str(entry[4][0]) for entry in entries]
-        address = forbidden(host, addresses, source.allowed_hosts)
+        address = forbidden(host, addresses, allowed_hosts)
         if address is not None:
             yield ConfigError(
-                f"{field}.urls: must lead to public addresses or to listed ones; got {host}, which is"
-                f" {address}; if that is meant, add the address or its network to {field}.allowed_hosts"
+                f"{field}: must lead to public addresses or to listed ones; got {host}, which is"
+                f" {address}; if that is meant, add the address or its network to"
+                f" {field.rpartition('.')[0]}.allowed_hosts"
             )
 
 

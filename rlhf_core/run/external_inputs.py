@@ -11,16 +11,28 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import PythonReward
-from rlhf_core.data.sources import source_digests, source_name
+from rlhf_core.data.sources import model_digest, source_digests, source_name
+from rlhf_core.evaluation.questions import FOLDER, RUBRIC, read_rubric
 from rlhf_core.rewards.check import module_file
 from rlhf_core.tracking.tracker import DataSet
 
 
 def external_digests(config: PipelineConfig) -> dict[str, str]:
-    """Digests of all that the pipeline reads from outside: data, base model, template, and the Python files
-    that rewards come from.
+    """Digests of all that the pipeline reads from outside: data, base model, template, the Python files that
+    rewards come from, and the files of the judge.
     """
-    return source_digests(config) | reward_code_digests(config)
+    return source_digests(config) | reward_code_digests(config) | judge_digests(config)
+
+
+def judge_digests(config: PipelineConfig) -> dict[str, str]:
+    """Return the digests of the rubric and the folder of `evaluate.language_model`, as far as it has them."""
+    judge = config.evaluate.language_model
+    digests = {}
+    if judge is not None and judge.rubric is not None:
+        digests[RUBRIC] = hashlib.sha256(read_rubric(judge.rubric).encode()).hexdigest()
+    if judge is not None and judge.path is not None:
+        digests[FOLDER] = model_digest(judge.path, None)
+    return digests
 
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:

@@ -124,9 +124,10 @@ class PipelineRun:
         """Return what the child process of `stage` needs, with the stage's key."""
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
-        prefixes = STAGES[stage].sources
-        sources = {name: digest for name, digest in self.sources.items() if name.startswith(prefixes)}
-        key = stage_key(self.config, stage, digests, sources if STAGES[stage].sources_in_key else {})
+        row = STAGES[stage]
+        sources = {name: digest for name, digest in self.sources.items() if name.startswith(row.sources)}
+        own = {name: digest for name, digest in sources.items() if not name.startswith(row.sources_of_inputs)}
+        key = stage_key(self.config, stage, digests, own)
         return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources)
 
     def find(self, spec: StageSpec) -> ArtifactRef | None:

@@ -149,6 +149,8 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
     rate, verdicts = evaluation["win_rate"], evaluation["verdicts"]
     confidence = f"{evaluation.get('confidence', 0.95):.0%}"
     judge = str(evaluation.get("judge")).replace("_", " ")
+    if "language_model" in evaluation:
+        judge += f" {_code(evaluation['language_model']['name'])}"
     rows = [f"| measure | policy | {confidence} interval |", "|---|---|---|"]
     rows.append(f"| win rate over the SFT model | {rate['mean']:.3f} | {_interval(rate)} |")
     for name in ("gold_reward", "judge_model", "reward_model"):

@@ -37,6 +37,8 @@ def summarize(
     evaluate.win_rate_over_chosen.{sft,ppo,difference}
                                                 each model against the chosen answers of held-out pairs
     evaluate.judge, evaluate.judge_trained_on   the judge, and whether the policy was trained with it
+    evaluate.judge_agreement                    share of held-out pairs on which a language model agrees
+    evaluate.judge_inconsistent                 share of its verdicts that change with the order
     evaluate.kl                                 nats per response
     weights_sha256                              of the final policy's safetensors
     mlflow_run_id                               of the run that contains the stages' runs
@@ -98,6 +100,9 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     if "judge" in ref.attributes:
         found["judge"] = ref.attributes["judge"]
         found["judge_trained_on"] = ref.attributes.get("judge_trained_on") == "True"
+    if interval := _interval(metrics, "language_model/agreement"):
+        found["judge_agreement"] = interval
+        found["judge_inconsistent"] = metrics["inconsistent"]
     if "kl" in metrics:
         found["kl"] = metrics["kl"]
     return found
@@ -143,6 +148,10 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
                 for who, name in _WHO.items()
                 if who in values
             ]
+    if "judge_agreement" in evaluation:
+        rows.append(("judge, agreement with held-out pairs", _with_interval(evaluation["judge_agreement"])))
+        changed = f"{evaluation['judge_inconsistent']:.3f}"
+        rows.append(("verdicts that change with the order (ties)", changed))
     if "win_rate" in evaluation:
         rows.append((f"win rate, PPO over SFT{_judged(evaluation)}", _with_interval(evaluation["win_rate"])))
     if "win_rate_length_controlled" in evaluation:

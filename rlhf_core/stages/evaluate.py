@@ -1,7 +1,7 @@
 """Stage `evaluate`: the policy against the SFT model on held-out prompts.
 
-    prompts -> responses of SFT, then of the policy (same seeds) -> scores by each measure -> KL -> win rate
-    -> win rates over the data's chosen answers -> report
+    (agreement of a language model that judges ->) prompts -> responses of SFT, then of the policy (same
+    seeds) -> scores by each measure -> KL -> win rate -> win rates over the data's chosen answers -> report
 
 Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained) and
 `figures/`.
@@ -21,6 +21,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.chosen import chosen_metrics, compare_with_chosen, load_chosen, prompts_to_answer
 from rlhf_core.evaluation.exchange import exchanged_gold
+from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.statistics import compare
@@ -35,6 +36,7 @@ from rlhf_core.evaluation.summary import (
     without_masked,
 )
 from rlhf_core.rewards.compose import code_digests
+from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
@@ -43,8 +45,13 @@ if TYPE_CHECKING:
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
-    """Evaluates; see the module's docstring. Raises `DataError` without held-out prompts, `ConfigError` for a
-    judge that this run does not have, and what engines, models and reward sources raise.
+    """Evaluates; see the module's docstring.
+
+    Raises:
+        DataError: There are no held-out prompts.
+        ConfigError: The judge is one that this run does not have.
+        GateFailed: The language model that judges agrees too little with the held-out pairs.
+        RLHFError: What engines, models and reward sources raise.
     """
     from rlhf_core.data.dataset import load_prompts
     from rlhf_core.engines.distributed import resolve_device
@@ -73,6 +80,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         scoring.score, judge, config, judge_model, pad_id=decoder.pad, device=device, context=context
     )
     with evaluation_session(config, device, context):
+        language_model = _agreeing_judge(config, context, device) if judge == MEASURE else None
         found = generate.responses_to_sets(
             config, models, decoder.response, sets, device=device, context=context
         )
@@ -83,24 +91,43 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )  # fmt: skip
         to_pairs = {model: [*by_set["held_out"], *by_set["chosen"]] for model, by_set in found.items()}
         over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, score, interval)
-    responses, measured = without_masked(responses, measured)
-    failpoint("evaluate.measured")
-    sft, ppo = answers(responses, measured)
-    comparison = compare(ppo, sft, judge, **interval.settings("win_rate"))
+        responses, measured = without_masked(responses, measured)
+        failpoint("evaluate.measured")
+        sft, ppo = answers(responses, measured)
+        if language_model is None:
+            comparison = compare(ppo, sft, judge, **interval.settings("win_rate"))
+        else:
+            comparison = language_model.compare(responses["ppo"], responses["sft"], "win_rate")
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
     evaluation["judge_digests"] = scoring.judge_digests(
         config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
     )
     if context.lineage is not None and "judge" in context.lineage.inputs:
         evaluation["judge_digests"]["judge_model"] = context.lineage.inputs["judge"].digest
+    if language_model is not None:
+        evaluation["language_model"] = language_model.to_json()
+        evaluation["inconsistent"] = language_model.inconsistent
+        evaluation["judge_digests"][MEASURE] = language_model.digest
     evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
     evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None
     evaluation["over_chosen"] = over_chosen
     evaluation["unscored"] = len(prompts) - len(measured.kl)
     samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
     metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen)
+    if language_model is not None:
+        metrics |= language_model.metrics()
     _write(config, context, evaluation, samples, measured, metrics)
-    return StageResult(metrics, {"prompts": len(prompts), "judge": judge, "judge_trained_on": trained})
+    facts = {"prompts": len(prompts), "judge": scoring.judge_name(config, judge), "judge_trained_on": trained}
+    return StageResult(metrics, facts)
+
+
+def _agreeing_judge(config: PipelineConfig, context: StageContext, device: str) -> LanguageModelJudge:
+    """Return the language model that judges. Raises `GateFailed` if it agrees too little with people."""
+    judge = LanguageModelJudge(config, context, device)
+    metrics = judge.measure_agreement()
+    context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
+    check_gate(config, "evaluate", metrics)
+    return judge
 
 
 def _measure(

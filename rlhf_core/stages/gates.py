@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import why_merged
+from rlhf_core.config.language_model import LanguageModelConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.pipeline import StageName
 
@@ -18,6 +19,8 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
             f" reward.min_accuracy={config.reward.min_accuracy}; train longer, raise the learning rate, or"
             " check the pairs in the data card"
         )
+    if stage == "evaluate" and config.evaluate.language_model is not None:
+        _check_language_model(config.evaluate.language_model, metrics)
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
     if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
         cause, fix = why_merged(config.ppo.lora)
@@ -26,3 +29,25 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
             f" the change by training, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or"
             " raise the limit: the run then continues from its last checkpoint"
         )
+
+
+def _check_language_model(settings: LanguageModelConfig, metrics: Mapping[str, float]) -> None:
+    numbers = {
+        name.removeprefix("language_model/"): value
+        for name, value in metrics.items()
+        if name.startswith("language_model/")
+    }
+    agreement, low, high = (numbers[f"agreement/{part}"] for part in ("mean", "low", "high"))
+    if agreement < settings.min_agreement:
+        reason = f"below evaluate.language_model.min_agreement={settings.min_agreement:g}"
+    elif low <= 0.5:
+        reason = "not significantly more than a coin (0.5); raise evaluate.language_model.pairs"
+    else:
+        return
+    raise GateFailed(
+        f"evaluate: the language model {settings.name} agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
+        f" {numbers['pairs']:.0f} held-out pairs (ties count half), {reason}. Its verdict changes with the"
+        f" order of the answers on {numbers['pairs_inconsistent']:.0%} of the pairs, and"
+        f" {numbers['pairs_first']:.0%} of its preferences are for the first answer. Use a better model or"
+        " rubric, or leave evaluate.language_model out"
+    )

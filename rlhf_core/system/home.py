@@ -6,6 +6,7 @@ home/
 ├── work/<stage>-<key>/      scratch files of the attempts
 ├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
 ├── stacks/                  Python stacks of processes that stalled
+├── judge/                   replies of a language model that judges, by the digest of what was asked
 ├── cache/                   local copies of remote artifacts
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
 ├── spool/                   metrics that MLflow has not received
@@ -107,6 +108,11 @@ class Home:
     def stacks(self, stage: str, key: str, attempt: int) -> Path:
         """Return the folder for the Python stacks of the processes of an attempt."""
         return self.path / "stacks" / f"{stage}-{key}-{attempt:06d}"
+
+    @property
+    def judge(self) -> Path:
+        """Folder of the replies of language models."""
+        return self.path / "judge"
 
     # -- store and tracker --
 

@@ -119,6 +119,17 @@ class ScriptedEngine(Engine):
         return rollouts
 
     @override
+    def choose(self, prompts: Sequence[Sequence[int]], choices: Sequence[int]) -> list[int]:
+        """Return the first token of the reply to each prompt. The prompt of its request has only tokens."""
+        chosen = []
+        for prompt in prompts:
+            example = PromptExample("", "", tuple(prompt), {})
+            request = Request(example, 0, 0, 0.0, 1, self._model, None)
+            self.requests.append(request)
+            chosen.append(self._respond(request).token_ids[0])
+        return chosen
+
+    @override
     def load_adapter(self, number: int, folder: Path) -> None:
         self.adapters[number] = folder
 

@@ -79,6 +79,7 @@ EVERYTHING = {
     "model": {"path": "model"},
     "sft": {"lora": {}},
     "reward": {"lora": {}, "early_stop": {}, "judge": {}},
+    "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
     "ppo": {
         "algorithm": "grpo",
         "samples_per_prompt": 2,
@@ -114,6 +115,8 @@ IN_NO_KEY = {
     "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens",
     "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy",
     "evaluate.engines", "evaluate.ranks",
+    *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "allowed_hosts", "api_key_env",
+        "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.checkpoint_every", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     *(f"ppo.guards.{name}" for name in GuardsConfig.model_fields), "ppo.engine.gpu_memory_utilization",

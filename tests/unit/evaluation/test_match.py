@@ -1,6 +1,7 @@
 """Match of a candidate against the champion. Models are scripted; store and tokenizer are real.
 
-- both answer the prompts of the evaluation, and its judge decides each prompt
+- both answer the prompts of the evaluation, and its judge decides each prompt; a language model is asked in
+  both orders
 - prompts that the champion was trained on are left out
 - the champion is loaded with the settings of its own run (base and adapter, or the merge)
 - the match is skipped, with a reason, if the champion is not in this store, has another tokenizer, or
@@ -20,14 +21,16 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import StoreError
-from rlhf_core.evaluation import match
+from rlhf_core.evaluation import language_model, match
 from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.evaluation.replies import Reply as ModelReply
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
 from rlhf_core.types import PromptExample, StageContext
+from tests.support.chat_server import prefer_longer
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
@@ -112,6 +115,22 @@ def test_judge_of_the_evaluation_decides_each_prompt(
 ) -> None:
     result = match.run_match(config, context, champion(says)[1])
     assert (result.comparison.win_rate.mean, len(result.comparison.preferences)) == (rate, len(PROMPTS))
+
+
+def test_a_language_model_decides_each_prompt(
+    config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(settings: Any, questions: Sequence[str], keep: Any) -> None:
+        for question in questions:
+            keep(question, ModelReply(prefer_longer(question), 1, 1, 0.0))
+
+    monkeypatch.setattr(language_model, "ask_service", ask)
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["evaluate"]["language_model"] = {"url": "http://a/v1", "model": "m", "allowed_hosts": ["a"]}
+    judged = PipelineConfig.model_validate_json(json.dumps(tree))
+    result = match.run_match(judged, context, champion(BAD)[1])
+    assert (result.judge, result.comparison.win_rate.mean) == ("language_model", 1.0)
+    assert result.judge_digest is not None and len(result.prompt_ids) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("judge", ["rules", "reward_model"])

@@ -7,6 +7,7 @@
 - batch-normalised rules normalise both models' responses together
 - both models are compared with the chosen answers of held-out pairs, by the same judge
 - the second reward model judges without having trained the policy
+- a language model is measured first; it decides wins and is named, or is refused before anything is sampled
 - ranks and engines in other processes share one connection to Ray
 - the same run gives the same bytes, and intervals have the configured level
 """
@@ -25,13 +26,15 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.data.tokenizer import Decoder
-from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation import generate, rank_scoring, scoring
+from rlhf_core.errors import ConfigError, DataError, GateFailed
+from rlhf_core.evaluation import generate, language_model, rank_scoring, scoring
+from rlhf_core.evaluation.replies import Reply as ModelReply
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
 from rlhf_core.types import ArtifactRef, Lineage, PairExample, PromptExample, StageContext
+from tests.support.chat_server import Respond, prefer_first, prefer_longer
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
@@ -436,3 +439,45 @@ def test_the_second_reward_model_judges(
     assert result.metrics["judge_model/ppo/mean"] == found["judge_model"]["ppo"]["mean"]
     page = (judged.output / "report.html").read_text()
     assert "a second reward model, trained with other pairs" in page and "Second reward model" in page
+
+
+@pytest.mark.parametrize("respond", [prefer_longer, prefer_first])
+def test_a_language_model_is_measured_first_and_then_decides(
+    scripted: Any, context: StageContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, respond: Respond
+) -> None:
+    pairs = [PairExample(f"p{i}", "Tell", (1,), say(f"good good {i}"), say(f"{i}")) for i in range(20)]
+    monkeypatch.setattr(language_model, "load_pairs", lambda folder, split: pairs)
+    monkeypatch.setattr(language_model, "load_decoder", evaluate.load_decoder)
+
+    def ask(settings: Any, questions: Sequence[str], keep: Any) -> None:
+        for question in questions:
+            keep(question, ModelReply(str(respond(question)), 100, 1, 0.5))
+
+    monkeypatch.setattr(language_model, "ask_service", ask)
+    judge = {"url": "http://a/v1", "model": "big-judge", "allowed_hosts": ["a"]}
+    config = config_of(
+        run={"device": "cpu", "home": str(tmp_path)},
+        evaluate={"prompts": 6, "bootstrap": 200, "samples": 4, "language_model": judge},
+    )
+    if respond is prefer_first:
+        with pytest.raises(GateFailed, match=r"big-judge agrees with 0\.500 .*min_agreement"):
+            evaluate.run(config, context)
+        assert not any("small" in text for text in TEXTS)  # nothing was sampled
+        return
+    result = evaluate.run(config, context)
+    found = read(context)
+    assert (found["judge"], found["judge_trained_on"], found["inconsistent"]) == (
+        "language_model",
+        False,
+        0.0,
+    )
+    assert result.attributes["judge"] == "language model big-judge"
+    assert found["verdicts"] == {"wins": 6, "losses": 0, "ties": 0}
+    model = found["language_model"]
+    assert (model["agreement"]["mean"], model["pairs"], model["first"]) == (1.0, 20, 0.5)
+    assert (model["requests"], model["prompt_tokens"]) == (52, 5200)  # two for each pair and each prompt
+    assert set(found["judge_digests"]) == {"gold", "rules", "language_model"}
+    assert result.metrics["language_model/agreement/mean"] == 1.0
+    assert result.metrics["language_model/seconds"] == 26.0 and "seconds" not in model
+    document = (context.output / "report.html").read_text()
+    assert "the language model big-judge" in document and "preferred in both orders" in document

@@ -245,6 +245,19 @@ def test_result_table_names_judge_and_paired_difference() -> None:
     assert not any("a.jsonl" in name for name in rows)
 
 
+def test_result_table_has_the_agreement_of_a_language_model() -> None:
+    agreement = {"mean": 0.7, "low": 0.6, "high": 0.8}
+    numbers = {f"language_model/agreement/{part}": value for part, value in agreement.items()}
+    facts = {"judge": "language model m", "judge_trained_on": "False"}
+    made = ArtifactRef(
+        "evaluate", "b" * 16, "d", "/store/e", EVALUATION | numbers | {"inconsistent": 0.25}, None, facts
+    )
+    rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
+    assert rows["win rate, PPO over SFT (judge: language model m)"] == "0.800  [0.700, 0.900]"
+    assert rows["judge, agreement with held-out pairs"] == "0.700  [0.600, 0.800]"
+    assert rows["verdicts that change with the order (ties)"] == "0.250"
+
+
 def test_partial_summary_omits_other_stages() -> None:
     summary = summarize(records("data", "sft"), 3.0, IDENTITY)
     assert set(summary["stages"]) == {"data", "sft"}
@@ -449,3 +462,16 @@ def test_stages_with_rewards_get_digests_of_their_code(tmp_path: Path) -> None:
     inputs: Any = {name: ref(name) for name in ("data", "sft", "reward", "ppo", "evaluate")}
     for stage in ("ppo", "evaluate", "register"):
         assert "ppo.rewards.0" in run.spec(stage, inputs).sources
+
+
+def test_the_files_of_a_language_model_are_in_the_key_of_the_evaluation(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.txt"
+    judge = {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"], "rubric": str(rubric)}
+    inputs: Any = {name: ref(name) for name in ("data", "sft", "reward", "ppo", "evaluate")}
+    keys = []
+    for text in ("Shorter is better.", "Longer is better."):
+        rubric.write_text(text)
+        run = pipeline(tmp_path, evaluate={"language_model": judge})
+        assert "evaluate.language_model.rubric" in run.spec("register", inputs).sources
+        keys.append({stage: run.spec(stage, inputs).key for stage in ("ppo", "evaluate", "register")})
+    assert {stage for stage in keys[0] if keys[0][stage] != keys[1][stage]} == {"evaluate"}

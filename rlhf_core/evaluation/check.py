@@ -1,0 +1,33 @@
+"""Check of `evaluate.language_model` before anything is started. Nothing is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.errors import ConfigError, Finding, ModelError
+from rlhf_core.evaluation.chat_service import api_key
+from rlhf_core.evaluation.questions import read_rubric
+from rlhf_core.rewards.check import check_hosts
+
+
+def check_language_model(config: PipelineConfig) -> Iterator[Finding]:
+    """Check the rubric, the folder of the model, and the address and key of the server."""
+    settings = config.evaluate.language_model
+    if settings is None:
+        return
+    field = "evaluate.language_model"
+    try:
+        read_rubric(settings.rubric)
+        if config.run.executor_of("evaluate") == "local":
+            api_key(settings)
+    except ConfigError as error:
+        yield error
+    if settings.url is not None:
+        yield from check_hosts((settings.url,), settings.allowed_hosts, f"{field}.url", "evaluation")
+    elif not (Path(str(settings.path)) / "config.json").is_file():
+        yield ModelError(
+            f"{field}.path: must be a folder with config.json, a tokenizer and *.safetensors; got"
+            f" {settings.path}; correct it"
+        )

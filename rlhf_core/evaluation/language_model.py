@@ -1,0 +1,212 @@
+"""A language model as judge: `evaluate.language_model`.
+
+    held-out pairs  ->  agreement with people  -- below the limit -->  the stage fails
+    answers of two policies  ->  questions in both orders  ->  replies kept before?  ->  model  ->  win rate
+
+The model is run here (`local_judge`) or at an address (`chat_service`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import result_settings
+from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.evaluation.chat_service import ask_service
+from rlhf_core.evaluation.local_judge import ask_local
+from rlhf_core.evaluation.questions import (
+    AGAIN,
+    FOLDER,
+    FORM,
+    RUBRIC,
+    Judged,
+    Pair,
+    judged,
+    letter_of,
+    questions_of,
+    read_rubric,
+)
+from rlhf_core.evaluation.replies import Replies, Reply
+from rlhf_core.evaluation.statistics import Comparison, Verdicts, win_rate
+from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.system.home import Home
+from rlhf_core.types import RewardInput, StageContext
+
+MEASURE = "language_model"
+"""Its name in `evaluate.judge`."""
+
+
+class LanguageModelJudge:
+    """Compares answers. Replies are kept in `run.home`.
+
+    Args:
+        config: Configuration of the run, with `evaluate.language_model`.
+        context: Of the stage.
+        device: Device of a model that is run here.
+    """
+
+    def __init__(self, config: PipelineConfig, context: StageContext, device: str) -> None:
+        settings = config.evaluate.language_model
+        assert settings is not None
+        self._config, self._context, self._device = config, context, device
+        self._settings = settings
+        self._intervals = Intervals(config)
+        self._rubric = read_rubric(settings.rubric)
+        digest = hashlib.sha256(self._rubric.encode()).hexdigest()
+        if context.sources.get(RUBRIC, digest) != digest:
+            raise ConfigError(f"{RUBRIC}: {settings.rubric} was changed after the run began; run again")
+        self.digest = judge_digest(config, context.sources, digest)
+        self._replies = Replies(Home.of(config.run.home).judge, self.digest)
+        self._asked: dict[str, Reply] = {}
+        self._unparsed = 0
+        self._agreement: dict[str, Any] = {}
+        self._first = 0.5
+        self.inconsistent = 0.0
+        """Share of the last comparison's verdicts that change with the order of the answers."""
+
+    def measure_agreement(self) -> dict[str, float]:
+        """Ask the judge about held-out preference pairs, and return its agreement with them as metrics.
+
+        Raises:
+            DataError: There are no held-out pairs.
+        """
+        data = self._context.inputs["data"]
+        decoder = load_decoder(data)
+        pairs = [
+            Pair(pair.prompt, decoder.response(pair.chosen_ids), decoder.response(pair.rejected_ids))
+            for pair in load_pairs(data, "eval")[: self._settings.pairs]
+        ]
+        if not pairs:
+            raise DataError(
+                "evaluate.language_model: its agreement is measured with held-out pairs; got 0; raise"
+                " data.eval_fraction or give more pairs"
+            )
+        found = self._judge(pairs, "pairs")
+        interval = win_rate(found.preferences, **self._intervals.settings("agreement"))
+        self._agreement = {
+            "agreement": interval.to_json(),
+            "pairs": len(pairs),
+            "pair_verdicts": asdict(Verdicts.of(found.preferences)),
+            "pairs_inconsistent": found.inconsistent,
+            "pairs_first": found.first,
+        }
+        return self.metrics()
+
+    def compare(
+        self, answers_a: Sequence[RewardInput], answers_b: Sequence[RewardInput], name: str
+    ) -> Comparison:
+        """Compare (n,) answers of two models to the same prompts.
+
+        Args:
+            answers_a: Answers of model `a`, whose wins are counted.
+            answers_b: Answers of model `b`, in the same order.
+            name: Of the quantity, for the seed of the interval.
+        """
+        pairs = [Pair(a.prompt, a.response, b.response) for a, b in zip(answers_a, answers_b, strict=True)]
+        found = self._judge(pairs, "answers")
+        interval = win_rate(found.preferences, **self._intervals.settings(name))
+        self.inconsistent, self._first = found.inconsistent, found.first
+        return Comparison(interval, found.preferences)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `evaluation.json` says about the judge."""
+        replies = self._asked.values()
+        return {
+            "name": self._settings.name,
+            **self._agreement,
+            "first": self._first,
+            "requests": len(replies),
+            "unparsed": self._unparsed,
+            "prompt_tokens": sum(reply.prompt_tokens for reply in replies),
+            "completion_tokens": sum(reply.completion_tokens for reply in replies),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers about the judge: its agreement, bias, and what it cost.
+
+        `seconds` is the sum over requests, of which several are made at a time, also of those that an earlier
+        attempt made.
+        """
+        numbers: dict[str, float] = {}
+        for name, value in self.to_json().items():
+            if isinstance(value, Mapping):
+                numbers |= {f"{MEASURE}/{name}/{part}": float(number) for part, number in value.items()}
+            elif name != "name":
+                numbers[f"{MEASURE}/{name}"] = float(value)
+        numbers[f"{MEASURE}/seconds"] = sum(reply.seconds for reply in self._asked.values())
+        return numbers
+
+    def _judge(self, pairs: Sequence[Pair], what: str) -> Judged:
+        questions = [questions_of(self._rubric, pair) for pair in pairs]
+        differing = [asked for pair, asked in zip(pairs, questions, strict=True) if pair.a != pair.b]
+        letters = self._letters([question for asked in differing for question in asked], what)
+        both = []
+        for pair, (in_order, exchanged) in zip(pairs, questions, strict=True):
+            # Equal answers are a tie, which costs nothing to know.
+            both.append(None if pair.a == pair.b else (letters[in_order], letters[exchanged]))
+        found = judged(both)
+        self._unparsed += found.unparsed
+        return found
+
+    def _letters(self, questions: Sequence[str], what: str) -> dict[str, str | None]:
+        """Return the letter of each question. A server that replies with something else is asked again
+        once.
+        """
+        letters = {question: letter_of(reply.text) for question, reply in self._ask(questions, what).items()}
+        again = {f"{question}{AGAIN}": question for question, letter in letters.items() if letter is None}
+        if again and self._settings.url is not None:
+            for text, reply in self._ask(list(again), f"{what} again").items():
+                letters[again[text]] = letter_of(reply.text)
+        return letters
+
+    def _ask(self, questions: Sequence[str], what: str) -> dict[str, Reply]:
+        replies: dict[str, Reply] = {}
+        missing = []
+        for question in dict.fromkeys(questions):
+            reply = self._replies.find(question)
+            if reply is None:
+                missing.append(question)
+            else:
+                replies[question] = reply
+        total = len(replies) + len(missing)
+
+        def keep(question: str, reply: Reply) -> None:
+            self._replies.keep(question, reply)
+            replies[question] = reply
+            self._context.progress(f"judge {what}", len(replies), total, "questions")
+
+        if missing and self._settings.path is not None:
+            ask_local(
+                self._config, Path(self._settings.path), missing, keep,
+                device=self._device, context=self._context,
+            )  # fmt: skip
+        elif missing:
+            ask_service(self._settings, missing, keep)
+        self._asked |= replies
+        return replies
+
+
+def judge_digest(config: PipelineConfig, sources: Mapping[str, str], rubric: str) -> str:
+    """Return the digest of the judge: which model, which rubric, which question. Only verdicts of equal
+    judges are comparable.
+
+    Args:
+        config: Configuration of the run, with `evaluate.language_model`.
+        sources: Digests of external inputs, with the one of the model's folder.
+        rubric: Digest of the rubric.
+    """
+    settings = config.evaluate.language_model
+    assert settings is not None
+    if settings.path is None:
+        model: Any = [settings.url, settings.model, settings.max_tokens]
+    else:
+        model = [sources.get(FOLDER, settings.path), result_settings(config.ppo.engine)]
+    return hashlib.sha256(json.dumps([FORM, rubric, model], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,133 @@
+"""The questions that a language model is asked about two answers, and what its replies mean.
+
+    pair (a, b)  ->  question with a as A, b as B      ->  letter  \\
+                     question with b as A, a as B      ->  letter  ->  a, b, or a tie
+
+Each pair is asked in both orders. An answer wins if it wins in both; otherwise the pair is a tie. A judge
+that prefers the first answer, whatever it says, therefore finds ties only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.system.files import read_bounded
+
+RUBRIC, FOLDER = "evaluate.language_model.rubric", "evaluate.language_model.path"
+"""Names of the judge's files in `StageContext.sources`."""
+FORM = 1
+"""Version of the texts below. Raise it if one of them changes."""
+LETTERS = ("A", "B", "C")
+"""The first answer, the second answer, neither."""
+AGAIN = "\n\nYour last reply did not end with one of the letters A, B and C. Write only this letter."
+"""Is added to a question whose reply has no letter."""
+
+_RUBRIC = (
+    "You compare two answers to a request. The better answer does what was asked, is correct and is easy to"
+    " read. Neither the length of an answer nor its place makes it better."
+)
+_QUESTION = """{rubric}
+
+### Request
+{prompt}
+
+### Answer A
+{a}
+
+### Answer B
+{b}
+
+### Verdict
+Write A if answer A is better, B if answer B is better, and C if neither is better.
+The last line of your reply must be this one letter."""
+_MAX_RUBRIC_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt."""
+
+    prompt: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the judge says about n pairs."""
+
+    preferences: tuple[float, ...]
+    """(n,) 1 where `a` wins, 0.5 for a tie, 0 where `b` wins."""
+    inconsistent: float
+    """Share of the pairs whose verdict changes with the order of the answers."""
+    first: float
+    """Share of the first answer among the replies that prefer one; 0.5 if there are none."""
+    unparsed: int
+    """Replies without a letter. Their pairs are ties."""
+
+
+def read_rubric(path: str | None) -> str:
+    """Return the content of `evaluate.language_model.rubric`, or the general rubric for None.
+
+    Raises ConfigError.
+    """
+    if path is None:
+        return _RUBRIC
+    try:
+        text = read_bounded(path, _MAX_RUBRIC_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{RUBRIC}: cannot be read: {error}; give a UTF-8 text file") from error
+    if not text:
+        raise ConfigError(f"{RUBRIC}: {path} is empty; say what makes an answer better, or leave it out")
+    return text
+
+
+def questions_of(rubric: str, pair: Pair) -> tuple[str, str]:
+    """Return the question about a pair in both orders."""
+    return (
+        _QUESTION.format(rubric=rubric, prompt=pair.prompt, a=pair.a, b=pair.b),
+        _QUESTION.format(rubric=rubric, prompt=pair.prompt, a=pair.b, b=pair.a),
+    )
+
+
+def letter_of(reply: str) -> str | None:
+    """Return the letter on the last line of a reply, or None if there is something else.
+
+    `Verdict: **A**`, `[[A]]` and `tie` are accepted as well.
+    """
+    lines = reply.strip().splitlines()
+    if not lines:
+        return None
+    word = lines[-1].rpartition(":")[2].strip(" \t*_`.\"'()[]").upper()
+    if word == "TIE":
+        return "C"
+    return word if word in LETTERS else None
+
+
+def judged(letters: Sequence[tuple[str | None, str | None] | None]) -> Judged:
+    """Return the verdicts of (n,) pairs of letters, in the order of the pair and exchanged.
+
+    None is a pair of equal answers, which is a tie without a question.
+    """
+    preferences: list[float] = []
+    inconsistent = firsts = seconds = unparsed = 0
+    for pair in letters:
+        if pair is None:
+            preferences.append(0.5)
+            continue
+        firsts += pair.count("A")
+        seconds += pair.count("B")
+        unparsed += pair.count(None)
+        preference = {("A", "B"): 1.0, ("B", "A"): 0.0}.get((str(pair[0]), str(pair[1])), 0.5)
+        preferences.append(preference)
+        if preference == 0.5 and None not in pair and pair != ("C", "C"):
+            inconsistent += 1
+    decided = firsts + seconds
+    return Judged(
+        tuple(preferences),
+        inconsistent / len(letters) if letters else 0.0,
+        firsts / decided if decided else 0.5,
+        unparsed,
+    )
