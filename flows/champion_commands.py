@@ -1,4 +1,4 @@
-"""Commands for registered policies: `rlhf champions`, `rollback`, `promote`, `serve`, `publish`."""
+"""Commands for registered policies: `rlhf champions`, `rollback`, `promote`, `serve`, `chat`, `publish`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rlhf_core.tracking.champions import Move
 
 AddCommand = Callable[..., argparse.ArgumentParser]
+
+HUB = "hub:"
+"""Prefix of a repository of the Hugging Face hub, as in the addresses of models."""
 
 
 def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
@@ -57,10 +60,20 @@ def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
         help="further arguments of vLLM in one text, such as --vllm '--max-model-len 2048'",
     )
 
-    text = "copy a registered policy to a folder, with a model card"
+    text = "talk to a policy that `rlhf serve` serves"
+    sub = add_command(commands, "chat", text, _chat, "rlhf chat demo-policy --port 8000")
+    sub.add_argument("policy", metavar="NAME[@VERSION]", help="name of the served model")
+    sub.add_argument("--port", type=int, default=8000, help="of `rlhf serve` (default: %(default)s)")
+    sub.add_argument("--url", help="of another OpenAI-compatible server, such as https://models.example/v1")
+
+    text = "copy a registered policy to a folder or to the Hugging Face hub, with a model card"
     sub = add_command(commands, "publish", text, _publish, "rlhf publish demo-policy published/demo")
     _add_policy(sub)
-    sub.add_argument("folder", metavar="DIR", help="folder that does not exist or is empty")
+    sub.add_argument(
+        "target",
+        metavar="DIR|hub:OWNER/NAME",
+        help="folder that does not exist or is empty; or a repository, which is made private if it is new",
+    )
 
 
 def _add_policy(sub: argparse.ArgumentParser) -> None:
@@ -127,12 +140,24 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _publish(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.publish import publish
+    from rlhf_core.run.publish import publish, publish_to_hub
     from rlhf_core.run.registered import open_policy
 
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    folder = publish(policy, Path(arguments.folder))
-    print(printable(f"{policy.name}@{policy.version.version}, weights {policy.weights}: {folder}"))
+    if arguments.target.startswith(HUB):
+        written = publish_to_hub(policy, arguments.target.removeprefix(HUB))
+    else:
+        written = str(publish(policy, Path(arguments.target)))
+    print(printable(f"{policy.name}@{policy.version.version}, weights {policy.weights}: {written}"))
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from flows.chat import chat
+    from rlhf_core.system.api_key import API_KEY
+
+    url = arguments.url or f"http://127.0.0.1:{arguments.port}/v1"
+    chat(url, arguments.policy, os.environ.get(API_KEY))
     return 0
 
 

@@ -1,5 +1,5 @@
 """The command line: `rlhf run`, `plan`, `tune`, `serve-reward`, `champions`, `rollback`, `promote`, `serve`,
-`publish`, `up`, `down`, `status`.
+`chat`, `publish`, `up`, `down`, `status`.
 
 Slow imports are inside the commands, so that errors of the configuration are reported before them.
 

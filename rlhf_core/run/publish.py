@@ -1,4 +1,8 @@
-"""`rlhf publish`: a registered policy in Hugging Face layout, with a model card made from its lineage."""
+"""`rlhf publish`: a registered policy in Hugging Face layout, with a model card made from its lineage.
+
+publish         to a folder
+publish_to_hub  to a repository of the Hugging Face hub
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,39 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return folder
+
+
+def publish_to_hub(policy: RegisteredPolicy, repository: str) -> str:
+    """Upload the model and its card to a repository of the hub, which is made private if it is new.
+
+    The token is that of `hf auth login` or HF_TOKEN; HF_ENDPOINT names another hub.
+
+    Args:
+        policy: The policy.
+        repository: `owner/name`.
+
+    Returns:
+        The address of the last commit.
+
+    Raises:
+        InputError: The name is not one of a repository, or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi()
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as temporary:
+        folder = publish(policy, Path(temporary, "model"))
+        try:
+            api.create_repo(repository, private=True, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                commit_message=f"{policy.name}, version {policy.version.version}, weights {policy.weights}",
+            )
+        except (HfHubHTTPError, HFValidationError) as error:
+            raise InputError(f"{repository} cannot be written on the hub: {error}") from error
+    return commit.commit_url
 
 
 def model_card(policy: RegisteredPolicy) -> str:

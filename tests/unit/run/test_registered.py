@@ -3,6 +3,7 @@
 - the files are those that were registered, or it is an error; revoked and unknown versions are refused
 - vLLM listens on loopback and refuses web pages; other addresses need a key, and --vllm cannot change it
 - a published folder loads with transformers, and its card has data, digests, evaluation, licences and limits
+- on the hub the files arrive in a private repository; a refusal is one message
 - a card has no paths, buckets and messages of errors; it tells that the weights contain the adapter
 """
 
@@ -10,8 +11,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +142,76 @@ def test_published_folder_loads_and_has_a_card(home: str, tmp_path: Path, weight
     assert main(["publish", f"{MODEL}@1", str(folder), "--home", home]) == 0
     assert main(["publish", f"{MODEL}@2", str(folder), "--home", home]) == 2
     assert sorted(path.name for path in folder.parent.iterdir()) == ["demo"]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The calls of the hub that an upload of small files needs. It refuses the owner `taken`."""
+
+    calls: list[tuple[str, str]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        self.calls.append((self.path, body))
+        if self.path == "/api/repos/create":
+            repository = "/".join((json.loads(body)["organization"], json.loads(body)["name"]))
+            refused = repository.startswith("taken/")
+            self.reply(
+                401 if refused else 200,
+                {"url": f"http://{self.headers['host']}/{repository}", "error": "not yours"},
+            )
+        elif self.path.endswith("/preupload/main"):
+            files = [
+                {**file, "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]
+            ]
+            self.reply(200, {"files": files})
+        else:
+            url = f"http://{self.headers['host']}/team/demo/commit/abc"
+            self.reply(200, {"commitUrl": url, "commitOid": "abc"})
+
+    def do_GET(self) -> None:
+        self.reply(404 if "taken" in self.path else 200, {"siblings": [], "sha": "0" * 40, "id": "team/demo"})
+
+    def reply(self, status: int, body: dict[str, Any]) -> None:
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_published_on_the_hub(
+    home: str, weights: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Hub.calls = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(
+            "huggingface_hub.hf_api.ENDPOINT", f"http://127.0.0.1:{hub.server_port}", raising=False
+        )
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        monkeypatch.setenv("HF_TOKEN", "hf_token")
+        done = main(["publish", f"{MODEL}@1", "hub:team/demo", "--home", home])
+        refused = main(["publish", f"{MODEL}@1", "hub:taken/demo", "--home", home])
+        wrong = main(["publish", f"{MODEL}@1", "hub:no/such/name", "--home", home])
+        hub.shutdown()
+        thread.join()
+    assert (done, refused, wrong) == (0, 2, 2)
+    output = capsys.readouterr()
+    assert "commit/abc" in output.out
+    assert "taken/demo cannot be written on the hub" in output.err
+    assert "no/such/name cannot be written on the hub" in output.err
+    created = json.loads(Hub.calls[0][1])
+    assert created["visibility"] == "private"
+    commits = [body for path, body in Hub.calls if path.endswith("/commit/main")]
+    lines = [json.loads(line) for line in commits[0].splitlines()]
+    assert len(commits) == 1
+    assert weights[0] in lines[0]["value"]["summary"]
+    sent = {line["value"]["path"] for line in lines if line["key"] == "file"}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= sent
 
 
 def test_licence_of_a_base_model_is_in_the_card(home: str, tmp_path: Path) -> None:

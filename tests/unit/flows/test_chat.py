@@ -1,0 +1,115 @@
+"""`rlhf chat` against a scripted OpenAI-compatible server.
+
+- the conversation is sent whole with each message, and an empty line starts a new one
+- an answer cannot control the terminal
+- a server that is not there, another model, and a refused request are one message each
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from flows.cli import main
+from rlhf_core.system.processes import free_port
+
+PIECES = ["Once\nupon", " a \x1b[31mtime"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves one model, which answers with PIECES, and refuses messages with the word `template`."""
+
+    requests: list[dict[str, Any]]
+    keys: list[str | None]
+
+    def do_GET(self) -> None:
+        self.reply(200, json.dumps({"object": "list", "data": [{"id": "demo", "object": "model"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.requests.append(body)
+        self.keys.append(self.headers["authorization"])
+        if "template" in body["messages"][-1]["content"]:
+            self.reply(400, json.dumps({"error": {"message": "the model has no chat template"}}))
+            return
+        chunks = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in PIECES]
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, {"choices": []}]]
+        self.reply(200, "".join(lines) + "data: [DONE]\n\n", "text/event-stream")
+
+    def reply(self, status: int, text: str, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    Handler.requests, Handler.keys = [], []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def chat(monkeypatch: pytest.MonkeyPatch, port: int, typed: str, model: str = "demo") -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    return main(["chat", model, "--port", str(port)])
+
+
+def test_a_conversation_is_sent_whole(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert chat(monkeypatch, port, "hello\nand then?\n\nagain") == 0
+    roles = [[message["role"] for message in request["messages"]] for request in Handler.requests]
+    assert roles == [["user"], ["user", "assistant", "user"], ["user"]]
+    assert [request["messages"][-1]["content"] for request in Handler.requests] == [
+        "hello",
+        "and then?",
+        "again",
+    ]
+    assert Handler.requests[1]["messages"][1]["content"] == "".join(PIECES)
+    assert set(Handler.keys) == {"Bearer secret"}
+    printed = capsys.readouterr().out
+    assert printed.count("Once\nupon a \\x1b[31mtime\n") == 3
+    assert "\x1b" not in printed
+
+
+@pytest.mark.parametrize(
+    ("typed", "model", "message"),
+    [
+        ("write a template\n", "demo", "the model has no chat template"),
+        ("hello\n", "other", "does not serve other; it serves demo"),
+    ],
+)
+def test_what_the_server_refuses_is_one_message(
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: str,
+    model: str,
+    message: str,
+) -> None:
+    assert chat(monkeypatch, port, typed, model) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_server_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port(18000)
+    assert chat(monkeypatch, port, "hello\n") == 2
+    assert f"http://127.0.0.1:{port}/v1: Connection error" in capsys.readouterr().err
