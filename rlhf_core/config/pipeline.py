@@ -30,6 +30,7 @@ from rlhf_core.config.base import (
 from rlhf_core.config.data import DataConfig
 from rlhf_core.config.language_model import LanguageModelConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.regression import RegressionSet
 from rlhf_core.config.resources import Executor, ResourcesConfig
 from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.pipeline import STAGES, StageName
@@ -284,6 +285,13 @@ class EvaluateConfig(Section):
         " judge that is no rule",
         later=True,
     )
+    regression: tuple[RegressionSet, ...] = result(
+        (),
+        "Prompts on which the policy must not be worse than the SFT model, and in a match than the champion:"
+        " otherwise it is not promoted ([promotion](promotion.md#regression-sets))",
+        max_length=16,
+        later=True,
+    )
     ranks: PositiveInt = execution(
         1,
         "Ranks that compute log-probabilities and scores of the reward model, in the evaluation and in the"
@@ -297,6 +305,14 @@ class EvaluateConfig(Section):
         " `ppo.engine.tensor_parallel` GPUs each",
         within=RANKS,
     )
+
+    @field_validator("regression")
+    @classmethod
+    def _check_names(cls, sets: tuple[RegressionSet, ...]) -> tuple[RegressionSet, ...]:
+        names = [each.name for each in sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"evaluate.regression needs distinct names; got {', '.join(names)}")
+        return sets
 
 
 class RegisterConfig(Section):

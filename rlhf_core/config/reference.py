@@ -64,6 +64,9 @@ def markdown() -> str:
         "## Items of `ppo.rewards`\n\nThe `type` of an item decides which fields it has. All have:\n"
     )
     parts += _reward_parts()
+    parts.append("## Items of `evaluate.regression`\n\nFurther fields are those of data sources:\n")
+    regression = _field(_field(_field(root(), "evaluate"), "regression"), 0)
+    parts.append(_table(regression, ("name", "reward", "margin")))
     parts.append(_RANGES)
     parts.append("| field | from | to | why |\n|---|---|---|---|")
     parts += _range_rows(root(), "")

@@ -67,13 +67,18 @@ def require_margins(pairs: Sequence[PairExample]) -> None:
         )
 
 
-def require_answers(prompts: Sequence[PromptExample], rewards: Sequence[AnyReward]) -> None:
-    """Raise DataError unless every prompt has the answers that `rewards` compare with."""
+def require_answers(
+    prompts: Sequence[PromptExample], rewards: Sequence[AnyReward], where: str = "ppo.rewards"
+) -> None:
+    """Raise DataError unless every prompt has the answers that `rewards` compare with.
+
+    `where` is the field of the rewards.
+    """
     for field in [source.field for source in rewards if isinstance(source, AnswerReward)]:
         without = [prompt for prompt in prompts if prompt.meta.get(field) is None]
         if without:
             raise DataError(
-                f"ppo.rewards: type answer needs the field {field!r} in every prompt row; {len(without)} of"
+                f"{where}: type answer needs the field {field!r} in every prompt row; {len(without)} of"
                 f" {len(prompts)} have none (the first: {without[0].prompt[:60]!r}, whose fields are"
                 f" {', '.join(sorted(without[0].meta)) or 'none'}); add it, or set `field` to the one that"
                 " holds the answer"

@@ -140,7 +140,7 @@ def read_records(
         read = bad = 0
         for row in _rows(config, name, source, contents[field_name]):
             read += 1
-            result = row if isinstance(row, BadRow) else _to_record(row, source, name, names[index])
+            result = row if isinstance(row, BadRow) else to_record(row, source, name, names[index])
             if isinstance(result, BadRow):
                 bad += 1
                 quarantine.add(field_name, result.file, result.line, result.reason, result.text)
@@ -198,7 +198,15 @@ def _rows(
         yield Row("synthetic", index, data)
 
 
-def _to_record(row: Row, source: Source, name: SetName, shown_name: str) -> SourceRecord | BadRow:
+def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> SourceRecord | BadRow:
+    """Return the checked record of a row, or the reason why a set cannot use it.
+
+    Args:
+        row: The row.
+        source: Its source.
+        name: The set.
+        shown_name: Name of the source in the results.
+    """
     try:
         record = normalise(row.data, source.format, source.rename)
         if record.kind not in _KINDS[name]:

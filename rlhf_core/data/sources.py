@@ -41,6 +41,7 @@ _CHANGED = (
 )
 _AWS = StoreConfig()
 _T = TypeVar("_T")
+_AnySource = TypeVar("_AnySource", bound=Source)
 
 _SETS = ("sft", "preference", "prompts")
 
@@ -89,32 +90,45 @@ def source_contents(config: PipelineConfig) -> dict[str, Contents]:
     """Return the contents of each data source by its field, such as `data.sft[0]`. Missing files raise
     DataError.
     """
-    contents: dict[str, Contents] = {}
-    for name in _SETS:
-        sources: tuple[Source, ...] = getattr(config.data, name)
-        for index, source in enumerate(sources):
-            contents[f"data.{name}[{index}]"] = _contents(source, config.store)
-    return contents
+    return {name: _contents(source, config.store) for name, source in _data_sources(config).items()}
+
+
+def regression_contents(config: PipelineConfig) -> dict[str, Contents]:
+    """Return the contents of the sources of `evaluate.regression`, like `source_contents`."""
+    return {name: _contents(source, config.store) for name, source in _regression_sources(config).items()}
+
+
+def _data_sources(config: PipelineConfig) -> dict[str, Source]:
+    return {
+        f"data.{name}[{index}]": source
+        for name in _SETS
+        for index, source in enumerate(getattr(config.data, name))
+    }
+
+
+def _regression_sources(config: PipelineConfig) -> dict[str, Source]:
+    return {f"evaluate.regression[{index}]": each for index, each in enumerate(config.evaluate.regression)}
 
 
 def source_digests(config: PipelineConfig) -> dict[str, str]:
-    """Return the sha256 of the data sources, the chat template and the base model by name, for stage keys.
+    """Return the sha256 of the sources of data and regression sets, the chat template and the base model by
+    name, for stage keys.
 
     Hub sources are named by id, commit and split. Missing files raise DataError or ModelError.
     """
-    return {name: source.digest for name, source in source_contents(config).items()} | model_digests(config)
+    contents = source_contents(config) | regression_contents(config)
+    return {name: source.digest for name, source in contents.items()} | model_digests(config)
 
 
 def source_marks(config: PipelineConfig) -> dict[str, str]:
-    """Return a mark of each data source, the chat template and the base model, without reading their files.
+    """Return a mark of each source, the chat template and the base model, without reading their files.
 
     Equal marks mean that nothing was written in between: names, sizes and times of files, ETags of objects,
     commits of hub names.
     """
     marks = template_digests(config)
-    for name in _SETS:
-        for index, source in enumerate(getattr(config.data, name)):
-            marks[f"data.{name}[{index}]"] = _mark(source, config.store)
+    for name, source in (_data_sources(config) | _regression_sources(config)).items():
+        marks[name] = _mark(source, config.store)
     if config.model.path is not None:
         hub = is_hub_model(config.model.path)
         files = model_state(config).files
@@ -140,10 +154,9 @@ def _mark(source: Source, store: StoreConfig) -> str:
 def count_rows(config: PipelineConfig) -> int:
     """Return the number of rows of all data sources, also of those that cannot be used."""
     rows = 0
-    for name in _SETS:
-        for source in getattr(config.data, name):
-            if parse_address(source.path).kind != "synthetic":
-                rows += sum(1 for _ in read_rows(source, config.store))
+    for source in _data_sources(config).values():
+        if parse_address(source.path).kind != "synthetic":
+            rows += sum(1 for _ in read_rows(source, config.store))
     return rows
 
 
@@ -168,9 +181,8 @@ def require_unchanged(now: Mapping[str, str], before: Mapping[str, str], config:
     Names that are not in `before` are not compared.
     """
     paths = {"data.chat_template": config.data.chat_template, "model": config.model.path}
-    for name in _SETS:
-        for index, source in enumerate(getattr(config.data, name)):
-            paths[f"data.{name}[{index}]"] = source.path
+    for name, source in (_data_sources(config) | _regression_sources(config)).items():
+        paths[name] = source.path
     changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
     if changed:
         raise DataError(
@@ -183,7 +195,7 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
     digests.
     """
 
-    def commit_of(source: Source) -> Source:
+    def commit_of(source: _AnySource) -> _AnySource:
         if parse_address(source.path).kind != "hub":
             return source
         return source.model_copy(
@@ -194,8 +206,13 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
     model = {}
     if config.model.path is not None and is_hub_model(config.model.path):
         model = {"revision": resolve_revision(config.model.path, "model", config.model.revision)}
+    regression = {"regression": tuple(map(commit_of, config.evaluate.regression))}
     return config.model_copy(
-        update={"data": config.data.model_copy(update=data), "model": config.model.model_copy(update=model)}
+        update={
+            "data": config.data.model_copy(update=data),
+            "model": config.model.model_copy(update=model),
+            "evaluate": config.evaluate.model_copy(update=regression),
+        }
     )
 
 

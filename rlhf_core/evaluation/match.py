@@ -23,7 +23,8 @@ from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
-from rlhf_core.evaluation.statistics import Answer, Comparison, compare
+from rlhf_core.evaluation.regression import compare_on_sets, load_sets
+from rlhf_core.evaluation.statistics import Answer, Comparison, compare, differences
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests
@@ -33,6 +34,9 @@ from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, StageContext
 
 log = logging.getLogger(__name__)
+
+_HELD_OUT = "held-out"
+"""Name of the prompts of the match; no regression set can have it."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -57,6 +61,8 @@ class MatchResult:
     """Comparison by the champion's reward model. None if the champion was not judged by one, or if it is not
     in this store.
     """
+    regression: Mapping[str, Mapping[str, float]]
+    """Differences on the regression sets, candidate minus champion (`regression.differences`)."""
 
 
 @dataclass(frozen=True)
@@ -167,21 +173,26 @@ def _run_match(
 ) -> MatchResult:
     decoder = load_decoder(context.inputs["data"])
 
-    def respond(name: str, files: PolicyFiles) -> list[RewardInput]:
-        return generate.responses_of(
-            config, {name: files}, decoder.response, prompts, device=device, context=context
+    sets = {_HELD_OUT: prompts}
+    if config.evaluate.regression:
+        sets |= load_sets(config, context.inputs["evaluate"])
+
+    def respond(name: str, files: PolicyFiles) -> dict[str, list[RewardInput]]:
+        return generate.responses_to_sets(
+            config, {name: files}, decoder.response, sets, device=device, context=context
         )[name]
 
-    candidate_answers = respond(
+    candidate_by_set = respond(
         "ppo", policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
     )
     try:
-        champion_answers = respond("champion", champion.policy)
+        champion_by_set = respond("champion", champion.policy)
     except Exception as error:
         # The candidate was just served in the same way, so the cause is the champion: it may be larger, older
         # or of another kind.
         raise MatchSkipped(f"it cannot be served here ({type(error).__name__}: {error})") from error
 
+    candidate_answers, champion_answers = candidate_by_set[_HELD_OUT], champion_by_set[_HELD_OUT]
     code = code_digests(config.ppo.rewards, context.sources)
 
     def compare_by_language_model() -> tuple[Comparison, tuple[str, ...], str | None]:
@@ -225,7 +236,9 @@ def _run_match(
     by_champion_model = None
     if champion.reward is not None:
         by_champion_model, _ = compare_by("reward_model", champion.reward)
-    return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model)
+    by_set = {"ppo": candidate_by_set, "champion": champion_by_set}
+    regression = differences(compare_on_sets(config, by_set, "champion", context.sources))
+    return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model, regression)
 
 
 def _judge_digest(

@@ -17,6 +17,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
+from rlhf_core.evaluation.statistics import differences, fallen
+
 MODELS = ("sft", "ppo")
 
 _MEASURES = {
@@ -72,6 +74,7 @@ def render(report: Report) -> str:
     """Return the HTML document. The same report always gives the same bytes."""
     evaluation = report.evaluation
     verdict, tone = _verdict(evaluation["win_rate"])
+    sets = differences(evaluation.get("regression", {}))
     page = _environment().get_template("report.html.j2")
     document = page.render(
         name=report.name,
@@ -86,6 +89,7 @@ def render(report: Report) -> str:
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
+        fallen=[name for name, found in sets.items() if fallen({name: found})],
     )
     return document.strip() + "\n"
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -182,6 +183,33 @@ def preference(a: float, b: float) -> float:
     if abs(a - b) <= TIE:
         return 0.5
     return 1.0 if a > b else 0.0
+
+
+def differences(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return what decides for each regression set: `mean`, `low` and `high` of the paired difference, and
+    `margin`.
+
+    `found` has the results of `evaluation.regression`.
+    """
+    return {
+        name: {part: round(value, 6) for part, value in each["difference"].items()}
+        | {"margin": each["margin"]}
+        for name, each in found.items()
+    }
+
+
+def fallen(sets: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a phrase for each regression set that fell: the lower bound of the difference is not above
+    -margin.
+
+    `sets` is what `differences` returned.
+    """
+    phrases = []
+    for name, found in sets.items():
+        if not found["low"] > -found["margin"]:
+            numbers = f"{found['mean']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+            phrases.append(f"{name} {numbers} (margin {found['margin']:g})")
+    return phrases
 
 
 def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:

@@ -23,14 +23,22 @@ from rlhf_core.system.files import exists
 
 def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
     """Check the token, and for each source its function or the addresses of its services."""
-    if any(isinstance(source, RemoteReward) for source in config.ppo.rewards):
+    sources = reward_fields(config)
+    if any(isinstance(source, RemoteReward) for source in sources.values()):
         try:
             reward_token()
         except ConfigError as error:
             yield error
-    for index, source in enumerate(config.ppo.rewards):
-        field = f"ppo.rewards.{index}"
+    for field, source in sources.items():
         yield from guarded(field, _source(config, source, field))
+
+
+def reward_fields(config: PipelineConfig) -> dict[str, AnyReward]:
+    """Return all reward sources by field: those of PPO and those of regression sets."""
+    fields = {f"ppo.rewards.{index}": source for index, source in enumerate(config.ppo.rewards)}
+    for index, each in enumerate(config.evaluate.regression):
+        fields[f"evaluate.regression.{index}.reward"] = each.reward
+    return fields
 
 
 def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[Finding]:
@@ -39,12 +47,17 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
         if problem is not None:
             yield ConfigError(problem)
     elif isinstance(source, RemoteReward):
-        yield from check_hosts(source.urls, source.allowed_hosts, f"{field}.urls", "PPO")
-    elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
+        user = "PPO" if field.startswith("ppo.") else "the evaluation"
+        yield from check_hosts(source.urls, source.allowed_hosts, f"{field}.urls", user)
+    elif isinstance(source, GoldReward) and field.startswith("ppo.") and _has_other_prompts(config):
         yield (
             f"{field}: type gold supports the demo task only, but data.prompts has other sources, whose true"
             " reward is unknown"
         )
+
+
+def _has_other_prompts(config: PipelineConfig) -> bool:
+    return any(part.path != "synthetic" for part in config.data.prompts)
 
 
 def check_hosts(

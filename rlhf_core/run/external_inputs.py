@@ -13,7 +13,7 @@ from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import model_digest, source_digests, source_name
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, read_rubric
-from rlhf_core.rewards.check import module_file
+from rlhf_core.rewards.check import module_file, reward_fields
 from rlhf_core.tracking.tracker import DataSet
 
 
@@ -37,14 +37,14 @@ def judge_digests(config: PipelineConfig) -> dict[str, str]:
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:
     """Digests of the Python files that rewards come from (not of what those import), because a changed reward
-    is another PPO run.
+    is another PPO run or another regression set.
     """
     rewards = {}
-    for index, source in enumerate(config.ppo.rewards):
+    for field, source in reward_fields(config).items():
         if isinstance(source, PythonReward):
             file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
             if file is not None and file.is_file():
-                rewards[f"ppo.rewards.{index}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+                rewards[field] = hashlib.sha256(file.read_bytes()).hexdigest()
     return rewards
 
 

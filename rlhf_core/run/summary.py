@@ -36,6 +36,9 @@ def summarize(
     evaluate.win_rate_length_controlled         the same for responses of equal length
     evaluate.win_rate_over_chosen.{sft,ppo,difference}
                                                 each model against the chosen answers of held-out pairs
+    evaluate.regression/<name>.{sft,ppo,difference}
+                                                mean of a regression set; the difference is paired
+    evaluate.fallen                             regression sets that fell, with their numbers
     evaluate.judge, evaluate.judge_trained_on   the judge, and whether the policy was trained with it
     evaluate.judge_agreement                    share of held-out pairs on which a language model agrees
     evaluate.judge_inconsistent                 share of its verdicts that change with the order
@@ -103,6 +106,8 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     if interval := _interval(metrics, "language_model/agreement"):
         found["judge_agreement"] = interval
         found["judge_inconsistent"] = metrics["inconsistent"]
+    if "fallen" in ref.attributes:
+        found["fallen"] = ref.attributes["fallen"]
     if "kl" in metrics:
         found["kl"] = metrics["kl"]
     return found
@@ -142,7 +147,8 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     evaluation = summary.get("evaluate", {})
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:
-            label = _LABELS.get(measure, measure.removeprefix("rules/").replace("_", " "))
+            name = measure.removeprefix("rules/").replace("regression/", "regression set ")
+            label = _LABELS.get(measure, name.replace("_", " "))
             rows += [
                 (f"{label}, {name}", _with_interval(values[who]))
                 for who, name in _WHO.items()
@@ -157,6 +163,8 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "win_rate_length_controlled" in evaluation:
         controlled = _with_interval(evaluation["win_rate_length_controlled"])
         rows.append(("the same, length-controlled", controlled))
+    if "fallen" in evaluation:
+        rows.append(("regression sets that fell", evaluation["fallen"]))
     if "kl" in evaluation:
         rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
     return rows

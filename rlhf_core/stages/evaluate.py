@@ -1,15 +1,17 @@
 """Stage `evaluate`: the policy against the SFT model on held-out prompts.
 
     (agreement of a language model that judges ->) prompts -> responses of SFT, then of the policy (same
-    seeds) -> scores by each measure -> KL -> win rate -> win rates over the data's chosen answers -> report
+    seeds) -> scores by each measure -> KL -> win rate -> win rates over the data's chosen answers ->
+    regression sets -> report
 
-Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained) and
-`figures/`.
+Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained),
+`figures/`, and the prompts of regression sets in `regression/`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,8 @@ from rlhf_core.evaluation.exchange import exchanged_gold
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
-from rlhf_core.evaluation.statistics import compare
+from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
+from rlhf_core.evaluation.statistics import compare, differences, fallen
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
@@ -42,6 +45,11 @@ from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResul
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.plots import StepMetrics
+
+log = logging.getLogger(__name__)
+
+_HELD_OUT, _CHOSEN = "held-out", "chosen answers"
+"""Names of sets of prompts that no regression set can have."""
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -72,7 +80,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), "ppo": policy}
     sources = [prompt.source or "unnamed" for prompt in prompts]
     pairs = load_chosen(config, context.inputs["data"], judge)
-    sets = {"held_out": prompts, "chosen": prompts_to_answer(pairs, prompts)}
+    regression_sets = prepare_sets(config, context)
+    sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
     interval = Intervals(config)
     stage = scoring.MODEL_STAGES.get(judge)
     judge_model = None if stage is None else context.inputs[stage] / "model"
@@ -84,12 +93,13 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         found = generate.responses_to_sets(
             config, models, decoder.response, sets, device=device, context=context
         )
-        responses = {model: by_set["held_out"] for model, by_set in found.items()}
+        responses = {model: by_set[_HELD_OUT] for model, by_set in found.items()}
         measured = _measure(
             config, context, policy, responses, sources,
             gold_known=gold_known, pad_id=decoder.pad, device=device,
         )  # fmt: skip
-        to_pairs = {model: [*by_set["held_out"], *by_set["chosen"]] for model, by_set in found.items()}
+        to_pairs = {model: [*by_set[_HELD_OUT], *by_set[_CHOSEN]] for model, by_set in found.items()}
+        regression = compare_on_sets(config, found, "sft", context.sources)
         over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, score, interval)
         responses, measured = without_masked(responses, measured)
         failpoint("evaluate.measured")
@@ -111,13 +121,18 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
     evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None
     evaluation["over_chosen"] = over_chosen
+    if regression:
+        evaluation["regression"] = regression
     evaluation["unscored"] = len(prompts) - len(measured.kl)
     samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
-    metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen)
+    metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
     if language_model is not None:
         metrics |= language_model.metrics()
     _write(config, context, evaluation, samples, measured, metrics)
     facts = {"prompts": len(prompts), "judge": scoring.judge_name(config, judge), "judge_trained_on": trained}
+    if fell := fallen(differences(regression)):
+        log.warning("regression sets fell against the SFT model: %s", ", ".join(fell))
+        facts["fallen"] = ", ".join(fell)
     return StageResult(metrics, facts)
 
 

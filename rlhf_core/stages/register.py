@@ -121,6 +121,7 @@ def _play(config: PipelineConfig, context: StageContext, champion: Mapping[str, 
         outcomes=tuple(
             f"{prompt} {outcome:g}" for prompt, outcome in zip(result.prompt_ids, outcomes, strict=True)
         ),
+        regression=result.regression,
     )
 
 

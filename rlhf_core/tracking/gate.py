@@ -6,7 +6,8 @@ add up to at most `alpha`. If no candidate is better than its champion, the prob
 becomes champion within a year is therefore at most `alpha`, for any number of candidates and champions. The
 prompts of a match must not have been used to choose its candidate (docs/promotion.md).
 
-Without a match the champion stays: numbers of different prompts or different judges are not compared.
+Without a match the champion stays: numbers of different prompts or different judges are not compared. A
+candidate for which a regression set fell, against its SFT model or in the match, is refused.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rlhf_core.errors import RLHFError
-from rlhf_core.evaluation.statistics import Verdicts
+from rlhf_core.evaluation.statistics import Verdicts, differences, fallen
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Evaluation:
     """The judge of the wins; None in records of older versions."""
     judge_digest: str | None = None
     """Digest of the judge."""
+    regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Differences to the SFT model on the regression sets (`evaluation.regression.differences`)."""
 
     @property
     def verdicts(self) -> Verdicts:
@@ -66,18 +69,27 @@ class Evaluation:
             )
         judge = content.get("judge")
         digests = dict(content.get("judge_digests") or {}) | {"reward_model": reward_model_digest}
-        return cls(win_rate=win_rate, **verdicts, judge=judge, judge_digest=digests.get(str(judge)))
+        return cls(
+            win_rate=win_rate,
+            **verdicts,
+            judge=judge,
+            judge_digest=digests.get(str(judge)),
+            regression=differences(content.get("regression") or {}),
+        )
 
     def to_json(self) -> str:
         """Return the record as text for a tag. `from_json` reads it."""
-        return json.dumps(asdict(self))
+        record = asdict(self)
+        if not self.regression:
+            del record["regression"]  # so that the text is that of versions without regression sets
+        return json.dumps(record)
 
     @classmethod
     def from_json(cls, text: str) -> Evaluation | None:
         """Read the record, or return None if `text` is not a record. Then another program registered the
         version.
         """
-        names = {field.name for field in fields(cls)}
+        names = {each.name for each in fields(cls)}
         try:
             content = json.loads(text)
             return cls(**{name: value for name, value in content.items() if name in names})
@@ -108,6 +120,8 @@ class Match:
     """
     outcomes: tuple[str, ...] = ()
     """Prompt and outcome of each prompt, in order. Not part of the record."""
+    regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Differences to the champion on the regression sets (`evaluation.regression.differences`)."""
 
     def digest(self, prompts: int) -> str | None:
         """Return the digest of the first prompts and their outcomes; None if the match has fewer."""
@@ -160,6 +174,8 @@ def decide(
     if candidate.win_rate < gate.min_win_rate:
         text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"
         return Decision(False, "min_win_rate", text)
+    if fell := fallen(candidate.regression):
+        return Decision(False, "regression", f"regression sets fell against the SFT model: {', '.join(fell)}")
     if champion is None:
         return _first(candidate, gate, level)
     if not isinstance(match, Match):
@@ -181,7 +197,7 @@ def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
     if verdicts.prompts < gate.min_prompts:
         return _too_few(words, gate)
     text = f"{words}; p={verdicts.p_value:.2g} at level {level:.2g} (register.alpha={gate.alpha:g})"
-    return Decision(verdicts.p_value <= level, "first", text, tested=True)
+    return Decision(verdicts.p_value <= level, "first", text + _passed(candidate.regression), tested=True)
 
 
 def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> Decision:
@@ -213,7 +229,14 @@ def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> D
     if match.away_win_rate is not None and match.away_win_rate < 0.5:
         text += "; the candidate must not lose by the champion's judge"
         return Decision(False, "away", text, tested=True)
-    return Decision(True, "match", text, tested=True)
+    if fell := fallen(match.regression):
+        text += f"; regression sets fell against the champion: {', '.join(fell)}"
+        return Decision(False, "regression", text, tested=True)
+    return Decision(True, "match", text + _passed(match.regression), tested=True)
+
+
+def _passed(regression: Mapping[str, Any]) -> str:
+    return f"; regression sets passed: {', '.join(regression)}" if regression else ""
 
 
 def _asked_champions_judge(match: Match, champion: Evaluation) -> bool:

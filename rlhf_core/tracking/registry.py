@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.evaluation.evidence import Spent, next_level
+from rlhf_core.evaluation.statistics import fallen
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.champions import (
     CHAMPION,
@@ -297,6 +298,8 @@ def _match(
 ) -> Match | NoMatch | None:
     """Return the match against the champion, or None if the decision does not depend on one."""
     if champion is None or _record(champion) is None or candidate.evaluation.win_rate < gate.min_win_rate:
+        return None
+    if fallen(candidate.evaluation.regression):
         return None
     return run_match(champion.tags)
 

@@ -4,6 +4,7 @@
   both orders
 - prompts that the champion was trained on are left out
 - the champion is loaded with the settings of its own run (base and adapter, or the merge)
+- both also answer the prompts of regression sets, which are in the artifact of the evaluation
 - the match is skipped, with a reason, if the champion is not in this store, has another tokenizer, or
   cannot be served
 """
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import language_model, match
@@ -251,11 +253,11 @@ def test_champion_is_loaded_with_its_own_settings(
     ours = replace(context, inputs=inputs)
     loaded: dict[str, PolicyFiles] = {}
 
-    def respond(_config: Any, models: dict[str, PolicyFiles], *_rest: Any, **_settings: Any) -> Any:
+    def respond(_config: Any, models: dict[str, PolicyFiles], _decode: Any, sets: Any, **_named: Any) -> Any:
         loaded.update(models)
-        return {name: [] for name in models}
+        return {name: {each: [] for each in sets} for name in models}
 
-    monkeypatch.setattr("rlhf_core.evaluation.generate.responses_of", respond)
+    monkeypatch.setattr("rlhf_core.evaluation.generate.responses_to_sets", respond)
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score", lambda *_, **__: [])
     with pytest.raises(MatchSkipped, match="no response could be scored"):
         match.run_match(settings(candidate), ours, tags)
@@ -263,6 +265,24 @@ def test_champion_is_loaded_with_its_own_settings(
     assert loaded["champion"] == (
         PolicyFiles(fetched["sft"] / "model", fetched["ppo"] / "adapter") if apart else merged
     )
+
+
+def test_regression_sets_compare_the_candidate_with_the_champion(
+    context: StageContext, config: PipelineConfig, champion: Any, tmp_path: Path
+) -> None:
+    """Only the champion's answers end with a letter that the set wants."""
+    sets = [{"name": "ending", "path": "x.jsonl", "reward": {"type": "format", "pattern": ".*l[.]"}}]
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["evaluate"]["regression"] = sets
+    asked = PipelineConfig.model_validate_json(json.dumps(tree))
+    folder = tmp_path / "evaluate" / "regression" / "ending"
+    folder.mkdir(parents=True)
+    write(folder, "prompts", "eval", [PromptExample("r", "Say it.", (1, 2))])
+    inputs = {**context.inputs, "evaluate": tmp_path / "evaluate"}
+    result = match.run_match(asked, replace(context, inputs=inputs), champion(BAD)[1])
+    assert result.regression == {"ending": {"mean": -1.0, "low": -1.0, "high": -1.0, "margin": 0.02}}
+    assert len(result.prompt_ids) == len(PROMPTS) and result.comparison.win_rate.mean == 1.0
+    assert match.run_match(config, context, champion(BAD)[1]).regression == {}
 
 
 def test_match_is_skipped_without_the_champions_artifacts(

@@ -6,6 +6,7 @@
 - a prompt for which a reward source masks a failure is left out for both models and counted
 - batch-normalised rules normalise both models' responses together
 - both models are compared with the chosen answers of held-out pairs, by the same judge
+- a regression set that fell is named in the report and in the facts of the result
 - the second reward model judges without having trained the policy
 - a language model is measured first; it decides wins and is named, or is refused before anything is sampled
 - ranks and engines in other processes share one connection to Ray
@@ -25,7 +26,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.synthetic import gold_reward
-from rlhf_core.data.tokenizer import Decoder
+from rlhf_core.data.tokenizer import Decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed
 from rlhf_core.evaluation import generate, language_model, rank_scoring, scoring
 from rlhf_core.evaluation.replies import Reply as ModelReply
@@ -187,6 +188,27 @@ def test_both_models_are_compared_with_chosen_answers(scripted: Any, context: St
         name: value for name, value in before.items() if name != "over_chosen"
     }
     assert "Win rate over the data&#39;s answers" in (context.output / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("pattern", "fell"), [(".*dull[.]", True), (".*voice[.]", False)])
+def test_regression_sets_are_in_report_metrics_and_facts(
+    pattern: str, fell: bool, scripted: Any, context: StageContext, tmp_path: Path
+) -> None:
+    """The SFT model says that all is dull, and the policy ends with a voice."""
+    train_tokenizer(PROMPTS, 300).save_pretrained(context.inputs["data"] / "tokenizer")
+    for name in ("prompts", "pairs"):
+        write(context.inputs["data"], name, "train", [])
+    file = tmp_path / "set.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    item = {"name": "words", "path": str(file), "reward": {"type": "format", "pattern": pattern}}
+    result = evaluate.run(config_of(evaluate={"prompts": 6, "bootstrap": 200, "regression": [item]}), context)
+    found = read(context)["regression"]["words"]
+    assert found["difference"]["mean"] == result.metrics["regression/words/difference/mean"]
+    assert found["difference"]["mean"] == (-1.0 if fell else 1.0) and found["prompts"] == len(PROMPTS)
+    page = (context.output / "report.html").read_text()
+    assert ("because it fell on regression sets: words" in page) == fell
+    assert result.attributes.get("fallen", "").startswith("words -1.000") == fell
+    assert (context.output / "regression" / "words" / "prompts_eval.parquet").is_file()
 
 
 def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext) -> None:

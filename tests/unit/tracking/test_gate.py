@@ -3,6 +3,7 @@
 - no champion below `min_win_rate` or with fewer than `min_prompts`; the first one must beat its SFT model
   significantly
 - a match needs evidence of 1 / level; a candidate that loses by the champion's own reward model does not win
+- a regression set that fell stops the promotion, by name, and those that passed are in the reason
 - without a match, or without the champion's judge, the champion stays
 """
 
@@ -79,6 +80,35 @@ def test_a_match_needs_evidence_and_the_champions_judge(played: Any, becomes: bo
     assert (decision.champion, decision.rule) == (becomes, rule), decision.reason
     assert decision.tested == (rule in ("match", "away", "min_prompts"))
     assert decide(record(49), JUDGED, played, gate=GATE, level=LEVEL).rule == "min_win_rate"
+
+
+FELL = {"math": {"mean": -0.11, "low": -0.2, "high": -0.05, "margin": 0.02}}
+HELD = {"code": {"mean": -0.001, "low": -0.019, "high": 0.02, "margin": 0.02}}
+
+
+@pytest.mark.parametrize(
+    ("own", "against_champion", "rule", "reason"),
+    [
+        (HELD, HELD, "match", "; regression sets passed: code"),
+        (HELD | FELL, HELD, "regression", "fell against the SFT model: math -0.110 [-0.200, -0.050] (margin"),
+        (HELD, HELD | FELL, "regression", "fell against the champion: math -0.110 [-0.200, -0.050] (margin"),
+    ],
+)
+def test_a_regression_set_that_fell_stops_the_promotion(
+    own: Any, against_champion: Any, rule: str, reason: str
+) -> None:
+    played = match(80, **GOLD, regression=against_champion)
+    candidate = record(regression=own)
+    decision = decide(candidate, JUDGED, played, gate=GATE, level=LEVEL)
+    assert (decision.champion, decision.rule) == (rule == "match", rule) and reason in decision.reason
+    assert decision.tested == (own == HELD), "a candidate that is refused before the match spends no level"
+    assert decide(candidate, None, gate=GATE, level=0.02).champion == (own == HELD)
+    assert Evaluation.from_json(candidate.to_json()) == candidate
+    assert Match(**json.loads(json.dumps(played.record()))).regression == against_champion
+
+
+def test_records_without_regression_sets_have_the_text_of_earlier_versions() -> None:
+    assert "regression" not in record().to_json()
 
 
 def test_reasons_have_the_numbers_and_the_way_out() -> None:

@@ -75,6 +75,22 @@ def test_match_runs_only_for_candidates_that_pass_the_gate(mlflow: Mlflow) -> No
     assert asked == ["a"]
 
 
+def test_a_candidate_that_fell_on_a_regression_set_plays_no_match(mlflow: Mlflow) -> None:
+    register(mlflow, "m8r", candidate("a"), gate=GATE)
+    fell = {"math": {"mean": -0.1, "low": -0.2, "high": 0.0, "margin": 0.02}}
+    other = candidate("b")
+    other = replace(other, evaluation=replace(other.evaluation, regression=fell))
+    done = register(mlflow, "m8r", other, gate=GATE, run_match=lambda tags: pytest.fail("was played"))
+    assert (done.decision.rule, done.decision.champion) == ("regression", False)
+    assert aliases(mlflow, "m8r") == {"candidate": "2", "champion": "1"}
+    passed = {"math": {"mean": 0.1, "low": 0.0, "high": 0.2, "margin": 0.02}}
+    match = replace(won(80), regression=passed)
+    register(mlflow, "m8r", candidate("c"), gate=GATE, run_match=lambda tags: match)
+    [*_, move] = champions.history(mlflow, "m8r")
+    assert move.evidence is not None and move.evidence["regression"] == passed
+    assert move.reason.endswith("; regression sets passed: math")
+
+
 def test_new_champion_during_the_match_is_the_next_opponent(mlflow: Mlflow) -> None:
     asked: list[str] = []
     register(mlflow, "m7", candidate("a", note="a"), gate=GATE)

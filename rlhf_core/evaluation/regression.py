@@ -1,0 +1,127 @@
+"""Regression sets (`evaluate.regression`): a policy that is worse on one of them is not promoted.
+
+Policy and opponent answer the same prompts with the same seeds, and the reward source of the set scores the
+answers. The opponent is the SFT model in the evaluation and the champion in the match. A set falls unless the
+lower bound of the mean difference, paired by prompt, is above -margin (a test of non-inferiority).
+
+The evaluation leaves the prompts in its artifact, so that the match asks the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import result_settings
+from rlhf_core.data.dataset import load_pair_prompts, load_prompts, require_answers, write
+from rlhf_core.data.prompt_sets import load_encoder, read_prompts
+from rlhf_core.data.sources import regression_contents, require_unchanged
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.scoring import score_rules
+from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.rewards.compose import source_name
+from rlhf_core.types import PromptExample, RewardInput, StageContext
+
+log = logging.getLogger(__name__)
+
+Sets = dict[str, list[PromptExample]]
+"""The prompts of each set by its name."""
+
+_FOLDER = "regression"
+
+
+def prepare_sets(config: PipelineConfig, context: StageContext) -> Sets:
+    """Read the sources of all sets, and write their prompts to the output of the stage.
+
+    Raises DataError for a row that cannot be used, and for a source that has changed since the run began.
+    """
+    if not config.evaluate.regression:
+        return {}
+    contents = regression_contents(config)
+    digests = {name: source.digest for name, source in contents.items()}
+    require_unchanged(digests, context.sources, config)
+    data = context.inputs["data"]
+    encoder = load_encoder(config, data)
+    trained = {prompt.prompt_id for prompt in load_prompts(data, "train")}
+    trained.update(load_pair_prompts(data, "train"))
+    sets: Sets = {}
+    for index, each in enumerate(config.evaluate.regression):
+        field = f"evaluate.regression[{index}]"
+        prompts = read_prompts(config, field, each, encoder, contents[field])
+        require_answers(prompts, [each.reward], f"{field}.reward")
+        known = sum(prompt.prompt_id in trained for prompt in prompts)
+        if known:
+            log.warning("%s: %d of %d prompts are in the training data", field, known, len(prompts))
+        folder = context.output / _FOLDER / each.name
+        folder.mkdir(parents=True)
+        write(folder, "prompts", "eval", prompts)
+        sets[each.name] = prompts
+    return sets
+
+
+def load_sets(config: PipelineConfig, evaluation: Path) -> Sets:
+    """Return the prompts in an artifact of the evaluation."""
+    return {
+        each.name: load_prompts(evaluation / _FOLDER / each.name, "eval")
+        for each in config.evaluate.regression
+    }
+
+
+def compare_on_sets(
+    config: PipelineConfig,
+    responses: Mapping[str, Mapping[str, Sequence[RewardInput]]],
+    opponent: str,
+    code: Mapping[str, str],
+) -> dict[str, dict[str, Any]]:
+    """Return the results of each set: the mean of both models and the `difference`, as intervals, `margin`,
+    the number of `prompts` and a digest of the `reward`.
+
+    Args:
+        config: Configuration of the run.
+        responses: Of the policy (`ppo`) and of the opponent, by set.
+        opponent: Name of the opponent in `responses`.
+        code: Digests of the external inputs of the stage, for the code of Python rewards.
+
+    Raises:
+        DataError: No prompt of a set could be scored for both models.
+    """
+    interval = Intervals(config)
+    found: dict[str, dict[str, Any]] = {}
+    for index, each in enumerate(config.evaluate.regression):
+        ours, theirs = responses["ppo"][each.name], responses[opponent][each.name]
+        field, name = f"evaluate.regression.{index}.reward", source_name(each.reward)
+        digests = {name: code[field]} if field in code else {}
+        values = score_rules((each.reward,), [*ours, *theirs], digests).by_source[name]
+        pairs = zip(values[: len(ours)], values[len(ours) :], strict=True)
+        scored = [pair for pair in pairs if not math.isnan(sum(pair))]
+        if not scored:
+            raise DataError(
+                f"{field}: none of {len(ours)} prompts has a value for both models; see the log for the"
+                " failures of the reward"
+            )
+        seed = f"regression/{each.name}"
+        settings = json.dumps(result_settings(each.reward), sort_keys=True) + digests.get(name, "")
+        found[each.name] = {
+            opponent: interval.mean(seed, [their for _, their in scored]).to_json(),
+            "ppo": interval.mean(seed, [our for our, _ in scored]).to_json(),
+            "difference": interval.mean(seed, [our - their for our, their in scored]).to_json(),
+            "margin": each.margin,
+            "prompts": len(scored),
+            "reward": hashlib.sha256(settings.encode()).hexdigest()[:16],
+        }
+    return found
+
+
+def regression_metrics(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the results of an evaluation as metrics."""
+    metrics: dict[str, float] = {}
+    for name, each in found.items():
+        for model in ("sft", "ppo", "difference"):
+            metrics |= {f"regression/{name}/{model}/{part}": value for part, value in each[model].items()}
+    return metrics
