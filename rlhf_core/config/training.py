@@ -87,7 +87,8 @@ class DeepSpeedConfig(Section):
         "float32",
         "Compute precision; the default on GPUs is bfloat16. bfloat16 and float16 keep float32 master"
         " weights, float16 (GPU, ZeRO 1-3) scales the loss, first by 65536 and by half of the last scale"
-        " after each gradient that overflows",
+        " after each gradient that overflows. On CPUs bfloat16 is faster than float32 only with amx_bf16 or"
+        " AMD's avx512_bf16",
     )
     grad_accum_dtype: Literal["float32"] | None = result(
         None,

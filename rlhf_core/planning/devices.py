@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_core.config.consistency import trainers
-from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
+from rlhf_core.config.devices import cpu_cores, has_fast_bfloat16, runs_on_gpu, visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding
@@ -47,6 +47,7 @@ def check_devices(config: PipelineConfig) -> Iterator[Finding]:
             )
     else:
         yield from _cpu_settings(config)
+        yield from _cpu_bfloat16(config)
         yield from _cpu_limits(config)
 
 
@@ -120,6 +121,17 @@ def _cpu_settings(config: PipelineConfig) -> Iterator[Finding]:
             )
         if deepspeed.dtype == "float16":
             yield ConfigError(f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16")
+
+
+def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
+    fields = [f"{field}.dtype" for field, deepspeed in trainers(config) if deepspeed.dtype == "bfloat16"]
+    if config.ppo.engine.dtype == "bfloat16":
+        fields.append("ppo.engine.dtype")
+    if fields and not has_fast_bfloat16():
+        yield (
+            f"{', '.join(fields)}: bfloat16 is slower than float32 on this CPU, which has neither amx_bf16"
+            " nor AMD's avx512_bf16; use float32 for speed"
+        )
 
 
 def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 Llama, hidden 256, intermediate 688, 4 layers, 4 heads, vocabulary 2048, untied embeddings, float32; 64
 prompts of 64 tokens, 64 new tokens, 4 minibatches, 1 epoch, a critic of the same size, a reference model, and
 a rule reward: the share of token ids below 1024. Seconds are medians over the counted iterations; CPU seconds
-are of all processes.
+are of all processes. `--dtype bfloat16` computes policy, critic, reference and engines in bfloat16.
 
 Ends with `json: PATH`, a file with what the table shows.
 """
@@ -53,8 +53,12 @@ def make_model(folder: Path, positions: int = 256) -> None:
     )
 
 
-def run(iterations: int, warm_up: int, work: Path, staleness: int = 0) -> dict[str, Any]:
-    """The measured iterations' medians. With `staleness`, iteration k + 1 is sampled during iteration k."""
+def run(
+    iterations: int, warm_up: int, work: Path, staleness: int = 0, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The measured iterations' medians. With `staleness`, iteration k + 1 is sampled during iteration k.
+    `dtype` is the precision of models and engines.
+    """
     config = config_from_tree(
         {
             "run": {"device": "cpu", "name": "bench", "threads": 2},
@@ -68,7 +72,9 @@ def run(iterations: int, warm_up: int, work: Path, staleness: int = 0) -> dict[s
                 "colocate": "none",
                 "max_new_tokens": RESPONSE,
                 "minibatches": 4,
-                "engine": {"count": 2},
+                "engine": {"count": 2, "dtype": dtype},
+                "policy_deepspeed": {"dtype": dtype},
+                "critic_deepspeed": {"dtype": dtype},
                 "policy": {"learning_rate": 1e-5},
                 "critic": {"learning_rate": 1e-5},
                 "rewards": [{"type": "token_share", "below": VOCABULARY // 2}],
@@ -133,6 +139,7 @@ def _summary(rows: list[dict[str, float]], peaks: list[int]) -> dict[str, Any]:
                 if name.startswith("idle/") or name == "data_wait/share"
             },
             "sync_gb_per_s": median([row["sync/gb_per_s"] for row in rows]),
+            "logprob_gap": median([row["rollout/logprob_gap_mean"] for row in rows]),
         }
     }
 
@@ -164,9 +171,12 @@ def main() -> None:
         "--out", type=Path, default=Path(".rlhf/bench/ppo_iteration.json"), help="the JSON file"
     )
     parser.add_argument("--staleness", type=int, choices=(0, 1), default=0, help="ppo.staleness (default 0)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of models and engines"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = run(args.iterations, args.warm_up, Path(folder), args.staleness)
+        result = run(args.iterations, args.warm_up, Path(folder), args.staleness, args.dtype)
     Console().print(_table(result))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -171,6 +171,27 @@ def test_what_may_be_a_mistake_is_a_warning(tmp_path: Path) -> None:
     assert "more prompts are held out than trained on" in check(config("data.eval_fraction=0.8"))[0]
 
 
+@pytest.mark.parametrize(
+    ("processor", "is_slow"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", True),
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16 amx_bf16", False),
+        ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", False),
+        ("vendor_id : AuthenticAMD\nflags : avx512f", True),
+    ],
+)
+def test_bfloat16_is_named_where_the_cpu_is_slower_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, is_slow: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(processor)
+    monkeypatch.setattr("rlhf_core.config.devices._CPUS", tmp_path / "cpuinfo")
+    found = check(config("ppo.engine.dtype=bfloat16", "ppo.policy_deepspeed.dtype=bfloat16"))
+    named = [
+        text for text in found if "ppo.policy_deepspeed.dtype, ppo.engine.dtype: bfloat16 is slower" in text
+    ]
+    assert len(named) == is_slow
+
+
 def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 4)
     wide = config(

@@ -1,0 +1,88 @@
+"""bfloat16 next to float32 on this CPU, on one core: `python -m tests.benchmarks.bfloat16`.
+
+Rates of matrix products with the shapes of `ppo_iteration.py`'s model, the time of its passes over 16
+sequences of 128 tokens, and how far the log-probabilities of its random weights are apart. Times are the
+smallest of several in turns, in CPU seconds.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.linear import linear
+from rlhf_core.models.policy import load_policy
+from tests.benchmarks.comparison import processor
+from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPES = ((2048, 256, 688), (2048, 688, 256), (1024, 256, 2048), (32, 256, 688))
+"""(rows, inputs, outputs)"""
+ROUNDS = 7
+
+
+def fastest(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the CPU seconds of each call, by name."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            seconds[name].append(time.process_time() - start)
+    return {name: min(values) for name, values in seconds.items()}
+
+
+def products(rows: int, inputs: int, outputs: int) -> dict[str, float]:
+    """Return 10^9 operations per second by type."""
+    repeats = max(1, 10**9 // (rows * inputs * outputs))
+    calls: dict[str, Callable[[], object]] = {}
+    for name, dtype in DTYPES.items():
+        x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+        calls[name] = lambda x=x, weight=weight: [linear(x, weight, None) for _ in range(repeats)]
+    operations = 2e-9 * rows * inputs * outputs * repeats
+    return {name: operations / seconds for name, seconds in fastest(calls).items()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    table = Table(title="One core", caption=processor())
+    for column in ("", *DTYPES, "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    for shape in SHAPES:
+        rates = products(*shape)
+        cells = [f"{rates[name]:.0f}" for name in DTYPES]
+        rows, inputs, outputs = shape
+        title = f"{rows} x {inputs} by {outputs}, GFLOP/s"
+        table.add_row(title, *cells, f"{rates['bfloat16'] / rates['float32']:.2f}")
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        models = {name: load_policy(folder, dtype=name, attention="sdpa", device="cpu") for name in DTYPES}
+    ids = torch.randint(2, VOCABULARY, (16, 128)).tolist()
+    batch = collate([TokenSequence.of(row[:64], row[64:]) for row in ids], pad_id=0, pack=True)
+    with torch.no_grad():
+        forward = fastest({name: lambda model=model: model(batch) for name, model in models.items()})
+        exact_N, rounded_N = (models[name](batch).logprobs_N for name in DTYPES)
+    both = fastest(
+        {
+            name: lambda model=model: model(batch).logprobs_N.mean().backward()
+            for name, model in models.items()
+        }
+    )
+    for title, seconds in (("forward, s", forward), ("forward and backward, s", both)):
+        cells = [f"{seconds[name]:.3f}" for name in DTYPES]
+        table.add_row(title, *cells, f"{seconds['bfloat16'] / seconds['float32']:.2f}")
+    gap_N = (exact_N - rounded_N).abs()
+    Console().print(table)
+    print(f"log-probabilities differ by {gap_N.mean():.4f} on average, at most {gap_N.max():.4f}")
+
+
+if __name__ == "__main__":
+    main()
