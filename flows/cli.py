@@ -1,5 +1,5 @@
 """The command line: `rlhf run`, `plan`, `tune`, `serve-reward`, `champions`, `rollback`, `promote`, `serve`,
-`chat`, `publish`, `up`, `down`, `status`.
+`chat`, `publish`, `review`, `up`, `down`, `status`.
 
 Slow imports are inside the commands, so that errors of the configuration are reported before them.
 
@@ -25,6 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flows.champion_commands import add_champion_commands
+from flows.review_command import add_review_command
 from flows.tune_command import add_tune_command
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
@@ -130,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     add_tune_command(commands, _add_command, _add_config)
     _add_serve_reward(commands)
     add_champion_commands(commands, _add_command)
+    add_review_command(commands, _add_command)
     for name, text, command in (
         ("up", "start Prefect, MLflow and a worker on this machine", _up),
         ("down", "stop what `rlhf up` started, and nothing else", _down),

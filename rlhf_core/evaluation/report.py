@@ -75,7 +75,7 @@ def render(report: Report) -> str:
     evaluation = report.evaluation
     verdict, tone = _verdict(evaluation["win_rate"])
     sets = differences(evaluation.get("regression", {}))
-    page = _environment().get_template("report.html.j2")
+    page = environment().get_template("report.html.j2")
     document = page.render(
         name=report.name,
         evaluation=evaluation,
@@ -119,8 +119,9 @@ def markdown_to_html(text: str) -> str:
 
 
 @cache
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """Return the environment of pages. It escapes every value and replaces invisible characters."""
+    pages = Environment(
         loader=PackageLoader("rlhf_core.evaluation", package_path=""),
         autoescape=True,
         finalize=_finalize,
@@ -128,7 +129,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
+    pages.filters.update(
         base64=lambda data: base64.b64encode(data).decode(),
         changes=_changes,
         fixed=lambda value, digits: f"{value:.{digits}f}",
@@ -138,7 +139,7 @@ def _environment() -> Environment:
         percent=lambda value, digits=1: f"{value:.{digits}%}",
         signed=_signed,
     )
-    return environment
+    return pages
 
 
 def _finalize(value: Any) -> Any:

@@ -1,0 +1,151 @@
+"""Blind pairs for people: one HTML page, and the votes that it saves.
+
+The samples of an evaluation are shown in a random order, each with its two answers in a random order, which
+only the reader of the votes can undo. Prompts and answers are untrusted text (see `report`). The one script
+of the page is allowed by its digest, and the content security policy blocks all requests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from rlhf_core.errors import InputError
+from rlhf_core.evaluation.report import environment
+from rlhf_core.evaluation.statistics import Interval, Verdicts, win_rate
+from rlhf_core.seeds import derive_seed
+
+FORMAT = "rlhf-review-1"
+_PREFERENCE = {"ppo": 1.0, "tie": 0.5, "sft": 0.0}
+
+
+@dataclass(frozen=True)
+class BlindPair:
+    """One sample as it is shown."""
+
+    sample: Mapping[str, Any]
+    """Row of `samples.jsonl`."""
+    policy_first: bool
+
+    @property
+    def prompt(self) -> str:
+        return str(self.sample["prompt"])
+
+    @property
+    def first(self) -> str:
+        return str(self.sample["ppo" if self.policy_first else "sft"])
+
+    @property
+    def second(self) -> str:
+        return str(self.sample["sft" if self.policy_first else "ppo"])
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The vote of a person on one sample."""
+
+    sample: Mapping[str, Any]
+    preference: float
+    """1 if the policy's answer is better, 0.5 for a tie, 0 if the SFT model's is."""
+
+
+@dataclass(frozen=True)
+class ReviewResult:
+    """What the votes of one file say."""
+
+    win_rate: Interval
+    """Of the policy over the SFT model; ties count half."""
+    verdicts: Verdicts
+    judge_agreement: float
+    """Share of votes that agree with the judge of the evaluation; half where one of both is a tie."""
+
+
+def blind_pairs(samples: Sequence[Mapping[str, Any]], artifact: str) -> list[BlindPair]:
+    """Return the samples of an evaluation in random orders, which the digest of its artifact determines."""
+    rng = random.Random(derive_seed(0, "review", artifact))
+    pairs = [BlindPair(sample, rng.random() < 0.5) for sample in samples]
+    rng.shuffle(pairs)
+    return pairs
+
+
+def page_digest(pairs: Sequence[BlindPair]) -> str:
+    """Return the digest of what the page shows, which its votes contain."""
+    shown = [[pair.prompt, pair.first, pair.second] for pair in pairs]
+    return hashlib.sha256(json.dumps([FORMAT, shown]).encode()).hexdigest()
+
+
+def render_page(name: str, pairs: Sequence[BlindPair]) -> str:
+    """Return the HTML document. The same pairs always give the same bytes."""
+    script = environment().get_template("review.js.j2").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = environment().get_template("review.html.j2")
+    document = page.render(
+        name=name,
+        pairs=pairs,
+        digest=page_digest(pairs),
+        script=Markup(script),
+        script_digest=f"sha256-{digest}",
+    )
+    return document.strip() + "\n"
+
+
+def read_votes(text: str, pairs: Sequence[BlindPair]) -> tuple[list[Vote], int]:
+    """Return the votes of a file that the page saved, and the time when it was saved (milliseconds since
+    1970).
+
+    Raises:
+        InputError: It is no file of votes, is of another page, or has no vote.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(f"--votes: must be a file that a review page saved ({FORMAT}); choose another")
+    if content.get("page") != page_digest(pairs):
+        raise InputError(
+            f"--votes: the file has the votes of the page {str(content.get('page'))[:8]}, but the page of"
+            f" this run is {page_digest(pairs)[:8]}; name the run whose page was reviewed"
+        )
+    given, saved = content.get("votes"), content.get("saved")
+    if not isinstance(given, list) or len(given) != len(pairs) or type(saved) is not int:
+        raise InputError(f"--votes: must have {len(pairs)} votes and a time; the file is damaged")
+    votes = []
+    for pair, choice in zip(pairs, given, strict=True):
+        if choice is None:
+            continue
+        if choice not in ("1", "2", "tie"):
+            raise InputError(f"--votes: a vote is 1, 2 or tie; got {choice!r}; the file is damaged")
+        won = 1.0 if (choice == "1") == pair.policy_first else 0.0
+        votes.append(Vote(pair.sample, 0.5 if choice == "tie" else won))
+    if not votes:
+        raise InputError("--votes: the file has no vote; vote on the page and save again")
+    return votes, saved
+
+
+def count_votes(votes: Sequence[Vote], *, resamples: int, confidence: float) -> ReviewResult:
+    """Return the win rate by the votes (n,), at least one, with its bootstrap interval over prompts."""
+    preferences = [vote.preference for vote in votes]
+    by_judge = [_PREFERENCE[vote.sample["winner"]] for vote in votes]
+    same = [1 - abs(person - judge) for person, judge in zip(preferences, by_judge, strict=True)]
+    seed = derive_seed(0, "review", "bootstrap")
+    rate = win_rate(preferences, resamples=resamples, confidence=confidence, seed=seed)
+    return ReviewResult(rate, Verdicts.of(preferences), sum(same) / len(same))
+
+
+def preference_rows(votes: Sequence[Vote]) -> list[dict[str, str]]:
+    """Return the votes as rows for `data.preference`. Ties, and answers with the same text, have none."""
+    rows = []
+    for vote in votes:
+        sample = vote.sample
+        better, worse = ("ppo", "sft") if vote.preference > 0.5 else ("sft", "ppo")
+        if vote.preference != 0.5 and sample[better] != sample[worse]:
+            rows.append({"prompt": sample["prompt"], "chosen": sample[better], "rejected": sample[worse]})
+    return rows

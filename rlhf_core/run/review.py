@@ -1,0 +1,201 @@
+"""`rlhf review`: the samples of a run's evaluation as a page for people, and what their votes say.
+
+{folder of the run}/review/  review.html  votes-<digest>.json  preferences-<digest>.jsonl
+
+The digest is that of the file of votes, so that several people can vote and the same file counts once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import load_prompts
+from rlhf_core.data.formats import Message
+from rlhf_core.data.prompt_sets import load_encoder
+from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.evaluation.review import (
+    BlindPair,
+    ReviewResult,
+    Vote,
+    blind_pairs,
+    count_votes,
+    preference_rows,
+    read_votes,
+    render_page,
+)
+from rlhf_core.pipeline import StageName
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import Store
+from rlhf_core.system.files import read_bounded, read_json, write_atomic
+from rlhf_core.system.home import Home
+from rlhf_core.tracking.champions import registry_errors
+from rlhf_core.tracking.mlflow_client import Point
+from rlhf_core.tracking.tracker import open_tracking
+from rlhf_core.types import ArtifactRef
+
+_ARTIFACT = re.compile(r"^(?P<store>.+)/artifacts/[a-z]+/(?P<key>[0-9a-f]{16})(/.*)?$")
+_MAX_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Review:
+    """The evaluation of a run, for people."""
+
+    name: str
+    """Name of the run."""
+    folder: Path
+    """Where the files of the review are."""
+    pairs: list[BlindPair]
+    home: Home
+    summary: Mapping[str, Any]
+    config: PipelineConfig
+    """Configuration of the evaluation."""
+    endpoint: str | None
+
+    def write_page(self, path: Path | None) -> Path:
+        """Write the page to `path`, by default into the folder, and return its path."""
+        path = path or self.folder / "review.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, render_page(self.name, self.pairs))
+        return path
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What `record_votes` did."""
+
+    result: ReviewResult
+    votes: int
+    rows: int
+    """Number of preference rows."""
+    left_out: int
+    """Votes without a row, because their prompt is more than one message."""
+    file: Path
+    """The preference rows."""
+    mlflow_run_id: str | None
+    """The run in MLflow that has the votes; None if the pipeline ran without MLflow."""
+
+
+def open_review(run: str, home: str, endpoint: str | None = None) -> Review:
+    """Find the samples of a finished run.
+
+    Args:
+        run: Name of the run, or the path of its folder or of its `summary.json`.
+        home: Folder of the runs.
+        endpoint: URL of an S3-compatible server.
+
+    Raises:
+        InputError: There is no such run, or it has no evaluation.
+        CorruptArtifact: The samples are damaged.
+    """
+    place = Home.of(home)
+    file = _summary(run, place)
+    summary = read_json(file)
+    stages = (summary or {}).get("stages")
+    if summary is None or not isinstance(stages, dict) or "evaluate" not in stages:
+        raise InputError(f"{file} has no evaluation; run the stage evaluate first")
+    artifacts, ref = _artifact(summary, "evaluate", place, endpoint)
+    samples_file = artifacts.fetch(ref) / "samples.jsonl"
+    try:
+        samples = [json.loads(line) for line in samples_file.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise CorruptArtifact(f"{samples_file} cannot be read ({error}); run the evaluation again") from error
+    config = PipelineConfig.model_validate_json(json.dumps(artifacts.config(ref)))
+    name = str(summary.get("run", file.parent.name))
+    pairs = blind_pairs(samples, ref.digest)
+    return Review(name, file.parent / "review", pairs, place, summary, config, endpoint)
+
+
+def record_votes(review: Review, path: Path) -> Recorded:
+    """Count the votes of a file, keep them with the run, and write them as preference rows.
+
+    The same file again writes the same files and adds nothing to MLflow.
+
+    Raises InputError if the file has no votes of this run's page, and InfrastructureError if MLflow does not
+    accept them.
+    """
+    try:
+        content = read_bounded(path, _MAX_BYTES)
+    except OSError as error:
+        raise InputError(f"--votes: cannot read {path}: {error.strerror or error}") from error
+    votes, saved = read_votes(content.decode("utf-8", "replace"), review.pairs)
+    evaluate = review.config.evaluate
+    result = count_votes(votes, resamples=evaluate.bootstrap, confidence=evaluate.confidence)
+    usable = _with_one_message(review, votes)
+    rows = preference_rows(usable)
+    name = hashlib.sha256(content).hexdigest()[:8]
+    review.folder.mkdir(parents=True, exist_ok=True)
+    kept = review.folder / f"votes-{name}.json"
+    write_atomic(kept, content)
+    file = review.folder / f"preferences-{name}.jsonl"
+    write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
+    run_id = review.summary.get("mlflow_run_id")
+    if run_id is not None:
+        _log(review, run_id, result, len(votes), saved, [kept, file])
+    return Recorded(result, len(votes), len(rows), len(votes) - len(usable), file, run_id)
+
+
+def _log(
+    review: Review, run_id: str, result: ReviewResult, count: int, saved: int, files: list[Path]
+) -> None:
+    tracking = {"uri": review.config.tracking.uri, "experiment": review.config.experiment}
+    tree = {"run": {"home": str(review.home.path)}, "tracking": tracking}
+    mlflow = open_tracking(PipelineConfig.model_validate(tree)).mlflow
+    metrics = {
+        **{f"review/win_rate/{part}": value for part, value in result.win_rate.to_json().items()},
+        "review/judge_agreement": result.judge_agreement,
+        "review/votes": float(count),
+    }
+    with registry_errors(mlflow, f"record the votes in the run {run_id}"):
+        mlflow.log_points(run_id, [Point(name, value, 0, saved) for name, value in metrics.items()])
+        for file in files:
+            mlflow.log_file(run_id, file, "review")
+
+
+def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
+    """Return the votes whose prompt is a single message: samples have the text of a prompt only, which is not
+    the prompt of a conversation or of one with a system message.
+    """
+    if review.config.data.template == "plain":
+        return votes
+    artifacts, ref = _artifact(review.summary, "data", review.home, review.endpoint)
+    folder = artifacts.fetch(ref)
+    encoder = load_encoder(review.config, folder)
+    tokens = {prompt.prompt_id: prompt.input_ids for prompt in load_prompts(folder, "eval")}
+    return [
+        vote
+        for vote in votes
+        if tokens.get(vote.sample["prompt_id"]) == encoder.prompt([Message("user", vote.sample["prompt"])])
+    ]
+
+
+def _summary(run: str, home: Home) -> Path:
+    for path in (Path(run), Path(run) / "summary.json", home.run(run) / "summary.json"):
+        if path.is_file():
+            return path
+    names = sorted(file.parent.name for file in home.summaries())
+    raise InputError(
+        f"there is no finished run {run} in {home.runs}; it has {', '.join(names[-10:]) or 'none'}; name one,"
+        " or the path of its summary.json"
+    )
+
+
+def _artifact(
+    summary: Mapping[str, Any], stage: StageName, home: Home, endpoint: str | None
+) -> tuple[ArtifactStore, ArtifactRef]:
+    address = str(summary["stages"].get(stage, {}).get("artifact"))
+    found = _ARTIFACT.match(address)
+    if found is None:
+        raise InputError(f"the summary of the run has no artifact of the stage {stage}; got {address}")
+    artifacts = ArtifactStore(Store(found["store"], endpoint), home.cache)
+    ref = artifacts.find(stage, found["key"])
+    if ref is None:
+        raise InputError(f"{address} is not in its store any more; run the configuration again")
+    return artifacts, ref

@@ -1,0 +1,126 @@
+"""The page of blind pairs and its votes.
+
+- untrusted text never becomes markup, and the one script is allowed by its digest; nothing is requested
+- the page does not contain which model wrote an answer; order and sides follow from the artifact
+- votes are counted for the model that wrote the answer; those of another page or a damaged file are refused
+- votes are rows for `data.preference`, without ties and equal answers
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from rlhf_core.data.formats import normalise
+from rlhf_core.errors import InputError
+from rlhf_core.evaluation.review import (
+    BlindPair,
+    blind_pairs,
+    count_votes,
+    page_digest,
+    preference_rows,
+    read_votes,
+    render_page,
+)
+from tests.unit.evaluation.test_report import HOSTILE
+
+SAMPLES = [
+    {"prompt_id": f"p{i}", "prompt": f"Prompt {i}", "sft": f"left {i}", "ppo": f"right {i}", "winner": "ppo"}
+    for i in range(40)
+]
+PAIRS = blind_pairs(SAMPLES, "d" * 64)
+
+
+class Tags(HTMLParser):
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(document)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_untrusted_text_never_becomes_markup(text: str) -> None:
+    sample = {"prompt_id": "p", "prompt": text, "sft": text, "ppo": f"{text}!", "winner": "tie"}
+    document = render_page(text, [BlindPair(sample, True)])
+    harmless = render_page("x", [BlindPair(sample | {"prompt": "x", "sft": "x", "ppo": "y"}, True)])
+    assert [tag for tag, _ in Tags(document).seen] == [tag for tag, _ in Tags(harmless).seen]
+    assert not any(name.startswith("on") for _, attributes in Tags(document).seen for name in attributes)
+    assert not re.search("[\u202a-\u202e\x00\x1b\ud800]", document)
+
+
+def test_the_policy_of_the_page_allows_its_script_and_no_request() -> None:
+    document = render_page("demo", PAIRS)
+    [script] = re.findall("<script>(.*?)</script>", document, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = [
+        attributes["content"] for tag, attributes in Tags(document).seen if "http-equiv" in attributes
+    ]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert "http://" not in document and "https://" not in document and "src=" not in document
+
+
+def test_the_page_is_blind_and_its_orders_follow_from_the_artifact() -> None:
+    document = render_page("demo", PAIRS)
+    assert "ppo" not in document.lower() and "sft" not in document.lower() and "policy_first" not in document
+    assert document == render_page("demo", blind_pairs(SAMPLES, "d" * 64))
+    assert page_digest(PAIRS) != page_digest(blind_pairs(SAMPLES, "e" * 64))
+    assert 10 < sum(pair.policy_first for pair in PAIRS) < 30
+    assert [pair.sample for pair in PAIRS] != SAMPLES
+    assert sorted(pair.prompt for pair in PAIRS) == sorted(str(sample["prompt"]) for sample in SAMPLES)
+
+
+def file_of(votes: list[Any], **changes: Any) -> str:
+    content = {"format": "rlhf-review-1", "page": page_digest(PAIRS), "saved": 1, "votes": votes}
+    return json.dumps(content | changes)
+
+
+def test_votes_count_for_the_model_that_wrote_the_answer() -> None:
+    """The person prefers the policy on all pairs but three, of which one is a tie and one has no vote."""
+    choices: list[str | None] = ["1" if pair.policy_first else "2" for pair in PAIRS]
+    choices[5] = "2" if PAIRS[5].policy_first else "1"
+    choices[6:8] = ["tie", None]
+    votes, saved = read_votes(file_of(choices), PAIRS)
+    result = count_votes(votes, resamples=200, confidence=0.95)
+    assert saved == 1 and len(votes) == 39
+    assert (result.verdicts.wins, result.verdicts.losses, result.verdicts.ties) == (37, 1, 1)
+    assert result.win_rate.mean == pytest.approx(37.5 / 39) and result.win_rate.low < result.win_rate.mean
+    assert result.judge_agreement == pytest.approx(37.5 / 39)  # the judge prefers the policy everywhere
+    rows = preference_rows(votes)
+    assert len(rows) == 38 and sum(row["chosen"].startswith("right") for row in rows) == 37
+    lost = PAIRS[5].sample
+    assert {"prompt": lost["prompt"], "chosen": lost["sft"], "rejected": lost["ppo"]} in rows
+    assert {normalise(row).kind for row in rows} == {"preference"}
+
+
+def test_equal_answers_are_no_preference() -> None:
+    pairs = [BlindPair(SAMPLES[0] | {"sft": "same", "ppo": "same"}, True)]
+    text = json.dumps({"format": "rlhf-review-1", "page": page_digest(pairs), "saved": 1, "votes": ["1"]})
+    assert preference_rows(read_votes(text, pairs)[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be a file that a review page saved"),
+        ("[" * 100_000, "must be a file that a review page saved"),
+        ("[]", "must be a file that a review page saved"),
+        (file_of(["1"] * 40, page="0" * 64), "has the votes of the page 00000000"),
+        (file_of(["1"] * 39), "must have 40 votes"),
+        (file_of(["1"] * 40, saved="x"), "must have 40 votes and a time"),
+        (file_of(["3"] + ["1"] * 39), "a vote is 1, 2 or tie; got '3'"),
+        (file_of([["1"]] * 40), "a vote is 1, 2 or tie"),
+        (file_of([None] * 40), "the file has no vote"),
+    ],
+)
+def test_files_that_are_no_votes_of_this_page_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_votes(text, PAIRS)
