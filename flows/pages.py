@@ -27,6 +27,7 @@ from prefect.artifacts import (
 
 from flows.prefect_server import EMBEDDED
 from rlhf_core.pipeline import StageName
+from rlhf_core.run.drift import DriftReport
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.spec import StageRecord
 from rlhf_core.run.summary import run_markdown, stage_markdown
@@ -143,6 +144,14 @@ def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> No
             create_link_artifact(
                 links["MLflow"], key=_artifact_key(stage, "mlflow"), link_text=f"MLflow run of stage {stage}"
             )
+
+
+def publish_drift(report: DriftReport) -> None:
+    """Page of the comparison with the champion's data."""
+    with _view_only("drift"):
+        create_markdown_artifact(
+            report.markdown, key="data-drift", description=f"Drift from the data of {report.champion}"
+        )
 
 
 def publish_run(run: PipelineRun) -> None:

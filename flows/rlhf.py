@@ -10,7 +10,7 @@ from pydantic import Field
 
 from flows.notify import notify_failure, notify_result
 from flows.pages import flow_run_tags, publish_run, publish_tags, show_log_lines
-from flows.tasks import make_stage
+from flows.tasks import check_drift, make_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import StageName
@@ -77,6 +77,7 @@ def rlhf(
     with open_run(checked, start, until, flow_run_tags()) as run:
         publish_tags(run)
         data = make_stage(run, "data")
+        check_drift(run, data)
         sft = make_stage(run, "sft", data)
         reward = make_stage(run, "reward", data, sft)
         judge = make_stage(run, "judge", data, sft)

@@ -15,9 +15,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.pages import ProgressPage, publish_stage
+from flows.pages import ProgressPage, publish_drift, publish_stage
 from rlhf_core.config.pipeline import RunConfig
 from rlhf_core.pipeline import StageName
+from rlhf_core.run.drift import compare_with_champion
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import MAX_DOUBLINGS, RetryPolicy
 from rlhf_core.run.stage_runner import find_or_make
@@ -61,6 +62,24 @@ def _error_of(state: State[Any]) -> BaseException:
         return state.data
     error: BaseException = state.result(raise_on_failure=False)
     return error
+
+
+def check_drift(run: PipelineRun, data: ArtifactRef | None) -> None:
+    """Compare the data with those of the champion, as a task if the configuration says so.
+
+    Raises GateFailed if they differ too much.
+    """
+    if run.config.drift is not None and data is not None:
+        drift(run, data)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, task_run_name="drift")
+def drift(run: PipelineRun, data: ArtifactRef) -> None:
+    """Measure the drift, show its page, and raise GateFailed if it is above a limit."""
+    report = compare_with_champion(run, data)
+    if report is not None:
+        publish_drift(report)
+        report.raise_stop()
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

@@ -19,7 +19,8 @@
     │                              retried
     ├── CorruptArtifact            a file does not have the size or sha256 of its manifest
     ├── Superseded                 a later attempt holds this stage key; this one must not commit
-    ├── GateFailed                 a model misses a limit (accuracy, KL, empty answers); not retried
+    ├── GateFailed                 a model misses a limit (accuracy, KL, empty answers), or the data
+    │                              have drifted too far; not retried
     ├── NonFiniteError             a loss, gradient or reward is NaN or Inf, three times in a row; not retried
     └── RewardError                a reward source failed or returned something unusable
 

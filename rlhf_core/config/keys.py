@@ -21,8 +21,8 @@ from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.pipeline import STAGES, StageName
 
-_EXECUTION_SECTIONS = ("run", "store", "tracking")
-"""Sections that say where and how the pipeline runs. All others are part of its key."""
+_EXECUTION_SECTIONS = ("run", "store", "tracking", "drift")
+"""Sections that say where, how and whether the pipeline runs. All others are part of its key."""
 _PIPELINE_SECTIONS = tuple(
     section
     for section in (field.alias or name for name, field in PipelineConfig.model_fields.items())

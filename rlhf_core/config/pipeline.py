@@ -28,6 +28,7 @@ from rlhf_core.config.base import (
     rounding,
 )
 from rlhf_core.config.data import DataConfig
+from rlhf_core.config.drift import DriftConfig
 from rlhf_core.config.language_model import LanguageModelConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.regression import RegressionSet
@@ -346,6 +347,9 @@ class PipelineConfig(Section):
     tracking: TrackingConfig = result(TrackingConfig(), "MLflow")
     model: ModelConfig = result(ModelConfig(), "The model to start from")
     data: DataConfig = result(DataConfig(), "Sources, formats, lengths, split")
+    drift: DriftConfig | None = execution(
+        None, "Compare the data with that of the champion before anything is trained; null: no comparison"
+    )
     sft: SFTConfig = result(SFTConfig(), "Supervised fine-tuning")
     reward: RewardConfig = result(RewardConfig(), "Reward model")
     ppo: PPOConfig = result(PPOConfig(), "PPO")

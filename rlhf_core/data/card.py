@@ -188,12 +188,14 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     lines = ["# Data card", ""]
     lines += [f"Seed {card['seed']}, split seed {card['split_seed']}, template `{card['template']}`.", ""]
     lines += [
-        f"Tokenizer from {_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos"
-        f" {_cell(tokenizer['bos'])}, eos {_cell(tokenizer['eos'])}, pad {_cell(tokenizer['pad'])}."
+        f"Tokenizer from {markdown_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos"
+        f" {markdown_cell(tokenizer['bos'])}, eos {markdown_cell(tokenizer['eos'])}, pad"
+        f" {markdown_cell(tokenizer['pad'])}."
     ]
     lines += ["", "## Sources", "", "| field | path | sha256 or revision |", "|---|---|---|"]
     lines += [
-        f"| {row['field']} | {_cell(row['path'])} | {_cell(row['digest'])} |" for row in card["sources"]
+        f"| {row['field']} | {markdown_cell(row['path'])} | {markdown_cell(row['digest'])} |"
+        for row in card["sources"]
     ]
     lines += ["", "## Rows", "", "| set | read | bad | dropped | train | eval |", "|---|---|---|---|---|---|"]
     for name, count in card["counts"].items():
@@ -238,7 +240,7 @@ def _visible(text: str) -> str:
     )
 
 
-def _cell(text: object) -> str:
+def markdown_cell(text: object) -> str:
     """Escape an untrusted text for a cell of a Markdown table."""
     plain = " ".join(_visible(str(text)).split())
     return (

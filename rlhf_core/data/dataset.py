@@ -85,6 +85,19 @@ def require_answers(
             )
 
 
+def read_evenly(
+    folder: Path, name: str, split: Split, columns: Sequence[str], most: int | None
+) -> list[tuple[Any, ...]]:
+    """Return columns of at most `most` rows, at equal distances; None for all rows.
+
+    Raises DataError if the file is missing or damaged.
+    """
+    rows = list(_read(folder, name, split, columns))
+    if most is None or len(rows) <= most:
+        return rows
+    return [rows[index * len(rows) // most] for index in range(most)]
+
+
 def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
     """Return the prompts of a data artifact's folder."""
     return [

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -155,6 +156,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = 
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Return the digest of the tokenizer's files and the chat template in a folder."""
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        file = folder / name
+        digest.update(file.read_bytes() if file.exists() else b"")
+        digest.update(b"\x1f")
+    return digest.hexdigest()
 
 
 # -- decoding --

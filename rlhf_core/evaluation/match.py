@@ -7,7 +7,6 @@ was judged by a reward model, that one judges the same answers as well.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_pair_prompts, load_prompts
-from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
@@ -37,8 +36,6 @@ log = logging.getLogger(__name__)
 
 _HELD_OUT = "held-out"
 """Name of the prompts of the match; no regression set can have it."""
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class MatchSkipped(Exception):
@@ -94,7 +91,7 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
     prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
     opponent = _load_champion(config, champion, judge)
-    tokenizer = _tokenizer_digest(context.inputs["ppo"] / "policy")
+    tokenizer = tokenizer_digest(context.inputs["ppo"] / "policy")
     if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
         raise MatchSkipped("it has another tokenizer or template")
     # Equal prompts have equal ids, seeds and answers, so each id counts once.
@@ -120,7 +117,7 @@ def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) 
         own_judge = tags.get("eval.judge", "")
         stage = scoring.MODEL_STAGES.get(own_judge or judge)
         reward = None if stage is None else _reward_model(artifacts, tags, stage)
-        tokenizer = _tokenizer_digest(folder / "policy")
+        tokenizer = tokenizer_digest(folder / "policy")
         return _Champion(files, tokenizer, train, str(made["data"]["template"]), reward)
     except (CorruptArtifact, InputError) as error:  # other errors of the store are retried by the pipeline
         raise MatchSkipped(error.message) from error
@@ -145,22 +142,10 @@ def _fetched(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]
 
 
 def _artifact(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]) -> ArtifactRef:
-    """Return the artifact of `stage` that belongs to the version."""
-    key = tags.get(f"rlhf.{stage}.key")
-    ref = artifacts.find(stage, key) if key is not None else None
-    if ref is None or ref.digest != tags.get(f"rlhf.{stage}.digest"):
+    ref = artifacts.find_registered(stage, tags)
+    if ref is None:
         raise MatchSkipped(f"its {stage} artifact is not in this store")
     return ref
-
-
-def _tokenizer_digest(folder: Path) -> str:
-    """Return the digest of the tokenizer's files and the chat template."""
-    digest = hashlib.sha256()
-    for name in _TOKENIZER_FILES:
-        file = folder / name
-        digest.update(file.read_bytes() if file.exists() else b"")
-        digest.update(b"\x1f")
-    return digest.hexdigest()
 
 
 def _run_match(

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.checks import CheckedConfig, probe
+from rlhf_core.run.drift import compare_with_champion
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.stage_runner import make_with_retries
 from rlhf_core.types import ArtifactRef
@@ -71,4 +72,6 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
         for stage in STAGES:
             if run.has(stage):
                 artifacts[stage] = make_with_retries(run, stage, artifacts).ref
+            if stage == "data" and (report := compare_with_champion(run, artifacts["data"])) is not None:
+                report.raise_stop()
     return run

@@ -125,9 +125,8 @@ def _fetched_sft(artifacts: ArtifactStore, version: ModelVersion) -> Path:
 
 
 def _fetch(artifacts: ArtifactStore, stage: StageName, version: ModelVersion) -> Path:
-    key = version.tags.get(f"rlhf.{stage}.key")
-    ref = artifacts.find(stage, key) if key is not None else None
-    if ref is None or ref.digest != version.tags.get(f"rlhf.{stage}.digest"):
+    ref = artifacts.find_registered(stage, version.tags)
+    if ref is None:
         raise InputError(
             f"the {stage} artifact of version {version.version} is not in its store any more; choose another"
             " version, or run its configuration again"

@@ -81,6 +81,15 @@ class ArtifactStore:
             log.error("%s It is marked as damaged (%s) and will be made again.", error.message, record)
             return None
 
+    def find_registered(self, kind: StageName, tags: Mapping[str, str]) -> ArtifactRef | None:
+        """Return the artifact of a stage that belongs to a registered version; None if this store lacks it.
+
+        `tags` are those of the version, `rlhf.{stage}.key` and `rlhf.{stage}.digest`.
+        """
+        key = tags.get(f"rlhf.{kind}.key")
+        ref = self.find(kind, key) if key is not None else None
+        return ref if ref is not None and ref.digest == tags.get(f"rlhf.{kind}.digest") else None
+
     def invalidate(self, ref: ArtifactRef, reason: str) -> None:
         """Have the artifact made again, because its content is not true any more. Its files stay."""
         record = bundles.mark_damaged(self._store, _prefix(ref.kind, ref.key), reason)

@@ -207,6 +207,11 @@ class Tracking:
 
         self._try(log_all)
 
+    def log_file(self, run_id: str | None, path: Path) -> None:
+        """Log a local file as an artifact of a run, replacing one of the same name."""
+        if run_id is not None:
+            self._try(lambda: self.mlflow.log_file(run_id, path, ""))
+
     def log_datasets(self, run_id: str | None, datasets: Iterable[DataSet]) -> None:
         """Log the external data of a pipeline as inputs of its run."""
         if run_id is not None:

@@ -78,6 +78,7 @@ EVERYTHING = {
     "run": {"device": "cpu"},
     "model": {"path": "model"},
     "sft": {"lora": {}},
+    "drift": {},
     "reward": {"lora": {}, "early_stop": {}, "judge": {}},
     "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
     "ppo": {

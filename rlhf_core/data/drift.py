@@ -1,0 +1,225 @@
+"""Drift: how far the data of a run are from those of the champion.
+
+    folder of a data artifact -> `statistics` -> `compare` -> a `Drift` for each measure
+
+Texts are decoded, so that data with different tokenizers can be compared. Distributions are compared by the
+Jensen-Shannon divergence (Lin 1991), which is 0 for equal and 1 for disjoint ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.data.dataset import read_evenly
+from rlhf_core.data.tokenizer import load_decoder
+
+SAMPLED_ROWS = 10_000
+"""Texts of at most this number of training rows of each set are compared."""
+_WORDS = 1000
+"""The most frequent words of both data sets. All others are one category."""
+_MIN_COUNT = 10
+"""Rarer words are among the others: the correction for chance is too small for them."""
+_OTHER_WORDS = "(other words)"
+_SHOWN_CHANGES = 5
+# Chinese and Japanese have no blanks between words, so each of their characters counts as a word.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+
+Counts = Mapping[str, Counter[str]]
+"""Numbers of categories, by place: a set such as `sft`, or a text of its rows such as `preference.chosen`."""
+
+
+@dataclass
+class DataStatistics:
+    """What is compared of one data artifact."""
+
+    lengths: dict[str, Counter[str]] = field(default_factory=dict)
+    """Texts by their length in characters. Each range ends at the square root of 2 times its beginning."""
+    sources: dict[str, Counter[str]] = field(default_factory=dict)
+    """Rows by the name of their source."""
+    scripts: dict[str, Counter[str]] = field(default_factory=dict)
+    """Letters by their script."""
+    vocabulary: dict[str, Counter[str]] = field(default_factory=dict)
+    """Words without regard to case."""
+    duplicates: dict[str, float] = field(default_factory=dict)
+    """Share of the rows that were dropped as duplicates. Empty if they are not dropped."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A category with its share in the champion's and in the new data."""
+
+    category: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One measure of the difference."""
+
+    measure: str
+    """Its field in `drift.warn` and `drift.stop`."""
+    value: float | None
+    """The largest one of all places; None if it was not measured."""
+    place: str = ""
+    """Where it is the largest."""
+    changes: tuple[Change, ...] = ()
+    """The categories that contribute most there."""
+    note: str = ""
+    """Why it was not measured."""
+
+
+def statistics(folder: Path, *, deduplicated: bool) -> DataStatistics:
+    """Return the statistics of a data artifact.
+
+    Args:
+        folder: Folder of the artifact.
+        deduplicated: `data.deduplicate` of its run.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    found = DataStatistics()
+    decode = load_decoder(folder)
+    for row in read_evenly(folder, "sft", "train", ("input_ids",), SAMPLED_ROWS):
+        _count(found, "sft", decode(row[0]))
+    columns = ("prompt", "chosen_ids", "rejected_ids")
+    for prompt, chosen, rejected in read_evenly(folder, "pairs", "train", columns, SAMPLED_ROWS):
+        _count(found, "preference.prompt", prompt)
+        _count(found, "preference.chosen", decode(chosen))
+        _count(found, "preference.rejected", decode(rejected))
+    for row in read_evenly(folder, "prompts", "train", ("prompt",), SAMPLED_ROWS):
+        _count(found, "prompts", row[0])
+    for name, file in (("sft", "sft"), ("preference", "pairs"), ("prompts", "prompts")):
+        found.sources[name] = Counter(row[0] for row in read_evenly(folder, file, "train", ("source",), None))
+    if deduplicated:
+        card = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))
+        for name, counts in card["counts"].items():
+            if counts["read"]:
+                found.duplicates[name] = counts["dropped"].get("duplicate", 0) / counts["read"]
+    return found
+
+
+def _count(found: DataStatistics, place: str, text: str) -> None:
+    found.lengths.setdefault(place, Counter())[_length_range(len(text))] += 1
+    found.vocabulary.setdefault(place, Counter()).update(_WORD.findall(text.casefold()))
+    scripts = found.scripts.setdefault(place, Counter())
+    for char, count in Counter(text).items():
+        if char.isalpha():
+            scripts[_script(char)] += count
+
+
+def _length_range(length: int) -> str:
+    if length == 0:
+        return "0"
+    step = math.floor(2 * math.log2(length))
+    return f"{math.ceil(2 ** (step / 2))}-{math.ceil(2 ** ((step + 1) / 2)) - 1}"
+
+
+@lru_cache(maxsize=100_000)
+def _script(letter: str) -> str:
+    """Return the first word of the letter's name in Unicode, such as LATIN, CYRILLIC or CJK."""
+    return unicodedata.name(letter, "UNKNOWN").split()[0].lower()
+
+
+def compare(before: DataStatistics, after: DataStatistics) -> list[Drift]:
+    """Return the drift of each measure from the champion's data to the new data."""
+    found = [
+        _largest("lengths", before.lengths, after.lengths),
+        _largest("sources", before.sources, after.sources),
+        _largest("scripts", before.scripts, after.scripts),
+        _largest("vocabulary", *_most_frequent(before.vocabulary, after.vocabulary)),
+    ]
+    places = before.duplicates.keys() & after.duplicates.keys()
+    if not places:
+        return [*found, Drift("duplicates", None, note="data.deduplicate is false in one of the two runs")]
+    rises = {place: after.duplicates[place] - before.duplicates[place] for place in sorted(places)}
+    place = max(rises, key=lambda name: rises[name])
+    change = Change("duplicates", before.duplicates[place], after.duplicates[place])
+    return [*found, Drift("duplicates", max(0.0, rises[place]), place, (change,))]
+
+
+def _largest(measure: str, before: Counts, after: Counts) -> Drift:
+    largest = Drift(measure, None, note="no set has rows in both")
+    for place in before:
+        old, new = before[place], after.get(place, Counter())
+        if not old or not new:
+            continue
+        value = divergence(old, new)
+        if largest.value is None or value > largest.value:
+            largest = Drift(measure, value, place, _changes(old, new))
+    return largest
+
+
+def divergence(before: Counter[str], after: Counter[str]) -> float:
+    """Return the Jensen-Shannon divergence of two non-empty samples in bits, corrected for their sizes.
+
+        JSD(P, Q) = H((P + Q) / 2) - (H(P) + H(Q)) / 2
+
+    Two samples of n and m draws from the same distribution over k categories have a divergence of about
+    (k - 1) (1/n + 1/m) / (8 ln 2), by its second-order expansion. This is subtracted; the result is at least
+    0.
+    """
+    n, m = before.total(), after.total()
+    names = before.keys() | after.keys()
+    terms = []
+    for name in names:
+        p, q = before[name] / n, after[name] / m
+        mean = (p + q) / 2
+        terms += [share * math.log2(share / mean) for share in (p, q) if share > 0]
+    chance = (len(names) - 1) * (1 / n + 1 / m) / (8 * math.log(2))
+    return max(0.0, math.fsum(terms) / 2 - chance)
+
+
+def _changes(before: Counter[str], after: Counter[str]) -> tuple[Change, ...]:
+    """Return the categories whose shares differ most."""
+    n, m = before.total(), after.total()
+    changes = [Change(name, before[name] / n, after[name] / m) for name in before.keys() | after.keys()]
+    changes.sort(key=lambda change: (-abs(change.after - change.before), change.category))
+    return tuple(changes[:_SHOWN_CHANGES])
+
+
+def _most_frequent(before: Counts, after: Counts) -> tuple[Counts, Counts]:
+    """Return the counts with the most frequent words of both, by their mean share, and one category of
+    others.
+    """
+    kept_before: dict[str, Counter[str]] = {}
+    kept_after: dict[str, Counter[str]] = {}
+    for place in before:
+        old, new = before[place], after.get(place, Counter())
+        if not old or not new:
+            continue
+        n, m = old.total(), new.total()
+        words = [word for word in old.keys() | new.keys() if old[word] + new[word] >= _MIN_COUNT]
+        words.sort(key=lambda word: (-old[word] / n - new[word] / m, word))
+        kept = set(words[:_WORDS])
+        kept_before[place] = _only(old, kept)
+        kept_after[place] = _only(new, kept)
+    return kept_before, kept_after
+
+
+def _only(counts: Counter[str], kept: set[str]) -> Counter[str]:
+    found = Counter({word: count for word, count in counts.items() if word in kept})
+    others = counts.total() - found.total()
+    if others:
+        found[_OTHER_WORDS] = others
+    return found
+
+
+def to_json(drifts: Sequence[Drift]) -> list[dict[str, Any]]:
+    """Return plain dicts. `from_json` is the inverse."""
+    return [asdict(drift) for drift in drifts]
+
+
+def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Drift]:
+    """Return the records that `to_json` has written."""
+    return [Drift(**{**row, "changes": tuple(Change(**each) for each in row["changes"])}) for row in rows]

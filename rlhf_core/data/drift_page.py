@@ -1,0 +1,97 @@
+"""The measures of drift against their limits, and their page in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_core.config.drift import DriftConfig
+from rlhf_core.data.card import markdown_cell
+from rlhf_core.data.drift import Drift
+
+State = Literal["stop", "warn", "not measured", "ok"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A measure and its limits."""
+
+    drift: Drift
+    warn: float | None
+    stop: float | None
+
+    @property
+    def state(self) -> State:
+        """`stop` or `warn` if the value is above that limit."""
+        value = self.drift.value
+        if value is None:
+            return "not measured"
+        if self.stop is not None and value > self.stop:
+            return "stop"
+        if self.warn is not None and value > self.warn:
+            return "warn"
+        return "ok"
+
+    @property
+    def sentence(self) -> str:
+        """The value and its limit, or why there is no value."""
+        drift, state = self.drift, self.state
+        if drift.value is None:
+            return f"{drift.measure} was not measured: {drift.note}"
+        value = f"{drift.measure} of {drift.place} is {drift.value:.3g}"
+        if state == "ok":
+            return value
+        limit = self.stop if state == "stop" else self.warn
+        return f"{value}, above drift.{state}.{drift.measure}={limit:g}"
+
+
+def findings(drifts: Sequence[Drift], config: DriftConfig) -> list[Finding]:
+    """Return each measure with its limits."""
+    return [Finding(drift, *config.limits(drift.measure)) for drift in drifts]
+
+
+def drift_markdown(found: Sequence[Finding], champion: str) -> str:
+    """Return the page.
+
+    Args:
+        found: All measures.
+        champion: Name of the version whose data the new data are compared with.
+    """
+    states = {finding.state for finding in found}
+    verdict = "stop" if "stop" in states else "warn" if "warn" in states else "ok"
+    lines = [
+        f"# Data drift: {verdict}",
+        "",
+        f"The data of this run, compared with those of {markdown_cell(champion)}.",
+        "",
+        "| measure | value | where | warns above | stops above | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for finding in found:
+        drift = finding.drift
+        value = "" if drift.value is None else f"{drift.value:.3f}"
+        bounds = f"{_limit(finding.warn)} | {_limit(finding.stop)}"
+        lines.append(f"| {drift.measure} | {value} | {drift.place} | {bounds} | {finding.state} |")
+    lines += [
+        "",
+        "lengths, sources, scripts and vocabulary: Jensen-Shannon divergence in bits, 0 for equal and 1 for"
+        " disjoint data. If a tenth of the new data is of a kind that the champion's data do not have, it is"
+        " 0.05, for a fifth 0.11, for half 0.31. duplicates and agreement: change of a share.",
+    ]
+    for finding in found:
+        drift = finding.drift
+        if drift.note:
+            lines += ["", f"{drift.measure} was not measured: {markdown_cell(drift.note)}."]
+        if not drift.value:
+            continue
+        lines += ["", f"## {drift.measure}, {drift.place}", ""]
+        lines += ["| | champion | new |", "|---|---|---|"]
+        for change in drift.changes:
+            category = markdown_cell(change.category)
+            lines.append(f"| {category} | {change.before:.2%} | {change.after:.2%} |")
+    return "\n".join(lines) + "\n"
+
+
+def _limit(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"

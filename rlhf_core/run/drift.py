@@ -1,0 +1,187 @@
+"""Compares the data of a run with those of the champion, before anything is trained on them.
+
+The champion is the version of the registered model with that alias. A process of its own measures
+(`drift_process.py`); this module finds the artifacts and writes the page: `drift.md` in the run's folder and
+among the artifacts of its MLflow run.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.data.drift import from_json
+from rlhf_core.data.drift_page import Finding, drift_markdown, findings
+from rlhf_core.data.tokenizer import tokenizer_digest
+from rlhf_core.errors import GateFailed, StageFailed
+from rlhf_core.run.child import log_excerpt
+from rlhf_core.run.drift_process import DriftRequest
+from rlhf_core.run.environment import stage_environment
+from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.system.files import read_json, write_atomic
+from rlhf_core.system.launch import launch, python_module
+from rlhf_core.tracking.champions import CHAMPION, registry_errors
+from rlhf_core.tracking.mlflow_client import ModelVersion
+from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+PAGE, MEASURES = "drift.md", "drift.json"
+_MLFLOW_SECONDS = 300.0
+"""An MLflow server that is started again has some minutes for it."""
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """The comparison with one champion."""
+
+    champion: str
+    """Model and version."""
+    findings: list[Finding]
+    markdown: str
+    page: Path
+    """File with the page."""
+
+    def raise_stop(self) -> None:
+        """Raise GateFailed if a value is above its limit `stop`."""
+        above = [finding.sentence for finding in self.findings if finding.state == "stop"]
+        if above:
+            raise GateFailed(
+                f"drift from the data of {self.champion}: {'; '.join(above)}; check data.sft, data.preference"
+                f" and data.prompts, or raise the limit; the page is {self.page} and {PAGE} in the MLflow run"
+            )
+
+
+def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | None:
+    """Compare the data of a run with those of the champion, and write the page. Warnings are logged.
+
+    Returns None if there is nothing to compare: no section `drift`, no champion, its data artifact is not in
+    this store or is the same one, or the SFT model of the data exists already.
+
+    Raises:
+        InfrastructureError: MLflow does not answer, or the comparison failed.
+    """
+    config = run.config
+    if config.drift is None or run.artifacts.find("sft", run.spec("sft", {"data": data}).key) is not None:
+        return None
+    champion = _champion(run)
+    if champion is None:
+        log.info("drift: %s has no champion to compare with", config.registered_model)
+        return None
+    name = f"{config.registered_model} version {champion.version}"
+    before = run.artifacts.find_registered("data", champion.tags)
+    if before is None:
+        log.warning("drift is not measured: the data of %s are not in this store", name)
+        return None
+    if before.digest == data.digest:
+        log.info("drift: the data are those of %s", name)
+        return None
+    measures = run.folder / MEASURES
+    _measure(run, _request(run, champion, before, data, name, measures))
+    content = read_json(measures)
+    if content is None:
+        raise StageFailed(f"the comparison with the data of {name} left no {measures}")
+    found = findings(from_json(content["measures"]), config.drift)
+    report = DriftReport(name, found, drift_markdown(found, name), run.folder / PAGE)
+    write_atomic(report.page, report.markdown)
+    _publish(run, report)
+    return report
+
+
+def _champion(run: PipelineRun) -> ModelVersion | None:
+    model = run.config.registered_model
+    run.tracking.wait(_MLFLOW_SECONDS)
+    mlflow = run.tracking.mlflow
+    with registry_errors(mlflow, f"name the champion of {model!r}"):
+        if mlflow.model_tags(model) is None:
+            return None
+        return mlflow.by_alias(model, CHAMPION)
+
+
+def _request(
+    run: PipelineRun,
+    champion: ModelVersion,
+    before: ArtifactRef,
+    data: ArtifactRef,
+    name: str,
+    result: Path,
+) -> DriftRequest:
+    """Return what the process measures. The artifacts are fetched.
+
+    Args:
+        run: The run.
+        champion: The version.
+        before: Its data artifact.
+        data: The new data artifact.
+        name: Of the version, for people.
+        result: File for the measures.
+    """
+    made = run.artifacts.config(before)["data"]
+    old, new = run.artifacts.fetch(before), run.artifacts.fetch(data)
+    reward = run.artifacts.find_registered("reward", champion.tags)
+    same_tokens = tokenizer_digest(old / "tokenizer") == tokenizer_digest(new / "tokenizer")
+    note = ""
+    if not run.config.reward.enabled:
+        note = "reward.enabled is false"
+    elif reward is None or "accuracy" not in reward.metrics:
+        note = "this store has no reward model of the champion"
+    elif not same_tokens or made["template"] != run.config.data.template:
+        note = "the champion has another tokenizer or template"
+    elif run.config.run.executor_of("reward") != "local" or on_cluster():
+        note = "models run on a cluster, and drift is measured on the host of the flow"
+    elif run.artifacts.config(reward)["reward"]["deepspeed"]["zero_stage"] == 3:
+        note = "the champion's reward model was trained with ZeRO-3, so one device may be too small for it"
+    measured = reward if not note else None
+    return DriftRequest(
+        config=run.config.model_dump(mode="json", by_alias=True),
+        champion=name,
+        champion_data=str(old),
+        champion_deduplicated=made["deduplicate"],
+        data=str(new),
+        reward_model=None if measured is None else str(run.artifacts.fetch(measured) / "model"),
+        accuracy=0.0 if measured is None else measured.metrics["accuracy"],
+        note=note,
+        result=str(result),
+    )
+
+
+def _measure(run: PipelineRun, request: DriftRequest) -> None:
+    run.logs.mkdir(parents=True, exist_ok=True)
+    log_file, file = run.logs / "drift.log", run.logs / MEASURES
+    request.write(file)
+    process = launch(
+        [*python_module("rlhf_core.run.drift_process"), str(file)],
+        stage_environment(run.config),
+        log_file=log_file,
+        parent_death_signal=signal.SIGKILL,
+    )
+    try:
+        code = process.wait(timeout=run.config.run.stage_timeout)
+    finally:
+        process.kill()
+    if code:
+        raise StageFailed(
+            f"the comparison with the data of {request.champion} ended with exit code {code}; log:"
+            f" {log_file}; its last words: {log_excerpt(log_file)}"
+        )
+
+
+def _publish(run: PipelineRun, report: DriftReport) -> None:
+    values = {f"drift/{each.drift.measure}": each.drift.value for each in report.findings}
+    run.tracking.log_results(run.key, {name: value for name, value in values.items() if value is not None})
+    run.tracking.log_file(run.parent_run_id, report.page)
+    unusual = []
+    for finding in report.findings:
+        sentence = f"drift from the data of {report.champion}: {finding.sentence}"
+        if finding.state == "warn":
+            log.warning("%s; see %s", sentence, report.page)
+        elif finding.state == "not measured" and finding.stop is not None:
+            log.warning("%s; drift.stop.%s has no effect", sentence, finding.drift.measure)
+        if finding.state in ("warn", "stop"):
+            unusual.append(finding.sentence)
+    if not unusual:
+        log.info("drift: no measure is above its limit; see %s", report.page)
+    run.tracking.set_tags(run.parent_run_id, {"rlhf.drift": "; ".join(unusual) or "none"})

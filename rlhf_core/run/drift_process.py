@@ -1,0 +1,90 @@
+"""Measures drift in a process of its own: `python -m rlhf_core.run.drift_process REQUEST.json`.
+
+It holds both data sets in memory, and the champion's reward model. `rlhf_core/run/drift.py` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.redact import ScrubbingFormatter
+from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.drift import Change, Drift, compare, statistics, to_json
+from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.system.files import write_json
+
+
+@dataclass(frozen=True)
+class DriftRequest:
+    """What is compared."""
+
+    config: dict[str, Any]
+    """Configuration of the run, as JSON."""
+    champion: str
+    """Name of the version."""
+    champion_data: str
+    """Folder of its data artifact."""
+    champion_deduplicated: bool
+    """`data.deduplicate` of its run."""
+    data: str
+    """Folder of the new data artifact."""
+    reward_model: str | None
+    """Folder of the champion's reward model; None if it is not used."""
+    accuracy: float
+    """Its accuracy on its own held-out pairs."""
+    note: str
+    """Why it is not used."""
+    result: str
+    """File that gets the measures."""
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read` reads."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> DriftRequest:
+        """Return the request in `path`."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def main(path: Path) -> None:
+    """Measure what the request in `path` asks for."""
+    request = DriftRequest.read(path)
+    config = PipelineConfig.model_validate_json(json.dumps(request.config))
+    data = Path(request.data)
+    before = statistics(Path(request.champion_data), deduplicated=request.champion_deduplicated)
+    after = statistics(data, deduplicated=config.data.deduplicate)
+    drifts = [*compare(before, after), agreement(config, request)]
+    write_json(Path(request.result), {"champion": request.champion, "measures": to_json(drifts)})
+
+
+def agreement(config: PipelineConfig, request: DriftRequest) -> Drift:
+    """Return how much less the champion's reward model agrees with the labels of the new held-out pairs."""
+    if request.reward_model is None:
+        return Drift("agreement", None, note=request.note)
+    data = Path(request.data)
+    pairs = load_pairs(data, "eval")
+    if not pairs:
+        return Drift("agreement", None, note="there are no held-out pairs")
+    from rlhf_core.engines.distributed import resolve_device
+    from rlhf_core.stages.reward import evaluate_saved
+
+    device = resolve_device(config.run.device)
+    model = Path(request.reward_model)
+    measures, _ = evaluate_saved(config, model, pairs, load_decoder(data).pad, device)
+    accuracy = measures["eval/accuracy"]
+    change = Change("pairs with the higher score for the chosen response", request.accuracy, accuracy)
+    return Drift("agreement", max(0.0, request.accuracy - accuracy), "held-out pairs", (change,))
+
+
+if __name__ == "__main__":
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    main(Path(sys.argv[1]))

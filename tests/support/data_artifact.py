@@ -1,0 +1,28 @@
+"""The folder of a small data artifact, with the same texts in each set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlhf_core.data.dataset import write
+from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.types import PairExample, PromptExample, SFTExample
+
+TEXTS = [f"The {color} fox sees {count} birds." for color in ("red", "old", "shy") for count in range(40)]
+
+
+def data_artifact(folder: Path, texts: list[str], source: str = "rows", duplicates: int = 0) -> Path:
+    """Write the files of a data artifact with these texts in each set."""
+    tokenizer = train_tokenizer(texts, 400)
+    folder.mkdir()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    ids = [tuple(tokenizer.encode(text)) for text in texts]
+    sft = [SFTExample(each, (1,) * len(each), source) for each in ids]
+    pairs = [PairExample("p", text, (1,), each, each, source) for text, each in zip(texts, ids, strict=True)]
+    prompts = [PromptExample("p", text, (1,), {}, source) for text in texts]
+    for name, examples in (("sft", sft), ("pairs", pairs), ("prompts", prompts)):
+        write(folder, name, "train", examples)  # type: ignore[arg-type]
+    counts = {"read": len(texts) + duplicates, "dropped": {"duplicate": duplicates}}
+    (folder / "data_card.json").write_text(json.dumps({"counts": {"sft": counts}}))
+    return folder

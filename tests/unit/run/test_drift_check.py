@@ -1,0 +1,117 @@
+"""A run compares its data with those of the champion before SFT.
+
+- nothing is compared without the section, without a champion, with the same data, or if SFT is done
+- values above `warn` are logged, above `stop` they end the run; the page and the measures are written
+- agreement with the champion's reward model says why it was not measured
+- the section changes no key of a pipeline or a stage
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import GateFailed
+from rlhf_core.run.drift import compare_with_champion
+from rlhf_core.run.drift_process import DriftRequest, agreement
+from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.storage.artifacts import Provenance
+from rlhf_core.types import ArtifactRef
+from tests.support.data_artifact import TEXTS, data_artifact
+
+OTHER_TEXTS = [text.replace("fox", "cow").replace("birds", "goats") for text in TEXTS]
+
+
+def pipeline(tmp_path: Path, database: Path, drift: dict[str, Any] | None) -> PipelineRun:
+    tree = {
+        "run": {"home": str(tmp_path / "home"), "name": tmp_path.name[-40:].strip("_-.").lower()},
+        "tracking": {"uri": f"sqlite:///{database}"},
+        "drift": drift,
+    }
+    run = PipelineRun(PipelineConfig.model_validate_json(json.dumps(tree)), "test.yaml")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.ensure_parent()
+    return run
+
+
+def publish(run: PipelineRun, key: str, texts: list[str]) -> ArtifactRef:
+    folder = data_artifact(run.home.path / key, texts)
+    made = run.config.model_dump(mode="json", by_alias=True)
+    return run.artifacts.publish("data", key * 16, folder, Provenance(config=made))
+
+
+def crown(run: PipelineRun, data: ArtifactRef) -> None:
+    model, mlflow = run.config.registered_model, run.tracking.mlflow
+    tags = {"rlhf.data.key": data.key, "rlhf.data.digest": data.digest}
+    mlflow.ensure_model(model, "")
+    version = mlflow.create_version(model, source="/x", run_id=None, tags=tags, description="")
+    mlflow.set_alias(model, "champion", version.version)
+
+
+def test_nothing_is_compared_without_other_data_of_a_champion(tmp_path: Path, database: Path) -> None:
+    run = pipeline(tmp_path, database, {"stop": {"vocabulary": 0.3}})
+    old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
+    assert compare_with_champion(run, new) is None  # no champion
+    crown(run, old)
+    assert compare_with_champion(run, old) is None  # the same data
+    assert compare_with_champion(pipeline(tmp_path, database, None), new) is None
+    out = tmp_path / "sft"
+    out.mkdir()
+    run.artifacts.publish("sft", run.spec("sft", {"data": new}).key, out, Provenance())
+    assert compare_with_champion(run, new) is None
+    assert not (run.folder / "drift.md").exists()
+
+
+def test_drift_warns_and_stops_with_a_page(
+    tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {"warn": {"lengths": 0.001}, "stop": {"vocabulary": 0.3, "agreement": 0.2}}
+    run = pipeline(tmp_path, database, limits)
+    old, new = publish(run, "a", TEXTS), publish(run, "b", [*OTHER_TEXTS, *["A long text. " * 20] * 5])
+    crown(run, old)
+    with caplog.at_level(logging.WARNING):
+        report = compare_with_champion(run, new)
+    assert report is not None
+    champion = f"{run.config.registered_model} version 1"
+    assert f"drift from the data of {champion}: lengths of " in caplog.text
+    assert "drift.stop.agreement has no effect" in caplog.text
+    page = (run.folder / "drift.md").read_text()
+    assert page.startswith("# Data drift: stop") and "no reward model of the champion" in page
+    assert json.loads((run.folder / "drift.json").read_text())["champion"] == champion
+    message = r"vocabulary of \S+ is 0\.\d+, above drift\.stop\.vocabulary=0\.3; .*the page is .*drift\.md"
+    with pytest.raises(GateFailed, match=message):
+        report.raise_stop()
+    assert run.parent_run_id is not None
+    assert "drift.stop.vocabulary" in run.tracking.mlflow.tags(run.parent_run_id)["rlhf.drift"]
+
+
+@pytest.mark.parametrize(("accuracy", "loss"), [(0.75, 0.25), (0.4, 0.0)])
+def test_agreement_is_the_loss_of_accuracy(
+    accuracy: float, loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_core.stages import reward
+
+    def evaluate(config: Any, folder: Path, pairs: Any, pad_id: int, device: str) -> Any:
+        assert (folder, len(pairs), device) == (Path("/reward/model"), len(TEXTS), "cpu")
+        return {"eval/accuracy": 0.5}, None
+
+    monkeypatch.setattr(reward, "evaluate_saved", evaluate)
+    data = data_artifact(tmp_path / "data", TEXTS)
+    (data / "pairs_train.parquet").rename(data / "pairs_eval.parquet")
+    request = DriftRequest({}, "fox", "", True, str(data), "/reward/model", accuracy, "", "")
+    config = PipelineConfig.model_validate({"run": {"device": "cpu"}})
+    found = agreement(config, request)
+    assert found.value == pytest.approx(loss)
+    assert (found.changes[0].before, found.changes[0].after) == (accuracy, 0.5)
+
+
+def test_the_section_changes_no_key(tmp_path: Path, database: Path) -> None:
+    with_it = pipeline(tmp_path, database, {"stop": {"lengths": 0.5}})
+    without = pipeline(tmp_path, database, None)
+    assert with_it.key == without.key
+    assert with_it.spec("data", {}).key == without.spec("data", {}).key
