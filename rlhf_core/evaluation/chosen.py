@@ -1,6 +1,6 @@
 """Both models against the data's own answers: the preferred (`chosen`) answers of held-out pairs.
 
-The judge of the evaluation scores the answers of both models and the chosen ones. If it is a sum of rules,
+The judge of the evaluation compares the answers of both models with the chosen ones. If it is a sum of rules,
 there is no comparison, because pairs do not have the fields of a prompt's row, which rules may read.
 """
 
@@ -18,7 +18,29 @@ from rlhf_core.evaluation.statistics import preference, win_rate
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 
-_JUDGES = ("gold", "judge_model", "reward_model")
+_JUDGES = ("language_model", "gold", "judge_model", "reward_model")
+
+ByModel = Mapping[str, list[RewardInput]]
+Prefer = Callable[[ByModel, list[RewardInput]], Mapping[str, Sequence[float]]]
+"""Returns the preferences of each model's answers over the (n,) chosen ones."""
+
+
+def by_score(score: Callable[[list[RewardInput]], list[float]]) -> Prefer:
+    """Return the preferences by a score, which is called once for all answers."""
+
+    def prefer(answers: ByModel, chosen: list[RewardInput]) -> dict[str, list[float]]:
+        samples = list(chosen)
+        for own in answers.values():
+            samples += own
+        scores = score(samples)
+        count = len(chosen)
+        preferences = {}
+        for number, model in enumerate(answers, 1):
+            of_model = scores[number * count : (number + 1) * count]
+            preferences[model] = list(map(preference, of_model, scores[:count]))
+        return preferences
+
+    return prefer
 
 
 def load_chosen(config: PipelineConfig, data: Path, judge: str) -> list[PairExample]:
@@ -51,7 +73,7 @@ def compare_with_chosen(
     pairs: Sequence[PairExample],
     responses: Mapping[str, Sequence[RewardInput]],
     decode: Callable[[Sequence[int]], str],
-    score: Callable[[list[RewardInput]], list[float]],
+    prefer: Prefer,
     interval: Intervals,
 ) -> dict[str, Any] | None:
     """Return each model's win rate over the chosen answers, and the difference paired by prompt; None without
@@ -61,29 +83,25 @@ def compare_with_chosen(
         pairs: (n,) pairs with different prompts.
         responses: Responses of each model, to all prompts of the pairs and possibly to others.
         decode: Decodes the tokens of a response.
-        score: Returns the judge's score of each response.
+        prefer: Returns the judge's preferences.
         interval: Computes the confidence intervals.
     """
     if not pairs:
         return None
     chosen = [_chosen(pair, decode) for pair in pairs]
-    samples = list(chosen)
-    for answers in responses.values():
-        by_prompt = {answer.prompt_id: answer for answer in answers}
-        samples += [by_prompt[pair.prompt_id] for pair in pairs]
-    scores = score(samples)
-    count = len(pairs)
+    answers: dict[str, list[RewardInput]] = {}
+    for model, own in responses.items():
+        by_prompt = {answer.prompt_id: answer for answer in own}
+        answers[model] = [by_prompt[pair.prompt_id] for pair in pairs]
+    preferences = {model: list(values) for model, values in prefer(answers, chosen).items()}
     settings = interval.settings("win_rate_over_chosen")
-    preferences: dict[str, list[float]] = {}
     rates, controlled = {}, {}
-    for number, model in enumerate(responses, 1):
-        own = range(number * count, (number + 1) * count)
-        preferences[model] = [preference(scores[i], scores[i % count]) for i in own]
-        lengths = [float(len(samples[i].response_ids) - len(samples[i % count].response_ids)) for i in own]
+    for model, own in answers.items():
+        lengths = [float(len(a.response_ids) - len(b.response_ids)) for a, b in zip(own, chosen, strict=True)]
         rates[model] = win_rate(preferences[model], **settings).to_json()
         controlled[model] = length_controlled(preferences[model], lengths, interval.confidence).to_json()
     rates["difference"] = interval.pair("win_rate_over_chosen", preferences)["difference"]
-    return {"prompts": count, "win_rate": rates, "win_rate_length_controlled": controlled}
+    return {"prompts": len(pairs), "win_rate": rates, "win_rate_length_controlled": controlled}
 
 
 def chosen_metrics(found: Mapping[str, Any] | None) -> dict[str, float]:

@@ -68,9 +68,7 @@ class LanguageModelJudge:
         self._asked: dict[str, Reply] = {}
         self._unparsed = 0
         self._agreement: dict[str, Any] = {}
-        self._first = 0.5
-        self.inconsistent = 0.0
-        """Share of the last comparison's verdicts that change with the order of the answers."""
+        self._order: dict[str, float] = {}
 
     def measure_agreement(self) -> dict[str, float]:
         """Ask the judge about held-out preference pairs, and return its agreement with them as metrics.
@@ -110,11 +108,19 @@ class LanguageModelJudge:
             answers_b: Answers of model `b`, in the same order.
             name: Of the quantity, for the seed of the interval.
         """
-        pairs = [Pair(a.prompt, a.response, b.response) for a, b in zip(answers_a, answers_b, strict=True)]
-        found = self._judge(pairs, "answers")
+        found = self._judge(_pairs(answers_a, answers_b), "answers")
         interval = win_rate(found.preferences, **self._intervals.settings(name))
-        self.inconsistent, self._first = found.inconsistent, found.first
+        self._order = {"inconsistent": found.inconsistent, "first": found.first}
         return Comparison(interval, found.preferences)
+
+    def prefer(
+        self, answers: Mapping[str, list[RewardInput]], chosen: list[RewardInput]
+    ) -> dict[str, tuple[float, ...]]:
+        """Return the preferences (n,) of each model's answers over the data's own ones."""
+        return {
+            model: self._judge(_pairs(own, chosen), f"{model} and chosen answers").preferences
+            for model, own in answers.items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return what `evaluation.json` says about the judge."""
@@ -122,7 +128,7 @@ class LanguageModelJudge:
         return {
             "name": self._settings.name,
             **self._agreement,
-            "first": self._first,
+            **self._order,
             "requests": len(replies),
             "unparsed": self._unparsed,
             "prompt_tokens": sum(reply.prompt_tokens for reply in replies),
@@ -192,6 +198,10 @@ class LanguageModelJudge:
             ask_service(self._settings, missing, keep)
         self._asked |= replies
         return replies
+
+
+def _pairs(answers_a: Sequence[RewardInput], answers_b: Sequence[RewardInput]) -> list[Pair]:
+    return [Pair(a.prompt, a.response, b.response) for a, b in zip(answers_a, answers_b, strict=True)]
 
 
 def judge_digest(config: PipelineConfig, sources: Mapping[str, str], rubric: str) -> str:

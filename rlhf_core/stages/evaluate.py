@@ -21,7 +21,13 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
-from rlhf_core.evaluation.chosen import chosen_metrics, compare_with_chosen, load_chosen, prompts_to_answer
+from rlhf_core.evaluation.chosen import (
+    by_score,
+    chosen_metrics,
+    compare_with_chosen,
+    load_chosen,
+    prompts_to_answer,
+)
 from rlhf_core.evaluation.exchange import exchanged_gold
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
@@ -100,7 +106,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )  # fmt: skip
         to_pairs = {model: [*by_set[_HELD_OUT], *by_set[_CHOSEN]] for model, by_set in found.items()}
         regression = compare_on_sets(config, found, "sft", context.sources)
-        over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, score, interval)
+        prefer = by_score(score) if language_model is None else language_model.prefer
+        over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, prefer, interval)
         responses, measured = without_masked(responses, measured)
         failpoint("evaluate.measured")
         sft, ppo = answers(responses, measured)
@@ -116,7 +123,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         evaluation["judge_digests"]["judge_model"] = context.lineage.inputs["judge"].digest
     if language_model is not None:
         evaluation["language_model"] = language_model.to_json()
-        evaluation["inconsistent"] = language_model.inconsistent
+        evaluation["inconsistent"] = evaluation["language_model"]["inconsistent"]
         evaluation["judge_digests"][MEASURE] = language_model.digest
     evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
     evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None

@@ -142,7 +142,7 @@ def test_a_trained_judge_agrees_and_its_order_bias_makes_no_wins(
     # Both kind: the first answer is preferred in both orders, which is a tie.
     assert comparison.preferences[:6] == (0.5,) * 6
     assert sum(comparison.preferences[6:]) >= 5
-    assert model.inconsistent >= 0.5
+    assert model.to_json()["inconsistent"] >= 0.5
 
 
 def test_a_model_with_random_weights_is_refused(tmp_path: Path, tokenizer: Any, judge: Any) -> None:

@@ -17,6 +17,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.evaluation.chosen import (
+    by_score,
     chosen_metrics,
     compare_with_chosen,
     load_chosen,
@@ -46,7 +47,7 @@ def score(samples: list[RewardInput]) -> list[float]:
 
 def test_each_model_is_compared_with_the_chosen_answers() -> None:
     responses = {"sft": answers([9, 5, 1, 1], [4] * 4), "ppo": answers([9, 9, 9, 1], [4] * 4)}
-    found = compare_with_chosen(PAIRS, responses, str, score, Intervals(config_of()))
+    found = compare_with_chosen(PAIRS, responses, str, by_score(score), Intervals(config_of()))
     assert found is not None and found["prompts"] == 4
     # SFT: one win and one tie of four; PPO: three wins.
     means = {model: interval["mean"] for model, interval in found["win_rate"].items()}
@@ -60,7 +61,9 @@ def test_each_model_is_compared_with_the_chosen_answers() -> None:
 def test_the_difference_is_paired() -> None:
     """Both models win half of the prompts, the same ones: the difference has no error."""
     same = answers([9, 9, 1, 1], [4] * 4)
-    found = compare_with_chosen(PAIRS, {"sft": same, "ppo": same}, str, score, Intervals(config_of()))
+    found = compare_with_chosen(
+        PAIRS, {"sft": same, "ppo": same}, str, by_score(score), Intervals(config_of())
+    )
     assert found is not None
     assert found["win_rate"]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert found["win_rate"]["ppo"]["low"] < found["win_rate"]["ppo"]["high"]
@@ -68,7 +71,7 @@ def test_the_difference_is_paired() -> None:
 
 def test_longer_winners_have_a_lower_controlled_win_rate() -> None:
     responses = {"sft": answers([9, 9, 9, 1], [4] * 4), "ppo": answers([9, 9, 9, 1], [40, 40, 40, 2])}
-    found = compare_with_chosen(PAIRS, responses, str, score, Intervals(config_of()))
+    found = compare_with_chosen(PAIRS, responses, str, by_score(score), Intervals(config_of()))
     assert found is not None
     controlled = found["win_rate_length_controlled"]
     assert controlled["ppo"]["mean"] < controlled["sft"]["mean"] - 0.05

@@ -99,7 +99,7 @@ def test_order_bias_is_cancelled(context: StageContext, tmp_path: Path) -> None:
         )
         comparison = judge.compare(ours, theirs, "win_rate")
     assert comparison.preferences == (1.0, 0.0, 0.5, 0.5)
-    assert judge.inconsistent == 0.25
+    assert judge.to_json()["inconsistent"] == 0.25
     assert len(server.requests) == 6  # two for each pair of different answers
 
 

@@ -468,7 +468,7 @@ def test_a_language_model_is_measured_first_and_then_decides(
     scripted: Any, context: StageContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, respond: Respond
 ) -> None:
     pairs = [PairExample(f"p{i}", "Tell", (1,), say(f"good good {i}"), say(f"{i}")) for i in range(20)]
-    monkeypatch.setattr(language_model, "load_pairs", lambda folder, split: pairs)
+    write(context.inputs["data"], "pairs", "eval", pairs)
     monkeypatch.setattr(language_model, "load_decoder", evaluate.load_decoder)
 
     def ask(settings: Any, questions: Sequence[str], keep: Any) -> None:
@@ -497,9 +497,11 @@ def test_a_language_model_is_measured_first_and_then_decides(
     assert found["verdicts"] == {"wins": 6, "losses": 0, "ties": 0}
     model = found["language_model"]
     assert (model["agreement"]["mean"], model["pairs"], model["first"]) == (1.0, 20, 0.5)
-    assert (model["requests"], model["prompt_tokens"]) == (52, 5200)  # two for each pair and each prompt
+    # Two for each of 20 pairs and 6 prompts, and for each model's answer and the chosen one to these prompts.
+    assert (model["requests"], model["prompt_tokens"]) == (40 + 12 + 24, 7600)
+    assert found["over_chosen"]["win_rate"]["ppo"]["mean"] == 1.0
     assert set(found["judge_digests"]) == {"gold", "rules", "language_model"}
     assert result.metrics["language_model/agreement/mean"] == 1.0
-    assert result.metrics["language_model/seconds"] == 26.0 and "seconds" not in model
+    assert result.metrics["language_model/seconds"] == 38.0 and "seconds" not in model
     document = (context.output / "report.html").read_text()
     assert "the language model big-judge" in document and "preferred in both orders" in document
