@@ -50,6 +50,18 @@ class EngineConfig(Section):
         "Sequences decoded at once by one engine",
         within=Range(1, 65536, "each sequence needs memory"),
     )
+    prefix_caching: bool = rounding(
+        False,
+        "Compute the keys and values of a prompt once for all its samples, and of equal beginnings of prompts"
+        " once in a step. Whole blocks of tokens are kept (16 on GPUs, 128 on CPUs), until the next sync",
+    )
+    dispatch: Literal["fixed", "queue"] = rounding(
+        "fixed",
+        "Which engine samples a prompt. `fixed`: decided before the step by the lengths of the prompts, so"
+        " that a run on CPUs that is resumed ends in the same bits. `queue`: engines take prompts, the"
+        " longest first, while they sample others, so a fast engine samples more; what is computed together"
+        " depends on timing, and with it the rounding",
+    )
     enforce_eager: bool = result(True, "No CUDA graphs: slower decoding, faster start")
     max_restarts: NonNegativeInt = execution(
         3,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.config.engine import EngineConfig
-from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError
+from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, WeightSyncError
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, Rollout
 
@@ -102,7 +102,7 @@ class Engine:
                 max_model_len=max_model_len,
                 max_num_seqs=engine.max_num_seqs,
                 seed=seed & 0x7FFFFFFF,
-                enable_prefix_caching=False,
+                enable_prefix_caching=engine.prefix_caching,
                 disable_log_stats=True,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
@@ -115,6 +115,8 @@ class Engine:
                 raise
             raise memory_error from error
 
+        self._prefix_caching = engine.prefix_caching
+        self._max_num_seqs = engine.max_num_seqs
         self.steps = 0
         """Scheduler steps so far; each decodes one token of every running sequence."""
         self.llm.llm_engine.step = self._counted(self.llm.llm_engine.step)
@@ -144,46 +146,79 @@ class Engine:
             policy_version: Is stored in the rollouts.
             adapter: The number with which `SyncExtension.load_adapter` loaded the adapter.
         """
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.lora.request import LoRARequest
-
         outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=list(prompt.input_ids)) for prompt in prompts],
-            [
-                SamplingParams(
-                    n=n,
-                    temperature=temperature,
-                    seed=seed & 0x7FFFFFFF,
-                    max_tokens=max_new_tokens,
-                    logprobs=0,
-                    stop_token_ids=self._stop_ids,
-                    detokenize=False,
-                )
-                for seed in seeds
-            ],
+            [_tokens(prompt) for prompt in prompts],
+            [self._parameters(n, max_new_tokens, temperature, seed) for seed in seeds],
             use_tqdm=False,
-            # The path does not exist, so an adapter that no sync has loaded is an error.
-            lora_request=None if adapter is None else LoRARequest(f"policy-{adapter}", adapter, "not-synced"),
+            lora_request=_adapter(adapter),
         )
-        rollouts = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            for sample in sorted(output.outputs, key=lambda sample: sample.index):
-                ids = tuple(sample.token_ids)
-                logprobs = tuple(
-                    step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)
+        return [
+            rollout
+            for prompt, output in zip(prompts, outputs, strict=True)
+            for rollout in _rollouts(prompt, output, policy_version)
+        ]
+
+    def generate_from(
+        self,
+        take: Callable[[int], Sequence[tuple[PromptExample, int]]],
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        policy_version: int,
+        adapter: int | None = None,
+    ) -> list[list[Rollout]]:
+        """Sample `n` responses to each prompt that `take` returns, in the order in which they were taken.
+
+        New prompts are taken while others are sampled.
+
+        Args:
+            take: `take(most)` returns at most so many prompts with their seeds; none if there are no more.
+            n: As for `generate`.
+            max_new_tokens: As for `generate`.
+            temperature: As for `generate`.
+            policy_version: As for `generate`.
+            adapter: As for `generate`.
+        """
+        prompts: list[PromptExample] = []
+        index: dict[str, int] = {}
+        sampled: dict[int, list[Rollout]] = {}
+        more = True
+        while more or len(sampled) < len(prompts):
+            running = len(prompts) - len(sampled)
+            room = self._max_num_seqs // n - running
+            if more and (room > 0 or running == 0):
+                taken = take(max(1, room))
+                more = len(taken) > 0
+                numbers = self.llm.enqueue(
+                    [_tokens(prompt) for prompt, _ in taken],
+                    [self._parameters(n, max_new_tokens, temperature, seed) for _, seed in taken],
+                    use_tqdm=False,
+                    lora_request=_adapter(adapter),
                 )
-                rollouts.append(
-                    Rollout(
-                        prompt_id=prompt.prompt_id,
-                        sample_index=sample.index,
-                        prompt_ids=tuple(prompt.input_ids),
-                        response_ids=ids,
-                        rollout_logprobs=logprobs,
-                        finished=sample.finish_reason == "stop",
-                        policy_version=policy_version,
-                    )
-                )
-        return rollouts
+                for number, (prompt, _) in zip(numbers, taken, strict=True):
+                    # vLLM adds a random part to the number of the request: 7-1c9e04f2.
+                    index[number.partition("-")[0]] = len(prompts)
+                    prompts.append(prompt)
+            # With several processes, a step without requests would wait for ever.
+            for output in self.llm.llm_engine.step() if len(sampled) < len(prompts) else ():
+                i = index[output.request_id]
+                sampled[i] = _rollouts(prompts[i], output, policy_version)
+        return [sampled[i] for i in range(len(prompts))]
+
+    def _parameters(self, n: int, max_new_tokens: int, temperature: float, seed: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            n=n,
+            temperature=temperature,
+            seed=seed & 0x7FFFFFFF,
+            max_tokens=max_new_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            stop_token_ids=self._stop_ids,
+            detokenize=False,
+        )
 
     def choose(self, prompts: Sequence[Sequence[int]], choices: Sequence[int]) -> list[int]:
         """Return the most probable of the tokens `choices` after each prompt (n,)."""
@@ -208,6 +243,11 @@ class Engine:
             return step()
 
         return run
+
+    def forget_prefixes(self) -> None:
+        """Forget the KV cache of prompts, after the weights have changed. No request may be alive."""
+        if self._prefix_caching and not self.llm.reset_prefix_cache():
+            raise WeightSyncError("vLLM kept its prefix cache, which was computed with old weights")
 
     def load_adapter(self, number: int, folder: Path) -> None:
         """Load the adapter in `folder` (PEFT's layout) under this number."""
@@ -239,6 +279,35 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+def _tokens(prompt: PromptExample) -> Any:
+    from vllm import TokensPrompt
+
+    return TokensPrompt(prompt_token_ids=list(prompt.input_ids))
+
+
+def _adapter(number: int | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    # The path does not exist, so an adapter that no sync has loaded is an error.
+    return None if number is None else LoRARequest(f"policy-{number}", number, "not-synced")
+
+
+def _rollouts(prompt: PromptExample, output: Any, policy_version: int) -> list[Rollout]:
+    """Return the samples of a finished request in order."""
+    return [
+        Rollout(
+            prompt_id=prompt.prompt_id,
+            sample_index=sample.index,
+            prompt_ids=tuple(prompt.input_ids),
+            response_ids=tuple(sample.token_ids),
+            rollout_logprobs=tuple(sample.logprobs.logprobs),
+            finished=sample.finish_reason == "stop",
+            policy_version=policy_version,
+        )
+        for sample in sorted(output.outputs, key=lambda sample: sample.index)
+    ]
 
 
 def _device_options(engine: EngineConfig, device: str, max_model_len: int) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import WorkerStuck
-from rlhf_core.ppo.columns import columns_of, header_of
+from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
+from rlhf_core.ppo.columns import RolloutColumns, columns_of, header_of
+from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample
+from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.weight_sync.wire import Acknowledgement
 
 P = ParamSpec("P")
@@ -108,13 +109,63 @@ class EngineActor(Actor):
             adapter=None if self._adapter_config is None else self._version + 1,
         )
         self.counters["decode_steps"] = self._engine.steps
-        parts: list[Any] = [header_of(rollouts)]
-        start = 0
-        for chunk in chunks:
-            end = start + len(chunk) * n
-            parts.append(columns_of(rollouts[start:end], n))
-            start = end
-        return parts
+        return [header_of(rollouts), *_columns(rollouts, [len(chunk) for chunk in chunks], n)]
+
+    @rpc()
+    def sample_from(
+        self,
+        queue: RemoteActor[PromptQueue],
+        batch: int,
+        parts: int,
+        prompts: Sequence[PromptExample],
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        seeds: Sequence[int],
+    ) -> list[Any]:
+        """Sample `n` responses to each prompt that this engine takes from a queue.
+
+        Args:
+            queue: Gives indices of `prompts`.
+            batch: Number of the batch in the queue.
+            parts: Number of chunks.
+            prompts: All prompts of the batch.
+            n: Responses to each prompt.
+            max_new_tokens: Length limit.
+            temperature: Of the softmax.
+            seeds: One for each prompt.
+
+        Returns:
+            The indices of the prompts of each chunk with a `RolloutHeader` of all responses, and
+            `RolloutColumns` for each chunk.
+        """
+        failpoint("engine.generate")
+        taken: list[int] = []
+
+        def take(most: int) -> list[tuple[PromptExample, int]]:
+            call = queue.call(PromptQueue.take, batch, most)
+            try:
+                (indices,) = fetch([call], self._config.run.timeouts.sync)
+            except (TimeoutError, WorkerDied) as error:
+                raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
+            taken.extend(indices)
+            return [(prompts[i], seeds[i]) for i in indices]
+
+        groups = self._engine.generate_from(
+            take,
+            n=n,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            policy_version=self._version,
+            adapter=None if self._adapter_config is None else self._version + 1,
+        )
+        self.counters["decode_steps"] = self._engine.steps
+        rollouts = [rollout for group in groups for rollout in group]
+        size = -(-len(taken) // parts)
+        chunks = [taken[part * size : (part + 1) * size] for part in range(parts)]
+        columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
+        return [(chunks, header_of(rollouts)), *columns]
 
     # -- sleep --
 
@@ -165,6 +216,7 @@ class EngineActor(Actor):
     def finish_weight_update(self, weight_version: str | None) -> None:
         """Use the received weights."""
         llm = self._engine.llm
+        self._engine.forget_prefixes()
         if self._adapter_config is None:
             llm.finish_weight_update(weight_version)
             return
@@ -184,6 +236,17 @@ class EngineActor(Actor):
             merged.update({name: "workers differ" for name in merged if other.get(name) != merged[name]})
         self._version = version
         return Acknowledgement(self._index, version, merged)
+
+
+def _columns(rollouts: Sequence[Rollout], prompts: Sequence[int], n: int) -> list[RolloutColumns]:
+    """Cut the rollouts into chunks of these numbers of prompts."""
+    columns = []
+    start = 0
+    for count in prompts:
+        end = start + count * n
+        columns.append(columns_of(rollouts[start:end], n))
+        start = end
+    return columns
 
 
 class RayEngineClient:

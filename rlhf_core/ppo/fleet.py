@@ -44,6 +44,7 @@ from rlhf_core.ppo.device_turns import DeviceTurns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.placement import reserve_bundles
+from rlhf_core.ppo.prompt_queue import PromptQueue, start_queue
 from rlhf_core.ppo.routes import ObjectArguments, chunks_of, places_of, route
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.system.environment import THREAD_VARIABLES
@@ -378,6 +379,10 @@ class Fleet:
         import ray
 
         return Pending(ray.put(columns))
+
+    def start_queue(self) -> RemoteActor[PromptQueue]:
+        """Start the queue from which engines take prompts."""
+        return start_queue(self._participant("prompt queue"))
 
     def usage(self) -> list[Usage]:
         """Return the resources used by each worker and engine."""

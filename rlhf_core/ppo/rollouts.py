@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, overload
+from typing import Any, TypedDict, TypeVar, overload
 
 import numpy as np
 
-from rlhf_core.cluster.rpc import Pending
+from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch
@@ -31,6 +31,7 @@ from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.experience import shaped_scores, uniform_groups
 from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.seeds import derive_seed, permutation
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
@@ -101,6 +102,14 @@ def cut(share: Sequence[int], samples: int, rows: int) -> list[Chunk]:
 # -- sampling --
 
 
+class SamplingOptions(TypedDict):
+    """Arguments of every request."""
+
+    n: int
+    max_new_tokens: int
+    temperature: float
+
+
 @dataclass
 class Sampling:
     """Responses that the engines are sampling."""
@@ -112,10 +121,19 @@ class Sampling:
     """Policy version of the engines."""
     ahead: bool
     """Whether the policy is trained in the meantime, so that its weights cannot be sent again."""
-    remaining: dict[int, list[Chunk]]
-    """Chunks of each engine that are not sampled yet."""
-    calls: dict[int, Pending[RolloutHeader]] = field(default_factory=dict)
+    remaining: dict[int, list[Chunk]] = field(default_factory=dict)
+    """Chunks of each engine that are not sampled yet, with `ppo.engine.dispatch=fixed`."""
+    order: list[int] = field(default_factory=list)
+    """The prompts that the engines take, with `ppo.engine.dispatch=queue`."""
+    calls: dict[int, Pending[Any]] = field(default_factory=dict)
     tokens: dict[int, list[Pending[RolloutColumns]]] = field(default_factory=dict)
+
+    def chunks_of(self, engine: int, answer: Any) -> tuple[list[Chunk], RolloutHeader]:
+        """Return the chunks that an engine has sampled, and the header of all their responses."""
+        if not self.order:
+            return self.remaining.pop(engine), answer
+        taken, header = answer
+        return [tuple(self.order[i] for i in part) for part in taken], header
 
 
 class Collector:
@@ -145,6 +163,9 @@ class Collector:
         self._decode = decode
         self._composer = composer
         self._seed = seed
+        self._queue: RemoteActor[PromptQueue] | None = None
+        self._batches = 0
+        """Batches that the queue has had."""
 
     def collect(self, step: int, version: int) -> RolloutBatch:
         """Return the rollout batch of a step, sampled by policy `version`."""
@@ -216,33 +237,72 @@ class Collector:
         # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
         path = (step,) if round_ == 0 else (step, "round", round_)
         seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
-        n = self._ppo.samples_per_prompt
-        ranks, serving = self._fleet.most_ranks, self._fleet.engines.serving
-        rows = _CHUNK_ROWS if ranks == 1 else len(prompts) * n // (_CHUNKS_PER_RANK * ranks)
+        sampling = Sampling(step, prompts, seeds, version, ahead)
+        if self._ppo.engine.dispatch == "queue":
+            self._send_queue(sampling, range(len(prompts)))
+            return sampling
+        serving = self._fleet.engines.serving
         shares = assign([len(p.input_ids) for p in prompts], len(serving))
-        remaining = {
-            engine: cut(share, n, min(rows, _CHUNK_ROWS))
-            for engine, share in zip(serving, shares, strict=True)
-            if share
-        }
-        sampling = Sampling(step, prompts, seeds, version, ahead, remaining)
+        for engine, share in zip(serving, shares, strict=True):
+            if share:
+                sampling.remaining[engine] = cut(
+                    share, self._ppo.samples_per_prompt, self._chunk_rows(len(prompts))
+                )
         self._send(sampling)
         return sampling
 
+    def _chunk_rows(self, prompts: int) -> int:
+        """Return the number of responses in a chunk of a batch of so many prompts."""
+        ranks = self._fleet.most_ranks
+        if ranks == 1:
+            return _CHUNK_ROWS
+        return min(_CHUNK_ROWS, prompts * self._ppo.samples_per_prompt // (_CHUNKS_PER_RANK * ranks))
+
     def _send(self, sampling: Sampling) -> None:
         """Send the remaining chunks to their engines."""
-        ppo, prompts = self._ppo, sampling.prompts
+        prompts = sampling.prompts
         sampling.calls.clear()
         for engine, chunks in sampling.remaining.items():
             sampling.calls[engine], *sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
                 1 + len(chunks),
                 EngineActor.sample,
                 [[prompts[i] for i in chunk] for chunk in chunks],
-                n=ppo.samples_per_prompt,
-                max_new_tokens=ppo.max_new_tokens,
-                temperature=ppo.temperature,
                 seeds=[sampling.seeds[i] for chunk in chunks for i in chunk],
+                **self._options,
             )
+
+    def _send_queue(self, sampling: Sampling, prompts: Collection[int]) -> None:
+        """Let all engines take these prompts, the longest first."""
+        if self._queue is None:
+            self._queue = self._fleet.start_queue()
+        serving = self._fleet.engines.serving
+        sampling.order = sorted(prompts, key=lambda i: (-len(sampling.prompts[i].input_ids), i))
+        self._batches += 1
+        opened = self._queue.call(PromptQueue.open, self._batches, len(prompts), len(serving))
+        self._fleet.wait([opened], "the queue of prompts")
+        size = max(1, self._chunk_rows(len(prompts)) // self._ppo.samples_per_prompt)
+        parts = -(-len(prompts) // (size * len(serving)))
+        sampling.calls.clear()
+        for engine in serving:
+            sampling.calls[engine], *sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
+                1 + parts,
+                EngineActor.sample_from,
+                self._queue,
+                self._batches,
+                parts,
+                [sampling.prompts[i] for i in sampling.order],
+                seeds=[sampling.seeds[i] for i in sampling.order],
+                **self._options,
+            )
+
+    @property
+    def _options(self) -> SamplingOptions:
+        ppo = self._ppo
+        return {
+            "n": ppo.samples_per_prompt,
+            "max_new_tokens": ppo.max_new_tokens,
+            "temperature": ppo.temperature,
+        }
 
     def _finish(self, sampling: Sampling) -> RolloutBatch:
         """Wait for the responses. Raises WeightSyncError if an engine sampled from another policy version."""
@@ -270,21 +330,22 @@ class Collector:
         """Return the tokens and the header of each chunk.
 
         The share of an engine that is lost is sampled again as one batch, if possible by the engine that
-        replaces it, so that the result is the same.
+        replaces it, so that the result is the same. From a queue, all engines take what it had taken.
         """
         engines, n = self._fleet.engines, self._ppo.samples_per_prompt
         what = f"the rollouts of step {sampling.step}"
         sampled: dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]] = {}
         while True:
-            for engine, header in engines.collect(sampling.calls, what).items():
+            for engine, answer in engines.collect(sampling.calls, what).items():
+                chunks, header = sampling.chunks_of(engine, answer)
                 start = 0
-                for chunk, pending in zip(
-                    sampling.remaining.pop(engine), sampling.tokens[engine], strict=True
-                ):
+                for chunk, pending in zip(chunks, sampling.tokens[engine], strict=True):
                     end = start + len(chunk) * n
-                    sampled[chunk] = (pending, header.rows(start, end))
+                    if chunk:
+                        sampled[chunk] = (pending, header.rows(start, end))
                     start = end
-            if not sampling.remaining:
+            done = {i for chunk in sampled for i in chunk}
+            if len(done) == len(sampling.prompts):
                 return sampled
             if not sampling.ahead:
                 self._fleet.sync(sampling.version)
@@ -294,8 +355,11 @@ class Collector:
                     f"no engine is left with the weights of policy version {sampling.version}, from which"
                     f" step {sampling.step} is sampled (ppo.staleness=1)"
                 )
-            sampling.remaining = reassign(sampling.remaining, engines.serving)
-            self._send(sampling)
+            if self._ppo.engine.dispatch == "queue":
+                self._send_queue(sampling, set(range(len(sampling.prompts))) - done)
+            else:
+                sampling.remaining = reassign(sampling.remaining, engines.serving)
+                self._send(sampling)
 
     def _replacements(self, step: int, round_: int, count: int, used: Sequence[int]) -> list[int]:
         """Return the indices of up to `count` prompts that are not in `used`, the prompts of this step so

@@ -2,7 +2,9 @@
 
 - a batch of more prompt tokens than one scheduler step takes, and of more tokens than the KV cache holds, so
   that vLLM preempts requests and computes them again, is answered: with the same bits the second time
-- a request alone gets the tokens that it gets in the batch, preempted or not
+- a request alone gets the tokens that it gets in the batch, preempted or not, and so does one that is taken
+  while others are sampled
+- with prefix caching the samples of a prompt share its keys and values, until the weights change
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +23,10 @@ from rlhf_core.types import PromptExample, Rollout
 from tests.support.tiny_llama import save_tiny_llama
 
 
-@pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+@pytest.fixture(params=[EngineConfig(kv_cache_gib=1.0)])
+def engine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
     """A token takes 2 x 3 layers x 32 heads x 256 x 4 bytes: a KV cache of 1 GiB has 42 blocks of 128
     tokens.
     """
@@ -41,7 +46,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         eos_token_id=None,
         dtype="float32",
     )
-    engine = Engine(model, EngineConfig(kv_cache_gib=1.0), device="cpu", max_model_len=160, seed=0)
+    engine = Engine(model, request.param, device="cpu", max_model_len=160, seed=0)
     yield engine
     engine.shutdown()
 
@@ -75,3 +80,50 @@ def test_a_large_batch_is_bit_identical_when_repeated(
         assert (
             answers(engine, prompts[place : place + 1], [place])[0].response_ids == first[place].response_ids
         )
+    left = list(zip(prompts, seeds, strict=True))[:8]
+
+    def take(most: int) -> list[tuple[PromptExample, int]]:
+        return [left.pop() for _ in range(min(most, 3, len(left)))]
+
+    groups = engine.generate_from(take, n=1, max_new_tokens=14, temperature=1.0, policy_version=0)
+    assert [rollout.response_ids for (rollout,) in groups] == [
+        rollout.response_ids for rollout in reversed(first[:8])
+    ]
+
+
+@pytest.mark.parametrize("engine", [EngineConfig(prefix_caching=True)], indirect=True)
+def test_samples_share_the_keys_of_their_prompt_until_the_weights_change(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    look_up, found = cache.get_computed_blocks, []
+
+    def counted(*args: object) -> object:
+        answer = look_up(*args)
+        found.append(answer[1])
+        return answer
+
+    monkeypatch.setattr(cache, "get_computed_blocks", counted)
+    prompt = PromptExample("p", "", tuple(random.Random(0).randrange(3, 101) for _ in range(140)))
+
+    def sample() -> list[Rollout]:
+        found.clear()
+        return engine.generate([prompt], n=3, max_new_tokens=14, temperature=1.0, seeds=[0], policy_version=0)
+
+    first = sample()
+    assert found == [0, 128, 128], "blocks of 128 tokens"
+    assert [row.response_ids for row in sample()] == [row.response_ids for row in first]
+    assert found == [128, 128, 128]
+
+    def change(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.data.mul_(2)
+
+    engine.llm.apply_model(change)
+    stale = sample()
+    engine.forget_prefixes()
+    fresh = sample()
+    assert found == [0, 128, 128]
+    assert fresh != stale
+    assert [row.response_ids for row in sample()] == [row.response_ids for row in fresh]

@@ -6,6 +6,9 @@
 - on a GPU, vLLM does not look for a sampler that our requests cannot use, and float32 is not rounded to TF32;
   what the user has set stays
 - a small model on the CPU starts without torch's compiler
+- prompts are taken while others are sampled, as many as there is room for, and one if there is room for none;
+  the samples are in the order in which the prompts were taken
+- with prefix caching, a cache that vLLM does not reset is an error; without it, nothing is reset
 - memory that is not there is told by who has it: others on the device, or a share too small; any other error
   stays
 """
@@ -23,7 +26,8 @@ import pytest
 
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.engines.vllm import Engine
-from rlhf_core.errors import InfrastructureError, OutOfMemory
+from rlhf_core.errors import InfrastructureError, OutOfMemory, WeightSyncError
+from rlhf_core.types import PromptExample
 
 
 @pytest.fixture
@@ -163,3 +167,94 @@ def test_memory_that_is_not_there_is_told(
         Engine(tmp_path, EngineConfig(), device="cpu", max_model_len=64, seed=0)
     assert type(raised.value) is error
     assert words in str(raised.value)
+
+
+class ScriptedLLM:
+    """vLLM that finishes one request in each step, the last one first."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.added = 0
+        self.steps_without_requests = 0
+        self.is_reset = True
+
+    @property
+    def llm_engine(self) -> ScriptedLLM:
+        return self
+
+    def enqueue(self, prompts: list[Any], parameters: list[Any], **_: Any) -> list[str]:
+        numbers = [str(self.added + i) for i in range(len(prompts))]
+        self.added += len(prompts)
+        self.waiting += numbers
+        return [f"{number}-1c9e{number}" for number in numbers]
+
+    def step(self) -> list[Any]:
+        if not self.waiting:
+            self.steps_without_requests += 1
+            return []
+        number = self.waiting.pop()
+        logprobs = SimpleNamespace(logprobs=[-float(number), -0.5])
+        samples = [
+            SimpleNamespace(index=k, token_ids=[int(number), k], logprobs=logprobs, finish_reason="stop")
+            for k in (1, 0)
+        ]
+        return [SimpleNamespace(request_id=number, outputs=samples)]
+
+    def reset_prefix_cache(self) -> bool:
+        return self.is_reset
+
+
+@pytest.mark.parametrize(("max_num_seqs", "asked_for"), [(6, [3, 1, 1]), (1, [1, 1, 1, 1, 1])])
+def test_prompts_are_taken_while_others_are_sampled(
+    asked: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_num_seqs: int,
+    asked_for: list[int],
+) -> None:
+    vllm = sys.modules["vllm"]
+    monkeypatch.setattr(vllm, "SamplingParams", SimpleNamespace, raising=False)
+    monkeypatch.setattr(vllm, "TokensPrompt", SimpleNamespace, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=None))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    engine = Engine(tmp_path, EngineConfig(max_num_seqs=max_num_seqs), device="cpu", max_model_len=64, seed=0)
+    engine.llm = llm = ScriptedLLM()
+    prompts = [PromptExample(f"p{i}", "", (i,)) for i in range(4)]
+    left = [(prompt, 7) for prompt in prompts]
+    asks = []
+
+    def take(most: int) -> list[tuple[PromptExample, int]]:
+        asks.append(most)
+        taken = left[:most]
+        del left[:most]
+        return taken
+
+    groups = engine.generate_from(take, n=2, max_new_tokens=4, temperature=1.0, policy_version=3)
+    assert asks == asked_for
+    assert [row.prompt_id for group in groups for row in group] == [
+        p.prompt_id for p in prompts for _ in "ab"
+    ]
+    assert [(row.response_ids, row.rollout_logprobs) for row in groups[3]] == [
+        ((3, 0), (-3.0, -0.5)),
+        ((3, 1), (-3.0, -0.5)),
+    ]
+    assert {row.policy_version for group in groups for row in group} == {3}
+    assert llm.steps_without_requests == 0, "with several processes it would wait for ever"
+
+
+@pytest.mark.parametrize(
+    ("caching", "is_reset", "fails"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_prefix_cache_that_is_kept_is_an_error(
+    asked: dict[str, Any], tmp_path: Path, caching: bool, is_reset: bool, fails: bool
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    engine = Engine(tmp_path, EngineConfig(prefix_caching=caching), device="cpu", max_model_len=64, seed=0)
+    assert asked["enable_prefix_caching"] is caching
+    engine.llm = ScriptedLLM()
+    engine.llm.is_reset = is_reset
+    if fails:
+        with pytest.raises(WeightSyncError, match="old weights"):
+            engine.forget_prefixes()
+    else:
+        engine.forget_prefixes()

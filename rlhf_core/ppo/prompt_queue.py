@@ -1,0 +1,44 @@
+"""Engines take prompts while they sample others (`ppo.engine.dispatch=queue`).
+
+    driver --open--> PromptQueue <--take-- engine 0
+                                 <--take-- engine 1
+
+Every engine has all prompts of a batch, in the same order. The queue says who samples which. It gives many
+numbers at once while many are left, and single ones at the end, so that all engines end at about the same
+time (guided self-scheduling, Polychronopoulos and Kuck 1987).
+"""
+
+from __future__ import annotations
+
+from rlhf_core.cluster.rpc import Actor, ParticipantSpec, RemoteActor, rpc
+
+
+class PromptQueue(Actor):
+    """Gives each number of a batch to one engine."""
+
+    def __init__(self, participant: ParticipantSpec) -> None:
+        """Register the process."""
+        super().__init__(participant)
+        self._left: dict[int, range] = {}
+        self._engines: dict[int, int] = {}
+
+    @rpc()
+    def open(self, batch: int, prompts: int, engines: int) -> None:
+        """Begin a batch."""
+        self._left[batch] = range(prompts)
+        self._engines[batch] = engines
+
+    @rpc()
+    def take(self, batch: int, most: int) -> range:
+        """Return the next numbers of a batch, at most `most`; none if all are taken."""
+        left = self._left[batch]
+        count = min(most, -(-len(left) // (2 * self._engines[batch])))
+        self._left[batch] = left[count:]
+        return left[:count]
+
+
+def start_queue(participant: ParticipantSpec) -> RemoteActor[PromptQueue]:
+    """Start a queue with Ray. It needs no core of its own."""
+    import ray
+
+    return RemoteActor(ray.remote(PromptQueue).options(num_cpus=0).remote(participant))

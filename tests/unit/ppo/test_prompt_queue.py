@@ -1,0 +1,197 @@
+"""`ppo.engine.dispatch=queue`. Ray and vLLM are scripted.
+
+- the queue gives each number of a batch once: many while many are left, single ones at the end, and never
+  more than asked for
+- the rollouts are those of `dispatch=fixed`, in the order of the prompts, for any number of engines and
+  ranks; the longest prompts are taken first
+- what a lost engine has taken is sampled again
+- an engine samples what it takes, and says in which chunk each prompt is
+- a queue that does not answer ends the attempt, and no engine is replaced for it
+- the field is not part of the settings of stage keys
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.cluster import rpc
+from rlhf_core.cluster.rpc import ParticipantSpec, RemoteActor
+from rlhf_core.config.keys import result_settings
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.errors import InfrastructureError, WorkerDied
+from rlhf_core.ppo import engine_actor
+from rlhf_core.ppo.columns import columns_of, header_of
+from rlhf_core.ppo.engine_actor import EngineActor
+from rlhf_core.ppo.prompt_queue import PromptQueue
+from rlhf_core.types import PromptExample, Rollout
+from tests.support.scripted_actors import scripted
+from tests.unit.ppo.test_rollouts import PROMPTS, VERSION, collector, rollouts
+from tests.unit.ppo.test_rollouts import _Engines as FixedEngines
+from tests.unit.ppo.test_rollouts import _Request as Request
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> PromptQueue:
+    monkeypatch.setattr(rpc, "register", lambda *_: None)
+    return PromptQueue(ParticipantSpec("prompt queue", Path("none"), TimeoutsConfig()))
+
+
+class Engines(FixedEngines):
+    """All engines but the last take prompts once. The last one takes all others."""
+
+    def actor(self, index: int) -> RemoteActor[Any]:
+        def sample_from(
+            queue: RemoteActor[PromptQueue],
+            batch: int,
+            parts: int,
+            prompts: Sequence[PromptExample],
+            *,
+            seeds: Sequence[int],
+            **options: Any,
+        ) -> list[Any]:
+            taken: list[int] = []
+            while numbers := queue.call(PromptQueue.take, batch, 3).reference:
+                taken += numbers
+                if index != self.serving[-1]:
+                    break
+            request = Request([prompts[i] for i in taken], seeds=[seeds[i] for i in taken], **options)
+            answer = self._answer(index, request)
+            chunks = [taken[part::parts] for part in range(parts)]
+            columns = []
+            for part in range(parts):
+                rows = [row for place in range(part, len(taken), parts) for row in self._rows(answer, place)]
+                columns.append(columns_of(rows, request.n))
+            ordered = [i for chunk in chunks for i in chunk]
+            rows = [row for i in ordered for row in self._rows(answer, taken.index(i))]
+            return [(request, (chunks, header_of(rows))), *columns]
+
+        return scripted(SimpleNamespace(sample_from=sample_from))
+
+    @staticmethod
+    def _rows(answer: Sequence[Rollout], place: int) -> Sequence[Rollout]:
+        return answer[2 * place : 2 * place + 2]
+
+
+def queued(engines: Engines, queue: PromptQueue, **changed: Any) -> Any:
+    made = collector(engines, engine={"dispatch": "queue"}, **changed)
+    made._fleet.start_queue = lambda: scripted(queue)
+    return made
+
+
+def test_each_number_is_given_once_in_smaller_and_smaller_helpings(queue: PromptQueue) -> None:
+    queue.open(3, 20, 2)
+    helpings = []
+    while taken := queue.take(3, 100):
+        helpings.append(list(taken))
+    assert [len(helping) for helping in helpings] == [5, 4, 3, 2, 2, 1, 1, 1, 1]
+    assert [number for helping in helpings for number in helping] == list(range(20))
+
+
+def test_an_engine_gets_no_more_than_it_asks_for_and_batches_are_apart(queue: PromptQueue) -> None:
+    queue.open(3, 20, 2)
+    queue.open(4, 1, 2)
+    assert list(queue.take(3, 2)) == [0, 1]
+    assert list(queue.take(4, 2)) == [0]
+    assert list(queue.take(4, 2)) == []
+    assert list(queue.take(3, 2)) == [2, 3]
+
+
+@pytest.mark.parametrize("serving", [(0,), (0, 1, 2), range(12)])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_rollouts_are_those_of_a_fixed_distribution(
+    queue: PromptQueue, serving: Sequence[int], ranks: int
+) -> None:
+    sizes = {"prompts_per_step": 8, "policy_deepspeed": {"ranks": ranks}}
+    engines = Engines(serving)
+    made = queued(engines, queue, **sizes)
+    for step in (2, 3):
+        fixed = collector(FixedEngines(), **sizes).collect(step, VERSION)
+        assert rollouts(made.collect(step, VERSION)) == rollouts(fixed)
+    lengths = [len(p.input_ids) for p in engines.calls[-1][serving[0]].prompts]
+    assert lengths[0] == max(len(p.input_ids) for p in fixed.prompts)
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_what_a_lost_engine_has_taken_is_sampled_again(
+    queue: PromptQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = Engines((0, 1, 2))
+    engines.lost = {1}
+    made = queued(engines, queue, prompts_per_step=8)
+    monkeypatch.setattr(made._fleet, "sync", lambda version: engines.serving.remove(1))
+    undisturbed = collector(FixedEngines(), prompts_per_step=8).collect(2, VERSION)
+    assert rollouts(made.collect(2, VERSION)) == rollouts(undisturbed)
+    first, again = engines.calls
+    taken = Counter(p.prompt_id for request in again.values() for p in request.prompts)
+    assert taken == Counter(p.prompt_id for p in first[1].prompts)
+
+
+# -- in an engine --
+
+
+def actor(generate_from: Callable[..., Any]) -> EngineActor:
+    made = object.__new__(EngineActor)
+    made.participant = ParticipantSpec("engine 0", Path("none"), TimeoutsConfig())
+    made.counters = Counter()
+    made._config = config_from_tree({}, "test")
+    made._version, made._adapter_config = VERSION, None
+    engine: Any = SimpleNamespace(generate_from=generate_from, steps=7)
+    made._engine = engine
+    return made
+
+
+def test_an_engine_says_in_which_chunk_each_prompt_is(
+    queue: PromptQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate_from(take: Any, *, n: int, policy_version: int, **_: Any) -> list[list[Rollout]]:
+        made = []
+        while taken := take(100):
+            for prompt, seed in taken:
+                row = Rollout(prompt.prompt_id, 0, prompt.input_ids, (seed,), (-1.0,), True, policy_version)
+                made.append([row] * n)
+        return made
+
+    monkeypatch.setattr(engine_actor, "fetch", lambda calls, _seconds: [call.reference for call in calls])
+    queue.open(1, 5, 2)
+    options: Any = {"n": 2, "max_new_tokens": 4, "temperature": 1.0}
+    message, *columns = actor(generate_from).sample_from(
+        scripted(queue), 1, 3, PROMPTS[:5], seeds=[10, 11, 12, 13, 14], **options
+    )
+    chunks, header = message
+    assert chunks == [[0, 1], [2, 3], [4]]
+    assert [chunk.response_ids.tolist() for chunk in columns] == [
+        [10, 10, 11, 11],
+        [12, 12, 13, 13],
+        [14, 14],
+    ]
+    assert header.lengths.tolist() == [1] * 10 and set(header.versions.tolist()) == {VERSION}
+
+
+@pytest.mark.parametrize("error", [WorkerDied("a process died"), TimeoutError("0 of 1 results")])
+def test_a_queue_that_does_not_answer_ends_the_attempt(
+    queue: PromptQueue, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(engine_actor, "fetch", fail)
+    queue.open(1, 1, 1)
+    options: Any = {"n": 1, "max_new_tokens": 4, "temperature": 1.0}
+    with pytest.raises(InfrastructureError, match="the queue of prompts does not answer") as raised:
+        actor(lambda take, **_: take(1)).sample_from(scripted(queue), 1, 1, PROMPTS[:1], seeds=[0], **options)
+    assert not isinstance(raised.value, WorkerDied), "the pool would replace the engine"
+
+
+def test_the_field_is_not_part_of_keys() -> None:
+    plain, changed = (
+        config_from_tree({"ppo": {"engine": engine}}, "test")
+        for engine in ({}, {"dispatch": "queue", "prefix_caching": True})
+    )
+    assert result_settings(plain.ppo) == result_settings(changed.ppo)
