@@ -14,24 +14,26 @@ from rlhf_core.tracking import champions
 
 ModelName = Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]
 Version = Annotated[str, Field(pattern=r"^[1-9]\d*$")]
+Target = Annotated[str, Field(pattern=r"^([1-9]\d*|none)$")]
 Reason = Annotated[str, Field(min_length=3, max_length=1000)]
 
 
 @flow(name="rlhf-rollback", flow_run_name="{model}-rollback", persist_result=False)
-def rollback(model: ModelName, reason: Reason, to: Version | None = None, home: str = ".rlhf") -> str:
+def rollback(model: ModelName, reason: Reason, to: Target | None = None, home: str = ".rlhf") -> str:
     """Take the champion back: revoke it, and make an earlier version champion.
 
     Args:
         model: Name of the registered model.
         reason: Why. It is kept in the history of champions.
-        to: Version that becomes champion; default: the last champion that is not revoked.
+        to: Version that becomes champion, or `none`; default: the last champion that is not revoked.
         home: Folder with the database of MLflow, as the worker sees it; MLFLOW_TRACKING_URI overrides it.
     """
     mlflow = open_registry(home)
     move = champions.rollback(mlflow, model, reason, to)
     publish_history(model, champions.history(mlflow, model))
-    notify(f"{model} rolled back to version {move.version}", move.reason)
-    return move.version
+    target = f"version {move.version}" if move.version else "no champion"
+    notify(f"{model} rolled back to {target}", move.reason)
+    return move.version or champions.NONE
 
 
 @flow(name="rlhf-promote", flow_run_name="{model}-{version}", persist_result=False)
@@ -47,8 +49,8 @@ def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rl
     mlflow = open_registry(home)
     move = champions.promote(mlflow, model, version, reason)
     publish_history(model, champions.history(mlflow, model))
-    notify(f"{model} version {move.version} promoted", move.reason)
-    return move.version
+    notify(f"{model} version {version} promoted", move.reason)
+    return version
 
 
 def publish_history(model: str, moves: list[champions.Move]) -> None:
@@ -57,7 +59,7 @@ def publish_history(model: str, moves: list[champions.Move]) -> None:
     for move in reversed(moves):
         rows.append(
             {
-                "version": move.version,
+                "version": move.version or champions.NONE,
                 "action": move.action.replace("_", " "),
                 "previous": move.previous or "",
                 "reason": move.reason,

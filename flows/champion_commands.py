@@ -32,7 +32,9 @@ def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
     example = 'rlhf rollback demo-policy --reason "it refuses harmless questions"'
     sub = add_command(commands, "rollback", text, _rollback, example)
     sub.add_argument("name", metavar="NAME", help="registered model")
-    sub.add_argument("--to", metavar="VERSION", help="default: the last champion that is not revoked")
+    sub.add_argument(
+        "--to", metavar="VERSION", help="or `none` (default: the last champion that is not revoked)"
+    )
     _add_reason(sub)
     _add_home(sub)
 
@@ -103,10 +105,12 @@ def _champions(arguments: argparse.Namespace) -> int:
     mlflow = open_registry(arguments.home)
     for name in [arguments.name] if arguments.name else registered_models(mlflow):
         champion, moves = champions(mlflow, name)
-        print(printable(f"{name}: champion is version {champion.version if champion else 'none'}"))
+        text = f"champion is version {champion.version}" if champion else "no champion"
+        print(printable(f"{name}: {text}"))
         for move in moves:
             print(printable(f"  {describe(move)}"))
-        if champion and (not moves or moves[-1].version != champion.version):
+        done = [move for move in moves if move.state == "done"]
+        if champion and (not done or done[-1].version != champion.version):
             print(f"  version {champion.version} became champion outside of this history")
     return 0
 
@@ -166,5 +170,6 @@ def describe(move: Move) -> str:
     when = datetime.fromtimestamp(move.time, UTC).strftime("%Y-%m-%d %H:%M")
     state = "" if move.state == "done" else f" [{move.state}]"
     if move.action == "rolled_back":
-        return f"{when}  rolled back from version {move.previous} to {move.version}{state}: {move.reason}"
+        target = move.version or "no champion"
+        return f"{when}  rolled back from version {move.previous} to {target}{state}: {move.reason}"
     return f"{when}  version {move.version} {move.action}{state}: {move.reason}"

@@ -26,6 +26,8 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, short_reason
 
 CHAMPION = "champion"
+NONE = "none"
+"""Target of a rollback after which there is no champion."""
 REVOKED = "rlhf.revoked"
 """Tag of a version that was rolled back, with the reason. It never becomes champion again."""
 
@@ -45,8 +47,8 @@ class Move:
     """Seconds since 1970."""
     action: Action
     """`crowned` by the gate, `promoted` by a person, or `rolled_back`."""
-    version: str
-    """The new champion."""
+    version: str | None
+    """The new champion; None if there is none after it."""
     previous: str | None
     """The champion before; None for the first one."""
     reason: str
@@ -86,7 +88,9 @@ def history(mlflow: Mlflow, model: str) -> list[Move]:
 
 
 def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
-    """Make `move.version` champion, in the order of the module's docstring, and return the finished move."""
+    """Make `move.version` champion, or nobody if it is None, in the order of the module's docstring, and
+    return the finished move.
+    """
     earlier = history(mlflow, model)
     if earlier and move.time <= earlier[-1].time:
         # The clock of the host that made the last move is ahead. The history is ordered by time.
@@ -112,14 +116,18 @@ def settle(mlflow: Mlflow, model: str) -> None:
 
 def _finish(mlflow: Mlflow, model: str, move: Move) -> None:
     tags = {each.version: each.tags for each in mlflow.versions(model)}
-    if move.version not in tags or REVOKED in tags[move.version]:  # deleted or rolled back in the meantime
+    if move.version is not None and REVOKED in tags.get(move.version, {REVOKED: ""}):
+        # It was deleted or rolled back in the meantime.
         _record(mlflow, model, replace(move, state="overtaken"))
         return
     if move.action == "rolled_back" and move.previous in tags:
         assert move.previous is not None
         mlflow.tag_version(model, move.previous, {REVOKED: move.reason})
         failpoint("champion.revoked")
-    mlflow.set_alias(model, CHAMPION, move.version)
+    if move.version is None:
+        mlflow.delete_alias(model, CHAMPION)
+    else:
+        mlflow.set_alias(model, CHAMPION, move.version)
     failpoint("champion.moved")
     _record(mlflow, model, replace(move, state="done"))
     failpoint("champion.done")
@@ -170,8 +178,8 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         mlflow: The registry.
         model: Name of the registered model.
         reason: Why the champion is taken back.
-        to: Number or alias of the version that becomes champion; None for the last one that was champion and
-            is not revoked.
+        to: Number or alias of the version that becomes champion; `NONE` for no champion; None for the last
+            one that was champion and is not revoked.
 
     Raises:
         InputError: There is no champion, no reason, or no such version to return to.
@@ -179,17 +187,19 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
     with registry_errors(mlflow, f"roll back {model!r}"):
         _begin(mlflow, model, reason)
         champion = mlflow.by_alias(model, CHAMPION)
-        if champion is None:
-            raise InputError(f"{model} has no champion that could be rolled back; use `rlhf promote`")
-        if to is not None:
+        if to not in (None, NONE):
             to = find_version(mlflow, model, to).version
         last = _last(mlflow, model)
-        if last is not None and _is_same_rollback(last, champion.version, reason, to):
+        if last is not None and _is_same_rollback(last, champion.version if champion else None, reason, to):
             return last
+        if champion is None:
+            raise InputError(f"{model} has no champion that could be rolled back; use `rlhf promote`")
         if to == champion.version:
             raise InputError(f"--to: version {to} of {model} is the champion; choose an earlier one")
-        version = to or _earlier_champion(mlflow, model, champion.version)
-        _require_usable(mlflow, model, version)
+        version = None
+        if to != NONE:
+            version = to or _earlier_champion(mlflow, model, champion.version)
+            _require_usable(mlflow, model, version)
         move = Move(time.time(), "rolled_back", version, champion.version, reason)
         return move_champion(mlflow, model, move)
 
@@ -209,10 +219,10 @@ def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVer
         )
 
 
-def _is_same_rollback(last: Move, champion: str, reason: str, to: str | None) -> bool:
+def _is_same_rollback(last: Move, champion: str | None, reason: str, to: str | None) -> bool:
     """Return whether the last move is the rollback that is asked for."""
     same = last.action == "rolled_back" and last.version == champion
-    return same and last.reason == reason and to in (None, last.version)
+    return same and last.reason == reason and to in (None, last.version or NONE)
 
 
 def _begin(mlflow: Mlflow, model: str, reason: str) -> None:
@@ -258,5 +268,6 @@ def _earlier_champion(mlflow: Mlflow, model: str, champion: str) -> str:
             if move.state == "done" and version is not None and version in usable:
                 return version
     raise InputError(
-        f"the history of {model} has no earlier champion that is not revoked; name a version with --to"
+        f"the history of {model} has no earlier champion that is not revoked; name a version with --to, or"
+        f" use --to {NONE}"
     )

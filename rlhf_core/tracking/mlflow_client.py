@@ -421,6 +421,10 @@ class Mlflow:
         """Move the alias to `version`."""
         self._client.set_registered_model_alias(name, alias, version)
 
+    def delete_alias(self, name: str, alias: str) -> None:
+        """Take the alias from its version, if it has one."""
+        self._client.delete_registered_model_alias(name, alias)
+
 
 def _version(entry: Any) -> ModelVersion:
     return ModelVersion(str(entry.version), dict(entry.tags), str(entry.source))

@@ -161,9 +161,10 @@ def _revoked(versions: Iterable[ModelVersion], candidate: Candidate) -> Decision
 
 def _champion_is_missing(mlflow: Mlflow, model: str, champion: ModelVersion | None) -> Decision | None:
     """Return the refusal if the history has champions, but no version has the alias: MLflow deletes it with
-    its version.
+    its version. After a rollback to no champion there is none to be missed.
     """
-    if champion is None and any(move.state == "done" for move in history(mlflow, model)):
+    done = [move for move in history(mlflow, model) if move.state == "done"]
+    if champion is None and done and done[-1].version is not None:
         text = (
             f"no version has the alias `{CHAMPION}`, although there were champions; a person can name one"
             " with `rlhf promote`"

@@ -53,6 +53,23 @@ def test_history_rollback_and_promotion(model: str, capsys: pytest.CaptureFixtur
     assert f"{model}: champion is version 1" in capsys.readouterr().out
 
 
+def test_a_model_without_champion_and_moves_outside_of_the_history(
+    model: str, database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow = Mlflow(f"sqlite:///{database}", "commands")
+    overtaken = Move(2e9, "crowned", "1", "9", "r", state="overtaken")
+    mlflow.tag_model(model, {overtaken.key: json.dumps(overtaken.__dict__)})
+    rlhf("champions", model)
+    assert "outside of this history" not in capsys.readouterr().out, "only finished moves count"
+    mlflow.set_alias(model, "champion", "1")
+    rlhf("champions", model)
+    assert "version 1 became champion outside of this history" in capsys.readouterr().out
+    assert rlhf("rollback", model, "--reason", "it insults people", "--to", "none") == 0
+    assert "rolled back from version 1 to no champion: it insults people" in capsys.readouterr().out
+    assert rlhf("champions", model) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"{model}: no champion"
+
+
 def test_unknown_names_and_folders_are_input_errors(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """History of champions, promotion by a person, and rollback. Real MLflow on SQLite.
 
 - a rollback revokes the champion and restores the last one that is not revoked; the next match is against it
+- a rollback to none leaves no champion, and the next candidate is tested as the first one was
 - a revoked policy, and the same weights in another version, never becomes champion again
 - killed between any two writes, the same command ends in the same state, and there is one champion
 - moves by hand in MLflow are not undone
@@ -97,6 +98,22 @@ def test_rollback_to_a_version(mlflow: Mlflow, model: str) -> None:
     assert rollback(mlflow, model, "bad", "1").version == "1"
     with pytest.raises(InputError, match=r"version 3 of .* was revoked: bad"):
         rollback(mlflow, model, "worse", "3")
+
+
+def test_the_only_champion_can_be_taken_back(mlflow: Mlflow) -> None:
+    model = "taken back"
+    enter(mlflow, model, "a")
+    with pytest.raises(InputError, match="name a version with --to, or use --to none"):
+        rollback(mlflow, model, "bad")
+    move = rollback(mlflow, model, "bad", "none")
+    assert (move.version, move.previous, champion(mlflow, model)) == (None, "1", None)
+    assert rollback(mlflow, model, "bad", "none") == rollback(mlflow, model, "bad") == move
+    with pytest.raises(InputError, match="has no champion that could be rolled back"):
+        rollback(mlflow, model, "worse")
+    assert enter(mlflow, model, "a")[0].decision.rule == "revoked" and champion(mlflow, model) is None
+    done, met = enter(mlflow, model, "b")
+    assert (done.decision.rule, done.decision.champion, met) == ("first", True, [])
+    assert (champion(mlflow, model), history(mlflow, model)[-1].previous) == ("2", None)
 
 
 def test_a_revoked_policy_is_never_crowned_again(mlflow: Mlflow, model: str) -> None:
@@ -205,15 +222,16 @@ def killed_at(point: str, action: Any) -> None:
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
+@pytest.mark.parametrize(("to", "after"), [(None, "2"), ("none", None)])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_killed_rollback_is_finished_by_the_same_command(
-    point: str, database: Path, mlflow: Mlflow, model: str
+    point: str, to: str | None, after: str | None, database: Path, mlflow: Mlflow, model: str
 ) -> None:
-    killed_at(point, lambda: rollback(Mlflow(f"sqlite:///{database}", "champions"), model, "bad"))
-    assert champion(mlflow, model) in ("2", "3")
-    move = rollback(mlflow, model, "bad")
-    assert (move.version, move.previous, move.state) == ("2", "3", "done")
-    assert champion(mlflow, model) == "2" and revoked(mlflow, model) == {"3": "bad"}
+    killed_at(point, lambda: rollback(Mlflow(f"sqlite:///{database}", "champions"), model, "bad", to))
+    assert champion(mlflow, model) in (after, "3")
+    move = rollback(mlflow, model, "bad", to)
+    assert (move.version, move.previous, move.state) == (after, "3", "done")
+    assert champion(mlflow, model) == after and revoked(mlflow, model) == {"3": "bad"}
     assert [each.state for each in history(mlflow, model)] == ["done"] * 4
 
 
