@@ -81,6 +81,7 @@ def rlhf(
         sft = make_stage(run, "sft", data)
         reward = make_stage(run, "reward", data, sft)
         judge = make_stage(run, "judge", data, sft)
+        make_stage(run, "dpo", data, sft)
         policy = make_stage(run, "ppo", data, sft, reward, judge)
         evaluation = make_stage(run, "evaluate", data, sft, reward, judge, policy)
         make_stage(run, "register", data, sft, reward, judge, policy, evaluation)

@@ -1,6 +1,6 @@
 """The stages of the pipeline and what each of them reads: the DAG, stated once.
 
-    data ──> sft ──> reward ──> (judge) ──> ppo ──> evaluate ──> register
+    data ──> sft ──> reward ──> (judge) ──> (dpo) ──> ppo ──> evaluate ──> register
 
 A stage reads the artifacts of all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py`
 with `run(config, context) -> StageResult`, add a row here, and call it in `flows/rlhf.py`.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rlhf_core.errors import InputError
 
-StageName = Literal["data", "sft", "reward", "judge", "ppo", "evaluate", "register"]
+StageName = Literal["data", "sft", "reward", "judge", "dpo", "ppo", "evaluate", "register"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Stage:
     result.
     """
     sections: tuple[str, ...]
-    """Sections of the configuration that affect its result."""
+    """Sections of the configuration that affect its result, such as `reward` or `reward.judge`."""
     inputs: tuple[StageName, ...] = ()
     """Stages whose artifacts it reads, if they are enabled."""
     sources: tuple[str, ...] = ()
@@ -104,6 +104,17 @@ _TABLE = (
         enabled_by="reward.judge",
         headline=("accuracy", "margin", "eval_loss"),
         memory_fields=("reward.micro_batch_tokens",),
+    ),
+    Stage(
+        "dpo",
+        "rlhf_core.stages.dpo:run",
+        version=1,
+        # The pairs of the judge train no policy.
+        sections=("model", "dpo", "reward.judge"),
+        inputs=("data", "sft"),
+        enabled_by="dpo.enabled",
+        headline=("accuracy", "margin", "eval_loss"),
+        memory_fields=("dpo.micro_batch_tokens",),
     ),
     Stage(
         "ppo",

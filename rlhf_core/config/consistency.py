@@ -113,9 +113,11 @@ def _either(numbers: Sequence[int]) -> str:
 
 def trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
     """Return the DeepSpeed section of each trained model, with its field."""
+    dpo = [("dpo.deepspeed", config.dpo.deepspeed)] if config.dpo.enabled else []
     return [
         ("sft.deepspeed", config.sft.deepspeed),
         ("reward.deepspeed", config.reward.deepspeed),
+        *dpo,
         ("ppo.policy_deepspeed", config.ppo.policy_deepspeed),
         ("ppo.critic_deepspeed", config.ppo.critic_deepspeed),
     ]

@@ -74,7 +74,7 @@ class DataConfig(Section):
     )
     preference: tuple[Source, ...] = result(
         (Source(path="synthetic"),),
-        "Pairs for the reward model; may be empty if PPO uses rule rewards only",
+        "Pairs for the reward model and DPO; may be empty if PPO uses rule rewards only",
     )
     prompts: tuple[Source, ...] = result(
         (Source(path="synthetic"),),

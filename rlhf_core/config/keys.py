@@ -29,9 +29,9 @@ _PIPELINE_SECTIONS = tuple(
     if section not in _EXECUTION_SECTIONS
 )
 
-_LATER: tuple[StageName, ...] = ("judge",)
-"""Stages that were added later. A pipeline key contains them only if they are enabled, so that the keys of
-existing configurations stay.
+_LATER: tuple[StageName, ...] = ("judge", "dpo")
+"""Stages that were added later. A pipeline key contains them and their sections only if they are enabled, so
+that the keys of existing configurations stay.
 """
 
 
@@ -68,7 +68,7 @@ def stage_key(
         # checkpoints record them with the versions.
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": {name: result_settings(_section(config, name)) for name in STAGES[stage].sections},
+        "config": {name: _settings(config, name) for name in STAGES[stage].sections},
         "inputs": dict(sorted(input_digests.items())),
         "sources": dict(sorted(source_digests.items())),
     }
@@ -84,7 +84,9 @@ def roundings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
     """Return the settings of `stage` that affect rounding and are not in its key, by their full names."""
     settings: dict[str, str] = {}
     for name in STAGES[stage].sections:
-        settings.update(_rounding_settings(name, _section(config, name)))
+        section = _section(config, name)
+        if section is not None:
+            settings.update(_rounding_settings(name, section))
     return settings
 
 
@@ -134,18 +136,14 @@ def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[
 
 
 def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
-    settings = {name: result_settings(_section(config, name)) for name in _PIPELINE_SECTIONS}
+    absent = {name for name in _LATER if not is_enabled(config, name)}
     return {
-        "schema": {
-            name: stage.version
-            for name, stage in STAGES.items()
-            if name not in _LATER or is_enabled(config, name)
-        },
+        "schema": {name: stage.version for name, stage in STAGES.items() if name not in absent},
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": settings,
+        "config": {name: _settings(config, name) for name in _PIPELINE_SECTIONS if name not in absent},
         "sources": dict(sorted(source_digests.items())),
     }
 
@@ -179,8 +177,13 @@ def result_settings(section: Section) -> dict[str, Any]:
     return settings
 
 
-def _section(config: PipelineConfig, name: str) -> Section:
-    """Return a top-level section by its name in the YAML file."""
+def _settings(config: PipelineConfig, name: str) -> dict[str, Any] | None:
+    section = _section(config, name)
+    return None if section is None else result_settings(section)
+
+
+def _section(config: PipelineConfig, name: str) -> Section | None:
+    """Return a section by its name in the YAML file, such as `ppo` or `reward.judge`; None if it is null."""
     # `register` is a method of pydantic's metaclass, so the attribute has another name.
-    section: Section = getattr(config, "register_" if name == "register" else name)
+    section: Section | None = attrgetter("register_" if name == "register" else name)(config)
     return section

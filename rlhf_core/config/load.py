@@ -172,6 +172,7 @@ def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
         default = "bfloat16"
     _fill(tree, ("sft", "deepspeed"), "dtype", default)
     _fill(tree, ("reward", "deepspeed"), "dtype", default)
+    _fill(tree, ("dpo", "deepspeed"), "dtype", default)
     _fill(tree, ("ppo", "policy_deepspeed"), "dtype", default)
     _fill(tree, ("ppo", "critic_deepspeed"), "dtype", default)
     policy = tree["ppo"].get("policy_deepspeed") if isinstance(tree.get("ppo"), dict) else None

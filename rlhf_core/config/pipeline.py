@@ -33,7 +33,7 @@ from rlhf_core.config.language_model import LanguageModelConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.regression import RegressionSet
 from rlhf_core.config.resources import Executor, ResourcesConfig
-from rlhf_core.config.training import RewardConfig, SFTConfig
+from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.pipeline import STAGES, StageName
 
 _RANK_VARIABLE = re.compile(r"(NCCL|TORCH_NCCL|GLOO|HF)_[A-Z0-9_]+")
@@ -352,6 +352,7 @@ class PipelineConfig(Section):
     )
     sft: SFTConfig = result(SFTConfig(), "Supervised fine-tuning")
     reward: RewardConfig = result(RewardConfig(), "Reward model")
+    dpo: DPOConfig = result(DPOConfig(), "DPO, for comparison with PPO")
     ppo: PPOConfig = result(PPOConfig(), "PPO")
     evaluate: EvaluateConfig = result(EvaluateConfig(), "Evaluation")
     register_: RegisterConfig = result(RegisterConfig(), "Model registry", alias="register")
@@ -399,6 +400,14 @@ class PipelineConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_dpo(self) -> Self:
+        if self.dpo.enabled and not self.data.preference:
+            raise ValueError(
+                "dpo.enabled is true, but data.preference is empty; add pairs, or set dpo.enabled=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_judge(self) -> Self:
         if self.reward.judge is not None and not self.ppo.uses_reward_model:
             raise ValueError(
@@ -414,7 +423,7 @@ class PipelineConfig(Section):
         if self.sft.lora is not None:
             raise ValueError(
                 "sft.lora adapts a pretrained model: it needs model.path; got a model from scratch, whose"
-                " weights are random; leave sft.lora out (reward.lora and ppo.lora may stay)"
+                " weights are random; leave sft.lora out (reward.lora, dpo.lora and ppo.lora may stay)"
             )
         longest_pair = self.data.max_prompt_tokens + self.data.max_response_tokens
         longest = max(self.max_sequence_tokens, longest_pair)

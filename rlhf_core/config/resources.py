@@ -92,6 +92,7 @@ class ResourcesConfig(Section):
     sft: StageResources = execution(StageResources(), "Of the stage `sft`")
     reward: StageResources = execution(StageResources(), "Of the stage `reward`")
     judge: StageResources = execution(StageResources(), "Of the stage `judge`")
+    dpo: StageResources = execution(StageResources(), "Of the stage `dpo`")
     ppo: StageResources = execution(StageResources(), "Of the stage `ppo`")
     evaluate: StageResources = execution(StageResources(), "Of the stage `evaluate`")
     register_: StageResources = execution(StageResources(), "Of the stage `register`", alias="register")

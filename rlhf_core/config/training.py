@@ -1,4 +1,4 @@
-"""Sections `sft` and `reward`, and the optimizer and DeepSpeed settings that PPO shares with them."""
+"""Sections `sft`, `reward` and `dpo`, and the optimizer and DeepSpeed settings that PPO shares with them."""
 
 from __future__ import annotations
 
@@ -229,6 +229,51 @@ class RewardConfig(Section):
         if self.deepspeed.ranks > self.batch_size:
             raise ValueError(
                 f"reward.deepspeed.ranks must be at most reward.batch_size ({self.batch_size}); got"
+                f" {self.deepspeed.ranks}"
+            )
+        return self
+
+
+class DPOConfig(Section):
+    """Direct preference optimisation (Rafailov et al. 2023) from the SFT model: a policy that is trained on
+    the pairs without a reward model and without sampling, for comparison with that of PPO.
+    """
+
+    enabled: bool = result(False, "Train this policy too. The stage `evaluate` compares both on its prompts")
+    beta: PositiveFloat = result(
+        0.1,
+        "Weight of the KL to the SFT model in DPO's objective: the higher, the nearer the policy stays",
+        within=Range(1e-4, 100, "0.01 to 1 is usual"),
+    )
+    label_smoothing: NonNegativeFloat = result(
+        0.0,
+        "Assumed probability that the responses of a pair are in the wrong order (Mitchell 2023)",
+        within=Range(0, 0.49, "at 0.5 the pairs say nothing"),
+    )
+    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-6), "AdamW and its schedule")
+    deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
+    lora: LoraConfig | None = result(None, "Train adapters only; null: all parameters")
+    epochs: PositiveInt = result(1, "Passes over the pairs")
+    batch_size: PositiveInt = result(64, "Pairs per optimizer step, over all ranks", within=BATCH)
+    micro_batch_tokens: PositiveInt = rounding(
+        4096,
+        "Tokens per forward pass of one rank; a longer pair has a pass of its own",
+        within=TOKENS,
+    )
+    pack: Packing = result("auto", PACK)
+    eval_every: PositiveInt = execution(50, "Optimizer steps between evaluations on the held-out pairs")
+    checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
+        return self.pack is True
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.deepspeed.ranks > self.batch_size:
+            raise ValueError(
+                f"dpo.deepspeed.ranks must be at most dpo.batch_size ({self.batch_size}); got"
                 f" {self.deepspeed.ranks}"
             )
         return self

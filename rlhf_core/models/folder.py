@@ -493,6 +493,7 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
     for field, lora, trainers in (
         ("sft", config.sft.lora, (config.sft.deepspeed,)),
         ("reward", config.reward.lora, (config.reward.deepspeed,)),
+        ("dpo", config.dpo.lora if config.dpo.enabled else None, (config.dpo.deepspeed,)),
         ("ppo", ppo.lora, (ppo.policy_deepspeed, ppo.critic_deepspeed)),
     ):
         if lora is None:

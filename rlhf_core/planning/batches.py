@@ -6,7 +6,7 @@ import math
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
-from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, RewardConfig
 from rlhf_core.planning.loads import largest_pass
 
 
@@ -14,7 +14,9 @@ def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
     """Return (stage, description) for every training stage of the run."""
     descriptions = [("sft", _sft(config))]
     if config.reward.enabled:
-        descriptions.append(("reward", _reward(config)))
+        descriptions.append(("reward", _pairs(config, "reward", config.reward)))
+    if config.dpo.enabled:
+        descriptions.append(("dpo", _pairs(config, "dpo", config.dpo)))
     return [*descriptions, ("ppo", _ppo(config))]
 
 
@@ -31,16 +33,15 @@ def _sft(config: PipelineConfig) -> str:
     )
 
 
-def _reward(config: PipelineConfig) -> str:
-    reward, synthetic = config.reward, config.data.synthetic
-    examples = synthetic.pairs if _is_synthetic(config, "preference") else None
-    ranks = reward.deepspeed.ranks
+def _pairs(config: PipelineConfig, stage: str, section: RewardConfig | DPOConfig) -> str:
+    examples = config.data.synthetic.pairs if _is_synthetic(config, "preference") else None
+    ranks = section.deepspeed.ranks
     return (
-        f"{_plural(reward.batch_size, 'pair')} of at most 2 x {largest_pass(config, 'reward').longest} tokens"
-        f" an optimizer step, {_share(reward.batch_size, ranks)};"
-        f" {_passes(config, 'reward', 2 * math.ceil(reward.batch_size / ranks))};"
-        f" {_steps(config, examples, reward.batch_size, reward.epochs, 'pairs')};"
-        f" {_training(reward.deepspeed, reward.lora)}"
+        f"{_plural(section.batch_size, 'pair')} of at most 2 x {largest_pass(config, stage).longest} tokens"
+        f" an optimizer step, {_share(section.batch_size, ranks)};"
+        f" {_passes(config, stage, 2 * math.ceil(section.batch_size / ranks))};"
+        f" {_steps(config, examples, section.batch_size, section.epochs, 'pairs')};"
+        f" {_training(section.deepspeed, section.lora)}"
     )
 
 

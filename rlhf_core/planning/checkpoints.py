@@ -14,7 +14,7 @@ from rlhf_core.config.placement import plan
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import first_devices, hosts_of
-from rlhf_core.planning.loads import ppo_models
+from rlhf_core.planning.loads import ppo_models, training_sections
 from rlhf_core.planning.memory import Model
 
 HASH_BYTES = 1.5e9
@@ -45,11 +45,9 @@ def checkpoint_sizes(
     config: PipelineConfig, shape: ModelShape, hardware: Hardware
 ) -> Iterator[CheckpointSize]:
     """Yield the checkpoint of each training stage."""
-    sft = Model(shape, config.sft.deepspeed, lora=config.sft.lora)
-    yield _size("sft", [(sft, 0)], hardware)
-    if config.reward.enabled:
-        reward = Model(shape, config.reward.deepspeed, scores=True, lora=config.reward.lora)
-        yield _size("reward", [(reward, 0)], hardware)
+    for stage, section in training_sections(config).items():
+        model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
+        yield _size(stage, [(model, 0)], hardware)
     placement = plan(config.ppo)
     engines = 0 if placement.colocated else placement.engines
     starts = first_devices([group.ranks for group in placement.groups], engines, placement.tensor_parallel)

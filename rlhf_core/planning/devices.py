@@ -55,11 +55,7 @@ def check_gpu_counts(
     config: PipelineConfig, gpus: int, which: Literal["visible", "registered"] = "visible"
 ) -> Iterator[ConfigError]:
     """Check that `gpus` GPUs are enough for each stage: those visible here, or registered with Ray."""
-    for field, ranks in (
-        ("sft.deepspeed", config.sft.deepspeed.ranks),
-        ("reward.deepspeed", config.reward.deepspeed.ranks),
-        ("evaluate", config.evaluate.ranks),
-    ):
+    for field, ranks in (*_training_ranks(config), ("evaluate", config.evaluate.ranks)):
         if ranks > gpus:
             yield ConfigError(
                 f"{field}.ranks: must be at most the {gpus} {which} GPUs; got {ranks}; use {gpus}"
@@ -76,6 +72,12 @@ def check_gpu_counts(
             f"ppo: needs {placement.devices} GPUs ({placement.describe()}; colocate={config.ppo.colocate});"
             f" got {gpus} {which}; lower ranks or ppo.engine.count, or use ppo.colocate=all"
         )
+
+
+def _training_ranks(config: PipelineConfig) -> list[tuple[str, int]]:
+    """Return the ranks of the stages that train one model, with their DeepSpeed section."""
+    ranks = [(field, deepspeed.ranks) for field, deepspeed in trainers(config)]
+    return [(field, count) for field, count in ranks if not field.startswith("ppo.")]
 
 
 def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
@@ -136,10 +138,10 @@ def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
 
 def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
     cores, placement = cpu_cores(), plan_placement(config.ppo)
-    for field, ranks in (("sft", config.sft.deepspeed.ranks), ("reward", config.reward.deepspeed.ranks)):
+    for field, ranks in _training_ranks(config):
         if ranks > cores:
             yield (
-                f"{field}.deepspeed.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each"
+                f"{field}.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each"
                 " with a copy of the model; lower it"
             )
     if placement.concurrent > cores:

@@ -19,7 +19,7 @@ from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.layout import layout
-from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass
+from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass, training_sections
 from rlhf_core.planning.memory import engine_memory
 
 _MAX_TRIALS = 1500
@@ -140,11 +140,8 @@ def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
     placement = plan_placement(config.ppo)
     needed = {
-        "sft": (config.sft.deepspeed.ranks, ""),
-        "ppo": (placement.devices, f" ({placement.describe()})"),
-    }
-    if config.reward.enabled:
-        needed["reward"] = (config.reward.deepspeed.ranks, "")
+        stage: (section.deepspeed.ranks, "") for stage, section in training_sections(config).items()
+    } | {"ppo": (placement.devices, f" ({placement.describe()})")}
     sampling = config.evaluate.engines * config.ppo.engine.tensor_parallel
     needed["evaluate"] = (max(config.evaluate.ranks, sampling), "")
     for stage, (devices, how) in needed.items():
@@ -253,8 +250,9 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
     Changes that cost some time are cheap. Moving work to other devices costs more, and changing the training
     most.
     """
-    if problem.stage in ("sft", "reward"):
-        section = config.sft if problem.stage == "sft" else config.reward
+    trained = training_sections(config)
+    if problem.stage in trained:
+        section = trained[problem.stage]
         if problem.what == "devices":
             yield f"{problem.stage}.deepspeed.ranks", str(max(1, section.deepspeed.ranks // 2)), 1.0
             return
@@ -313,7 +311,7 @@ def _trainer(field: str, deepspeed: DeepSpeedConfig) -> Iterator[tuple[str, str,
         yield f"{field}.gradient_checkpointing", "true", 1.0
     if deepspeed.zero_stage < 3:
         yield f"{field}.zero_stage", str(deepspeed.zero_stage + 1), 0.5
-    step = deepspeed.ranks if field.startswith(("sft", "reward")) else 1
+    step = deepspeed.ranks if field.startswith(("sft", "reward", "dpo")) else 1
     yield f"{field}.ranks", str(deepspeed.ranks + step), 1.0
     if deepspeed.dtype == "float32":
         yield f"{field}.dtype", "bfloat16", 1.0

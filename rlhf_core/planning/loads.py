@@ -1,6 +1,7 @@
 """Memory on each device, by phase of a stage.
 
-sft, reward     one model on `deepspeed.ranks` devices:        load -> backward -> step
+sft, reward,    one model on `deepspeed.ranks` devices:        load -> backward -> step
+dpo
 ppo             each group of `config.placement`:              load -> score -> backward -> step
                 each GPU of the engines:                       rollout; `colocate: all`: the group's devices
 evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo
@@ -16,7 +17,7 @@ from typing import Literal
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.config.placement import plan as plan_placement
-from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.hardware import GIB, Device
@@ -35,6 +36,9 @@ CONTEXT = {"cuda": 1.2 * GIB, "cpu": 0.8 * GIB}
 """
 FRAGMENTATION = 1.05
 """Memory of CUDA's allocator relative to that of the tensors, after some were freed."""
+
+Training = Literal["sft", "reward", "dpo"]
+"""Stages that train one model."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,20 @@ class DeviceLoad:
 def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> tuple[DeviceLoad, ...]:
     """Return the memory on each device in each phase of all stages."""
     kind = "cpu" if device.is_cpu else "cuda"
-    trained = (*stage_loads(config, shape, "sft", kind), *stage_loads(config, shape, "reward", kind))
-    return (*trained, *_ppo(config, shape, device, kind), *_evaluate(config, shape, kind))
+    loads: list[DeviceLoad] = []
+    for stage in training_sections(config):
+        loads += stage_loads(config, shape, stage, kind)
+    return (*loads, *_ppo(config, shape, device, kind), *_evaluate(config, shape, kind))
+
+
+def training_sections(config: PipelineConfig) -> dict[Training, SFTConfig | RewardConfig | DPOConfig]:
+    """Return the sections of the stages that train one model, if they are enabled."""
+    sections: dict[Training, SFTConfig | RewardConfig | DPOConfig] = {"sft": config.sft}
+    if config.reward.enabled:
+        sections["reward"] = config.reward
+    if config.dpo.enabled:
+        sections["dpo"] = config.dpo
+    return sections
 
 
 def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> ForwardPass:
@@ -94,12 +110,13 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
         ranks = config.sft.deepspeed.ranks
         budget = config.sft.micro_batch_tokens
         packed = config.sft.pack is not False
-    elif stage == "reward":
+    elif stage in ("reward", "dpo"):
+        section = config.reward if stage == "reward" else config.dpo
         longest = data.max_prompt_tokens + data.max_response_tokens
-        count = 2 * config.reward.batch_size
-        ranks = config.reward.deepspeed.ranks
-        budget = max(config.reward.micro_batch_tokens, 2 * longest)
-        packed = config.reward.pack is not False
+        count = 2 * section.batch_size
+        ranks = section.deepspeed.ranks
+        budget = max(section.micro_batch_tokens, 2 * longest)
+        packed = section.pack is not False
     else:
         longest = config.max_sequence_tokens
         count = ppo.minibatch_size if update else ppo.rollout_batch_size
@@ -111,17 +128,17 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
 
 
 def stage_loads(
-    config: PipelineConfig, shape: ModelShape, stage: Literal["sft", "reward"], kind: str
+    config: PipelineConfig, shape: ModelShape, stage: Training, kind: str
 ) -> Iterator[DeviceLoad]:
-    """Yield the memory of each rank in each phase of SFT or of the reward model's training."""
-    section = config.sft if stage == "sft" else config.reward
-    if stage == "sft":
-        model = Model(shape, section.deepspeed, lora=section.lora, device=kind, head=config.model.head_dtype)
-    else:
+    """Yield the memory of each rank in each phase of a stage that trains one model."""
+    section = training_sections(config)[stage]
+    if stage == "reward":
+        what = "reward model"
         model = Model(shape, section.deepspeed, scores=True, lora=section.lora, device=kind)
-    if stage == "sft" or config.reward.enabled:
-        what = "policy" if stage == "sft" else "reward model"
-        yield from _training(stage, what, model, largest_pass(config, stage), kind)
+    else:
+        what = "policy"
+        model = Model(shape, section.deepspeed, lora=section.lora, device=kind, head=config.model.head_dtype)
+    yield from _training(stage, what, model, largest_pass(config, stage), kind)
 
 
 def _training(

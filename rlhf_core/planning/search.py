@@ -1,6 +1,7 @@
 """Search for the fastest split of each stage that fits: ranks, sharding, micro-batches, engines, colocation.
 
-    sft, reward    ranks x sharding                                       -> the largest micro-batch that fits
+    sft, reward,   ranks x sharding                                       -> the largest micro-batch that fits
+    dpo
     ppo            colocate (pairs, all) x ranks of each group x sharding x micro-batch x engines x their GPUs
 
 A split changes nothing that the training depends on: neither batches nor lengths, precision or adapters. The
@@ -15,7 +16,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, plan
@@ -30,10 +30,12 @@ from rlhf_core.planning.loads import (
     CONTEXT,
     FRAGMENTATION,
     DeviceLoad,
+    Training,
     group_loads,
     largest_pass,
     ppo_models,
     stage_loads,
+    training_sections,
 )
 from rlhf_core.planning.memory import ENGINE_CONTEXT, Model, engine_memory
 from rlhf_core.planning.overrides import differences, with_changes
@@ -50,7 +52,6 @@ from rlhf_core.planning.speed import (
     turn_time,
 )
 
-Training = Literal["sft", "reward"]
 _MAX_TOKENS = 1 << 18
 """Largest micro-batch that is tried, in tokens."""
 _KEPT = 40
@@ -81,9 +82,7 @@ class NoSplit:
 
 def fastest(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> tuple[Split | NoSplit, ...]:
     """Return the fastest split of each training stage, or what is missing where nothing fits."""
-    results: list[Split | NoSplit] = [_training("sft", config, shape, hardware)]
-    if config.reward.enabled:
-        results.append(_training("reward", config, shape, hardware))
+    results = [_training(stage, config, shape, hardware) for stage in training_sections(config)]
     return (*results, _PPOSearch(config, shape, hardware).run())
 
 
@@ -139,13 +138,13 @@ def micro_batches(configured: int, longest: int, largest: int) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-# -- sft and reward --
+# -- sft, reward and dpo --
 
 
 def _training(
     stage: Training, config: PipelineConfig, shape: ModelShape, hardware: Hardware
 ) -> Split | NoSplit:
-    section = config.sft if stage == "sft" else config.reward
+    section = training_sections(config)[stage]
     sequences = section.batch_size * (1 if stage == "sft" else 2)
     longest = largest_pass(config, stage).longest
     smallest = longest if stage == "sft" else 2 * longest

@@ -21,7 +21,7 @@ from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
 from rlhf_core.planning.fit import Verdict, advise, host_memory, judge
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import DeviceLoad, largest_pass
+from rlhf_core.planning.loads import DeviceLoad, largest_pass, training_sections
 from rlhf_core.planning.memory import Model
 from rlhf_core.planning.search import NoSplit, Split, fastest
 from rlhf_core.planning.speed import (
@@ -75,7 +75,7 @@ class Plan:
     """Overrides that make it fit; None if it fits, or if none were found."""
     time: StepTime
     optimizer_steps: dict[str, Seconds]
-    """Time of one optimizer step of sft and reward."""
+    """Time of one optimizer step of each stage that trains one model."""
     checkpoints: tuple[CheckpointSize, ...]
     splits: tuple[Split | NoSplit, ...]
     """The fastest split of each stage. Empty without GPUs."""
@@ -158,14 +158,14 @@ def _hardware(
 
 
 def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> dict[str, Seconds]:
-    seconds = {}
-    for stage, section, sequences in (("sft", config.sft, 1), ("reward", config.reward, 2)):
-        if stage == "sft" or config.reward.enabled:
-            model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
-            batch = largest_pass(config, stage)
-            seconds[stage] = optimizer_step_time(
-                model, sequences * section.batch_size, batch.longest, batch.tokens, hardware
-            )
+    seconds: dict[str, Seconds] = {}
+    for stage, section in training_sections(config).items():
+        sequences = 1 if stage == "sft" else 2
+        model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
+        batch = largest_pass(config, stage)
+        seconds[stage] = optimizer_step_time(
+            model, sequences * section.batch_size, batch.longest, batch.tokens, hardware
+        )
     return seconds
 
 

@@ -21,11 +21,12 @@ _MODULES: dict[StageName, tuple[str, ...]] = {
     "sft": (*_TRAINING, "rlhf_core.evaluation.generate"),
     "reward": (*_TRAINING, *_SCORING, *_PLOTS),
     "judge": (*_TRAINING, *_SCORING, *_PLOTS),
+    "dpo": _TRAINING,
     "ppo": ("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet", "ray"),
     "evaluate": ("pyarrow.parquet", *_SCORING, *_PLOTS, "rlhf_core.evaluation.report"),
     "register": (),
 }
-_WITH_MODEL: tuple[StageName, ...] = ("sft", "reward", "judge", "evaluate")
+_WITH_MODEL: tuple[StageName, ...] = ("sft", "reward", "judge", "dpo", "evaluate")
 
 
 def import_for(stage: StageName, config: PipelineConfig) -> None:

@@ -30,7 +30,6 @@ from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
-from rlhf_core.errors import DataError
 from rlhf_core.evaluation.exchange import exchange_pairs
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
@@ -40,6 +39,7 @@ from rlhf_core.models.scoring import Batches, sequence_scores, single_process_ba
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
@@ -166,29 +166,6 @@ def _train(
     }
 
 
-def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list[PairExample]:
-    """Return the pairs that train the model of `stage`, `reward` or `judge`.
-
-    With `reward.judge` they are disjoint: all pairs of a prompt train the same model, for every seed. The
-    held-out pairs are the same for both. Raises DataError if nothing is left.
-    """
-    pairs = load_pairs(data, "train")
-    judge = config.reward.judge
-    if judge is None:
-        return pairs
-    chosen = [pair for pair in pairs if _is_of_judge(pair, judge.fraction) == (stage == "judge")]
-    if not chosen:
-        raise DataError(
-            f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"
-            f" {stage}; add pairs, or leave reward.judge out"
-        )
-    return chosen
-
-
-def _is_of_judge(pair: PairExample, fraction: float) -> bool:
-    return derive_seed(0, "judge", pair.prompt_id) / 2.0**63 < fraction
-
-
 def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: StageContext) -> dict[str, float]:
     """Calibration, length bias, accuracy by source and length: `examination.json`, a plot, and metrics."""
     from rlhf_core.evaluation.calibration import accuracy_by, accuracy_by_length, calibration, length_bias
@@ -295,11 +272,11 @@ def train_reward(
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            with log_skipped_batch(engine, context, step + 1, batch, _table_row):
+            with log_skipped_batch(engine, context, step + 1, batch, table_row):
                 metrics = train_step(engine, batch, config, total, pad_id)
             failpoint("reward.step")
             step += 1
-            tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
+            tokens += sum(map(pair_tokens, batch))
             seconds += time.monotonic() - started
             evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
             if context is not None:
@@ -364,7 +341,7 @@ def train_step(
     sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, right pairs, margin
 
     def losses() -> Iterator[torch.Tensor]:
-        for micro_batch in _my_micro_batches(engine, batch, config):
+        for micro_batch in micro_batches(engine.rank, batch, config):
             chosen, rejected = _forward(engine, [batch[i] for i in micro_batch], config, pad_id)
             if not micro_batch:
                 yield 0.0 * chosen.sum()
@@ -373,7 +350,7 @@ def train_step(
                 len(micro_batch) / len(batch)
             )
             gap = (chosen - rejected).detach()
-            sums.add_(torch.stack([loss.detach(), _right(gap).sum(), gap.sum()]).double())
+            sums.add_(torch.stack([loss.detach(), is_right(gap).sum(), gap.sum()]).double())
             yield loss
 
     norm = engine.train_step(losses(), total)
@@ -399,7 +376,7 @@ def evaluate_reward(
     """
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
-    for micro_batch in _my_micro_batches(engine, held_out, config):
+    for micro_batch in micro_batches(engine.rank, held_out, config):
         heartbeat("evaluation")
         chosen, rejected = _forward(engine, [held_out[i] for i in micro_batch], config, pad_id)
         for i, c, r in zip(micro_batch, chosen.tolist(), rejected.tolist(), strict=False):
@@ -469,7 +446,7 @@ def _measures(
 ) -> dict[str, float]:
     gap = scores_P2[:, 0] - scores_P2[:, 1]
     return {
-        "eval/accuracy": _right(gap).mean().item(),
+        "eval/accuracy": is_right(gap).mean().item(),
         "eval/margin": gap.mean().item(),
         "eval/loss": pair_loss(scores_P2[:, 0], scores_P2[:, 1], held_out, config).item(),
     }
@@ -487,11 +464,6 @@ def pair_loss(
     return reward_model_loss(chosen, rejected, margins, center=config.center)
 
 
-def _right(gap_B: torch.Tensor) -> torch.Tensor:
-    """1 where the chosen response has the higher score, one half where both have the same."""
-    return torch.heaviside(gap_B, torch.full_like(gap_B, 0.5))
-
-
 def _forward(
     engine: TrainingEngine, pairs: Sequence[PairExample], config: RewardConfig, pad_id: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -499,19 +471,3 @@ def _forward(
     sequences += [TokenSequence.of(p.prompt_ids, p.rejected_ids) for p in pairs]
     scores = engine(collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device), "last")
     return scores[: len(pairs)] if pairs else scores, scores[len(pairs) :]
-
-
-def _table_row(pair: PairExample) -> dict[str, Any]:
-    sides = {"prompt_ids": pair.prompt_ids, "chosen_ids": pair.chosen_ids, "rejected_ids": pair.rejected_ids}
-    about = {"prompt": pair.prompt, "source": pair.source, "margin": pair.margin}
-    return {**about, **{name: str(list(ids)) for name, ids in sides.items()}}
-
-
-def _my_micro_batches(
-    engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig
-) -> list[list[int]]:
-    rank = engine.rank
-    lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in batch]
-    if config.packs:
-        lengths = [2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch]
-    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from rlhf_core.config.training import SFTConfig
 from rlhf_core.data.dataset import load_prompts, load_sft
 from rlhf_core.data.sources import ModelState, require_same_state
 from rlhf_core.data.tokenizer import load_decoder
-from rlhf_core.engines import checkpointing
-from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
@@ -36,8 +33,8 @@ from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
-from rlhf_core.seeds import derive_seed, epoch_batches
-from rlhf_core.system.failpoints import failpoint
+from rlhf_core.seeds import derive_seed
+from rlhf_core.stages.epochs import train_epochs
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import StageContext, StageResult
 
@@ -224,51 +221,29 @@ def train_sft(
         config: Settings of the stage.
         seed: Determines the order of the rows.
         pad_id: The token that fills rows.
-        work: A folder for plots and tables.
+        work: A folder for checkpoints that are not committed yet.
         context: The stage's context on rank 0, otherwise None.
 
     Returns:
         `eval_loss`, `perplexity`, `tokens_per_s`.
     """
-    per_epoch = math.ceil(len(train) / config.batch_size)
-    total = per_epoch * config.epochs
-    state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
-    step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
-    with checkpointing.defer_stop(context):
-        while step < total:
-            started = time.monotonic()
-            epoch, index = divmod(step, per_epoch)
-            batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            with log_skipped_batch(engine, context, step + 1, batch, _table_row):
-                metrics = train_step(engine, batch, config, total, pad_id)
-            failpoint("sft.step")
-            step += 1
-            tokens += sum(map(len, batch))
-            seconds += time.monotonic() - started
-            if step % config.eval_every == 0 and step < total:
-                metrics |= evaluate_sft(engine, held_out, config, pad_id)
-            if context is not None:
-                metrics["train/tokens_per_s"] = tokens / seconds
-                context.metrics.log_metrics(metrics, step)
-                context.progress(
-                    "sft",
-                    step,
-                    total,
-                    "steps",
-                    **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {}),
-                )
-            checkpointing.after_step(
-                engine, context, work, step, every=config.checkpoint_every, total=total,
-                state={"tokens": tokens, "seconds": seconds},
-                score=-metrics["eval/loss"] if "eval/loss" in metrics else None,
-            )  # fmt: skip
-    final = evaluate_sft(engine, held_out, config, pad_id)
-    if context is not None:
-        context.metrics.log_metrics(final, total)
+    found = train_epochs(
+        engine,
+        train,
+        config,
+        "sft",
+        step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
+        evaluate=lambda: evaluate_sft(engine, held_out, config, pad_id),
+        tokens_of=len,
+        table_row=_table_row,
+        seed=seed,
+        work=work,
+        context=context,
+    )
     return {
-        "eval_loss": final["eval/loss"],
-        "perplexity": final["eval/perplexity"],
-        "tokens_per_s": tokens / max(seconds, 1e-9),
+        "eval_loss": found["eval/loss"],
+        "perplexity": found["eval/perplexity"],
+        "tokens_per_s": found["tokens_per_s"],
     }
 
 

@@ -67,6 +67,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
             set(),
         ),
         ({"reward": {"early_stop": {"every": 9}}}, {"reward", "judge"}),
+        ({"reward": {"judge": {}}}, {"reward", "judge", "dpo"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )
@@ -80,6 +81,7 @@ EVERYTHING = {
     "sft": {"lora": {}},
     "drift": {},
     "reward": {"lora": {}, "early_stop": {}, "judge": {}},
+    "dpo": {"enabled": True, "lora": {}},
     "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
     "ppo": {
         "algorithm": "grpo",
@@ -106,7 +108,13 @@ EVERYTHING = {
 }
 """A configuration with every section and every type of reward."""
 
-DEEPSPEEDS = ("sft.deepspeed", "reward.deepspeed", "ppo.policy_deepspeed", "ppo.critic_deepspeed")
+DEEPSPEEDS = (
+    "sft.deepspeed",
+    "reward.deepspeed",
+    "dpo.deepspeed",
+    "ppo.policy_deepspeed",
+    "ppo.critic_deepspeed",
+)
 IN_NO_KEY = {
     "model.path", "model.revision", "data.chat_template",
     "data.sft.path", "data.sft.revision", "data.preference.path", "data.preference.revision",
@@ -115,6 +123,7 @@ IN_NO_KEY = {
         "gradient_checkpointing", "hpz", "ranks")),
     "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens",
     "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy",
+    "dpo.checkpoint_every", "dpo.eval_every", "dpo.micro_batch_tokens",
     "evaluate.engines", "evaluate.ranks",
     *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "allowed_hosts", "api_key_env",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
@@ -135,10 +144,11 @@ IN_NO_KEY = {
 """Whatever they are, the result is the same but for rounding, or its content counts in their place."""
 
 SECTIONS = {
-    "model": {"data", "sft", "reward", "judge", "ppo"},
+    "model": {"data", "sft", "reward", "judge", "dpo", "ppo"},
     "data": {"data"},
     "sft": {"sft"},
     "reward": {"reward", "judge"},
+    "dpo": {"dpo"},
     "ppo": {"ppo", "evaluate"},
     "evaluate": {"evaluate"},
     "register": {"register"},
@@ -148,9 +158,10 @@ OUTSIDE = {
     "run.name": {"register"},
     "run.home": {"register"},
     "tracking.uri": {"register"},
+    "reward.judge.fraction": {"reward", "judge", "dpo"},
 }
-"""Of the sections that say where and when: the seed is for all, a registration's name and registry are its
-own.
+"""Fields that are not in the keys of their section's stages only. The seed is for all, a registration's name
+and registry are its own, and DPO has the pairs that the judge does not have.
 """
 
 
@@ -249,7 +260,7 @@ def test_a_pipeline_key_has_the_judge_only_if_there_is_one(monkeypatch: pytest.M
 
 
 def test_every_section_that_a_stage_names_is_in_the_pipeline_key() -> None:
-    named = {section for stage in STAGES.values() for section in stage.sections}
+    named = {section.split(".")[0] for stage in STAGES.values() for section in stage.sections}
     assert set(keys._PIPELINE_SECTIONS) == named
 
 

@@ -1,7 +1,7 @@
 """The second reward model of `reward.judge`.
 
-- both models have disjoint pairs that are together all of them; the pairs of a prompt stay together, whatever
-  the seed of the run
+- both models have disjoint pairs that are together all of them, and DPO has those of the reward model; the
+  pairs of a prompt stay together, whatever the seed of the run
 - without a judge, all pairs train the reward model
 - settings that make no sense are refused
 - the parameters of the judge's MLflow run are those of the reward model
@@ -23,8 +23,9 @@ from rlhf_core.evaluation import scoring
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.attempt import _params
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.stages import reward
+from rlhf_core.stages import pairs as pairs_module
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.stages.pairs import training_pairs
 from rlhf_core.types import PairExample
 
 PAIRS = [PairExample(f"p{i // 2}", "", (1,), (2, i), (3, i)) for i in range(400)]
@@ -36,7 +37,7 @@ def config_of(judge: dict[str, Any] | None, **sections: Any) -> PipelineConfig:
 
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward, "load_pairs", lambda folder, split: PAIRS)
+    monkeypatch.setattr(pairs_module, "load_pairs", lambda folder, split: PAIRS)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5])
@@ -44,27 +45,28 @@ def test_both_models_have_disjoint_pairs(fraction: float) -> None:
     halves = []
     for seed in (0, 1):
         config = config_of({"fraction": fraction}, run={"seed": seed})
-        first, second = (reward.training_pairs(config, Path(), stage) for stage in ("reward", "judge"))
+        first, second = (training_pairs(config, Path(), stage) for stage in ("reward", "judge"))
         halves.append((first, second))
     assert halves[0] == halves[1]
     assert sorted([*first, *second], key=PAIRS.index) == PAIRS
     assert not {pair.prompt_id for pair in first} & {pair.prompt_id for pair in second}
     assert len(second) / len(PAIRS) == pytest.approx(fraction, abs=0.08)
+    assert training_pairs(config, Path(), "dpo") == first
 
 
 def test_without_a_judge_all_pairs_train_the_reward_model() -> None:
     config = config_of(None)
-    assert reward.training_pairs(config, Path(), "reward") == PAIRS
+    assert training_pairs(config, Path(), "reward") == PAIRS
     assert not is_enabled(config, "judge") and "judge" not in stage_inputs(config, "ppo")
     assert "judge" in stage_inputs(config_of({}), "ppo")
 
 
 def test_a_half_without_pairs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward, "load_pairs", lambda folder, split: PAIRS[:2])
+    monkeypatch.setattr(pairs_module, "load_pairs", lambda folder, split: PAIRS[:2])
     config = config_of({})
     with pytest.raises(DataError, match=r"reward.judge.fraction=0.5 leaves none of the 2 pairs"):
         for stage in ("reward", "judge"):
-            reward.training_pairs(config, Path(), stage)
+            training_pairs(config, Path(), stage)
 
 
 def test_a_judge_needs_a_policy_that_is_trained_with_the_reward_model() -> None:

@@ -60,7 +60,8 @@ def test_metrics_of_merged_reward_model_match_saved_weights(
     monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", ScriptedTrainer)
     monkeypatch.setattr("rlhf_core.stages.reward.train_reward", train)
     monkeypatch.setattr("rlhf_core.stages.reward.evaluate_reward", evaluate)
-    monkeypatch.setattr("rlhf_core.stages.reward.load_pairs", lambda folder, split: PAIRS)
+    for module in ("reward", "pairs"):
+        monkeypatch.setattr(f"rlhf_core.stages.{module}.load_pairs", lambda folder, split: PAIRS)
     decoder: Any = SimpleNamespace(pad=0)
     monkeypatch.setattr("rlhf_core.stages.reward.load_decoder", lambda folder: decoder)
     monkeypatch.setattr(reward, "_table", lambda *_given: [])

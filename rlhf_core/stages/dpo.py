@@ -1,0 +1,279 @@
+"""Stage `dpo`: SFT model + pairs -> `policy/` (Hugging Face layout, with the tokenizer), and `adapter/` with
+`dpo.lora`.
+
+Direct preference optimisation (Rafailov et al. 2023). The reference is the SFT model. Its log-probabilities
+of all pairs are computed before the first step, so no second model is in memory. The loss of one optimizer
+step is the mean over all its pairs, over every rank and micro-batch.
+
+Axes: `P` pairs; the size 2 is for the chosen and the rejected response.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.algo.losses import dpo_loss
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.training import DPOConfig
+from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import all_ranks_pack
+from rlhf_core.engines.sharding import shards_of
+from rlhf_core.models.adapters import add_adapter
+from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.policy import load_policy
+from rlhf_core.seeds import derive_seed
+from rlhf_core.stages.epochs import train_epochs
+from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
+from rlhf_core.system.heartbeat import heartbeat
+from rlhf_core.types import PairExample, StageContext, StageResult
+
+_METRICS = ("loss", "accuracy", "rewards/chosen", "rewards/rejected")
+
+
+@dataclass(frozen=True)
+class ReferencedPair:
+    """A pair with what the reference says of it."""
+
+    pair: PairExample
+    reference: tuple[float, float]
+    """Summed log-probabilities of the chosen and of the rejected response."""
+
+
+def run(config: PipelineConfig, context: StageContext) -> StageResult:
+    """Train over `dpo.deepspeed.ranks` ranks."""
+    from rlhf_core.cluster.ranks import run_ranks
+    from rlhf_core.engines.distributed import resolve_device
+
+    metrics: dict[str, float] = run_ranks(
+        _train,
+        config.dpo.deepspeed.ranks,
+        resolve_device(config.run.device),
+        config,
+        context.inputs["data"],
+        context.inputs["sft"],
+        context.scratch,
+        context.output,
+        rank_zero=context,
+        config=config,
+        monitor=context.monitor,
+        neighbours=config.dpo.deepspeed.hpz,
+    )
+    shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "policy", dirs_exist_ok=True)
+    context.metrics.flush()
+    return StageResult(metrics)
+
+
+def _train(
+    rank: Any,
+    config: PipelineConfig,
+    data: Path,
+    sft: Path,
+    work: Path,
+    out: Path,
+    context: StageContext | None,
+) -> dict[str, float]:
+    dpo = config.dpo
+    torch.manual_seed(derive_seed(config.run.seed, "dpo", "init"))  # of adapters
+    policy = load_policy(
+        sft / "model",
+        dtype=dpo.deepspeed.dtype,
+        attention=config.model.attention,
+        device=rank.torch_device,
+        quantize=None if dpo.lora is None else dpo.lora.quantize,
+        pack=dpo.pack,
+        head_dtype=config.model.head_dtype,
+        shards=shards_of(dpo.deepspeed),
+    )
+    dpo = dpo.model_copy(update={"pack": all_ranks_pack(policy, dpo.pack, rank, "dpo.pack")})
+    pad_id = load_decoder(data).pad
+    add_adapter(policy, dpo.lora)
+    engine = TrainingEngine(policy, dpo.deepspeed, dpo.optimizer, rank)
+    metrics = train_dpo(
+        engine,
+        training_pairs(config, data, "dpo"),
+        load_pairs(data, "eval"),
+        dpo,
+        seed=derive_seed(config.run.seed, "dpo"),
+        pad_id=pad_id,
+        work=work,
+        context=context,
+    )
+    # Rounding a merged adapter would lose a part of a small update, as in PPO.
+    engine.save_model(out / "policy", policy.save, dtype=None if dpo.lora is None else torch.float32)
+    engine.save_adapter(
+        out / "adapter", f"{context.artifact_name('sft')}/model" if context is not None else ""
+    )
+    engine.close()
+    return metrics
+
+
+# -- the loop --
+
+
+def train_dpo(
+    engine: TrainingEngine,
+    train: Sequence[PairExample],
+    held_out: Sequence[PairExample],
+    config: DPOConfig,
+    *,
+    seed: int,
+    pad_id: int,
+    work: Path,
+    context: StageContext | None,
+) -> dict[str, float]:
+    """Train to the end, from the last checkpoint if there is one.
+
+    Args:
+        engine: The SFT model with its optimizer.
+        train: The training set.
+        held_out: The set that is evaluated on.
+        config: Settings of the stage.
+        seed: Determines the order of the pairs.
+        pad_id: The token that fills rows.
+        work: A folder for checkpoints that are not committed yet.
+        context: The stage's context on rank 0, otherwise None.
+
+    Returns:
+        Held-out `accuracy`, `margin`, `eval_loss`, `rewards/chosen` and `rewards/rejected`, the number of
+        held-out `pairs`, and `tokens_per_s`.
+    """
+    # Before a checkpoint is loaded: the engine still is the reference.
+    referenced = with_reference(engine, train, config, pad_id)
+    held_out_referenced = with_reference(engine, held_out, config, pad_id)
+    found = train_epochs(
+        engine,
+        referenced,
+        config,
+        "dpo",
+        step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
+        evaluate=lambda: evaluate_dpo(engine, held_out_referenced, config, pad_id),
+        tokens_of=lambda row: pair_tokens(row.pair),
+        table_row=lambda row: table_row(row.pair),
+        seed=seed,
+        work=work,
+        context=context,
+    )
+    return {
+        "accuracy": found["eval/accuracy"],
+        "margin": found["eval/margin"],
+        "eval_loss": found["eval/loss"],
+        "rewards/chosen": found["eval/rewards/chosen"],
+        "rewards/rejected": found["eval/rewards/rejected"],
+        "pairs": float(len(held_out)),
+        "tokens_per_s": found["tokens_per_s"],
+    }
+
+
+def with_reference(
+    engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
+) -> list[ReferencedPair]:
+    """Return the pairs with the log-probabilities of the present weights. A collective."""
+    logprobs = pair_logprobs(engine, pairs, config, pad_id).tolist()
+    return [ReferencedPair(pair, (c, r)) for pair, (c, r) in zip(pairs, logprobs, strict=True)]
+
+
+def train_step(
+    engine: TrainingEngine, batch: Sequence[ReferencedPair], config: DPOConfig, total: int, pad_id: int
+) -> dict[str, float]:
+    """Run one optimizer step and return its metrics. Each rank computes its share of `batch`.
+
+    A step whose gradient is not finite is skipped and counted.
+
+    Args:
+        engine: The policy with its optimizer.
+        batch: The pairs of the step, the same on every rank.
+        config: Settings of the stage.
+        total: Number of steps of the whole training, for the schedule of the learning rate.
+        pad_id: The token that fills rows.
+    """
+    pairs = [row.pair for row in batch]
+    sums = torch.zeros(len(_METRICS), dtype=torch.float64, device=engine.rank.torch_device)
+
+    def losses() -> Iterator[torch.Tensor]:
+        for micro_batch in micro_batches(engine.rank, pairs, config):
+            policy_P2 = _forward(engine, [pairs[i] for i in micro_batch], config, pad_id)
+            part = _sums(policy_P2, [batch[i] for i in micro_batch], config)
+            sums.add_(part.detach())
+            yield part[0] / len(batch)
+
+    norm = engine.train_step(losses(), total)
+    dist.all_reduce(sums)
+    metrics = {
+        **_means("train", sums, len(batch)),
+        "train/grad_norm": norm,
+        "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
+        "train/skipped_steps": float(engine.skipped_steps),
+    }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def evaluate_dpo(
+    engine: TrainingEngine, held_out: Sequence[ReferencedPair], config: DPOConfig, pad_id: int
+) -> dict[str, float]:
+    """Return `eval/loss`, `eval/accuracy` (ties count half), `eval/margin`, `eval/rewards/chosen` and
+    `eval/rewards/rejected`. A collective.
+    """
+    policy_P2 = pair_logprobs(engine, [row.pair for row in held_out], config, pad_id)
+    return _means("eval", _sums(policy_P2, held_out, config), len(held_out))
+
+
+@torch.no_grad()
+def pair_logprobs(
+    engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
+) -> torch.Tensor:
+    """Return the summed log-probabilities of both responses of each pair, (P, 2), on every rank. A
+    collective.
+    """
+    engine.module.eval()
+    found_P2 = torch.zeros(len(pairs), 2, dtype=torch.float64, device=engine.rank.torch_device)
+    plan = micro_batches(engine.rank, pairs, config)
+    for number, micro_batch in enumerate(plan, start=1):
+        heartbeat(f"pass {number} of {len(plan)} over pairs")
+        found_P2[micro_batch] = _forward(engine, [pairs[i] for i in micro_batch], config, pad_id)
+    dist.all_reduce(found_P2)
+    engine.module.train()
+    return found_P2
+
+
+def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOConfig) -> torch.Tensor:
+    """Return the sums over the pairs of `_METRICS`, (4,); the first one has a gradient.
+
+    The implicit reward of a response is beta times the logarithm of policy over reference.
+    """
+    reference = [row.reference for row in rows]
+    reference_P2 = policy_P2.new_tensor(reference).view(len(rows), 2)
+    chosen, rejected = policy_P2.unbind(1)
+    ref_chosen, ref_rejected = reference_P2.unbind(1)
+    loss = dpo_loss(
+        chosen, rejected, ref_chosen, ref_rejected, config.beta, config.label_smoothing, denominator=1.0
+    )
+    rewards_P2 = config.beta * (policy_P2 - reference_P2).detach()
+    right = is_right(rewards_P2[:, 0] - rewards_P2[:, 1]).sum()
+    return torch.stack([loss, right, *rewards_P2.sum(0)])
+
+
+def _means(split: str, sums: torch.Tensor, count: int) -> dict[str, float]:
+    means = dict(zip(_METRICS, (sums / count).tolist(), strict=True))
+    means["margin"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return {f"{split}/{name}": value for name, value in means.items()}
+
+
+def _forward(
+    engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
+) -> torch.Tensor:
+    """Return the summed log-probabilities of both responses of each pair, (P, 2)."""
+    sequences = [TokenSequence.of(p.prompt_ids, ids) for p in pairs for ids in (p.chosen_ids, p.rejected_ids)]
+    batch = collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device)
+    parts = batch.split(engine(batch).logprobs_N.double())
+    # Without pairs, the batch is one token that no part of the result depends on, but the graph does.
+    return torch.stack([part.sum() for part in parts])[: len(sequences)].view(len(pairs), 2)

@@ -1,0 +1,85 @@
+"""The training loop of `sft` and `dpo`: epochs of shuffled batches, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhf_core.config.training import DPOConfig, SFTConfig
+from rlhf_core.engines import checkpointing
+from rlhf_core.engines.checkpointing import log_skipped_batch
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.pipeline import StageName
+from rlhf_core.seeds import epoch_batches
+from rlhf_core.system.failpoints import failpoint
+from rlhf_core.types import StageContext
+
+T = TypeVar("T")
+
+
+def train_epochs(
+    engine: TrainingEngine,
+    rows: Sequence[T],
+    config: SFTConfig | DPOConfig,
+    stage: StageName,
+    *,
+    step_of: Callable[[Sequence[T], int], dict[str, float]],
+    evaluate: Callable[[], dict[str, float]],
+    tokens_of: Callable[[T], int],
+    table_row: Callable[[T], dict[str, Any]],
+    seed: int,
+    work: Path,
+    context: StageContext | None,
+) -> dict[str, float]:
+    """Train to the end, from the last checkpoint if there is one, and evaluate.
+
+    Args:
+        engine: The model with its optimizer.
+        rows: The training set.
+        config: Settings of the stage.
+        stage: Its name, for progress and failpoints.
+        step_of: Makes one optimizer step with a batch and the number of all steps, and returns its metrics.
+        evaluate: Returns metrics of the held-out set with `eval/loss`.
+        tokens_of: Returns the tokens of a row.
+        table_row: Converts a row for the table of a skipped batch.
+        seed: Determines the order of the rows.
+        work: A folder for checkpoints that are not committed yet.
+        context: The stage's context on rank 0, otherwise None.
+
+    Returns:
+        The last result of `evaluate`, and `tokens_per_s`.
+    """
+    per_epoch = math.ceil(len(rows) / config.batch_size)
+    total = per_epoch * config.epochs
+    state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
+    step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
+    with checkpointing.defer_stop(context):
+        while step < total:
+            started = time.monotonic()
+            epoch, index = divmod(step, per_epoch)
+            batch = [rows[i] for i in epoch_batches(len(rows), config.batch_size, seed, epoch)[index]]
+            with log_skipped_batch(engine, context, step + 1, batch, table_row):
+                metrics = step_of(batch, total)
+            failpoint(f"{stage}.step")
+            step += 1
+            tokens += sum(map(tokens_of, batch))
+            seconds += time.monotonic() - started
+            if step % config.eval_every == 0 and step < total:
+                metrics |= evaluate()
+            if context is not None:
+                metrics["train/tokens_per_s"] = tokens / seconds
+                context.metrics.log_metrics(metrics, step)
+                shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
+                context.progress(stage, step, total, "steps", **shown)
+            checkpointing.after_step(
+                engine, context, work, step, every=config.checkpoint_every, total=total,
+                state={"tokens": tokens, "seconds": seconds},
+                score=-metrics["eval/loss"] if "eval/loss" in metrics else None,
+            )  # fmt: skip
+    final = evaluate()
+    if context is not None:
+        context.metrics.log_metrics(final, total)
+    return {**final, "tokens_per_s": tokens / max(seconds, 1e-9)}

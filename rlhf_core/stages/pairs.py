@@ -1,0 +1,72 @@
+"""What the stages that train on preference pairs have in common: which pairs, and how they share ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.training import DPOConfig, RewardConfig
+from rlhf_core.data.dataset import load_pairs
+from rlhf_core.engines.distributed import Rank
+from rlhf_core.errors import DataError
+from rlhf_core.models.packing import plan_ranks
+from rlhf_core.pipeline import StageName
+from rlhf_core.seeds import derive_seed
+from rlhf_core.types import PairExample
+
+
+def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list[PairExample]:
+    """Return the pairs that train the model of `stage`, `reward`, `judge` or `dpo`.
+
+    With `reward.judge`, the pairs of the judge are disjoint from those of the other stages: all pairs of a
+    prompt train the same models, for every seed. The held-out pairs are the same for all. Raises DataError if
+    nothing is left.
+    """
+    pairs = load_pairs(data, "train")
+    judge = config.reward.judge
+    if judge is None:
+        return pairs
+    chosen = [pair for pair in pairs if _is_of_judge(pair, judge.fraction) == (stage == "judge")]
+    if not chosen:
+        raise DataError(
+            f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"
+            f" {stage}; add pairs, or leave reward.judge out"
+        )
+    return chosen
+
+
+def _is_of_judge(pair: PairExample, fraction: float) -> bool:
+    return derive_seed(0, "judge", pair.prompt_id) / 2.0**63 < fraction
+
+
+def micro_batches(
+    rank: Rank, pairs: Sequence[PairExample], config: RewardConfig | DPOConfig
+) -> list[list[int]]:
+    """Return the micro-batches of `rank`, as indices of `pairs`. Both responses of a pair are in the same
+    one.
+    """
+    lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in pairs]
+    if config.packs:
+        lengths = [pair_tokens(pair) for pair in pairs]
+    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
+
+
+def pair_tokens(pair: PairExample) -> int:
+    """Return the tokens of both sequences of a pair."""
+    return 2 * len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
+
+
+def is_right(gap_B: torch.Tensor) -> torch.Tensor:
+    """1 where the chosen response has the higher score, one half where both have the same."""
+    return torch.heaviside(gap_B, torch.full_like(gap_B, 0.5))
+
+
+def table_row(pair: PairExample) -> dict[str, Any]:
+    """Return a pair as a row of the table of a skipped batch."""
+    sides = {"prompt_ids": pair.prompt_ids, "chosen_ids": pair.chosen_ids, "rejected_ids": pair.rejected_ids}
+    about = {"prompt": pair.prompt, "source": pair.source, "margin": pair.margin}
+    return {**about, **{name: str(list(ids)) for name, ids in sides.items()}}
