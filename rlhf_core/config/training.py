@@ -239,7 +239,7 @@ class DPOConfig(Section):
     the pairs without a reward model and without sampling, for comparison with that of PPO.
     """
 
-    enabled: bool = result(False, "Train this policy too. The stage `evaluate` compares both on its prompts")
+    enabled: bool = result(False, "Train this policy in the stage `dpo`")
     beta: PositiveFloat = result(
         0.1,
         "Weight of the KL to the SFT model in DPO's objective: the higher, the nearer the policy stays",

@@ -1,0 +1,55 @@
+"""The stage dpo in `rlhf plan` and in the checks before a run, if it is enabled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.planning.batches import describe_batches
+from rlhf_core.planning.checkpoints import checkpoint_sizes
+from rlhf_core.planning.devices import check_gpu_counts
+from rlhf_core.planning.fit import judge
+from rlhf_core.planning.hardware import parse_gpus
+from rlhf_core.planning.search import Split, fastest
+
+HARDWARE = parse_gpus("2xA100-40G")
+SHARDED = {"deepspeed": {"ranks": 4, "zero_stage": 3, "dtype": "bfloat16"}}
+
+
+def config(**dpo: Any) -> PipelineConfig:
+    tree = {"model": {"path": "a/model"}, "sft": SHARDED, "reward": SHARDED, "dpo": {**SHARDED, **dpo}}
+    return config_from_tree(tree, "test")
+
+
+def test_the_plan_has_dpo_only_if_it_is_enabled() -> None:
+    shape = known_shape("qwen2.5-7b")
+    assert shape is not None
+    wanted = config(enabled=True)
+    # A pair has as many tokens as for the reward model, and the model has as many weights as in SFT.
+    told = dict(describe_batches(wanted))
+    assert told["dpo"].split(";")[0] == told["reward"].split(";")[0]
+    verdict = judge(wanted, shape, HARDWARE)
+    loads = {load.stage: load.total for load in verdict.loads if load.phase == "load"}
+    assert loads["dpo"] == loads["sft"]
+    assert "dpo: needs 4 devices; there are 2" in [problem.text for problem in verdict.problems]
+    sizes = {size.stage: size.bytes for size in checkpoint_sizes(wanted, shape, HARDWARE)}
+    assert sizes["dpo"] == sizes["sft"]
+    errors = [str(error) for error in check_gpu_counts(wanted, 2)]
+    assert any("dpo.deepspeed.ranks: must be at most the 2 visible GPUs; got 4" in error for error in errors)
+
+    plain = judge(config(), shape, HARDWARE)
+    assert "dpo" not in {load.stage for load in plain.loads} | {problem.stage for problem in plain.problems}
+    assert not any("dpo" in str(error) for error in check_gpu_counts(config(), 2))
+
+
+def test_the_fastest_split_of_dpo_fits() -> None:
+    shape = known_shape("qwen3-0.6b")
+    assert shape is not None
+    [split] = [found for found in fastest(config(enabled=True), shape, HARDWARE) if found.stage == "dpo"]
+    assert isinstance(split, Split)
+    tree = config(enabled=True).model_dump(mode="json", by_alias=True)
+    overrides = [f"{name}={value}" for name, value in split.changes.items()]
+    changed = config_from_tree(tree, "test", overrides)
+    assert "dpo" not in {problem.stage for problem in judge(changed, shape, HARDWARE).problems}
