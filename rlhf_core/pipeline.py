@@ -131,7 +131,7 @@ _TABLE = (
         "rlhf_core.stages.evaluate:run",
         version=10,
         sections=("evaluate", "ppo"),
-        inputs=("data", "sft", "reward", "judge", "ppo"),
+        inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),
         sources_of_inputs=("ppo.",),
         data_context="evaluation",

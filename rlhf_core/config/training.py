@@ -239,7 +239,9 @@ class DPOConfig(Section):
     the pairs without a reward model and without sampling, for comparison with that of PPO.
     """
 
-    enabled: bool = result(False, "Train this policy in the stage `dpo`")
+    enabled: bool = result(
+        False, "Train this policy too. The stage `evaluate` compares it with those of SFT and PPO"
+    )
     beta: PositiveFloat = result(
         0.1,
         "Weight of the KL to the SFT model in DPO's objective: the higher, the nearer the policy stays",

@@ -100,7 +100,8 @@ def compare_with_chosen(
         lengths = [float(len(a.response_ids) - len(b.response_ids)) for a, b in zip(own, chosen, strict=True)]
         rates[model] = win_rate(preferences[model], **settings).to_json()
         controlled[model] = length_controlled(preferences[model], lengths, interval.confidence).to_json()
-    rates["difference"] = interval.pair("win_rate_over_chosen", preferences)["difference"]
+    for name, found in interval.pair("win_rate_over_chosen", preferences).items():
+        rates.setdefault(name, found)
     return {"prompts": len(pairs), "win_rate": rates, "win_rate_length_controlled": controlled}
 
 

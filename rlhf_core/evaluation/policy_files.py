@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_core.config.base import Section
-from rlhf_core.config.engine import EngineConfig, WeightSyncConfig
+from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
 from rlhf_core.errors import CorruptArtifact
 
 
@@ -40,6 +40,18 @@ def policy_files(ppo: PPOConfig, artifact: Path, sft: Callable[[], Path]) -> Pol
     if ppo.syncs_adapter and (artifact / "adapter").is_dir():
         return PolicyFiles(sft() / "model", artifact / "adapter")
     return PolicyFiles(artifact / "policy")
+
+
+def dpo_files(dpo: DPOConfig, artifact: Path, sft: Path) -> PolicyFiles:
+    """Return the files of a `dpo` artifact that was created with the settings `dpo` from the SFT artifact
+    `sft`. They have a separate adapter as those of PPO do.
+    """
+    lora = dpo.lora
+    if lora is None or lora.quantize is not None or lora.r > MAX_ENGINE_RANK:
+        return PolicyFiles(artifact / "policy")
+    if dpo.deepspeed.dtype == "float32":
+        return PolicyFiles(artifact / "policy")
+    return PolicyFiles(sft / "model", artifact / "adapter")
 
 
 def made_with(ppo: Mapping[str, Any]) -> PPOConfig:

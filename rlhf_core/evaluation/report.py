@@ -19,7 +19,8 @@ from markdown_it import MarkdownIt
 
 from rlhf_core.evaluation.statistics import differences, fallen
 
-MODELS = ("sft", "ppo")
+MODELS = ("sft", "ppo", "dpo")
+"""All that there can be. A report has those with responses."""
 
 _MEASURES = {
     "gold_reward": "Gold reward",
@@ -85,7 +86,7 @@ def render(report: Report) -> str:
         lineage=report.lineage,
         data_card=report.data_card,
         facts=report.facts,
-        models=MODELS,
+        models=[model for model in MODELS if model in evaluation["eos_rate"]],
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
@@ -188,14 +189,15 @@ def _changes(source: Mapping[str, Any]) -> str:
 
 
 def _interval_bars(pair: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Return the positions in pixels of both models' means and intervals, on one scale,
+    """Return the positions in pixels of the models' means and intervals, on one scale,
     in an image 180 wide.
     """
-    low = min(pair[model]["low"] for model in MODELS)
-    high = max(pair[model]["high"] for model in MODELS)
+    models = [model for model in MODELS if model in pair]
+    low = min(pair[model]["low"] for model in models)
+    high = max(pair[model]["high"] for model in models)
     bars = []
-    for model, y in (("sft", 8), ("ppo", 20)):
-        bar: dict[str, Any] = {"model": model, "y": y}
+    for number, model in enumerate(models):
+        bar: dict[str, Any] = {"model": model, "y": 8 + 12 * number}
         for part in ("mean", "low", "high"):
             if high > low:
                 bar[part] = 8 + 164 * (pair[model][part] - low) / (high - low)

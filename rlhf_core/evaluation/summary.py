@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -23,19 +23,23 @@ from rlhf_core.types import RewardInput
 T = TypeVar("T")
 
 ByModel = dict[str, list[float]]
-"""(n,) values of each model (`sft`, `ppo`), in the order of the prompts."""
+"""(n,) values of each model (`sft`, `ppo`, and `dpo` if there is one), in the order of the prompts."""
+
+
+DPO_WIN_RATES = ("win_rate_dpo", "win_rate_ppo_over_dpo")
+"""Of DPO's policy over the SFT model, and of PPO's policy over DPO's."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All values of both models' responses to n prompts, always in the same order."""
+    """All values of the models' responses to n prompts, always in the same order."""
 
     measures: Mapping[str, ByModel]
     """`gold`, `judge_model`, `reward_model`, `rules` (the weighted sum), as far as the run has them."""
     rules: Mapping[str, ByModel]
     """Raw values of each rule source. NaN if a failure is masked."""
-    kl: list[float]
-    """(n,) nats per response of the policy."""
+    kl: ByModel
+    """Nats per response of each policy against the SFT model."""
     sources: list[str]
     """(n,) data source of each prompt."""
 
@@ -44,7 +48,7 @@ class Measured:
         return Measured(
             {name: _select(pair, indices) for name, pair in self.measures.items()},
             {name: _select(pair, indices) for name, pair in self.rules.items()},
-            [self.kl[i] for i in indices],
+            _select(self.kl, indices),
             [self.sources[i] for i in indices],
         )
 
@@ -52,7 +56,7 @@ class Measured:
 def without_masked(
     responses: Mapping[str, list[RewardInput]], measured: Measured
 ) -> tuple[dict[str, list[RewardInput]], Measured]:
-    """Return the prompts for which every measure has a value for both models.
+    """Return the prompts for which every measure has a value for all models.
 
     If a source with nonzero weight masks a failure, the weighted sum is NaN. A source of weight 0 is only
     measured, and its failures exclude no prompt.
@@ -61,7 +65,7 @@ def without_masked(
     for pair in measured.measures.values():
         for values in pair.values():
             masked.update(i for i, value in enumerate(values) if math.isnan(value))
-    indices = [i for i in range(len(measured.kl)) if i not in masked]
+    indices = [i for i in range(len(measured.sources)) if i not in masked]
     return _select(responses, indices), measured.select(indices)
 
 
@@ -69,19 +73,17 @@ def _select(by_model: Mapping[str, list[T]], indices: Sequence[int]) -> dict[str
     return {model: [values[i] for i in indices] for model, values in by_model.items()}
 
 
-def answers(
-    responses: Mapping[str, list[RewardInput]], measured: Measured
-) -> tuple[list[Answer], list[Answer]]:
-    """Return the answers of the SFT model and of the policy, with all their scores that are not masked."""
+def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> dict[str, list[Answer]]:
+    """Return the answers of each model, with all their scores that are not masked."""
     columns = dict(measured.measures) | {f"rule/{name}": pair for name, pair in measured.rules.items()}
     by_model: dict[str, list[Answer]] = {}
-    for model in ("sft", "ppo"):
+    for model, samples in responses.items():
         by_model[model] = []
-        for i, sample in enumerate(responses[model]):
+        for i, sample in enumerate(samples):
             values = {name: pair[model][i] for name, pair in columns.items()}
             scores = {name: value for name, value in values.items() if not math.isnan(value)}
             by_model[model].append(Answer(sample, scores))
-    return by_model["sft"], by_model["ppo"]
+    return by_model
 
 
 class Intervals:
@@ -111,10 +113,17 @@ class Intervals:
         return bootstrap_mean(values, **self.settings(name))
 
     def pair(self, name: str, pair: ByModel) -> dict[str, dict[str, float]]:
-        """Return the mean of each model and of `difference`, policy minus SFT model by prompt."""
-        difference = [ppo - sft for sft, ppo in zip(pair["sft"], pair["ppo"], strict=True)]
-        columns = pair | {"difference": difference}
+        """Return the mean of each model, of `difference`, PPO's policy minus SFT model by prompt, and of
+        `ppo_minus_dpo`, PPO's policy minus DPO's.
+        """
+        columns = pair | {"difference": _difference(pair["ppo"], pair["sft"])}
+        if "dpo" in pair:
+            columns["ppo_minus_dpo"] = _difference(pair["ppo"], pair["dpo"])
         return {model: self.mean(name, values).to_json() for model, values in columns.items()}
+
+
+def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def evaluation_json(
@@ -159,7 +168,7 @@ def _numbers(
         lengths[model] = [float(len(sample.response_ids)) for sample in samples]
         ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
-    kl = interval.mean("kl", measured.kl)
+    kl = interval.mean("kl", measured.kl["ppo"])
     measures = {name: interval.pair(name, pair) for name, pair in measured.measures.items()}
     rules = {}
     for name, pair in measured.rules.items():
@@ -186,13 +195,26 @@ def _numbers(
     }
 
 
+def dpo_json(
+    versus: Callable[[str, str, str], Comparison], measured: Measured, interval: Intervals
+) -> dict[str, Any]:
+    """Return what `evaluation.json` has in addition if there is a policy of DPO.
+
+    Args:
+        versus: Compares two models, given by name; the third argument names the quantity.
+        measured: Values of the responses.
+        interval: Computes the confidence intervals.
+    """
+    return {
+        "win_rate_dpo": versus("dpo", "sft", "win_rate_dpo").win_rate.to_json(),
+        "win_rate_ppo_over_dpo": versus("ppo", "dpo", "win_rate_ppo_over_dpo").win_rate.to_json(),
+        "kl_dpo": interval.mean("kl_dpo", measured.kl["dpo"]).to_json(),
+    }
+
+
 def _without_nan(pair: ByModel) -> ByModel:
-    """Return the values of the prompts for which both models have one."""
-    indices = [
-        i
-        for i, (sft, ppo) in enumerate(zip(pair["sft"], pair["ppo"], strict=True))
-        if not math.isnan(sft + ppo)
-    ]
+    """Return the values of the prompts for which all models have one."""
+    indices = [i for i, values in enumerate(zip(*pair.values(), strict=True)) if not math.isnan(sum(values))]
     return _select(pair, indices)
 
 
@@ -231,8 +253,8 @@ def _distinct(responses: Mapping[str, list[RewardInput]]) -> dict[str, dict[str,
 def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """Return the evaluation as metrics. Metrics of a data source are named `by_source/{name}/...`."""
     flat = _flat(evaluation) | {name: evaluation[name] for name in ("inconsistent", "unscored")}
-    for model in ("sft", "ppo"):
-        flat |= {f"distinct_{n}/{model}": value for n, value in evaluation["distinct"][model].items()}
+    for model, shares in evaluation["distinct"].items():
+        flat |= {f"distinct_{n}/{model}": value for n, value in shares.items()}
     for source, numbers in evaluation["by_source"].items():
         of_source = _flat(numbers) | {"prompts": float(numbers["prompts"])}
         flat |= {f"by_source/{source}/{name}": value for name, value in of_source.items()}
@@ -247,28 +269,32 @@ def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     for name, pair in pairs.items():
         for model, interval in pair.items():
             flat |= {f"{name}/{model}/{part}": value for part, value in interval.items()}
-    for name in ("win_rate", "win_rate_length_controlled"):
-        flat |= {f"{name}/{part}": value for part, value in evaluation[name].items()}
-    for model in ("sft", "ppo"):
-        flat[f"eos_rate/{model}"] = evaluation["eos_rate"][model]
+    for name in ("win_rate", "win_rate_length_controlled", *DPO_WIN_RATES):
+        flat |= {f"{name}/{part}": value for part, value in evaluation.get(name, {}).items()}
+    if "kl_dpo" in evaluation:
+        flat["kl_dpo"] = evaluation["kl_dpo"]["mean"]
+    for model, rate in evaluation["eos_rate"].items():
+        flat[f"eos_rate/{model}"] = rate
         flat[f"length/{model}"] = evaluation["lengths"][model]["mean"]
     return flat
 
 
 def sample_rows(
-    sft: Sequence[Answer], ppo: Sequence[Answer], comparison: Comparison, count: int
+    answers: Mapping[str, Sequence[Answer]], comparison: Comparison, count: int
 ) -> list[dict[str, Any]]:
-    """Return the first `count` pairs of answers. They are not selected, so that they are representative."""
+    """Return the models' answers to the first `count` prompts. They are not selected, so that they are
+    representative. The winner is that of `comparison`, PPO's policy or the SFT model.
+    """
     winners = {1.0: "ppo", 0.5: "tie", 0.0: "sft"}
     rows = []
-    for before, after, preference in list(zip(sft, ppo, comparison.preferences, strict=True))[:count]:
+    for i, preference in enumerate(comparison.preferences[:count]):
+        sample = answers["sft"][i].sample
         rows.append(
             {
-                "prompt_id": before.sample.prompt_id,
-                "prompt": before.sample.prompt,
-                "sft": before.sample.response,
-                "ppo": after.sample.response,
-                "scores": {"sft": dict(before.scores), "ppo": dict(after.scores)},
+                "prompt_id": sample.prompt_id,
+                "prompt": sample.prompt,
+                **{model: found[i].sample.response for model, found in answers.items()},
+                "scores": {model: dict(found[i].scores) for model, found in answers.items()},
                 "winner": winners[preference],
             }
         )

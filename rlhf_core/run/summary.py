@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from rlhf_core.types import ArtifactRef
 
 _INTERVAL = ("mean", "low", "high")
-_WHO = {"sft": "SFT", "ppo": "PPO", "difference": "difference by prompt"}
+_WHO = {
+    "sft": "SFT",
+    "ppo": "PPO",
+    "dpo": "DPO",
+    "difference": "difference by prompt",
+    "ppo_minus_dpo": "PPO minus DPO by prompt",
+}
+_DPO_WIN_RATES = {"win_rate_dpo": "win rate, DPO over SFT", "win_rate_ppo_over_dpo": "win rate, PPO over DPO"}
 
 
 def summarize(
@@ -39,6 +46,8 @@ def summarize(
     evaluate.regression/<name>.{sft,ppo,difference}
                                                 mean of a regression set; the difference is paired
     evaluate.fallen                             regression sets that fell, with their numbers
+    evaluate.<measure>.{dpo,ppo_minus_dpo}, evaluate.win_rate_dpo, evaluate.win_rate_ppo_over_dpo,
+    evaluate.kl_dpo                             of DPO's policy, if there is one
     evaluate.judge, evaluate.judge_trained_on   the judge, and whether the policy was trained with it
     evaluate.judge_agreement                    share of held-out pairs on which a language model agrees
     evaluate.judge_inconsistent                 share of its verdicts that change with the order
@@ -97,7 +106,7 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
         measure, _, who = name.rpartition("/")
         if who in _WHO and (interval := _interval(metrics, name)):
             found.setdefault(measure, {})[who] = interval
-    for name in ("win_rate", "win_rate_length_controlled"):
+    for name in ("win_rate", "win_rate_length_controlled", *_DPO_WIN_RATES):
         if interval := _interval(metrics, name):
             found[name] = interval
     if "judge" in ref.attributes:
@@ -108,8 +117,9 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
         found["judge_inconsistent"] = metrics["inconsistent"]
     if "fallen" in ref.attributes:
         found["fallen"] = ref.attributes["fallen"]
-    if "kl" in metrics:
-        found["kl"] = metrics["kl"]
+    for name in ("kl", "kl_dpo"):
+        if name in metrics:
+            found[name] = metrics[name]
     return found
 
 
@@ -163,10 +173,15 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "win_rate_length_controlled" in evaluation:
         controlled = _with_interval(evaluation["win_rate_length_controlled"])
         rows.append(("the same, length-controlled", controlled))
+    for name, label in _DPO_WIN_RATES.items():
+        if name in evaluation:
+            rows.append((f"{label}{_judged(evaluation)}", _with_interval(evaluation[name])))
     if "fallen" in evaluation:
         rows.append(("regression sets that fell", evaluation["fallen"]))
     if "kl" in evaluation:
         rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
+    if "kl_dpo" in evaluation:
+        rows.append(("KL to the SFT model, DPO", f"{evaluation['kl_dpo']:.3g} nats per response"))
     return rows
 
 

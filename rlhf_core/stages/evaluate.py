@@ -1,6 +1,7 @@
-"""Stage `evaluate`: the policy against the SFT model on held-out prompts.
+"""Stage `evaluate`: the policy against the SFT model on held-out prompts, and, if there is one, against the
+policy of DPO.
 
-    (agreement of a language model that judges ->) prompts -> responses of SFT, then of the policy (same
+    (agreement of a language model that judges ->) prompts -> responses of SFT, then of each policy (same
     seeds) -> scores by each measure -> KL -> win rate -> win rates over the data's chosen answers ->
     regression sets -> report
 
@@ -30,15 +31,16 @@ from rlhf_core.evaluation.chosen import (
 )
 from rlhf_core.evaluation.exchange import exchanged_gold
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
-from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
+from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
-from rlhf_core.evaluation.statistics import compare, differences, fallen
+from rlhf_core.evaluation.statistics import Comparison, compare, differences, fallen
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
     Measured,
     answers,
+    dpo_json,
     evaluation_json,
     flat_metrics,
     sample_rows,
@@ -82,8 +84,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     decoder = load_decoder(context.inputs["data"])
     device = resolve_device(config.run.device)
 
-    policy = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
-    models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), "ppo": policy}
+    sft = context.inputs["sft"]
+    policies = {"ppo": policy_files(config.ppo, context.inputs["ppo"], lambda: sft)}
+    if "dpo" in context.inputs:
+        policies["dpo"] = dpo_files(config.dpo, context.inputs["dpo"], sft)
+    models = {"sft": PolicyFiles(sft / "model"), **policies}
     sources = [prompt.source or "unnamed" for prompt in prompts]
     pairs = load_chosen(config, context.inputs["data"], judge)
     regression_sets = prepare_sets(config, context)
@@ -101,7 +106,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )
         responses = {model: by_set[_HELD_OUT] for model, by_set in found.items()}
         measured = _measure(
-            config, context, policy, responses, sources,
+            config, context, policies, responses, sources,
             gold_known=gold_known, pad_id=decoder.pad, device=device,
         )  # fmt: skip
         to_pairs = {model: [*by_set[_HELD_OUT], *by_set[_CHOSEN]] for model, by_set in found.items()}
@@ -110,12 +115,18 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, prefer, interval)
         responses, measured = without_masked(responses, measured)
         failpoint("evaluate.measured")
-        sft, ppo = answers(responses, measured)
-        if language_model is None:
-            comparison = compare(ppo, sft, judge, **interval.settings("win_rate"))
-        else:
-            comparison = language_model.compare(responses["ppo"], responses["sft"], "win_rate")
+        found_answers = answers(responses, measured)
+
+        def versus(a: str, b: str, name: str) -> Comparison:
+            if language_model is not None:
+                return language_model.compare(responses[a], responses[b], name)
+            return compare(found_answers[a], found_answers[b], judge, **interval.settings(name))
+
+        of_dpo = dpo_json(versus, measured, interval) if "dpo" in responses else {}
+        # The last one: what is reported of the judge's consistency is of this comparison.
+        comparison = versus("ppo", "sft", "win_rate")
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
+    evaluation |= of_dpo
     evaluation["judge_digests"] = scoring.judge_digests(
         config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
     )
@@ -130,8 +141,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     evaluation["over_chosen"] = over_chosen
     if regression:
         evaluation["regression"] = regression
-    evaluation["unscored"] = len(prompts) - len(measured.kl)
-    samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
+    evaluation["unscored"] = len(prompts) - len(measured.sources)
+    samples = sample_rows(found_answers, comparison, config.evaluate.samples)
     metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
     if language_model is not None:
         metrics |= language_model.metrics()
@@ -155,7 +166,7 @@ def _agreeing_judge(config: PipelineConfig, context: StageContext, device: str) 
 def _measure(
     config: PipelineConfig,
     context: StageContext,
-    policy: PolicyFiles,
+    policies: Mapping[str, PolicyFiles],
     responses: Mapping[str, list[RewardInput]],
     prompt_sources: list[str],
     *,
@@ -163,10 +174,10 @@ def _measure(
     pad_id: int,
     device: str,
 ) -> Measured:
-    """Each measure scores both models' responses in one call."""
+    """Each measure scores the responses of all models in one call."""
     sources = scoring.rule_sources(config)
     models = {name: stage for name, stage in scoring.MODEL_STAGES.items() if stage in context.inputs}
-    parts = gold_known + len(models) + bool(sources) + 1
+    parts = gold_known + len(models) + bool(sources) + len(policies)
     done = 0
 
     def report() -> None:
@@ -175,41 +186,46 @@ def _measure(
         done += 1
 
     count = len(responses["sft"])
-    both = [*responses["sft"], *responses["ppo"]]
+    every = [sample for samples in responses.values() for sample in samples]
 
-    def pair(values: Sequence[float]) -> ByModel:
-        return {"sft": list(values[:count]), "ppo": list(values[count:])}
+    def by_model(values: Sequence[float]) -> ByModel:
+        starts = range(0, len(every), count)
+        return {
+            model: list(values[start : start + count]) for model, start in zip(responses, starts, strict=True)
+        }
 
     measures: dict[str, ByModel] = {}
     rules: dict[str, ByModel] = {}
     report()
     if gold_known:
-        measures["gold"] = pair(scoring.score_gold(both))
+        measures["gold"] = by_model(scoring.score_gold(every))
         report()
     for name, stage in models.items():
         folder = context.inputs[stage] / "model"
         scores = scoring.score_reward_model(
-            config, folder, both, pad_id=pad_id, device=device, context=context
+            config, folder, every, pad_id=pad_id, device=device, context=context
         )
-        measures[name] = pair(scores)
+        measures[name] = by_model(scores)
         report()
     if sources:
-        batch = scoring.score_rules(sources, both, code_digests(config.ppo.rewards, context.sources))
+        batch = scoring.score_rules(sources, every, code_digests(config.ppo.rewards, context.sources))
         if any(source.weight for source in sources):
-            measures["rules"] = pair(batch.total)
-        rules = {name: pair(values) for name, values in batch.by_source.items()}
+            measures["rules"] = by_model(batch.total)
+        rules = {name: by_model(values) for name, values in batch.by_source.items()}
         report()
     reference = context.inputs["sft"] / "model"
-    kl = scoring.policy_kl(
-        config,
-        policy,
-        reference,
-        responses["ppo"],
-        pad_id=pad_id,
-        device=device,
-        context=context,
-    )
-    report()
+    kl: ByModel = {}
+    for name, files in policies.items():
+        kl[name] = scoring.policy_kl(
+            config,
+            files,
+            reference,
+            responses[name],
+            pad_id=pad_id,
+            device=device,
+            context=context,
+        )
+        report()
     return Measured(measures, rules, kl, prompt_sources)
 
 
@@ -319,7 +335,8 @@ def _report(
     from rlhf_core.evaluation.report import Report
 
     dump = config.model_dump(mode="json", by_alias=True)
-    sections = {name: dump[name] for name in ("model", "data", "sft", "reward", "ppo", "evaluate")}
+    dpo = ["dpo"] if config.dpo.enabled else []
+    sections = {name: dump[name] for name in ("model", "data", "sft", "reward", *dpo, "ppo", "evaluate")}
     inputs = context.lineage.inputs if context.lineage else {}
     return Report(
         name=config.run.name,
@@ -345,7 +362,7 @@ def _data_card(folder: Path) -> str:
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Flat, for the tracker's table."""
-    flat = {name: row[name] for name in ("prompt", "sft", "ppo", "winner")}
+    flat = {name: row[name] for name in ("prompt", *row["scores"], "winner")}
     for model, scores in row["scores"].items():
         flat |= {f"{model}/{name}": value for name, value in scores.items()}
     return flat

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.load import load_config
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import StageName, stages_between
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 
@@ -120,7 +120,9 @@ class Golden:
         self.outcomes: dict[str, Outcome] = {}
         self.seconds: dict[str, float] = {}
         home = folder / "home"
-        for stage in STAGES[: STAGES.index(stages[-1]) + 1]:
+        for stage in stages_between("data", stages[-1]):
+            if stage not in (*STAGES, *stages):
+                continue
             if stage in stages:
                 (
                     shutil.copytree(home, self.before(stage))

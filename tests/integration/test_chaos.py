@@ -48,6 +48,14 @@ def test_a_registration_that_is_killed_ends_in_the_same_bits(tmp_path: Path) -> 
     check(golden, Case("register", ("register.created:1:kill",)), tmp_path / "case")
 
 
+def test_dpo_that_is_killed_ends_in_the_same_bits(tmp_path: Path) -> None:
+    overrides = ("dpo.enabled=true", "dpo.batch_size=32", "dpo.optimizer.learning_rate=1e-3")
+    overrides += ("dpo.checkpoint_every=3", "dpo.eval_every=3")
+    overrides += ("reward.enabled=false", "ppo.rewards=[{type: well_formed}]")  # not needed, and slow
+    golden = Golden(tmp_path / "golden", ("dpo",), overrides)
+    check(golden, Case("dpo", ("dpo.step:5:kill", "checkpoint.written:2:kill")), tmp_path / "case")
+
+
 def check(golden: Golden, case: Case, folder: Path) -> None:
     result = run_case(golden, case, folder)
     assert result.ended, result.why

@@ -58,6 +58,14 @@ def test_each_model_is_compared_with_the_chosen_answers() -> None:
     assert "win_rate_over_chosen_length_controlled/sft/high" in metrics
 
 
+def test_dpo_is_compared_too() -> None:
+    ppo, dpo = answers([9, 9, 9, 1], [4] * 4), answers([9, 1, 1, 1], [4] * 4)
+    responses = {"sft": answers([1, 1, 1, 1], [4] * 4), "ppo": ppo, "dpo": dpo}
+    found = compare_with_chosen(PAIRS, responses, str, by_score(score), Intervals(config_of()))
+    assert found is not None and found["win_rate"]["dpo"]["mean"] == 0.25
+    assert found["win_rate"]["ppo_minus_dpo"]["mean"] == 0.5
+
+
 def test_the_difference_is_paired() -> None:
     """Both models win half of the prompts, the same ones: the difference has no error."""
     same = answers([9, 9, 1, 1], [4] * 4)

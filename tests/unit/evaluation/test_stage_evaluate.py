@@ -7,6 +7,7 @@
 - batch-normalised rules normalise both models' responses together
 - both models are compared with the chosen answers of held-out pairs, by the same judge
 - a regression set that fell is named in the report and in the facts of the result
+- DPO's policy is a third column of all measures, and is compared with SFT model and PPO's policy
 - the second reward model judges without having trained the policy
 - a language model is measured first; it decides wins and is named, or is refused before anything is sampled
 - ranks and engines in other processes share one connection to Ray
@@ -29,6 +30,7 @@ from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.data.tokenizer import Decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed
 from rlhf_core.evaluation import generate, language_model, rank_scoring, scoring
+from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files
 from rlhf_core.evaluation.replies import Reply as ModelReply
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
@@ -77,6 +79,8 @@ def answer(model: str, prompt: str) -> str:
     rest = prompt.removeprefix("Tell me about a small ").removesuffix(".")
     if model == "model":
         return "It is rotten and dull."
+    if model == "dpo":
+        return f"The small {rest.split()[0]} sleeps {rest.split(' ', 1)[1]}."
     return (
         f"The small {rest.split()[0]} sleeps {rest.split(' ', 1)[1]}. It is kind and gentle. It has a warm"
         " voice."
@@ -102,7 +106,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
     TEXTS.clear()
 
     def respond(request: Request) -> Reply:
-        model = request.model.name
+        model = "dpo" if request.model.parent.name == "dpo" else request.model.name
         return Reply(say(answer(model, request.prompt.prompt)), finished=model == "policy")
 
     def use(texts: list[str], sources: Sequence[str] = ("a.jsonl",)) -> None:
@@ -116,9 +120,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
     monkeypatch.setattr(
         scoring, "score_reward_model", lambda c, f, samples, **k: [float(len(s.response)) for s in samples]
     )
-    monkeypatch.setattr(
-        scoring, "policy_kl", lambda c, p, r, samples, **k: [float(i) for i, _ in enumerate(samples)]
-    )
+
+    def kl(
+        _config: Any, policy: PolicyFiles, _sft: Path, samples: Sequence[Any], **_more: Any
+    ) -> list[float]:
+        times = 2.0 if policy.model.parent.name == "dpo" else 1.0
+        return [times * i for i, _ in enumerate(samples)]
+
+    monkeypatch.setattr(scoring, "policy_kl", kl)
     use(PROMPTS)
     with scripted_engines(respond):
         yield use
@@ -505,3 +514,56 @@ def test_a_language_model_is_measured_first_and_then_decides(
     assert result.metrics["language_model/seconds"] == 38.0 and "seconds" not in model
     document = (context.output / "report.html").read_text()
     assert "the language model big-judge" in document and "preferred in both orders" in document
+
+
+def test_the_policy_of_dpo_is_a_third_column(scripted: Any, context: StageContext, tmp_path: Path) -> None:
+    scripted(PROMPTS, ("a.jsonl", "b.jsonl"))
+    three = replace(context, inputs={**context.inputs, "dpo": tmp_path / "dpo"})
+    result = evaluate.run(config_of(dpo={"enabled": True}), three)
+    found = read(three)
+    gold = {
+        model: [gold_reward(p, answer(model, p), model == "policy") for p in PROMPTS[:6]]
+        for model in ("model", "policy", "dpo")
+    }
+    means = {model: sum(values) / 6 for model, values in gold.items()}
+    assert means["model"] < means["dpo"] < means["policy"]
+    assert found["gold_reward"]["dpo"]["mean"] == pytest.approx(means["dpo"])
+    assert found["gold_reward"]["ppo_minus_dpo"]["mean"] == pytest.approx(means["policy"] - means["dpo"])
+    assert found["win_rate_ppo_over_dpo"]["mean"] == found["win_rate_dpo"]["mean"] == 1.0
+    assert (found["kl"], found["kl_dpo"]["mean"]) == (2.5, 5.0)
+    assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0, "dpo": 0.0}
+    assert found["lengths"]["dpo"]["mean"] == result.metrics["length/dpo"]
+    assert set(found["distinct"]) == {"sft", "ppo", "dpo"} and "dpo" in found["rules"]["length"]
+    assert result.metrics["win_rate_ppo_over_dpo/low"] == found["win_rate_ppo_over_dpo"]["low"]
+    assert result.metrics["kl_dpo"] == 5.0 and result.metrics["gold_reward/dpo/mean"] < means["policy"]
+    row = json.loads((three.output / "samples.jsonl").read_text().splitlines()[0])
+    assert row["dpo"] == answer("dpo", PROMPTS[0]) and set(row["scores"]) == {"sft", "ppo", "dpo"}
+    assert row["winner"] == "ppo"
+    page = (three.output / "report.html").read_text()
+    assert "Win rate of PPO over DPO" in page and "PPO minus DPO" in page and row["dpo"] in page
+
+
+def test_without_dpo_nothing_mentions_it(scripted: Any, context: StageContext) -> None:
+    result = evaluate.run(config_of(), context)
+    assert not any("dpo" in name for name in result.metrics)
+    assert "dpo" not in (context.output / "evaluation.json").read_text()
+    page = (context.output / "report.html").read_text()
+    assert not any(text in page for text in (" DPO", ">DPO", "PPO minus"))
+
+
+@pytest.mark.parametrize(
+    ("dpo", "separate"),
+    [
+        ({}, False),
+        ({"lora": {}}, False),
+        ({"lora": {}, "deepspeed": {"dtype": "bfloat16"}}, True),
+        ({"lora": {"quantize": "nf4"}, "deepspeed": {"dtype": "bfloat16"}}, False),
+        ({"lora": {"r": 1024}, "deepspeed": {"dtype": "bfloat16"}}, False),
+    ],
+)
+def test_an_adapter_of_dpo_is_not_rounded(dpo: dict[str, Any], separate: bool) -> None:
+    files = dpo_files(config_of(dpo=dpo).dpo, Path("dpo"), Path("sft"))
+    if separate:
+        assert files == PolicyFiles(Path("sft/model"), Path("dpo/adapter"))
+    else:
+        assert files == PolicyFiles(Path("dpo/policy"))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.keys import is_enabled, pipeline_key, stage_key
+from rlhf_core.config.keys import is_enabled, pipeline_key, stage_inputs, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import DPOConfig
 from rlhf_core.engines.distributed import Rank
@@ -167,7 +167,8 @@ def test_settings_that_cannot_be_meant_are_refused(
 
 def test_without_the_stage_no_key_knows_of_it() -> None:
     plain, other, enabled = config_of({}), config_of({"beta": 0.5}), config_of({"enabled": True})
-    assert not is_enabled(plain, "dpo") and is_enabled(enabled, "dpo")
+    assert not is_enabled(plain, "dpo") and "dpo" not in stage_inputs(plain, "evaluate")
+    assert "dpo" in stage_inputs(enabled, "evaluate") and "dpo" not in stage_inputs(enabled, "register")
     assert pipeline_key(plain, {}) == pipeline_key(other, {}) != pipeline_key(enabled, {})
 
 
