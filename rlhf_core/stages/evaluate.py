@@ -69,26 +69,16 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         GateFailed: The language model that judges agrees too little with the held-out pairs.
         RLHFError: What engines, models and reward sources raise.
     """
-    from rlhf_core.data.dataset import load_prompts
     from rlhf_core.engines.distributed import resolve_device
 
-    prompts: list[PromptExample] = list(load_prompts(context.inputs["data"], "eval"))[
-        : config.evaluate.prompts
-    ]
-    if not prompts:
-        raise DataError(
-            "evaluation needs held-out prompts; got 0; raise data.eval_fraction or give more prompts"
-        )
+    prompts = _held_out(config, context)
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
     decoder = load_decoder(context.inputs["data"])
     device = resolve_device(config.run.device)
 
-    sft = context.inputs["sft"]
-    policies = {"ppo": policy_files(config.ppo, context.inputs["ppo"], lambda: sft)}
-    if "dpo" in context.inputs:
-        policies["dpo"] = dpo_files(config.dpo, context.inputs["dpo"], sft)
-    models = {"sft": PolicyFiles(sft / "model"), **policies}
+    policies = _policies(config, context)
+    models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
     sources = [prompt.source or "unnamed" for prompt in prompts]
     pairs = load_chosen(config, context.inputs["data"], judge)
     regression_sets = prepare_sets(config, context)
@@ -152,6 +142,27 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         log.warning("regression sets fell against the SFT model: %s", ", ".join(fell))
         facts["fallen"] = ", ".join(fell)
     return StageResult(metrics, facts)
+
+
+def _held_out(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
+    """Return the prompts of the evaluation. Raises `DataError` if there are none."""
+    from rlhf_core.data.dataset import load_prompts
+
+    prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
+    if not prompts:
+        raise DataError(
+            "evaluation needs held-out prompts; got 0; raise data.eval_fraction or give more prompts"
+        )
+    return prompts
+
+
+def _policies(config: PipelineConfig, context: StageContext) -> dict[str, PolicyFiles]:
+    """Return the files of PPO's policy, and of DPO's if there is one."""
+    sft = context.inputs["sft"]
+    policies = {"ppo": policy_files(config.ppo, context.inputs["ppo"], lambda: sft)}
+    if "dpo" in context.inputs:
+        policies["dpo"] = dpo_files(config.dpo, context.inputs["dpo"], sft)
+    return policies
 
 
 def _agreeing_judge(config: PipelineConfig, context: StageContext, device: str) -> LanguageModelJudge:
