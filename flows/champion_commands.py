@@ -160,8 +160,10 @@ def _chat(arguments: argparse.Namespace) -> int:
     from flows.chat import chat
     from rlhf_core.system.api_key import API_KEY
 
-    url = arguments.url or f"http://127.0.0.1:{arguments.port}/v1"
-    chat(url, arguments.policy, os.environ.get(API_KEY))
+    if arguments.url:
+        chat(arguments.url, arguments.policy, os.environ.get("OPENAI_API_KEY"))
+    else:
+        chat(f"http://127.0.0.1:{arguments.port}/v1", arguments.policy, os.environ.get(API_KEY))
     return 0
 
 

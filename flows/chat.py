@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ _HELP = "one message a line; an empty line starts a new conversation, Ctrl-D end
 
 
 def chat(url: str, model: str, key: str | None) -> None:
-    """Read messages from standard input, and print the answers as they arrive.
+    """Read messages from standard input, and print the answers as they arrive. Ctrl-C ends the conversation.
 
     Args:
         url: Base address of an OpenAI-compatible server, with `/v1`.
@@ -26,10 +27,13 @@ def chat(url: str, model: str, key: str | None) -> None:
     Raises:
         InputError: The server cannot be reached, does not serve the model, or refuses the request.
     """
-    from openai import APIError, OpenAI
+    import httpx2
+    from openai import APIError, DefaultHttpxClient, OpenAI
 
-    client = OpenAI(base_url=url, api_key=key or "none", max_retries=0)
+    # Without the proxy of the environment, which would see the messages and the key.
+    connection = DefaultHttpxClient(trust_env=False)
     try:
+        client = OpenAI(base_url=url, api_key=key or "none", max_retries=0, http_client=connection)
         served = [entry.id for entry in client.models.list()]
         if model not in served:
             raise InputError(f"{url} does not serve {model}; it serves {', '.join(served)}")
@@ -43,6 +47,12 @@ def chat(url: str, model: str, key: str | None) -> None:
             messages.append({"role": "assistant", "content": _answer(client, model, messages)})
     except APIError as error:
         raise InputError(f"{url}: {error.message}") from error
+    except (httpx2.InvalidURL, json.JSONDecodeError) as error:
+        raise InputError(f"{url}: {error}") from error
+    except KeyboardInterrupt:
+        print()
+    finally:
+        connection.close()
 
 
 def _next_message() -> str:
@@ -57,7 +67,7 @@ def _answer(client: OpenAI, model: str, messages: list[ChatCompletionMessagePara
     for chunk in client.chat.completions.create(model=model, messages=messages, stream=True):
         piece = chunk.choices[0].delta.content or "" if chunk.choices else ""
         answer += piece
-        # Line feeds are the only control characters that an answer may send to the terminal.
-        print("\n".join(printable(line) for line in piece.split("\n")), end="", flush=True)
+        # An answer may send no other control characters to the terminal.
+        print("".join(c if c in "\n\t" else printable(c) for c in piece), end="", flush=True)
     print(flush=True)
     return answer

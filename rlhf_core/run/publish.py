@@ -69,10 +69,11 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str) -> str:
         The address of the last commit.
 
     Raises:
-        InputError: The name is not one of a repository, or the hub refuses.
+        InputError: The name is not one of a repository, or the hub refuses or cannot be reached.
     """
+    import httpx2
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     api = HfApi()
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as temporary:
@@ -83,8 +84,9 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str) -> str:
                 repo_id=repository,
                 folder_path=folder,
                 commit_message=f"{policy.name}, version {policy.version.version}, weights {policy.weights}",
+                delete_patterns="*",  # files of an earlier version, such as further shards
             )
-        except (HfHubHTTPError, HFValidationError) as error:
+        except (httpx2.HTTPError, OSError, HFValidationError) as error:  # OSError: the offline mode
             raise InputError(f"{repository} cannot be written on the hub: {error}") from error
     return commit.commit_url
 

@@ -2,7 +2,8 @@
 
 - the conversation is sent whole with each message, and an empty line starts a new one
 - an answer cannot control the terminal
-- a server that is not there, another model, and a refused request are one message each
+- a server that is not there or breaks off, another model, and a refused request are one message each
+- the key of `rlhf serve` goes to no other server, and no proxy sees it
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import pytest
 from flows.cli import main
 from rlhf_core.system.processes import free_port
 
-PIECES = ["Once\nupon", " a \x1b[31mtime"]
+PIECES = ["Once\nupon", " a \x1b[31m\ttime"]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves one model, which answers with PIECES, and refuses messages with the word `template`."""
+    """Serves one model, which answers with PIECES.
+
+    It refuses messages with the word `template`, and breaks off at the word `break`.
+    """
 
     requests: list[dict[str, Any]]
     keys: list[str | None]
@@ -40,12 +44,16 @@ class Handler(BaseHTTPRequestHandler):
             return
         chunks = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in PIECES]
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, {"choices": []}]]
-        self.reply(200, "".join(lines) + "data: [DONE]\n\n", "text/event-stream")
+        breaks_off = "break" in body["messages"][-1]["content"]
+        text = "".join(lines) + ("" if breaks_off else "data: [DONE]\n\n")
+        self.reply(200, text, "text/event-stream", length=9999 if breaks_off else None)
 
-    def reply(self, status: int, text: str, kind: str = "application/json") -> None:
+    def reply(
+        self, status: int, text: str, kind: str = "application/json", length: int | None = None
+    ) -> None:
         self.send_response(status)
         self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(text.encode())))
+        self.send_header("content-length", str(length or len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -84,8 +92,18 @@ def test_a_conversation_is_sent_whole(
     assert Handler.requests[1]["messages"][1]["content"] == "".join(PIECES)
     assert set(Handler.keys) == {"Bearer secret"}
     printed = capsys.readouterr().out
-    assert printed.count("Once\nupon a \\x1b[31mtime\n") == 3
+    assert printed.count("Once\nupon a \\x1b[31m\ttime\n") == 3
     assert "\x1b" not in printed
+
+
+def test_the_key_goes_to_the_own_server_only(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "own")
+    monkeypatch.setenv("OPENAI_API_KEY", "others")
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port(18000)}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", "demo", "--url", f"http://127.0.0.1:{port}/v1"]) == 0
+    assert chat(monkeypatch, port, "hello\n") == 0
+    assert Handler.keys == ["Bearer others", "Bearer own"]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +111,7 @@ def test_a_conversation_is_sent_whole(
     [
         ("write a template\n", "demo", "the model has no chat template"),
         ("hello\n", "other", "does not serve other; it serves demo"),
+        ("break\n", "demo", "Connection error"),
     ],
 )
 def test_what_the_server_refuses_is_one_message(

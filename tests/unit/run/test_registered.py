@@ -169,9 +169,16 @@ class Hub(BaseHTTPRequestHandler):
             self.reply(200, {"commitUrl": url, "commitOid": "abc"})
 
     def do_GET(self) -> None:
-        self.reply(404 if "taken" in self.path else 200, {"siblings": [], "sha": "0" * 40, "id": "team/demo"})
+        if "/tree/" in self.path:
+            self.reply(
+                200, [{"type": "file", "path": "model-00002-of-00002.safetensors", "oid": "1", "size": 9}]
+            )
+        else:
+            self.reply(
+                404 if "taken" in self.path else 200, {"siblings": [], "sha": "0" * 40, "id": "team/demo"}
+            )
 
-    def reply(self, status: int, body: dict[str, Any]) -> None:
+    def reply(self, status: int, body: Any) -> None:
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.end_headers()
@@ -199,17 +206,21 @@ def test_published_on_the_hub(
         wrong = main(["publish", f"{MODEL}@1", "hub:no/such/name", "--home", home])
         hub.shutdown()
         thread.join()
-    assert (done, refused, wrong) == (0, 2, 2)
+    gone = main(["publish", f"{MODEL}@1", "hub:team/demo", "--home", home])
+    assert (done, refused, wrong, gone) == (0, 2, 2, 2)
     output = capsys.readouterr()
     assert "commit/abc" in output.out
     assert "taken/demo cannot be written on the hub" in output.err
     assert "no/such/name cannot be written on the hub" in output.err
+    assert "team/demo cannot be written on the hub" in output.err
     created = json.loads(Hub.calls[0][1])
     assert created["visibility"] == "private"
     commits = [body for path, body in Hub.calls if path.endswith("/commit/main")]
     lines = [json.loads(line) for line in commits[0].splitlines()]
     assert len(commits) == 1
     assert weights[0] in lines[0]["value"]["summary"]
+    deleted = [line["value"]["path"] for line in lines if line["key"] == "deletedFile"]
+    assert deleted == ["model-00002-of-00002.safetensors"], "of an earlier version"
     sent = {line["value"]["path"] for line in lines if line["key"] == "file"}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= sent
 
