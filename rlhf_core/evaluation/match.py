@@ -60,6 +60,8 @@ class MatchResult:
     """
     regression: Mapping[str, Mapping[str, float]]
     """Differences on the regression sets, candidate minus champion (`regression.differences`)."""
+    samples: tuple[Mapping[str, str], ...]
+    """The first `evaluate.samples` pairs of answers, with the winner by the judge, for people."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,22 @@ def _run_match(
         by_champion_model, _ = compare_by("reward_model", champion.reward)
     by_set = {"ppo": candidate_by_set, "champion": champion_by_set}
     regression = differences(compare_on_sets(config, by_set, "champion", context.sources))
-    return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model, regression)
+    preferences = dict(zip(prompt_ids, comparison.preferences, strict=True))
+    pairs = zip(candidate_answers, champion_answers, strict=True)
+    samples = [_sample(ours, theirs, preferences) for ours, theirs in pairs if ours.prompt_id in preferences]
+    first = tuple(samples[: config.evaluate.samples])
+    return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model, regression, first)
+
+
+def _sample(ours: RewardInput, theirs: RewardInput, preferences: Mapping[str, float]) -> dict[str, str]:
+    winners = {1.0: "ppo", 0.5: "tie", 0.0: "champion"}
+    return {
+        "prompt_id": ours.prompt_id,
+        "prompt": ours.prompt,
+        "champion": theirs.response,
+        "ppo": ours.response,
+        "winner": winners[preferences[ours.prompt_id]],
+    }
 
 
 def _judge_digest(

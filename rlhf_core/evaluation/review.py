@@ -1,8 +1,9 @@
 """Blind pairs for people: one HTML page, and the votes that it saves.
 
-The samples of an evaluation are shown in a random order, each with its two answers in a random order, which
-only the reader of the votes can undo. Prompts and answers are untrusted text (see `report`). The one script
-of the page is allowed by its digest, and the content security policy blocks all requests.
+The samples of an evaluation, or of a match, are shown in a random order, each with its two answers in a
+random order, which only the reader of the votes can undo. Prompts and answers are untrusted text (see
+`report`). The one script of the page is allowed by its digest, and the content security policy blocks all
+requests.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from markupsafe import Markup
 
@@ -23,7 +24,7 @@ from rlhf_core.evaluation.statistics import Interval, Verdicts, win_rate
 from rlhf_core.seeds import derive_seed
 
 FORMAT = "rlhf-review-1"
-_PREFERENCE = {"ppo": 1.0, "tie": 0.5, "sft": 0.0}
+Opponent = Literal["sft", "champion"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class BlindPair:
     """One sample as it is shown."""
 
     sample: Mapping[str, Any]
-    """Row of `samples.jsonl`."""
+    """Row of `samples.jsonl` or `match_samples.jsonl`."""
     policy_first: bool
+    opponent: Opponent = "sft"
 
     @property
     def prompt(self) -> str:
@@ -40,20 +42,20 @@ class BlindPair:
 
     @property
     def first(self) -> str:
-        return str(self.sample["ppo" if self.policy_first else "sft"])
+        return str(self.sample["ppo" if self.policy_first else self.opponent])
 
     @property
     def second(self) -> str:
-        return str(self.sample["sft" if self.policy_first else "ppo"])
+        return str(self.sample[self.opponent if self.policy_first else "ppo"])
 
 
 @dataclass(frozen=True)
 class Vote:
     """The vote of a person on one sample."""
 
-    sample: Mapping[str, Any]
+    pair: BlindPair
     preference: float
-    """1 if the policy's answer is better, 0.5 for a tie, 0 if the SFT model's is."""
+    """1 if the policy's answer is better, 0.5 for a tie, 0 if the opponent's is."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,18 @@ class ReviewResult:
     """What the votes of one file say."""
 
     win_rate: Interval
-    """Of the policy over the SFT model; ties count half."""
+    """Of the policy over its opponent; ties count half."""
     verdicts: Verdicts
     judge_agreement: float
-    """Share of votes that agree with the judge of the evaluation; half where one of both is a tie."""
+    """Share of votes that agree with the judge of the run; half where one of both is a tie."""
 
 
-def blind_pairs(samples: Sequence[Mapping[str, Any]], artifact: str) -> list[BlindPair]:
-    """Return the samples of an evaluation in random orders, which the digest of its artifact determines."""
+def blind_pairs(
+    samples: Sequence[Mapping[str, Any]], artifact: str, opponent: Opponent = "sft"
+) -> list[BlindPair]:
+    """Return the samples in random orders, which the digest of their artifact determines."""
     rng = random.Random(derive_seed(0, "review", artifact))
-    pairs = [BlindPair(sample, rng.random() < 0.5) for sample in samples]
+    pairs = [BlindPair(sample, rng.random() < 0.5, opponent) for sample in samples]
     rng.shuffle(pairs)
     return pairs
 
@@ -124,7 +128,7 @@ def read_votes(text: str, pairs: Sequence[BlindPair]) -> tuple[list[Vote], int]:
         if choice not in ("1", "2", "tie"):
             raise InputError(f"--votes: a vote is 1, 2 or tie; got {choice!r}; the file is damaged")
         won = 1.0 if (choice == "1") == pair.policy_first else 0.0
-        votes.append(Vote(pair.sample, 0.5 if choice == "tie" else won))
+        votes.append(Vote(pair, 0.5 if choice == "tie" else won))
     if not votes:
         raise InputError("--votes: the file has no vote; vote on the page and save again")
     return votes, saved
@@ -133,7 +137,7 @@ def read_votes(text: str, pairs: Sequence[BlindPair]) -> tuple[list[Vote], int]:
 def count_votes(votes: Sequence[Vote], *, resamples: int, confidence: float) -> ReviewResult:
     """Return the win rate by the votes (n,), at least one, with its bootstrap interval over prompts."""
     preferences = [vote.preference for vote in votes]
-    by_judge = [_PREFERENCE[vote.sample["winner"]] for vote in votes]
+    by_judge = [{"ppo": 1.0, "tie": 0.5}.get(vote.pair.sample["winner"], 0.0) for vote in votes]
     same = [1 - abs(person - judge) for person, judge in zip(preferences, by_judge, strict=True)]
     seed = derive_seed(0, "review", "bootstrap")
     rate = win_rate(preferences, resamples=resamples, confidence=confidence, seed=seed)
@@ -144,8 +148,8 @@ def preference_rows(votes: Sequence[Vote]) -> list[dict[str, str]]:
     """Return the votes as rows for `data.preference`. Ties, and answers with the same text, have none."""
     rows = []
     for vote in votes:
-        sample = vote.sample
-        better, worse = ("ppo", "sft") if vote.preference > 0.5 else ("sft", "ppo")
+        sample, opponent = vote.pair.sample, vote.pair.opponent
+        better, worse = ("ppo", opponent) if vote.preference > 0.5 else (opponent, "ppo")
         if vote.preference != 0.5 and sample[better] != sample[worse]:
             rows.append({"prompt": sample["prompt"], "chosen": sample[better], "rejected": sample[worse]})
     return rows

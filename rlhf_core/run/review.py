@@ -1,6 +1,6 @@
-"""`rlhf review`: the samples of a run's evaluation as a page for people, and what their votes say.
+"""`rlhf review`: samples of a run's evaluation or match as a page for people, and what their votes say.
 
-{folder of the run}/review/  review.html  votes-<digest>.json  preferences-<digest>.jsonl
+{folder of the run}/review/  against-sft.html  votes-<digest>.json  preferences-<digest>.jsonl
 
 The digest is that of the file of votes, so that several people can vote and the same file counts once.
 """
@@ -22,6 +22,7 @@ from rlhf_core.data.prompt_sets import load_encoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.review import (
     BlindPair,
+    Opponent,
     ReviewResult,
     Vote,
     blind_pairs,
@@ -42,26 +43,32 @@ from rlhf_core.types import ArtifactRef
 
 _ARTIFACT = re.compile(r"^(?P<store>.+)/artifacts/[a-z]+/(?P<key>[0-9a-f]{16})(/.*)?$")
 _MAX_BYTES = 2**24
+_SAMPLES: dict[Opponent, tuple[StageName, str]] = {
+    "sft": ("evaluate", "samples.jsonl"),
+    "champion": ("register", "match_samples.jsonl"),
+}
+"""Stage and file of the samples."""
 
 
 @dataclass(frozen=True)
 class Review:
-    """The evaluation of a run, for people."""
+    """Samples of a run, for people."""
 
     name: str
     """Name of the run."""
     folder: Path
     """Where the files of the review are."""
+    opponent: Opponent
     pairs: list[BlindPair]
     home: Home
     summary: Mapping[str, Any]
     config: PipelineConfig
-    """Configuration of the evaluation."""
+    """Configuration of the run."""
     endpoint: str | None
 
     def write_page(self, path: Path | None) -> Path:
         """Write the page to `path`, by default into the folder, and return its path."""
-        path = path or self.folder / "review.html"
+        path = path or self.folder / f"against-{self.opponent}.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, render_page(self.name, self.pairs))
         return path
@@ -83,34 +90,38 @@ class Recorded:
     """The run in MLflow that has the votes; None if the pipeline ran without MLflow."""
 
 
-def open_review(run: str, home: str, endpoint: str | None = None) -> Review:
+def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str | None = None) -> Review:
     """Find the samples of a finished run.
 
     Args:
         run: Name of the run, or the path of its folder or of its `summary.json`.
         home: Folder of the runs.
+        opponent: `sft`: samples of the evaluation; `champion`: those of the match.
         endpoint: URL of an S3-compatible server.
 
     Raises:
-        InputError: There is no such run, or it has no evaluation.
+        InputError: There is no such run, or it has no evaluation or no match.
         CorruptArtifact: The samples are damaged.
     """
     place = Home.of(home)
     file = _summary(run, place)
     summary = read_json(file)
+    stage, samples_name = _SAMPLES[opponent]
     stages = (summary or {}).get("stages")
-    if summary is None or not isinstance(stages, dict) or "evaluate" not in stages:
-        raise InputError(f"{file} has no evaluation; run the stage evaluate first")
-    artifacts, ref = _artifact(summary, "evaluate", place, endpoint)
-    samples_file = artifacts.fetch(ref) / "samples.jsonl"
+    if summary is None or not isinstance(stages, dict) or stage not in stages:
+        raise InputError(f"{file} has no stage {stage}; run it first")
+    artifacts, ref = _artifact(summary, stage, place, endpoint)
+    samples_file = artifacts.fetch(ref) / samples_name
+    if not samples_file.is_file():
+        raise InputError(f"{ref.uri} has no samples of a match: there was none; use --against sft")
     try:
         samples = [json.loads(line) for line in samples_file.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
         raise CorruptArtifact(f"{samples_file} cannot be read ({error}); run the evaluation again") from error
     config = PipelineConfig.model_validate_json(json.dumps(artifacts.config(ref)))
     name = str(summary.get("run", file.parent.name))
-    pairs = blind_pairs(samples, ref.digest)
-    return Review(name, file.parent / "review", pairs, place, summary, config, endpoint)
+    pairs = blind_pairs(samples, ref.digest, opponent)
+    return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
 
 
 def record_votes(review: Review, path: Path) -> Recorded:
@@ -148,10 +159,11 @@ def _log(
     tracking = {"uri": review.config.tracking.uri, "experiment": review.config.experiment}
     tree = {"run": {"home": str(review.home.path)}, "tracking": tracking}
     mlflow = open_tracking(PipelineConfig.model_validate(tree)).mlflow
+    prefix = f"review/against_{review.opponent}"
     metrics = {
-        **{f"review/win_rate/{part}": value for part, value in result.win_rate.to_json().items()},
-        "review/judge_agreement": result.judge_agreement,
-        "review/votes": float(count),
+        **{f"{prefix}/win_rate/{part}": value for part, value in result.win_rate.to_json().items()},
+        f"{prefix}/judge_agreement": result.judge_agreement,
+        f"{prefix}/votes": float(count),
     }
     with registry_errors(mlflow, f"record the votes in the run {run_id}"):
         mlflow.log_points(run_id, [Point(name, value, 0, saved) for name, value in metrics.items()])
@@ -172,7 +184,7 @@ def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
     return [
         vote
         for vote in votes
-        if tokens.get(vote.sample["prompt_id"]) == encoder.prompt([Message("user", vote.sample["prompt"])])
+        if tokens.get(vote.pair.sample["prompt_id"]) == encoder.prompt([Message("user", vote.pair.prompt)])
     ]
 
 

@@ -2,7 +2,7 @@
 so.
 
 Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`,
-`match`, `source`, `weights_sha256`.
+`match`, `source`, `weights_sha256`. After a match also `match_samples.jsonl`: pairs of answers to read.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def _play(config: PipelineConfig, context: StageContext, champion: Mapping[str, 
     except MatchSkipped as reason:
         log.warning("no match against the champion, which therefore stays: %s", reason)
         return NoMatch(str(reason))
+    lines = "".join(json.dumps(row) + "\n" for row in result.samples)
+    (context.output / "match_samples.jsonl").write_text(lines, encoding="utf-8")
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
     outcomes = [2 * preference - 1 for preference in result.comparison.preferences]
     return Match(

@@ -117,6 +117,8 @@ def test_judge_of_the_evaluation_decides_each_prompt(
 ) -> None:
     result = match.run_match(config, context, champion(says)[1])
     assert (result.comparison.win_rate.mean, len(result.comparison.preferences)) == (rate, len(PROMPTS))
+    sample = {"prompt_id": "p0", "prompt": PROMPTS[0], "ppo": GOOD, "champion": says}
+    assert result.samples[0] == sample | {"winner": "ppo" if rate == 1.0 else "tie"}
 
 
 def test_a_language_model_decides_each_prompt(

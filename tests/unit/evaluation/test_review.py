@@ -101,6 +101,17 @@ def test_votes_count_for_the_model_that_wrote_the_answer() -> None:
     assert {normalise(row).kind for row in rows} == {"preference"}
 
 
+def test_the_opponent_can_be_the_champion() -> None:
+    samples = [{**sample, "champion": "before", "winner": "champion"} for sample in SAMPLES]
+    pairs = blind_pairs(samples, "d" * 64, "champion")
+    votes = ["2" if pair.policy_first else "1" for pair in pairs]
+    content = {"format": "rlhf-review-1", "page": page_digest(pairs), "saved": 1, "votes": votes}
+    read, _ = read_votes(json.dumps(content), pairs)
+    result = count_votes(read, resamples=200, confidence=0.95)
+    assert (result.win_rate.mean, result.judge_agreement) == (0.0, 1.0)
+    assert {row["chosen"] for row in preference_rows(read)} == {"before"}
+
+
 def test_equal_answers_are_no_preference() -> None:
     pairs = [BlindPair(SAMPLES[0] | {"sft": "same", "ppo": "same"}, True)]
     text = json.dumps({"format": "rlhf-review-1", "page": page_digest(pairs), "saved": 1, "votes": ["1"]})

@@ -88,12 +88,12 @@ def test_votes_are_counted_recorded_once_and_become_preferences(
 ) -> None:
     home = run.parent.parent.parent
     assert rlhf("review", "small-seed0", "--home", home) == 0
-    assert f"4 pairs: open {run.parent}/review/review.html" in capsys.readouterr().out
+    assert f"4 pairs: open {run.parent}/review/against-sft.html" in capsys.readouterr().out
     votes = saved_votes(run, {"p0": "ppo", "p1": "sft", "p2": "tie", "p3": "ppo"})
     for _ in range(2):
         assert rlhf("review", run, "--votes", votes, "--home", home) == 0
         out = capsys.readouterr().out
-        assert "win rate of the policy over SFT: 0.625" in out
+        assert "win rate of the policy over the SFT model: 0.625" in out
         assert "by 4 votes (2 wins, 1 losses, 1 ties)" in out
         assert "2 preference rows for data.preference" in out and "; 1 without, because their prompt" in out
     [file] = (run.parent / "review").glob("preferences-*.jsonl")
@@ -104,7 +104,7 @@ def test_votes_are_counted_recorded_once_and_become_preferences(
     ]
     mlflow = Mlflow(f"sqlite:///{database}", "review")
     run_id = json.loads(run.read_text())["mlflow_run_id"]
-    points = mlflow._client.get_metric_history(run_id, "review/win_rate/mean")
+    points = mlflow._client.get_metric_history(run_id, "review/against_sft/win_rate/mean")
     assert [point.value for point in points] == [0.625]
     assert len(mlflow._client.list_artifacts(run_id, "review")) == 2
 
@@ -117,8 +117,10 @@ def test_what_cannot_be_reviewed_is_an_input_error(run: Path, capsys: pytest.Cap
     assert "--votes: cannot read" in capsys.readouterr().err
     assert rlhf("review", "small-seed0", "--home", home, "--votes", run) == 2
     assert "must be a file that a review page saved" in capsys.readouterr().err
+    assert rlhf("review", "small-seed0", "--home", home, "--against", "champion") == 2
+    assert "has no stage register" in capsys.readouterr().err
     summary = json.loads(run.read_text())
     del summary["stages"]["evaluate"]
     run.write_text(json.dumps(summary))
     assert rlhf("review", "small-seed0", "--home", home) == 2
-    assert "has no evaluation" in capsys.readouterr().err
+    assert "has no stage evaluate" in capsys.readouterr().err
