@@ -61,6 +61,13 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         )
     if judge == "gold" and any(source.path != "synthetic" for source in config.data.prompts):
         yield ConfigError("evaluate.judge: gold knows the demo task only; got other data.prompts; use auto")
+    stopping = {"sft": config.sft.early_stop, "reward": config.reward.early_stop}
+    for name, early_stop in stopping.items():
+        if early_stop is not None and config.data.eval_fraction == 0:
+            yield ConfigError(
+                f"{name}.early_stop: needs held-out rows, but data.eval_fraction is 0; raise it, or leave"
+                f" {name}.early_stop out"
+            )
     if config.sft.deepspeed.ranks > config.sft.batch_size:
         yield ConfigError(
             f"sft.deepspeed.ranks: must be at most sft.batch_size ({config.sft.batch_size}); "

@@ -140,6 +140,17 @@ class LoraConfig(Section):
         return targets
 
 
+class EarlyStopConfig(Section):
+    """End the training when the held-out loss no longer falls, and keep the weights with the lowest one."""
+
+    every: PositiveInt = result(50, "Optimizer steps between evaluations on the held-out rows")
+    patience: PositiveInt | None = result(
+        3,
+        "Number of consecutive evaluations without a lower loss after which the training ends; null: all"
+        " epochs, and then the weights with the lowest loss",
+    )
+
+
 class SFTConfig(Section):
     """Supervised fine-tuning."""
 
@@ -154,7 +165,15 @@ class SFTConfig(Section):
         within=TOKENS,
     )
     pack: Packing = result("auto", PACK)
-    eval_every: PositiveInt = execution(50, "Optimizer steps between evaluations")
+    early_stop: EarlyStopConfig | None = result(
+        None,
+        "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
+        " epochs and the last weights",
+        later=True,
+    )
+    eval_every: PositiveInt = execution(
+        50, "Optimizer steps between evaluations; with `early_stop`, its `every` is used"
+    )
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
     samples: PositiveInt = result(8, "Held-out prompts whose responses are logged at the end")
 
@@ -162,16 +181,6 @@ class SFTConfig(Section):
     def packs(self) -> bool:
         """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
         return self.pack is True
-
-
-class EarlyStopConfig(Section):
-    """End the training when the held-out loss no longer falls, and keep the weights with the lowest one."""
-
-    every: PositiveInt = result(50, "Optimizer steps between evaluations on the held-out pairs")
-    patience: PositiveInt = result(
-        3,
-        "Number of consecutive evaluations without a lower loss after which the training ends",
-    )
 
 
 class JudgeConfig(Section):

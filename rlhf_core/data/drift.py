@@ -100,7 +100,8 @@ def statistics(folder: Path, *, deduplicated: bool) -> DataStatistics:
     for row in read_evenly(folder, "prompts", "train", ("prompt",), SAMPLED_ROWS):
         _count(found, "prompts", row[0])
     for name, file in (("sft", "sft"), ("preference", "pairs"), ("prompts", "prompts")):
-        found.sources[name] = Counter(row[0] for row in read_evenly(folder, file, "train", ("source",), None))
+        rows = read_evenly(folder, file, "train", ("source",), None)
+        found.sources[name] = Counter(row[0] or "(unknown)" for row in rows)
     if deduplicated:
         card = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))
         for name, counts in card["counts"].items():

@@ -39,7 +39,7 @@ class Finding:
         drift, state = self.drift, self.state
         if drift.value is None:
             return f"{drift.measure} was not measured: {drift.note}"
-        value = f"{drift.measure} of {drift.place} is {drift.value:.3g}"
+        value = f"{drift.measure} {drift.value:.3g} ({drift.place})"
         if state == "ok":
             return value
         limit = self.stop if state == "stop" else self.warn

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.config.training import DPOConfig, SFTConfig
+from rlhf_core.config.training import DPOConfig, EarlyStopConfig, SFTConfig
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import epoch_batches
+from rlhf_core.stages.best import BestSoFar
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import StageContext
 
@@ -33,8 +35,11 @@ def train_epochs(
     seed: int,
     work: Path,
     context: StageContext | None,
+    early_stop: EarlyStopConfig | None = None,
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one, and evaluate.
+
+    With `early_stop` the engine, which must keep its best weights, has these at the end.
 
     Args:
         engine: The model with its optimizer.
@@ -48,16 +53,19 @@ def train_epochs(
         seed: Determines the order of the rows.
         work: A folder for checkpoints that are not committed yet.
         context: The stage's context on rank 0, otherwise None.
+        early_stop: When the training ends early; None for the last weights of all epochs.
 
     Returns:
-        The last result of `evaluate`, and `tokens_per_s`.
+        The last result of `evaluate`, `tokens_per_s`, and `best_step`, the step of these weights.
     """
     per_epoch = math.ceil(len(rows) / config.batch_size)
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
+    best = BestSoFar(**state.get("best", {}))
+    every = config.eval_every if early_stop is None else early_stop.every
     with checkpointing.defer_stop(context):
-        while step < total:
+        while step < total and not best.is_final(early_stop):
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [rows[i] for i in epoch_batches(len(rows), config.batch_size, seed, epoch)[index]]
@@ -67,19 +75,26 @@ def train_epochs(
             step += 1
             tokens += sum(map(tokens_of, batch))
             seconds += time.monotonic() - started
-            if step % config.eval_every == 0 and step < total:
-                metrics |= evaluate()
+            evaluation = {}
+            if (step % every == 0 and step < total) or (early_stop is not None and step == total):
+                evaluation = evaluate()
+            if evaluation and early_stop is not None and best.add(step, evaluation["eval/loss"]):
+                engine.snapshot_best()
             if context is not None:
+                if step < total and not best.is_final(early_stop):  # at the end those of the best are logged
+                    metrics |= evaluation
                 metrics["train/tokens_per_s"] = tokens / seconds
                 context.metrics.log_metrics(metrics, step)
                 shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
                 context.progress(stage, step, total, "steps", **shown)
             checkpointing.after_step(
                 engine, context, work, step, every=config.checkpoint_every, total=total,
-                state={"tokens": tokens, "seconds": seconds},
-                score=-metrics["eval/loss"] if "eval/loss" in metrics else None,
+                state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
+                score=-evaluation["eval/loss"] if evaluation else None,
             )  # fmt: skip
+    if 0 < best.step < step:
+        engine.restore_best()
     final = evaluate()
     if context is not None:
-        context.metrics.log_metrics(final, total)
-    return {**final, "tokens_per_s": tokens / max(seconds, 1e-9)}
+        context.metrics.log_metrics(final, step)
+    return {**final, "tokens_per_s": tokens / max(seconds, 1e-9), "best_step": float(best.step or step)}

@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed, epoch_batches
+from rlhf_core.stages.best import BestSoFar
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.system.failpoints import failpoint
@@ -208,32 +209,6 @@ def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, 
 # -- the loop --
 
 
-@dataclass
-class BestSoFar:
-    """The evaluation with the lowest held-out loss."""
-
-    step: int = 0
-    """Optimizer steps before it; 0 for none yet."""
-    loss: float | None = None
-    evaluations_since: int = 0
-    """All of them without a lower loss."""
-
-    def add(self, step: int, loss: float) -> bool:
-        """True if this is the best so far; a loss that is not finite never is."""
-        better = math.isfinite(loss) and (self.loss is None or loss < self.loss)
-        if better:
-            self.step, self.loss, self.evaluations_since = step, loss, 0
-        else:
-            self.evaluations_since += 1
-        return better
-
-    def is_final(self, config: RewardConfig) -> bool:
-        """Return whether early stopping ends the training: no better evaluation for `early_stop.patience`
-        times.
-        """
-        return config.early_stop is not None and self.evaluations_since >= config.early_stop.patience
-
-
 def train_reward(
     engine: TrainingEngine,
     train: Sequence[PairExample],
@@ -268,7 +243,7 @@ def train_reward(
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
     best = BestSoFar(**state["best"])
     with checkpointing.defer_stop(context):
-        while step < total and not best.is_final(config):
+        while step < total and not best.is_final(config.early_stop):
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
@@ -281,7 +256,7 @@ def train_reward(
             evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
             if context is not None:
                 if step < total and not best.is_final(
-                    config
+                    config.early_stop
                 ):  # at the end those of the best weights are logged
                     metrics |= evaluation
                 metrics["train/tokens_per_s"] = tokens / seconds

@@ -2,7 +2,8 @@
 `adapter/` with `sft.lora`.
 
 The loss of one optimizer step is the mean over ALL target tokens of its batch, over every rank and
-micro-batch.
+micro-batch. With `early_stop`, the held-out loss decides when the training ends and which weights are its
+result.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _train(
         pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos
     )
     add_adapter(policy, sft.lora)
-    engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank)
+    engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank, keep_best=sft.early_stop is not None)
     held_out = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")]
     metrics = train_sft(
         engine,
@@ -214,6 +215,8 @@ def train_sft(
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one.
 
+    With `early_stop` the engine, which must keep its best weights, has these at the end.
+
     Args:
         engine: The model with its optimizer.
         train: The training set.
@@ -225,7 +228,7 @@ def train_sft(
         context: The stage's context on rank 0, otherwise None.
 
     Returns:
-        `eval_loss`, `perplexity`, `tokens_per_s`.
+        `eval_loss`, `perplexity`, `tokens_per_s`, and `best_step` with `early_stop`.
     """
     found = train_epochs(
         engine,
@@ -239,12 +242,14 @@ def train_sft(
         seed=seed,
         work=work,
         context=context,
+        early_stop=config.early_stop,
     )
-    return {
+    result = {
         "eval_loss": found["eval/loss"],
         "perplexity": found["eval/perplexity"],
         "tokens_per_s": found["tokens_per_s"],
     }
+    return result if config.early_stop is None else {**result, "best_step": found["best_step"]}
 
 
 def train_step(

@@ -1,5 +1,5 @@
-"""Reward-model training that stops early, through the real DeepSpeed: one rank without ZeRO, two ranks under
-ZeRO-3.
+"""Trainings of the reward model and of SFT that stop early, through the real DeepSpeed: one rank without
+ZeRO, two ranks under ZeRO-3.
 
 - it ends before its epochs do, with the very weights that had the lowest held-out loss
 - a training that is killed, after that evaluation and again when all that is left is to restore it, ends in
@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig
+from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.engines.distributed import Rank, join
+from rlhf_core.models.batching import TokenSequence
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import free_port
@@ -29,9 +30,8 @@ from tests.integration import deepspeed_step
 from tests.support.checkpoints import keep
 from tests.support.small_ppo import local_context as nowhere
 
-CONFIG = RewardConfig.model_validate(
-    {"batch_size": 8, "epochs": 20, "checkpoint_every": 3, "early_stop": {"every": 2, "patience": 3}}
-)
+SETTINGS = {"batch_size": 8, "epochs": 20, "checkpoint_every": 3, "early_stop": {"every": 2, "patience": 3}}
+REWARD, SFT = RewardConfig.model_validate(SETTINGS), SFTConfig.model_validate(SETTINGS)
 
 
 class _Killed(Exception):
@@ -48,24 +48,29 @@ def pairs(count: int, seed: int) -> list[PairExample]:
     return [PairExample("", "", tokens(4), tokens(chance.randint(2, 8)), tokens(3)) for _ in range(count)]
 
 
-def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -> dict[str, Any]:
+def sequences(count: int, seed: int) -> list[TokenSequence]:
+    return [TokenSequence.of(pair.prompt_ids, pair.chosen_ids) for pair in pairs(count, seed)]
+
+
+def train(rank: Rank, kind: str, stage: int, folder: Path, dies_after: int | None = None) -> dict[str, Any]:
     """Digests of the weights at the end and of those kept on the way, the held-out losses by step, and where
     it ended. All ranks die together, after `dies_after` optimizer steps, or with 0 when the best weights are
     to be restored.
     """
     from rlhf_core.engines.deepspeed import TrainingEngine
-    from rlhf_core.stages import reward
+    from rlhf_core.stages import reward, sft
 
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "ranks": rank.world_size})
     kept: list[str] = []
     losses: dict[int, float] = {}
-    evaluate = reward.evaluate_reward
+    module, name = (reward, "evaluate_reward") if kind == "reward" else (sft, "evaluate_sft")
+    evaluate = getattr(module, name)
 
     def evaluated(engine: Any, *args: Any) -> Any:
-        metrics, scores = evaluate(engine, *args)
-        losses[engine.steps_done] = metrics["eval/loss"]
-        return metrics, scores
+        found = evaluate(engine, *args)
+        losses.setdefault(engine.steps_done, (found if kind == "sft" else found[0])["eval/loss"])
+        return found
 
     class Engine(TrainingEngine):
         def train_step(self, *args: Any) -> float:
@@ -82,15 +87,23 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
                 raise _Killed
             super().restore_best()
 
-    engine = Engine(deepspeed_step.model("value"), sizes, optimizer, rank, keep_best=True)
+    engine = Engine(
+        deepspeed_step.model("value" if kind == "reward" else "policy"),
+        sizes,
+        optimizer,
+        rank,
+        keep_best=True,
+    )
     store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", keep(2))
     context = replace(nowhere(folder), checkpoints=store) if rank.rank == 0 else None
     metrics: dict[str, float] = {}
     with contextlib.suppress(_Killed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward, "evaluate_reward", evaluated)
-        metrics = reward.train_reward(
-            engine, pairs(24, 0), pairs(24, 1), CONFIG, seed=0, pad_id=0, work=folder, context=context
-        )
+        patch.setattr(module, name, evaluated)
+        common: dict[str, Any] = {"seed": 0, "pad_id": 0, "work": folder, "context": context}
+        if kind == "reward":
+            metrics = reward.train_reward(engine, pairs(24, 0), pairs(24, 1), REWARD, **common)
+        else:
+            metrics = sft.train_sft(engine, sequences(24, 0), sequences(24, 1), SFT, **common)
     best = metrics.get("best_step")
     return {
         "weights": digest(engine),
@@ -109,25 +122,25 @@ def digest(engine: Any) -> str:
     return found.hexdigest()
 
 
-def work(number: int, ranks: int, port: int, stage: int, folder: Path) -> None:
+def work(number: int, ranks: int, port: int, kind: str, stage: int, folder: Path) -> None:
     """One rank: an undisturbed training, and one that is killed twice."""
     rank = Rank(number, ranks, number, "127.0.0.1", port)
     join(rank)
-    whole = train(rank, stage, folder / "whole")
+    whole = train(rank, kind, stage, folder / "whole")
     killed = folder / "killed"
-    first = train(rank, stage, killed, dies_after=int(whole["best"]) + 5)
-    second = train(rank, stage, killed, dies_after=0)
-    last = train(rank, stage, killed)
+    first = train(rank, kind, stage, killed, dies_after=int(whole["best"]) + 5)
+    second = train(rank, kind, stage, killed, dies_after=0)
+    last = train(rank, kind, stage, killed)
     if number == 0:
         (folder / "result.json").write_text(json.dumps([whole, first, second, last]))
     deepspeed_step.leave_for_good()
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_best_weights_survive_kills_bit_by_bit(ranks: int, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "ranks", "stage"), [("reward", 1, 0), ("reward", 2, 3), ("sft", 2, 3)])
+def test_best_weights_survive_kills_bit_by_bit(kind: str, ranks: int, stage: int, tmp_path: Path) -> None:
     from torch.multiprocessing import spawn
 
-    spawn(work, (ranks, free_port(), stage, tmp_path), nprocs=ranks)
+    spawn(work, (ranks, free_port(), kind, stage, tmp_path), nprocs=ranks)
     whole, first, second, last = json.loads((tmp_path / "result.json").read_text())
     assert 0 < whole["best"] < whole["steps"] == whole["best"] + 3 * 2 < 60
     assert whole["weights"] == whole["kept"][-1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.consistency import unusual_settings
+from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.preflight import check
@@ -118,6 +118,13 @@ def test_rules_may_score_responses_of_any_length() -> None:
 def test_run_shows_what_is_doubtful(tmp_path: Path) -> None:
     tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "ppo": {"kl": {"estimator": "k3"}}}
     assert any("ppo.kl.estimator: k3" in warning for warning in check(config_from_tree(tree, "test")))
+
+
+@pytest.mark.parametrize("section", ["sft", "reward"])
+def test_early_stop_needs_held_out_rows(section: str) -> None:
+    tree = {"data": {"eval_fraction": 0.0}, section: {"early_stop": {}}}
+    errors = [str(finding) for finding in check_consistency(config_from_tree(tree, "test"))]
+    assert any(f"{section}.early_stop: needs held-out rows" in error for error in errors)
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)

@@ -68,6 +68,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ),
         ({"reward": {"early_stop": {"every": 9}}}, {"reward", "judge"}),
         ({"reward": {"judge": {}}}, {"reward", "judge", "dpo"}),
+        ({"sft": {"early_stop": {"every": 9}}}, {"sft"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )
@@ -78,7 +79,7 @@ def test_setting_changes_only_keys_of_its_stages(tree: dict[str, Any], stages: s
 EVERYTHING = {
     "run": {"device": "cpu"},
     "model": {"path": "model"},
-    "sft": {"lora": {}},
+    "sft": {"lora": {}, "early_stop": {}},
     "drift": {},
     "reward": {"lora": {}, "early_stop": {}, "judge": {}},
     "dpo": {"enabled": True, "lora": {}},

@@ -122,7 +122,7 @@ def test_page_shows_limits_and_changes_without_markup_of_the_data() -> None:
     assert "| vocabulary | 0.400 | sft | 0.1 | 0.3 | stop |" in page
     assert "| &lt;b&gt;\\|лис | 0.00% | 25.00% |" in page
     assert "agreement was not measured: no model." in page
-    assert found[0].sentence == "vocabulary of sft is 0.4, above drift.stop.vocabulary=0.3"
+    assert found[0].sentence == "vocabulary 0.4 (sft), above drift.stop.vocabulary=0.3"
 
 
 def test_a_warning_above_the_stop_is_refused() -> None:

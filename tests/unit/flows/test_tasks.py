@@ -42,6 +42,6 @@ def test_prefect_gets_the_page_before_the_run_ends(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tasks, "compare_with_champion", lambda run, data: report)
     monkeypatch.setattr(pages, "create_markdown_artifact", lambda text, **_: shown.append(text))
     data = ArtifactRef("data", "a" * 16, "d", "/data")
-    with pytest.raises(GateFailed, match=r"sources of sft is 1, above drift\.stop\.sources=0\.5"):
+    with pytest.raises(GateFailed, match=r"sources 1 \(sft\), above drift\.stop\.sources=0\.5"):
         tasks.drift.fn(SimpleNamespace(), data)  # type: ignore[arg-type]
     assert shown == ["# Data drift"]

@@ -78,12 +78,12 @@ def test_drift_warns_and_stops_with_a_page(
         report = compare_with_champion(run, new)
     assert report is not None
     champion = f"{run.config.registered_model} version 1"
-    assert f"drift from the data of {champion}: lengths of " in caplog.text
+    assert f"drift from the data of {champion}: lengths 0." in caplog.text
     assert "drift.stop.agreement has no effect" in caplog.text
     page = (run.folder / "drift.md").read_text()
     assert page.startswith("# Data drift: stop") and "no reward model of the champion" in page
     assert json.loads((run.folder / "drift.json").read_text())["champion"] == champion
-    message = r"vocabulary of \S+ is 0\.\d+, above drift\.stop\.vocabulary=0\.3; .*the page is .*drift\.md"
+    message = r"vocabulary 0\.\d+ \(\S+\), above drift\.stop\.vocabulary=0\.3; .*the page is .*drift\.md"
     with pytest.raises(GateFailed, match=message):
         report.raise_stop()
     assert run.parent_run_id is not None

@@ -1,4 +1,9 @@
-"""Scores of the checkpoints of SFT and of the reward model: the negative held-out loss, if measured."""
+"""Held-out losses in the loops of SFT and of the reward model.
+
+- the score of a checkpoint is the negative held-out loss, if measured
+- with `early_stop` SFT ends in the weights of the lowest loss, of the earlier one of two equal ones, also
+  after a kill; without a `patience` it trains to the end
+"""
 
 from __future__ import annotations
 
@@ -46,3 +51,51 @@ def test_score_is_the_negative_held_out_loss(
             )
     # Six steps with an evaluation after every second one. The last step has no checkpoint.
     assert checkpoints.scores == {1: None, 2: -0.9, 3: None, 4: -0.4, 5: None}
+
+
+@pytest.mark.parametrize(("patience", "steps"), [(2, 4), (None, 6)])
+@pytest.mark.parametrize("killed_after", [None, 3])
+def test_sft_keeps_the_weights_of_the_lowest_loss(
+    patience: int | None,
+    steps: int,
+    killed_after: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = SFTConfig.model_validate(
+        {"batch_size": 1, "early_stop": {"every": 1, "patience": patience}, "checkpoint_every": 1}
+    )
+    losses = [0.0, 0.9, 0.4, 0.4, 0.6, 0.5, 0.7]
+    """By the number of steps."""
+    checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
+    rows = [TokenSequence((1, 2), (0, 1))] * 6
+
+    def train(dies_after: int | None) -> tuple[ScriptedTrainer, dict[str, float]]:
+        trainer = ScriptedTrainer()
+
+        def step(*_: object) -> dict[str, float]:
+            if trainer.steps_done == dies_after:
+                raise KeyboardInterrupt
+            trainer.steps_done += 1
+            return {}
+
+        monkeypatch.setattr(sft, "train_step", step)
+        monkeypatch.setattr(
+            sft,
+            "evaluate_sft",
+            lambda *_: {"eval/loss": losses[trainer.steps_done], "eval/perplexity": 1.0},
+        )
+        context = stage_context(tmp_path, checkpoints=checkpoints)
+        with single_rank():
+            found = sft.train_sft(
+                trainer, rows, rows, config, seed=0, pad_id=0, work=context.scratch, context=context
+            )
+        return trainer, found
+
+    if killed_after is not None:
+        with pytest.raises(KeyboardInterrupt):
+            train(killed_after)
+    trainer, found = train(None)
+    assert (found["best_step"], trainer.steps_done, trainer.restored_best) == (2, steps, True)
+    # Continued after the best evaluation, it takes no snapshot of its own: the weights are in the checkpoint.
+    assert trainer.best_step == (2 if killed_after is None else None)

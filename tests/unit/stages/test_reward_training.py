@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.config.training import RewardConfig
+from rlhf_core.config.training import EarlyStopConfig, RewardConfig
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.stages.reward import BestSoFar, evaluate_reward, pair_loss, train_step
+from rlhf_core.stages.best import BestSoFar
+from rlhf_core.stages.reward import evaluate_reward, pair_loss, train_step
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
 
@@ -31,7 +32,7 @@ def test_training_ends_after_two_evaluations_without_improvement() -> None:
     ends = []
     for step, loss in enumerate([0.7, 0.6, 0.6, 0.5, 0.9, 0.8], start=1):
         best.add(step, loss)
-        ends.append(best.is_final(STOPPING))
+        ends.append(best.is_final(STOPPING.early_stop))
     # 0.6 again is no gain; 0.5 starts the count anew; 0.9 and 0.8 end it.
     assert ends == [False, False, False, False, False, True]
     assert (best.step, best.loss) == (4, 0.5)
@@ -42,11 +43,12 @@ def test_nonfinite_loss_is_no_improvement() -> None:
     assert [best.add(1, math.nan), best.add(2, 0.7), best.add(3, -math.inf), best.add(4, math.nan)] == [
         False, True, False, False,
     ]  # fmt: skip
-    assert (best.step, best.loss, best.is_final(STOPPING)) == (2, 0.7, True)
+    assert (best.step, best.loss, best.is_final(STOPPING.early_stop)) == (2, 0.7, True)
 
 
 def test_training_is_not_ended_without_early_stop() -> None:
-    assert not BestSoFar(1, 0.1, evaluations_since=99).is_final(RewardConfig())
+    assert not BestSoFar(1, 0.1, evaluations_since=99).is_final(None)
+    assert not BestSoFar(1, 0.1, evaluations_since=99).is_final(EarlyStopConfig(patience=None))
 
 
 @pytest.mark.parametrize(
