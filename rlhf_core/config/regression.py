@@ -41,6 +41,11 @@ class RegressionSet(Source):
                 "reward.type: model is the reward model of the run, which judges no regression set; use"
                 " another type, such as answer or python"
             )
+        if getattr(self.reward, "on_error", "abort") != "abort":
+            raise ValueError(
+                "reward.on_error: mask would leave responses out of the comparison with a regression set; use"
+                " abort"
+            )
         if self.reward.weight != 1.0 or self.reward.normalize != "none":
             raise ValueError(
                 "reward: a regression set compares raw values, so weight and normalize have no effect; leave"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from rlhf_core.config.keys import result_settings
 from rlhf_core.data.dataset import load_pair_prompts, load_prompts, require_answers, write
 from rlhf_core.data.prompt_sets import load_encoder, read_prompts
 from rlhf_core.data.sources import regression_contents, require_unchanged
-from rlhf_core.errors import DataError
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.rewards.compose import source_name
@@ -87,9 +85,6 @@ def compare_on_sets(
         responses: Of the policy (`ppo`) and of the opponent, by set.
         opponent: Name of the opponent in `responses`.
         code: Digests of the external inputs of the stage, for the code of Python rewards.
-
-    Raises:
-        DataError: No prompt of a set could be scored for both models.
     """
     interval = Intervals(config)
     found: dict[str, dict[str, Any]] = {}
@@ -98,21 +93,16 @@ def compare_on_sets(
         field, name = f"evaluate.regression.{index}.reward", source_name(each.reward)
         digests = {name: code[field]} if field in code else {}
         values = score_rules((each.reward,), [*ours, *theirs], digests).by_source[name]
-        pairs = zip(values[: len(ours)], values[len(ours) :], strict=True)
-        scored = [pair for pair in pairs if not math.isnan(sum(pair))]
-        if not scored:
-            raise DataError(
-                f"{field}: none of {len(ours)} prompts has a value for both models; see the log for the"
-                " failures of the reward"
-            )
+        our_values, their_values = values[: len(ours)], values[len(ours) :]
+        paired = [our - their for our, their in zip(our_values, their_values, strict=True)]
         seed = f"regression/{each.name}"
         settings = json.dumps(result_settings(each.reward), sort_keys=True) + digests.get(name, "")
         found[each.name] = {
-            opponent: interval.mean(seed, [their for _, their in scored]).to_json(),
-            "ppo": interval.mean(seed, [our for our, _ in scored]).to_json(),
-            "difference": interval.mean(seed, [our - their for our, their in scored]).to_json(),
+            opponent: interval.mean(seed, their_values).to_json(),
+            "ppo": interval.mean(seed, our_values).to_json(),
+            "difference": interval.mean(seed, paired).to_json(),
             "margin": each.margin,
-            "prompts": len(scored),
+            "prompts": len(ours),
             "reward": hashlib.sha256(settings.encode()).hexdigest()[:16],
         }
     return found

@@ -192,7 +192,7 @@ def differences(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, f
     `found` has the results of `evaluation.regression`.
     """
     return {
-        name: {part: round(value, 6) for part, value in each["difference"].items()}
+        name: {part: round(value, 9) for part, value in each["difference"].items()}
         | {"margin": each["margin"]}
         for name, each in found.items()
     }

@@ -87,18 +87,6 @@ def test_a_set_falls_if_the_lower_bound_reaches_the_margin(
     assert metrics["regression/sums/difference/mean"] == found["sums"]["difference"]["mean"]
 
 
-def test_prompts_without_a_value_are_left_out_for_both_models(tmp_path: Path) -> None:
-    code = "def f(samples):\n    return [float('nan') if s.response == 'no' else 1.0 for s in samples]\n"
-    (tmp_path / "f.py").write_text(code)
-    reward = {"type": "python", "function": "f:f", "file": str(tmp_path / "f.py"), "on_error": "mask"}
-    config = config_of(tmp_path / "sums.jsonl", reward=reward | {"retries": 0})
-    responses = {"champion": {"sums": answers(30)}, "ppo": {"sums": answers(20)}}
-    found = compare_on_sets(config, responses, "champion", {})
-    assert (found["sums"]["prompts"], found["sums"]["champion"]["mean"]) == (20, 1.0)
-    with pytest.raises(DataError, match=r"regression.0.reward: none of 40 prompts has a value"):
-        compare_on_sets(config, responses | {"ppo": {"sums": answers(0)}}, "champion", {})
-
-
 def test_the_artifact_has_the_prompts_of_each_set(
     context: StageContext, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,8 +152,12 @@ def test_a_set_is_in_the_key_of_the_evaluation_only(tmp_path: Path) -> None:
         ({"reward": {"type": "model"}}, "which judges no regression set"),
         ({"reward": {"type": "answer", "weight": 2.0}}, "weight and normalize have no effect"),
         ({"path": "synthetic"}, "makes the prompts of training"),
-        ({"margin": 0.0}, "margin"),
-        ({"name": "held-out"}, "name"),
+        (
+            {"reward": {"type": "remote", "urls": ["http://a"], "allowed_hosts": ["a"], "on_error": "mask"}},
+            "leave responses out",
+        ),
+        ({"margin": 0.0}, r"margin\n  Input should be greater than 0"),
+        ({"name": "held-out"}, r"name\n  String should match"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(
