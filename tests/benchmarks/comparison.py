@@ -69,9 +69,16 @@ def main() -> None:
     iterations = ["--iterations", str(args.iterations)]
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(args.rounds):
-            row = {name: ours(iterations + options, Path(folder)) for name, options in CASES.items()}
-            rounds.append(row | {TRL: trl(args.trl, iterations)})
+        for number in range(1, args.rounds + 1):
+            row = {}
+            for name in [*CASES, TRL]:
+                if name == TRL:
+                    row[name] = trl(args.trl, iterations)
+                else:
+                    row[name] = ours(iterations + CASES[name], Path(folder))
+                seconds, cpu_seconds = row[name]["seconds"], row[name]["cpu_seconds"]
+                print(f"round {number}, {name}: {seconds:.3f} s, {cpu_seconds:.3f} CPU s", flush=True)
+            rounds.append(row)
     table = Table(title=f"PPO iteration, medians of {args.rounds} rounds")
     for column in ("", "seconds", "CPU seconds", "of TRL", "CPU of TRL"):
         table.add_column(column, justify="right" if column else "left")
