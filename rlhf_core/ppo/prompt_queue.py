@@ -3,9 +3,9 @@
     driver --open--> PromptQueue <--take-- engine 0
                                  <--take-- engine 1
 
-Every engine has all prompts of a batch, in the same order. The queue says who samples which. It gives many
-numbers at once while many are left, and single ones at the end, so that all engines end at about the same
-time (guided self-scheduling, Polychronopoulos and Kuck 1987).
+Every engine has all prompts of a batch, in the same order. The queue says who samples which. An engine asks
+for as many as it has room for, and gets at most its share of the whole batch at once, so that batches for
+which all engines have room are divided equally.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class PromptQueue(Actor):
         """Register the process."""
         super().__init__(participant)
         self._left: dict[int, range] = {}
-        self._engines: dict[int, int] = {}
+        self._share: dict[int, int] = {}
 
     @rpc()
     def open(self, batch: int, prompts: int, engines: int) -> None:
         """Begin a batch."""
         self._left[batch] = range(prompts)
-        self._engines[batch] = engines
+        self._share[batch] = -(-prompts // engines)
 
     @rpc()
     def take(self, batch: int, most: int) -> range:
         """Return the next numbers of a batch, at most `most`; none if all are taken."""
         left = self._left[batch]
-        count = min(most, -(-len(left) // (2 * self._engines[batch])))
+        count = min(most, self._share[batch])
         self._left[batch] = left[count:]
         return left[:count]
 

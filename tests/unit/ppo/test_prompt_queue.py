@@ -1,17 +1,18 @@
 """`ppo.engine.dispatch=queue`. Ray and vLLM are scripted.
 
-- the queue gives each number of a batch once: many while many are left, single ones at the end, and never
-  more than asked for
+- the queue gives each number of a batch once, at most an equal share at a time, and never more than asked for
 - the rollouts are those of `dispatch=fixed`, in the order of the prompts, for any number of engines and
   ranks; the longest prompts are taken first
 - what a lost engine has taken is sampled again
 - an engine samples what it takes, and says in which chunk each prompt is
 - a queue that does not answer ends the attempt, and no engine is replaced for it
+- with responses of different lengths, the slowest engine needs fewer steps than with fixed shares
 - the field is not part of the settings of stage keys
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,13 +86,9 @@ def queued(engines: Engines, queue: PromptQueue, **changed: Any) -> Any:
     return made
 
 
-def test_each_number_is_given_once_in_smaller_and_smaller_helpings(queue: PromptQueue) -> None:
-    queue.open(3, 20, 2)
-    helpings = []
-    while taken := queue.take(3, 100):
-        helpings.append(list(taken))
-    assert [len(helping) for helping in helpings] == [5, 4, 3, 2, 2, 1, 1, 1, 1]
-    assert [number for helping in helpings for number in helping] == list(range(20))
+def test_each_number_is_given_once_and_at_most_a_share_at_a_time(queue: PromptQueue) -> None:
+    queue.open(3, 19, 2)
+    assert [list(queue.take(3, 100)) for _ in range(3)] == [list(range(10)), list(range(10, 19)), []]
 
 
 def test_an_engine_gets_no_more_than_it_asks_for_and_batches_are_apart(queue: PromptQueue) -> None:
@@ -195,3 +192,64 @@ def test_the_field_is_not_part_of_keys() -> None:
         for engine in ({}, {"dispatch": "queue", "prefix_caching": True})
     )
     assert result_settings(plain.ppo) == result_settings(changed.ppo)
+
+
+def decoding_steps(
+    lengths: Sequence[int], engines: int, room: int, queue: PromptQueue | None, *, slow: bool
+) -> int:
+    """Return the steps of the slowest engine. Each step decodes a token of every response, `room` at a time.
+
+    Without a queue, each engine has every `engines`-th response. A slow engine 0 pauses in each fifth step.
+    """
+    shares = [list(range(engine, len(lengths), engines)) for engine in range(engines)]
+    running: list[list[int]] = [[] for _ in range(engines)]
+    if queue is not None:
+        queue.open(1, len(lengths), engines)
+    steps = 0
+    while True:
+        for engine in range(engines):
+            if slow and engine == 0 and steps % 5 == 4:
+                continue
+            free = room - len(running[engine])
+            if queue is None:
+                taken, shares[engine] = shares[engine][:free], shares[engine][free:]
+            else:
+                taken = list(queue.take(1, free))
+            running[engine] = [left - 1 for left in running[engine] if left > 1] + [lengths[i] for i in taken]
+        if not any(running):
+            return steps
+        steps += 1
+
+
+@pytest.mark.parametrize(
+    ("responses", "engines", "room", "slow", "most"),
+    [
+        (256, 2, 32, False, 1.0),
+        (512, 8, 16, False, 0.97),
+        (512, 8, 256, False, 1.0),
+        (256, 2, 32, True, 0.95),
+        (512, 8, 16, True, 0.92),
+    ],
+)
+def test_engines_that_take_prompts_need_fewer_steps(
+    queue: PromptQueue,
+    summary_lines: list[str],
+    responses: int,
+    engines: int,
+    room: int,
+    slow: bool,
+    most: float,
+) -> None:
+    """Lengths are lognormal (sigma 0.8), 150 tokens in the middle and at most 512."""
+    fixed = taken = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        lengths = [min(512, 1 + round(150 * draw.lognormvariate(0, 0.8))) for _ in range(responses)]
+        fixed += decoding_steps(lengths, engines, room, None, slow=slow)
+        taken += decoding_steps(lengths, engines, room, queue, slow=slow)
+    which = ", one with 0.8 of the speed" if slow else ""
+    summary_lines.append(
+        f"{responses} responses on {engines} engines with room for {room}{which}: {taken / fixed:.3f} of the"
+        " steps if engines take them"
+    )
+    assert taken / fixed <= most
