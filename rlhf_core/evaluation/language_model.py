@@ -117,10 +117,11 @@ class LanguageModelJudge:
         self, answers: Mapping[str, list[RewardInput]], chosen: list[RewardInput]
     ) -> dict[str, tuple[float, ...]]:
         """Return the preferences (n,) of each model's answers over the data's own ones."""
-        return {
-            model: self._judge(_pairs(own, chosen), f"{model} and chosen answers").preferences
-            for model, own in answers.items()
-        }
+        # In one call, because each call may start an engine.
+        pairs = [pair for own in answers.values() for pair in _pairs(own, chosen)]
+        found = self._judge(pairs, "chosen answers").preferences
+        count = len(chosen)
+        return {model: found[i * count : (i + 1) * count] for i, model in enumerate(answers)}
 
     def to_json(self) -> dict[str, Any]:
         """Return what `evaluation.json` says about the judge."""
