@@ -15,7 +15,7 @@ TEXTS = [f"The {color} fox sees {count} birds." for color in ("red", "old", "shy
 def data_artifact(folder: Path, texts: list[str], source: str = "rows", duplicates: int = 0) -> Path:
     """Write the files of a data artifact with these texts in each set."""
     tokenizer = train_tokenizer(texts, 400)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     tokenizer.save_pretrained(folder / "tokenizer")
     ids = [tuple(tokenizer.encode(text)) for text in texts]
     sft = [SFTExample(each, (1,) * len(each), source) for each in ids]

@@ -17,10 +17,11 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import GateFailed
-from rlhf_core.run.drift import compare_with_champion
+from rlhf_core.run.drift import _request, compare_with_champion
 from rlhf_core.run.drift_process import DriftRequest, agreement
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.storage.artifacts import Provenance
+from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
 from tests.support.data_artifact import TEXTS, data_artifact
 
@@ -39,9 +40,11 @@ def pipeline(tmp_path: Path, database: Path, drift: dict[str, Any] | None) -> Pi
     return run
 
 
-def publish(run: PipelineRun, key: str, texts: list[str]) -> ArtifactRef:
+def publish(
+    run: PipelineRun, key: str, texts: list[str], config: PipelineConfig | None = None
+) -> ArtifactRef:
     folder = data_artifact(run.home.path / key, texts)
-    made = run.config.model_dump(mode="json", by_alias=True)
+    made = (config or run.config).model_dump(mode="json", by_alias=True)
     return run.artifacts.publish("data", key * 16, folder, Provenance(config=made))
 
 
@@ -88,6 +91,44 @@ def test_drift_warns_and_stops_with_a_page(
         report.raise_stop()
     assert run.parent_run_id is not None
     assert "drift.stop.vocabulary" in run.tracking.mlflow.tags(run.parent_run_id)["rlhf.drift"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "texts", "settings", "note"),
+    [
+        (0.75, TEXTS, {}, ""),
+        (None, TEXTS, {}, "this store has no reward model of the champion"),
+        (0.75, OTHER_TEXTS, {}, "the champion has another tokenizer or template"),
+        (0.75, TEXTS, {"data": {"template": "plain"}}, "the champion has another tokenizer or template"),
+        (0.75, TEXTS, {"run": {"executor": "ray"}}, "models run on a cluster"),
+        (0.75, TEXTS, {"reward": {"deepspeed": {"zero_stage": 3}}}, "trained with ZeRO-3"),
+        (0.75, TEXTS, {"reward": {"enabled": False}}, "reward.enabled is false"),
+    ],
+)
+def test_agreement_is_measured_where_the_reward_model_can_be_used(
+    accuracy: float | None, texts: list[str], settings: dict[str, Any], note: str, tmp_path: Path
+) -> None:
+    """`accuracy` is that of the champion's reward model; None if it is not in the store."""
+    home = {"home": str(tmp_path / "home")}
+    if settings.get("reward") == {"enabled": False}:
+        settings = {**settings, "ppo": {"rewards": [{"type": "repetition"}]}}
+    before = PipelineConfig.model_validate_json(json.dumps({"run": home}))
+    tree = {**settings, "run": {**home, **settings.get("run", {})}}
+    run = PipelineRun(PipelineConfig.model_validate_json(json.dumps(tree)), "test.yaml")
+    old, new = publish(run, "a", TEXTS, before), publish(run, "b", texts)
+    tags = {}
+    if accuracy is not None:
+        (tmp_path / "reward" / "model").mkdir(parents=True)
+        (tmp_path / "reward" / "model" / "config.json").write_text("{}")
+        made = run.config.model_dump(mode="json", by_alias=True)
+        origin = Provenance(config=made, metrics={"accuracy": accuracy})
+        ref = run.artifacts.publish("reward", "c" * 16, tmp_path / "reward", origin)
+        tags = {"rlhf.reward.key": ref.key, "rlhf.reward.digest": ref.digest}
+    request = _request(run, ModelVersion("1", tags), old, new, "fox version 1", tmp_path / "drift.json")
+    assert note in request.note and (request.reward_model is None) == bool(note)
+    if not note:
+        assert request.reward_model is not None
+        assert (Path(request.reward_model) / "config.json").is_file() and request.accuracy == accuracy
 
 
 @pytest.mark.parametrize(("accuracy", "loss"), [(0.75, 0.25), (0.4, 0.0)])
