@@ -133,6 +133,7 @@ def environment() -> Environment:
     pages.filters.update(
         base64=lambda data: base64.b64encode(data).decode(),
         changes=_changes,
+        column=lambda by_model, name: {model: values[name] for model, values in by_model.items()},
         fixed=lambda value, digits: f"{value:.{digits}f}",
         interval_bars=_interval_bars,
         markdown=markdown_to_html,
