@@ -190,7 +190,7 @@ def _judged(evaluation: Mapping[str, Any]) -> str:
     if "judge" not in evaluation:
         return ""
     trained = ", which PPO was trained on" if evaluation["judge_trained_on"] else ""
-    return f" (judge: {evaluation['judge'].replace('_', ' ')}{trained})"
+    return f" (judge: {evaluation['judge']}{trained})"
 
 
 def _with_interval(interval: Mapping[str, float]) -> str:
@@ -235,11 +235,12 @@ def _time(entry: Mapping[str, Any]) -> str:
 
 def result_table(summary: Mapping[str, Any]) -> Table:
     """What the run found, in words."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False)
     for name, value in results(summary):
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     return table
 
 

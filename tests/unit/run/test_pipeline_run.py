@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextvars
+import io
 import json
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import rlhf_core.run.pipeline_run as pipeline_run
 from rlhf_core.config import PipelineConfig
@@ -33,7 +35,15 @@ from rlhf_core.run.checks import check_config, checked_config, loaded_config, re
 from rlhf_core.run.parameters import overrides_of
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.spec import StageRecord, StageSpec
-from rlhf_core.run.summary import duration, results, reuse_sentence, run_markdown, stage_markdown, summarize
+from rlhf_core.run.summary import (
+    duration,
+    result_table,
+    results,
+    reuse_sentence,
+    run_markdown,
+    stage_markdown,
+    summarize,
+)
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
@@ -233,7 +243,7 @@ def test_the_summary_has_the_documented_fields() -> None:
 
 
 def test_result_table_names_judge_and_paired_difference() -> None:
-    facts = {"judge": "reward_model", "judge_trained_on": "True"}
+    facts = {"judge": "reward model", "judge_trained_on": "True"}
     numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}
     made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", numbers, None, facts)
     rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
@@ -248,14 +258,18 @@ def test_result_table_names_judge_and_paired_difference() -> None:
 def test_result_table_has_the_agreement_of_a_language_model() -> None:
     agreement = {"mean": 0.7, "low": 0.6, "high": 0.8}
     numbers = {f"language_model/agreement/{part}": value for part, value in agreement.items()}
-    facts = {"judge": "language model m", "judge_trained_on": "False"}
+    facts = {"judge": "language model m_1[/b]", "judge_trained_on": "False"}
     made = ArtifactRef(
         "evaluate", "b" * 16, "d", "/store/e", EVALUATION | numbers | {"inconsistent": 0.25}, None, facts
     )
-    rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
-    assert rows["win rate, PPO over SFT (judge: language model m)"] == "0.800  [0.700, 0.900]"
+    summary = summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)
+    rows = dict(results(summary))
+    assert rows["win rate, PPO over SFT (judge: language model m_1[/b])"] == "0.800  [0.700, 0.900]"
     assert rows["judge, agreement with held-out pairs"] == "0.700  [0.600, 0.800]"
     assert rows["verdicts that change with the order (ties)"] == "0.250"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(result_table(summary))
+    assert "language model m_1[/b])" in console.export_text(), "no markup"
 
 
 def test_result_table_has_dpo_next_to_ppo() -> None:
