@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.keys import is_enabled
 from rlhf_core.config.load import load_config
 from rlhf_core.pipeline import StageName, stages_between
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -120,8 +121,9 @@ class Golden:
         self.outcomes: dict[str, Outcome] = {}
         self.seconds: dict[str, float] = {}
         home = folder / "home"
+        config = load_config(CONFIG, overrides)
         for stage in stages_between("data", stages[-1]):
-            if stage not in (*STAGES, *stages):
+            if not is_enabled(config, stage):
                 continue
             if stage in stages:
                 (

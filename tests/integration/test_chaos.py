@@ -48,6 +48,7 @@ def test_a_registration_that_is_killed_ends_in_the_same_bits(tmp_path: Path) -> 
     check(golden, Case("register", ("register.created:1:kill",)), tmp_path / "case")
 
 
+@pytest.mark.slow  # it makes the data and the SFT model first
 def test_dpo_that_is_killed_ends_in_the_same_bits(tmp_path: Path) -> None:
     overrides = ("dpo.enabled=true", "dpo.batch_size=32", "dpo.optimizer.learning_rate=1e-3")
     overrides += ("dpo.checkpoint_every=3", "dpo.eval_every=3")
