@@ -20,7 +20,7 @@ def check_language_model(config: PipelineConfig) -> Iterator[Finding]:
     field = "evaluate.language_model"
     try:
         read_rubric(settings.rubric)
-        if config.run.executor_of("evaluate") == "local":
+        if "local" in (config.run.executor_of("evaluate"), config.run.executor_of("register")):
             api_key(settings)
     except ConfigError as error:
         yield error

@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
 from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.chat_service import ask_service
@@ -63,6 +64,8 @@ class LanguageModelJudge:
         digest = hashlib.sha256(self._rubric.encode()).hexdigest()
         if context.sources.get(RUBRIC, digest) != digest:
             raise ConfigError(f"{RUBRIC}: {settings.rubric} was changed after the run began; run again")
+        if FOLDER in context.sources and model_digest(str(settings.path), None) != context.sources[FOLDER]:
+            raise ConfigError(f"{FOLDER}: {settings.path} was changed after the run began; run again")
         self.digest = judge_digest(config, context.sources, digest)
         self._replies = Replies(Home.of(config.run.home).judge, self.digest)
         self._asked: dict[str, Reply] = {}

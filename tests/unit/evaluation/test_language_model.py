@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed, ModelError, RewardError
 from rlhf_core.evaluation import language_model
@@ -264,8 +265,22 @@ def test_another_model_rubric_or_address_is_another_judge(context: StageContext,
     assert len(digests) == 6
     same = config_of(tmp_path, url, pairs=50, min_agreement=0.7, retries=0)
     assert LanguageModelJudge(same, context, "cpu").digest in digests
-    folders = [stage_context(tmp_path, sources={FOLDER: digest}) for digest in ("a", "b")]
-    assert len({LanguageModelJudge(configs[-1], folder, "cpu").digest for folder in folders}) == 2
+    folders = []
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"name": name}))
+        folders.append((str(folder), model_digest(str(folder), None)))
+    found = [
+        LanguageModelJudge(
+            config_of(tmp_path, path=folder), stage_context(tmp_path, sources={FOLDER: digest}), "cpu"
+        )
+        for folder, digest in folders
+    ]
+    assert found[0].digest != found[1].digest
+    swapped = stage_context(tmp_path, sources={FOLDER: folders[1][1]})
+    with pytest.raises(ConfigError, match=r"path: .*/a was changed after the run began"):
+        LanguageModelJudge(config_of(tmp_path, path=folders[0][0]), swapped, "cpu")
     changed = stage_context(tmp_path, sources={"evaluate.language_model.rubric": "0" * 64})
     with pytest.raises(ConfigError, match=r"rubric\.txt was changed after the run began"):
         LanguageModelJudge(configs[3], changed, "cpu")
