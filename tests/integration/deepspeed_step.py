@@ -3,8 +3,8 @@ for `test_deepspeed_laws` and `tests.benchmarks.law_differences`, started with t
 two.
 
 Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining
-loss, with a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry), `dpo`.
-What else a name may have:
+loss, with a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry). What
+else a name may have:
 
     @token-mean    that aggregation
     lora           only adapters are trained
@@ -32,14 +32,7 @@ import torch
 
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.training import (
-    DeepSpeedConfig,
-    DPOConfig,
-    LoraConfig,
-    OptimizerConfig,
-    RewardConfig,
-    SFTConfig,
-)
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.engines import deepspeed
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
@@ -51,8 +44,6 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
-from rlhf_core.stages.dpo import train_step as dpo_step
-from rlhf_core.stages.dpo import with_reference
 from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
 from rlhf_core.types import PairExample
@@ -69,7 +60,7 @@ CUTS = ((1000, False), (60, False), (60, True), (30, True))
 SETTINGS = [
     (kind, stage, budget, pack)
     for kind, stage, (budget, pack) in itertools.product(
-        ("sft", "policy", "value", "reward", "dpo"), (0, 2, 3), CUTS
+        ("sft", "policy", "value", "reward"), (0, 2, 3), CUTS
     )
 ] + [
     (kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))
@@ -197,11 +188,6 @@ def train(
         pair_config = RewardConfig(batch_size=9, micro_batch_tokens=2 * budget, pack=pack, center=0.01)
         for _ in range(2):
             reward_step(engine, pairs(data), pair_config, 2, 0)
-    elif kind == "dpo":
-        dpo_config = DPOConfig(batch_size=9, micro_batch_tokens=2 * budget, pack=pack)
-        referenced = with_reference(engine, pairs(data), dpo_config, 0)
-        for _ in range(2):
-            dpo_step(engine, referenced, dpo_config, 2, 0)
     else:
         policy_step(engine, kind, data, sequences, budget, pack)
         if kind.endswith("resumed"):
