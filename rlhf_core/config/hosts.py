@@ -36,7 +36,7 @@ _NOT_PUBLIC = tuple(
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 
 
-def url_problem(url: str) -> str | None:
+def url_problem(url: str, token: str) -> str | None:
     """Return the reason for which `url` is no plain HTTP address, or None."""
     try:
         parts = urlsplit(url)
@@ -48,7 +48,7 @@ def url_problem(url: str) -> str | None:
     if problem := _host_problem(host_of(url)):
         return problem
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        return "it must have no user, password, query or fragment; give a token by an environment variable"
+        return f"it must have no user, password, query or fragment; give a token by {token}"
     return None
 
 

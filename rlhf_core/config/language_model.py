@@ -127,7 +127,7 @@ class LanguageModelConfig(Section):
             return self
         if self.model is None:
             raise ValueError(f"{field}.url needs {field}.model, the name of the model there")
-        if problem := url_problem(self.url):
+        if problem := url_problem(self.url, "the variable in api_key_env"):
             raise ValueError(f"{field}.url: {problem}; got {self.url!r}")
         if not is_listed(host_of(self.url), self.allowed_hosts):
             raise ValueError(

@@ -224,7 +224,7 @@ class RemoteReward(ExternalReward):
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
         for url in self.urls:
-            problem = url_problem(url)
+            problem = url_problem(url, "RLHF_REWARD_TOKEN")
             if problem:
                 raise ValueError(f"urls: {problem}; correct url {self.urls.index(url)}")
             if not is_listed(host_of(url), self.allowed_hosts):
