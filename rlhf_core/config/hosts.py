@@ -37,7 +37,12 @@ _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 
 
 def url_problem(url: str, token: str) -> str | None:
-    """Return the reason for which `url` is no plain HTTP address, or None."""
+    """Return the reason for which `url` is no plain HTTP address, or None.
+
+    Args:
+        url: The address.
+        token: Where the token of the service is given, for the message.
+    """
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

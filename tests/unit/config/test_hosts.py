@@ -17,7 +17,7 @@ from rlhf_core.config.hosts import forbidden, host_of, is_listed, is_public, url
     "url", ["http://h/score", "https://H.example:8443/a/b", "http://[::1]:80/", "http://10.0.0.1"]
 )
 def test_a_plain_url_has_no_problem(url: str) -> None:
-    assert url_problem(url) is None
+    assert url_problem(url, "TOKEN") is None
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_plain_url_has_no_problem(url: str) -> None:
      "http://-h/", "http://b\u00fccher/", "http://xn--/", "http://xn--\u0100/", f"http://{'a' * 64}/"],
 )  # fmt: skip
 def test_any_other_url_has_one(url: str) -> None:
-    assert url_problem(url) is not None
+    assert url_problem(url, "TOKEN") is not None
 
 
 @pytest.mark.parametrize(
