@@ -58,6 +58,11 @@ class DriftConfig(Section):
                 )
         return self
 
+    @property
+    def can_stop(self) -> bool:
+        """Whether any measure has a limit that ends the run."""
+        return any(limit is not None for _, limit in self.stop)
+
     def limits(self, measure: str) -> tuple[float | None, float | None]:
         """Return the limits `warn` and `stop` of a measure."""
         warn: Any = getattr(self.warn, measure)

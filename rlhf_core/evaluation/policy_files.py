@@ -42,14 +42,16 @@ def policy_files(ppo: PPOConfig, artifact: Path, sft: Callable[[], Path]) -> Pol
     return PolicyFiles(artifact / "policy")
 
 
-def dpo_files(dpo: DPOConfig, artifact: Path, sft: Path) -> PolicyFiles:
-    """Return the files of a `dpo` artifact that was created with the settings `dpo` from the SFT artifact
-    `sft`. They have a separate adapter as those of PPO do.
+def dpo_files(dpo: DPOConfig, ppo: PPOConfig, artifact: Path, sft: Path) -> PolicyFiles:
+    """Return the files of a `dpo` artifact that was created from the SFT artifact `sft`.
+
+    They have a separate adapter as those of PPO do. The evaluation samples and scores with the precisions of
+    `ppo`.
     """
     lora = dpo.lora
     if lora is None or lora.quantize is not None or lora.r > MAX_ENGINE_RANK:
         return PolicyFiles(artifact / "policy")
-    if dpo.deepspeed.dtype == "float32":
+    if {dpo.deepspeed.dtype, ppo.engine.dtype, ppo.policy_deepspeed.dtype} == {"float32"}:
         return PolicyFiles(artifact / "policy")
     return PolicyFiles(sft / "model", artifact / "adapter")
 

@@ -38,7 +38,12 @@ class PromptQueue(Actor):
 
 
 def start_queue(participant: ParticipantSpec) -> RemoteActor[PromptQueue]:
-    """Start a queue with Ray. It needs no core of its own."""
+    """Start a queue with Ray, on the driver's node: Ray gives actors without resources to any node of the
+    cluster. It needs no core of its own.
+    """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return RemoteActor(ray.remote(PromptQueue).options(num_cpus=0).remote(participant))
+    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(PromptQueue).options(num_cpus=0, scheduling_strategy=node)
+    return RemoteActor(actor.remote(participant))

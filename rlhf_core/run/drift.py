@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.data.drift import from_json
 from rlhf_core.data.drift_page import Finding, drift_markdown, findings
 from rlhf_core.data.tokenizer import tokenizer_digest
-from rlhf_core.errors import GateFailed, StageFailed
+from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
 from rlhf_core.run.child import log_excerpt
 from rlhf_core.run.drift_process import DriftRequest
 from rlhf_core.run.environment import stage_environment
@@ -61,8 +62,11 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     Returns None if there is nothing to compare: no section `drift`, no champion, its data artifact is not in
     this store or is the same one, or the SFT model of the data exists already.
 
+    If the comparison fails, this is logged, and None is returned, unless `drift.stop` has a limit.
+
     Raises:
-        InfrastructureError: MLflow does not answer, or the comparison failed.
+        InfrastructureError: MLflow does not answer, or the comparison failed and `drift.stop` has a limit.
+        CorruptArtifact: The champion's data are damaged, and `drift.stop` has a limit.
     """
     config = run.config
     if config.drift is None or run.artifacts.find("sft", run.spec("sft", {"data": data}).key) is not None:
@@ -80,7 +84,13 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
         log.info("drift: the data are those of %s", name)
         return None
     measures = run.folder / MEASURES
-    _measure(run, _request(run, champion, before, data, name, measures))
+    try:
+        _measure(run, _request(run, champion, before, data, name, measures))
+    except (StageFailed, CorruptArtifact) as error:
+        if config.drift.can_stop:
+            raise
+        log.warning("drift is not measured: %s", error)
+        return None
     content = read_json(measures)
     if content is None:
         raise StageFailed(f"the comparison with the data of {name} left no {measures}")
@@ -124,7 +134,10 @@ def _request(
     reward = run.artifacts.find_registered("reward", champion.tags)
     same_tokens = tokenizer_digest(old / "tokenizer") == tokenizer_digest(new / "tokenizer")
     note = ""
-    if not run.config.reward.enabled:
+    drift = run.config.drift
+    if drift is not None and drift.limits("agreement") == (None, None):
+        note = "drift.warn.agreement and drift.stop.agreement are null"
+    elif not run.config.reward.enabled:
         note = "reward.enabled is false"
     elif reward is None or "accuracy" not in reward.metrics:
         note = "this store has no reward model of the champion"
@@ -160,12 +173,18 @@ def _measure(run: PipelineRun, request: DriftRequest) -> None:
     )
     try:
         code = process.wait(timeout=run.config.run.stage_timeout)
+    except subprocess.TimeoutExpired:
+        raise StageTimedOut(
+            f"the comparison with the data of {request.champion} is stopped:"
+            f" run.stage_timeout={run.config.run.stage_timeout:g} is over; log: {log_file}"
+        ) from None
     finally:
         process.kill()
     if code:
         raise StageFailed(
             f"the comparison with the data of {request.champion} ended with exit code {code}; log:"
-            f" {log_file}; its last words: {log_excerpt(log_file)}"
+            f" {log_file}; its last words: {log_excerpt(log_file)}; if it is the champion's reward model that"
+            " cannot be used here, set drift.warn.agreement and drift.stop.agreement to null"
         )
 
 

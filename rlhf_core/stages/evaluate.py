@@ -161,7 +161,7 @@ def _policies(config: PipelineConfig, context: StageContext) -> dict[str, Policy
     sft = context.inputs["sft"]
     policies = {"ppo": policy_files(config.ppo, context.inputs["ppo"], lambda: sft)}
     if "dpo" in context.inputs:
-        policies["dpo"] = dpo_files(config.dpo, context.inputs["dpo"], sft)
+        policies["dpo"] = dpo_files(config.dpo, config.ppo, context.inputs["dpo"], sft)
     return policies
 
 

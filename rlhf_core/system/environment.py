@@ -15,6 +15,7 @@ NO_TELEMETRY = {
 STAGE_SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "MKL_CBWR": "AUTO,STRICT",  # without it bits depend on the alignment of memory, on Intel's CPUs
     "MPLBACKEND": "Agg",
     "PYTHONFAULTHANDLER": "1",
     "PYTHONHASHSEED": "0",

@@ -552,17 +552,19 @@ def test_without_dpo_nothing_mentions_it(scripted: Any, context: StageContext) -
 
 
 @pytest.mark.parametrize(
-    ("dpo", "separate"),
+    ("dpo", "engine", "separate"),
     [
-        ({}, False),
-        ({"lora": {}}, False),
-        ({"lora": {}, "deepspeed": {"dtype": "bfloat16"}}, True),
-        ({"lora": {"quantize": "nf4"}, "deepspeed": {"dtype": "bfloat16"}}, False),
-        ({"lora": {"r": 1024}, "deepspeed": {"dtype": "bfloat16"}}, False),
+        ({}, "float32", False),
+        ({"lora": {}}, "float32", False),
+        ({"lora": {}}, "bfloat16", True),
+        ({"lora": {}, "deepspeed": {"dtype": "bfloat16"}}, "float32", True),
+        ({"lora": {"quantize": "nf4"}, "deepspeed": {"dtype": "bfloat16"}}, "float32", False),
+        ({"lora": {"r": 1024}, "deepspeed": {"dtype": "bfloat16"}}, "float32", False),
     ],
 )
-def test_an_adapter_of_dpo_is_not_rounded(dpo: dict[str, Any], separate: bool) -> None:
-    files = dpo_files(config_of(dpo=dpo).dpo, Path("dpo"), Path("sft"))
+def test_an_adapter_of_dpo_is_not_rounded(dpo: dict[str, Any], engine: str, separate: bool) -> None:
+    config = config_of(dpo=dpo, ppo={"engine": {"dtype": engine}})
+    files = dpo_files(config.dpo, config.ppo, Path("dpo"), Path("sft"))
     if separate:
         assert files == PolicyFiles(Path("sft/model"), Path("dpo/adapter"))
     else:

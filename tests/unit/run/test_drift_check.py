@@ -3,6 +3,7 @@
 - nothing is compared without the section, without a champion, with the same data, or if SFT is done
 - values above `warn` are logged, above `stop` they end the run; the page and the measures are written
 - agreement with the champion's reward model says why it was not measured
+- a comparison that fails ends the run only if there is a limit in `stop`
 - the section changes no key of a pipeline or a stage
 """
 
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import GateFailed
+from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
+from rlhf_core.run import drift
 from rlhf_core.run.drift import _request, compare_with_champion
 from rlhf_core.run.drift_process import DriftRequest, agreement
 from rlhf_core.run.pipeline_run import PipelineRun
@@ -28,9 +31,10 @@ from tests.support.data_artifact import TEXTS, data_artifact
 OTHER_TEXTS = [text.replace("fox", "cow").replace("birds", "goats") for text in TEXTS]
 
 
-def pipeline(tmp_path: Path, database: Path, drift: dict[str, Any] | None) -> PipelineRun:
+def pipeline(tmp_path: Path, database: Path, drift: dict[str, Any] | None, **settings: float) -> PipelineRun:
+    name = "-".join(tmp_path.parts[-2:])[-40:].strip("_-.").lower()
     tree = {
-        "run": {"home": str(tmp_path / "home"), "name": tmp_path.name[-40:].strip("_-.").lower()},
+        "run": {"home": str(tmp_path / "home"), "name": name, **settings},
         "tracking": {"uri": f"sqlite:///{database}"},
         "drift": drift,
     }
@@ -93,6 +97,35 @@ def test_drift_warns_and_stops_with_a_page(
     assert "drift.stop.vocabulary" in run.tracking.mlflow.tags(run.parent_run_id)["rlhf.drift"]
 
 
+@pytest.mark.parametrize("cause", ["ends", "hangs", "damaged"])
+def test_a_comparison_that_fails_ends_the_run_only_with_a_limit(
+    cause: str,
+    tmp_path: Path,
+    database: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    script = {"ends": "raise SystemExit(7)", "hangs": "import time; time.sleep(60)", "damaged": ""}[cause]
+    monkeypatch.setattr(drift, "python_module", lambda _: [sys.executable, "-c", script])
+    for stop in ({}, {"vocabulary": 0.3}):
+        run = pipeline(tmp_path / str(len(stop)), database, {"stop": stop}, stage_timeout=1.0)
+        old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
+        crown(run, old)
+        if cause == "damaged":
+            file = next(Path(old.uri).rglob("*.parquet"))
+            file.chmod(0o600)
+            file.write_bytes(bytes(file.stat().st_size))
+        if not stop:
+            assert compare_with_champion(run, new) is None
+            assert "drift is not measured: " in caplog.text
+        else:
+            error = (
+                CorruptArtifact if cause == "damaged" else StageTimedOut if cause == "hangs" else StageFailed
+            )
+            with pytest.raises(error):
+                compare_with_champion(run, new)
+
+
 @pytest.mark.parametrize(
     ("accuracy", "texts", "settings", "note"),
     [
@@ -103,6 +136,12 @@ def test_drift_warns_and_stops_with_a_page(
         (0.75, TEXTS, {"run": {"executor": "ray"}}, "models run on a cluster"),
         (0.75, TEXTS, {"reward": {"deepspeed": {"zero_stage": 3}}}, "trained with ZeRO-3"),
         (0.75, TEXTS, {"reward": {"enabled": False}}, "reward.enabled is false"),
+        (
+            0.75,
+            TEXTS,
+            {"drift": {"warn": {"agreement": None}}},
+            "drift.warn.agreement and drift.stop.agreement",
+        ),
     ],
 )
 def test_agreement_is_measured_where_the_reward_model_can_be_used(
