@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+
+def _has_intel_cpu() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+STRICT_MKL = {"MKL_CBWR": "AUTO,STRICT"} if _has_intel_cpu() else {}
+"""On Intel's CPUs, the bits of MKL's products depend on the alignment of memory without it. On others MKL has
+no such setting.
+"""
+
 NO_TELEMETRY = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -13,9 +28,9 @@ NO_TELEMETRY = {
 }
 
 STAGE_SETTINGS = {
+    **STRICT_MKL,
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "MKL_CBWR": "AUTO,STRICT",  # without it bits depend on the alignment of memory, on Intel's CPUs
     "MPLBACKEND": "Agg",
     "PYTHONFAULTHANDLER": "1",
     "PYTHONHASHSEED": "0",

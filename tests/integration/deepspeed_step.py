@@ -46,13 +46,13 @@ from rlhf_core.models.score import ScoreModel
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
 from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
-from rlhf_core.system.environment import STAGE_SETTINGS
+from rlhf_core.system.environment import STRICT_MKL
 from rlhf_core.types import PairExample
 
 TORCHRUN = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
-    "MKL_CBWR": STAGE_SETTINGS["MKL_CBWR"],
+    **STRICT_MKL,
     # Otherwise torchrun listens on the port on which rank 0 listens itself.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
