@@ -13,9 +13,7 @@ def _has_intel_cpu() -> bool:
 
 
 STRICT_MKL = {"MKL_CBWR": "AUTO,STRICT"} if _has_intel_cpu() else {}
-"""On Intel's CPUs, the bits of MKL's products depend on the alignment of memory without it. On others MKL has
-no such setting.
-"""
+"""On Intel's CPUs: without it, bits of products depend more on the alignment of memory (decision 5)."""
 
 NO_TELEMETRY = {
     "DO_NOT_TRACK": "1",
