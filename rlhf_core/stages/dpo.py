@@ -150,27 +150,31 @@ def train_dpo(
     # Before a checkpoint is loaded: the engine still is the reference.
     referenced = with_reference(engine, train, config, pad_id)
     held_out_referenced = with_reference(engine, held_out, config, pad_id)
-    found = train_epochs(
+    trained = train_epochs(
         engine,
         referenced,
         config,
         "dpo",
         step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
         evaluate=lambda: evaluate_dpo(engine, held_out_referenced, config, pad_id),
+        evaluate_every=config.eval_every,
         tokens_of=lambda row: pair_tokens(row.pair),
         table_row=lambda row: table_row(row.pair),
         seed=seed,
         work=work,
         context=context,
     )
+    final = evaluate_dpo(engine, held_out_referenced, config, pad_id)
+    if context is not None:
+        context.metrics.log_metrics(final, trained.steps)
     return {
-        "accuracy": found["eval/accuracy"],
-        "margin": found["eval/margin"],
-        "eval_loss": found["eval/loss"],
-        "rewards/chosen": found["eval/rewards/chosen"],
-        "rewards/rejected": found["eval/rewards/rejected"],
+        "accuracy": final["eval/accuracy"],
+        "margin": final["eval/margin"],
+        "eval_loss": final["eval/loss"],
+        "rewards/chosen": final["eval/rewards/chosen"],
+        "rewards/rejected": final["eval/rewards/rejected"],
         "pairs": float(len(held_out)),
-        "tokens_per_s": found["tokens_per_s"],
+        "tokens_per_s": trained.tokens_per_s,
     }
 
 

@@ -1,15 +1,15 @@
-"""The training loop of `sft` and `dpo`: epochs of shuffled batches, evaluations, checkpoints."""
+"""The training loop of `sft`, `reward` and `dpo`: epochs of shuffled batches, evaluations, checkpoints."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.config.training import DPOConfig, EarlyStopConfig, SFTConfig
+from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
@@ -22,22 +22,34 @@ from rlhf_core.types import StageContext
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A training at its end."""
+
+    steps: int
+    """Optimizer steps, also those of earlier attempts."""
+    best_step: int
+    """The step whose weights the engine has: with `early_stop` the best one, otherwise the last one."""
+    tokens_per_s: float
+
+
 def train_epochs(
     engine: TrainingEngine,
     rows: Sequence[T],
-    config: SFTConfig | DPOConfig,
+    config: SFTConfig | RewardConfig | DPOConfig,
     stage: StageName,
     *,
     step_of: Callable[[Sequence[T], int], dict[str, float]],
     evaluate: Callable[[], dict[str, float]],
+    evaluate_every: int | None,
     tokens_of: Callable[[T], int],
     table_row: Callable[[T], dict[str, Any]],
     seed: int,
     work: Path,
     context: StageContext | None,
     early_stop: EarlyStopConfig | None = None,
-) -> dict[str, float]:
-    """Train to the end, from the last checkpoint if there is one, and evaluate.
+) -> Trained:
+    """Train to the end, from the last checkpoint if there is one.
 
     With `early_stop` the engine, which must keep its best weights, has these at the end.
 
@@ -47,23 +59,22 @@ def train_epochs(
         config: Settings of the stage.
         stage: Its name, for progress and failpoints.
         step_of: Makes one optimizer step with a batch and the number of all steps, and returns its metrics.
-        evaluate: Returns metrics of the held-out set with `eval/loss`.
+        evaluate: Returns metrics of the held-out set with `eval/loss`. The finite ones are logged.
+        evaluate_every: Optimizer steps between evaluations, if there is no `early_stop`; None for no
+            evaluation. The caller evaluates the weights at the end.
         tokens_of: Returns the tokens of a row.
         table_row: Converts a row for the table of a skipped batch.
         seed: Determines the order of the rows.
         work: A folder for checkpoints that are not committed yet.
         context: The stage's context on rank 0, otherwise None.
         early_stop: When the training ends early; None for the last weights of all epochs.
-
-    Returns:
-        The last result of `evaluate`, `tokens_per_s`, and `best_step`, the step of these weights.
     """
     per_epoch = math.ceil(len(rows) / config.batch_size)
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
     best = BestSoFar(**state.get("best", {}))
-    every = config.eval_every if early_stop is None else early_stop.every
+    every = evaluate_every if early_stop is None else early_stop.every
     with checkpointing.defer_stop(context):
         while step < total and not best.is_final(early_stop):
             started = time.monotonic()
@@ -76,25 +87,29 @@ def train_epochs(
             tokens += sum(map(tokens_of, batch))
             seconds += time.monotonic() - started
             evaluation = {}
-            if (step % every == 0 and step < total) or (early_stop is not None and step == total):
+            at_the_end = step == total and early_stop is not None
+            in_between = step < total and every is not None and step % every == 0
+            if at_the_end or in_between:
                 evaluation = evaluate()
-            if evaluation and early_stop is not None and best.add(step, evaluation["eval/loss"]):
-                engine.snapshot_best()
+                if early_stop is not None and best.add(step, evaluation["eval/loss"]):
+                    engine.snapshot_best()
+                evaluation = {name: value for name, value in evaluation.items() if math.isfinite(value)}
             if context is not None:
                 if step < total and not best.is_final(early_stop):  # at the end those of the best are logged
                     metrics |= evaluation
                 metrics["train/tokens_per_s"] = tokens / seconds
                 context.metrics.log_metrics(metrics, step)
-                shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
+                shown = {
+                    name: metrics[f"train/{name}"]
+                    for name in ("loss", "accuracy")
+                    if f"train/{name}" in metrics
+                }
                 context.progress(stage, step, total, "steps", **shown)
             checkpointing.after_step(
                 engine, context, work, step, every=config.checkpoint_every, total=total,
                 state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
-                score=-evaluation["eval/loss"] if evaluation else None,
+                score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
             )  # fmt: skip
     if 0 < best.step < step:
         engine.restore_best()
-    final = evaluate()
-    if context is not None:
-        context.metrics.log_metrics(final, step)
-    return {**final, "tokens_per_s": tokens / max(seconds, 1e-9), "best_step": float(best.step or step)}
+    return Trained(step, best.step or step, tokens / max(seconds, 1e-9))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +24,6 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
 from rlhf_core.data.tokenizer import load_decoder
-from rlhf_core.engines import checkpointing
-from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
@@ -37,11 +34,10 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
-from rlhf_core.seeds import derive_seed, epoch_batches
-from rlhf_core.stages.best import BestSoFar
+from rlhf_core.seeds import derive_seed
+from rlhf_core.stages.epochs import train_epochs
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
-from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
 
@@ -231,72 +227,29 @@ def train_reward(
         config: Settings of the stage.
         seed: Determines the order of the rows.
         pad_id: The token that fills rows.
-        work: A folder for plots and tables.
+        work: A folder for checkpoints that are not committed yet.
         context: The stage's context on rank 0, otherwise None.
 
     Returns:
         `tokens_per_s`, and `best_step` with `early_stop`.
     """
-    per_epoch = math.ceil(len(train) / config.batch_size)
-    total = per_epoch * config.epochs
-    state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0, "best": {}}
-    step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
-    best = BestSoFar(**state["best"])
-    with checkpointing.defer_stop(context):
-        while step < total and not best.is_final(config.early_stop):
-            started = time.monotonic()
-            epoch, index = divmod(step, per_epoch)
-            batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            with log_skipped_batch(engine, context, step + 1, batch, table_row):
-                metrics = train_step(engine, batch, config, total, pad_id)
-            failpoint("reward.step")
-            step += 1
-            tokens += sum(map(pair_tokens, batch))
-            seconds += time.monotonic() - started
-            evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
-            if context is not None:
-                if step < total and not best.is_final(
-                    config.early_stop
-                ):  # at the end those of the best weights are logged
-                    metrics |= evaluation
-                metrics["train/tokens_per_s"] = tokens / seconds
-                context.metrics.log_metrics(metrics, step)
-                shown = {
-                    name: metrics[f"train/{name}"]
-                    for name in ("loss", "accuracy")
-                    if f"train/{name}" in metrics
-                }
-                context.progress("reward", step, total, "steps", **shown)
-            checkpointing.after_step(
-                engine, context, work, step, every=config.checkpoint_every, total=total,
-                state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
-                score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
-            )  # fmt: skip
-    if 0 < best.step < step:
-        engine.restore_best()
-    result = {"tokens_per_s": tokens / max(seconds, 1e-9)}
-    return result if config.early_stop is None else {**result, "best_step": float(best.step or step)}
-
-
-def _evaluate_in_between(
-    engine: TrainingEngine,
-    held_out: Sequence[PairExample],
-    config: RewardConfig,
-    pad_id: int,
-    step: int,
-    total: int,
-    best: BestSoFar,
-) -> dict[str, float]:
-    """Return the finite held-out metrics of a step at which `early_stop` evaluates, else nothing.
-
-    Takes a snapshot of the weights if they are the best so far.
-    """
-    if config.early_stop is None or (step % config.early_stop.every and step < total):
-        return {}
-    metrics, _ = evaluate_reward(engine, held_out, config, pad_id)
-    if best.add(step, metrics["eval/loss"]):
-        engine.snapshot_best()
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    trained = train_epochs(
+        engine,
+        train,
+        config,
+        "reward",
+        step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
+        evaluate=lambda: evaluate_reward(engine, held_out, config, pad_id)[0],
+        evaluate_every=None,
+        tokens_of=pair_tokens,
+        table_row=table_row,
+        seed=seed,
+        work=work,
+        context=context,
+        early_stop=config.early_stop,
+    )
+    result = {"tokens_per_s": trained.tokens_per_s}
+    return result if config.early_stop is None else {**result, "best_step": float(trained.best_step)}
 
 
 def train_step(

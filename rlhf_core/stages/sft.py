@@ -230,13 +230,14 @@ def train_sft(
     Returns:
         `eval_loss`, `perplexity`, `tokens_per_s`, and `best_step` with `early_stop`.
     """
-    found = train_epochs(
+    trained = train_epochs(
         engine,
         train,
         config,
         "sft",
         step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
         evaluate=lambda: evaluate_sft(engine, held_out, config, pad_id),
+        evaluate_every=config.eval_every,
         tokens_of=len,
         table_row=_table_row,
         seed=seed,
@@ -244,12 +245,15 @@ def train_sft(
         context=context,
         early_stop=config.early_stop,
     )
+    final = evaluate_sft(engine, held_out, config, pad_id)
+    if context is not None:
+        context.metrics.log_metrics(final, trained.steps)
     result = {
-        "eval_loss": found["eval/loss"],
-        "perplexity": found["eval/perplexity"],
-        "tokens_per_s": found["tokens_per_s"],
+        "eval_loss": final["eval/loss"],
+        "perplexity": final["eval/perplexity"],
+        "tokens_per_s": trained.tokens_per_s,
     }
-    return result if config.early_stop is None else {**result, "best_step": found["best_step"]}
+    return result if config.early_stop is None else {**result, "best_step": float(trained.best_step)}
 
 
 def train_step(

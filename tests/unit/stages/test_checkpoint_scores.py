@@ -1,12 +1,13 @@
 """Held-out losses in the loops of SFT and of the reward model.
 
-- the score of a checkpoint is the negative held-out loss, if measured
+- the score of a checkpoint is the negative held-out loss, if measured and finite
 - with `early_stop` SFT ends in the weights of the lowest loss, of the earlier one of two equal ones, also
   after a kill; without a `patience` it trains to the end
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.stages import reward, sft
-from rlhf_core.testing import FolderCheckpoints, stage_context
+from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
 
@@ -51,6 +52,25 @@ def test_score_is_the_negative_held_out_loss(
             )
     # Six steps with an evaluation after every second one. The last step has no checkpoint.
     assert checkpoints.scores == {1: None, 2: -0.9, 3: None, 4: -0.4, 5: None}
+
+
+def test_a_held_out_loss_that_is_not_finite_is_no_score_and_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([math.nan, 0.4, 0.6])
+    monkeypatch.setattr(sft, "train_step", lambda *_: {})
+    monkeypatch.setattr(sft, "evaluate_sft", lambda *_: {"eval/loss": next(losses), "eval/perplexity": 1.0})
+    metrics = RecordingMetrics()
+    checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
+    context = stage_context(tmp_path, metrics=metrics, checkpoints=checkpoints)
+    rows = [TokenSequence((1, 2), (0, 1))] * 6
+    with single_rank():
+        sft.train_sft(
+            ScriptedTrainer(), rows, rows, SFT, seed=0, pad_id=0, work=context.scratch, context=context
+        )
+    assert checkpoints.scores == {1: None, 2: None, 3: None, 4: -0.4, 5: None}
+    assert metrics.column("eval/loss") == [0.4, 0.6]
+    assert metrics.column("eval/perplexity") == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("patience", "steps"), [(2, 4), (None, 6)])

@@ -3,7 +3,7 @@
 - loss, accuracy and implicit rewards are means over all pairs of all ranks, for any micro-batches, packed or
   padded, also where a rank has no pair
 - the reference is the model before the first step, also after a checkpoint was loaded
-- a checkpoint has the negative held-out loss as its score
+- a checkpoint has the negative held-out loss as its score; without held-out pairs there is none
 - pairs are needed, and the key of the stage depends on what it uses only
 """
 
@@ -138,6 +138,18 @@ def test_the_reference_is_the_model_before_the_first_step(tmp_path: Path) -> Non
     # With n nats lost the gaps of the three pairs are 0.1 n, -0.3 n and 0.
     losses = [-sum(log_sigmoid(0.1 * gap * n) for gap in (1, -3, 0)) / 3 for n in (1, 2)]
     assert checkpoints.scores == {1: pytest.approx(-losses[0]), 2: pytest.approx(-losses[1])}
+
+
+def test_without_held_out_pairs_it_trains_to_the_end(tmp_path: Path) -> None:
+    config = DPOConfig(batch_size=1, eval_every=1, checkpoint_every=1)
+    checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
+    context = stage_context(tmp_path, checkpoints=checkpoints)
+    with single_rank():
+        found = train_dpo(
+            Drifting(), PAIRS, [], config, seed=0, pad_id=0, work=context.scratch, context=context
+        )
+    assert found["pairs"] == 0 and math.isnan(found["accuracy"]) and math.isnan(found["eval_loss"])
+    assert checkpoints.scores == {1: None, 2: None}
 
 
 # -- configuration --
