@@ -4,66 +4,20 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
-from rlhf_core.config.base import (
-    PAUSE,
-    TRIES,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Range,
-    Section,
-    UserPath,
-    content,
-    execution,
-    result,
-)
-from rlhf_core.config.hosts import host_of, hosts_problem, is_listed, url_problem
-from rlhf_core.config.redact import is_secret_variable
+from rlhf_core.config.base import PositiveFloat, PositiveInt, Range, UserPath, content, execution, result
+from rlhf_core.config.chat_service import ChatServiceConfig, check_address
 
 
-class LanguageModelConfig(Section):
+class LanguageModelConfig(ChatServiceConfig):
     """A language model that judges answers. Either `path` or `url` with `model` says which."""
 
     path: UserPath | None = content(
         None,
         "Folder of a model in Hugging Face layout, which vLLM runs in the stage with the settings of"
-        " `ppo.engine`; null: `url`",
+        " `ppo.engine`, and which replies with one token; null: `url`",
         min_length=1,
-    )
-    url: str | None = result(
-        None,
-        "Address of an OpenAI-compatible server, `http(s)://host[:port]/v1`; requests go to"
-        " `{url}/chat/completions`; null: `path`",
-    )
-    model: str | None = result(
-        None,
-        "Name of the model at `url`",
-        pattern=r"^[^\x00-\x1f\x7f]{1,200}$",
-        form="1 to 200 characters on one line",
-    )
-    allowed_hosts: tuple[str, ...] = execution(
-        (),
-        "Hosts that may receive requests. If a name resolves to a private or loopback address, that address,"
-        " or a network such as 10.0.0.0/8, must be listed as well",
-    )
-    api_key_env: str | None = execution(
-        None,
-        "Name of the environment variable that has the key of the server; null: no key",
-        pattern=r"^[A-Z][A-Z0-9_]{0,63}$",
-        form="1 to 64 of A-Z, 0-9 and `_`, the first a letter",
-    )
-    rubric: UserPath | None = content(
-        None,
-        "Text file that says what makes an answer better; null: a short general one",
-        min_length=1,
-    )
-    max_tokens: PositiveInt = result(
-        16,
-        "Tokens of an answer of the server. More are needed if the rubric asks for reasons before the verdict"
-        " on the last line; the model in `path` answers with one token",
-        within=Range(1, 65536, "tokens of one answer"),
     )
     pairs: PositiveInt = result(
         100,
@@ -76,42 +30,11 @@ class LanguageModelConfig(Section):
         " the stage `evaluate` fails. A pair on which the judge has no preference counts half",
         within=Range(0.51, 1.0, "a coin reaches 0.5"),
     )
-    concurrency: PositiveInt = execution(
-        8, "Concurrent requests", within=Range(1, 1024, "connections to one service")
-    )
-    timeout: PositiveFloat = execution(
-        60.0,
-        "Seconds for one request, from the address look-up to the last byte",
-        within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end"),
-    )
-    retries: NonNegativeInt = execution(5, "Retries of a request that failed", within=TRIES)
-    backoff: PositiveFloat = execution(
-        1.0,
-        "Seconds before the first retry; doubles for each further one, and is multiplied by 0.5 to 1.5",
-        within=PAUSE,
-    )
 
     @property
     def name(self) -> str:
         """The name of the model in reports."""
         return self.model or str(self.path).rstrip("/").rpartition("/")[2]
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _check_hosts(cls, allowed: tuple[str, ...]) -> tuple[str, ...]:
-        if problem := hosts_problem(allowed):
-            raise ValueError(f"allowed_hosts must hold {problem}")
-        return allowed
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _check_key(cls, name: str | None) -> str | None:
-        if name is not None and not is_secret_variable(name):
-            raise ValueError(
-                f"api_key_env must have a name whose value logs hide; got {name}; use a name such as"
-                " JUDGE_API_KEY"
-            )
-        return name
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:
@@ -127,11 +50,5 @@ class LanguageModelConfig(Section):
             return self
         if self.model is None:
             raise ValueError(f"{field}.url needs {field}.model, the name of the model there")
-        if problem := url_problem(self.url, "the variable in api_key_env"):
-            raise ValueError(f"{field}.url: {problem}; got {self.url!r}")
-        if not is_listed(host_of(self.url), self.allowed_hosts):
-            raise ValueError(
-                f"{field}.url must lead to allowed_hosts ({', '.join(self.allowed_hosts) or 'none'}); got"
-                f" {host_of(self.url)}; add it there"
-            )
+        check_address(self.url, self.allowed_hosts, f"{field}.url")
         return self

@@ -20,6 +20,7 @@ from rlhf_core.config.base import (
     execution,
     result,
 )
+from rlhf_core.config.chat_service import ChatServiceConfig, check_address
 from rlhf_core.config.hosts import host_of, hosts_problem, is_listed, url_problem
 from rlhf_core.config.patterns import pattern_problem
 from rlhf_core.config.redact import shown
@@ -235,6 +236,36 @@ class RemoteReward(ExternalReward):
         return self
 
 
+class LanguageModelReward(ChatServiceConfig, ExternalReward):
+    """A language model at an OpenAI-compatible address that grades each response; the grades are mapped to 0
+    to 1.
+    """
+
+    type: Literal["language_model"] = "language_model"
+    url: str = result(
+        ...,
+        "Address of an OpenAI-compatible server, `http(s)://host[:port]/v1`; requests go to"
+        " `{url}/chat/completions`",
+    )
+    model: str = result(
+        ...,
+        "Name of the model at `url`",
+        pattern=r"^[^\x00-\x1f\x7f]{1,200}$",
+        form="1 to 200 characters on one line",
+    )
+    scale: PositiveInt = result(
+        10,
+        "The model replies with a whole number from 1 to this. 1 is the reward 0, and this number the reward"
+        " 1",
+        within=Range(2, 1000, "a grade needs two values"),
+    )
+
+    @model_validator(mode="after")
+    def _check_url(self) -> Self:
+        check_address(self.url, self.allowed_hosts, "url")
+        return self
+
+
 AnyReward = Annotated[
     ModelReward
     | GoldReward
@@ -247,6 +278,7 @@ AnyReward = Annotated[
     | TokenShareReward
     | AnswerReward
     | PythonReward
-    | RemoteReward,
+    | RemoteReward
+    | LanguageModelReward,
     Field(discriminator="type"),
 ]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError
-from rlhf_core.evaluation.chat_service import api_key
-from rlhf_core.evaluation.questions import read_rubric
-from rlhf_core.rewards.check import check_hosts
+from rlhf_core.evaluation.questions import FIELD, rubric_text
+from rlhf_core.rewards.check import check_chat_service
 
 
 def check_language_model(config: PipelineConfig) -> Iterator[Finding]:
@@ -17,17 +16,14 @@ def check_language_model(config: PipelineConfig) -> Iterator[Finding]:
     settings = config.evaluate.language_model
     if settings is None:
         return
-    field = "evaluate.language_model"
     try:
-        read_rubric(settings.rubric)
-        if "local" in (config.run.executor_of("evaluate"), config.run.executor_of("register")):
-            api_key(settings)
+        rubric_text(settings.rubric)
     except ConfigError as error:
         yield error
     if settings.url is not None:
-        yield from check_hosts((settings.url,), settings.allowed_hosts, f"{field}.url", "evaluation")
+        yield from check_chat_service(config, settings, FIELD)
     elif not (Path(str(settings.path)) / "config.json").is_file():
         yield ModelError(
-            f"{field}.path: must be a folder with config.json, a tokenizer and *.safetensors; got"
+            f"{FIELD}.path: must be a folder with config.json, a tokenizer and *.safetensors; got"
             f" {settings.path}; correct it"
         )

@@ -68,11 +68,14 @@ class HeldOutEvaluation:
     def evaluate(self, version: int) -> dict[str, float]:
         """Return the metrics `eval/...` of policy `version`."""
         batch = self._collector.sample(self._prompts, version, 0, version)
-        columns, texts = self._fleet.retry_after_restart(lambda: self._measure(batch), "the evaluation")
+        columns, texts, usage = self._fleet.retry_after_restart(
+            lambda: self._measure(batch), "the evaluation"
+        )
         decisive = columns.get("judge", columns["score"])
         if version == 0:
             self._sft_scores = decisive
         metrics = {f"eval/{name}": value for name, value in _means(columns).items()}
+        metrics |= {f"eval/rewards/{name}": value for name, value in usage.items()}
         metrics[OBJECTIVE] = _mean(decisive) - self._ppo.kl.coef * metrics[KL]
         for name in ("score", "reward_model", "judge"):
             if name in columns:
@@ -88,8 +91,8 @@ class HeldOutEvaluation:
             metrics |= {f"eval/by_source/{source}/{name}": mean for name, mean in _means(selected).items()}
         return {name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)}
 
-    def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str]]:
-        """Return the columns of all measures, and the texts of the responses."""
+    def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str], dict[str, float]]:
+        """Return the columns of all measures, the texts of the responses, and what the rewards cost."""
         fleet, ppo = self._fleet, self._ppo
         policy = fleet.logprobs("policy", batch, with_entropy=False)
         reference = fleet.logprobs("reference", batch, with_entropy=False)
@@ -114,7 +117,7 @@ class HeldOutEvaluation:
         inputs = list(RewardInputs(fleet, batch, self._decode))
         if self._gold_known:
             columns["gold"] = score_gold(inputs)
-        return columns, [sample.response for sample in inputs]
+        return columns, [sample.response for sample in inputs], rewards.usage_metrics()
 
     def _by_source(self) -> dict[str, list[int]]:
         """Return the indices of the prompts of each data source; nothing if there is only one."""

@@ -3,7 +3,7 @@
     held-out pairs  ->  agreement with people  -- below the limit -->  the stage fails
     answers of two policies  ->  questions in both orders  ->  replies kept before?  ->  model  ->  win rate
 
-The model is run here (`local_judge`) or at an address (`chat_service`).
+The model is run here (`local_judge`) or at an address (`rewards.chat_service`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlhf_core.data.dataset import load_pairs
 from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.chat_service import ask_service
 from rlhf_core.evaluation.local_judge import ask_local
 from rlhf_core.evaluation.questions import (
     AGAIN,
+    FIELD,
     FOLDER,
     FORM,
     RUBRIC,
@@ -33,11 +33,12 @@ from rlhf_core.evaluation.questions import (
     judged,
     letter_of,
     questions_of,
-    read_rubric,
+    rubric_text,
 )
-from rlhf_core.evaluation.replies import Replies, Reply
 from rlhf_core.evaluation.statistics import Comparison, Verdicts, win_rate
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.rewards.chat_service import ask_service, readings
+from rlhf_core.rewards.replies import Replies, Reply
 from rlhf_core.system.home import Home
 from rlhf_core.types import RewardInput, StageContext
 
@@ -60,7 +61,7 @@ class LanguageModelJudge:
         self._config, self._context, self._device = config, context, device
         self._settings = settings
         self._intervals = Intervals(config)
-        self._rubric = read_rubric(settings.rubric)
+        self._rubric = rubric_text(settings.rubric)
         digest = hashlib.sha256(self._rubric.encode()).hexdigest()
         if context.sources.get(RUBRIC, digest) != digest:
             raise ConfigError(f"{RUBRIC}: {settings.rubric} was changed after the run began; run again")
@@ -170,22 +171,15 @@ class LanguageModelJudge:
         """Return the letter of each question. A server that replies with something else is asked again
         once.
         """
-        letters = {question: letter_of(reply.text) for question, reply in self._ask(questions, what).items()}
-        again = {f"{question}{AGAIN}": question for question, letter in letters.items() if letter is None}
-        if again and self._settings.url is not None:
-            for text, reply in self._ask(list(again), f"{what} again").items():
-                letters[again[text]] = letter_of(reply.text)
-        return letters
+        return readings(
+            questions,
+            lambda texts, again: self._ask(texts, f"{what} again" if again else what),
+            letter_of,
+            AGAIN if self._settings.url is not None else "",
+        )
 
     def _ask(self, questions: Sequence[str], what: str) -> dict[str, Reply]:
-        replies: dict[str, Reply] = {}
-        missing = []
-        for question in dict.fromkeys(questions):
-            reply = self._replies.find(question)
-            if reply is None:
-                missing.append(question)
-            else:
-                replies[question] = reply
+        replies, missing = self._replies.find_all(questions)
         total = len(replies) + len(missing)
 
         def keep(question: str, reply: Reply) -> None:
@@ -199,7 +193,7 @@ class LanguageModelJudge:
                 device=self._device, context=self._context,
             )  # fmt: skip
         elif missing:
-            ask_service(self._settings, missing, keep)
+            ask_service(FIELD, self._settings, missing, keep)
         self._asked |= replies
         return replies
 

@@ -18,7 +18,7 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ModelError
 from rlhf_core.evaluation.questions import LETTERS
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.rewards.replies import Reply
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import StageContext

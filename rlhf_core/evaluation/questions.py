@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_core.errors import ConfigError
-from rlhf_core.system.files import read_bounded
+from rlhf_core.rewards.rubric import read_rubric
 
-RUBRIC, FOLDER = "evaluate.language_model.rubric", "evaluate.language_model.path"
+FIELD = "evaluate.language_model"
+RUBRIC, FOLDER = f"{FIELD}.rubric", f"{FIELD}.path"
 """Names of the judge's files in `StageContext.sources`."""
 FORM = 1
 """Version of the texts below. Raise it if one of them changes."""
@@ -42,7 +42,6 @@ _QUESTION = """{rubric}
 ### Verdict
 Write A if answer A is better, B if answer B is better, and C if neither is better.
 The last line of your reply must be this one letter."""
-_MAX_RUBRIC_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -68,20 +67,12 @@ class Judged:
     """Replies without a letter. Their pairs are ties."""
 
 
-def read_rubric(path: str | None) -> str:
+def rubric_text(path: str | None) -> str:
     """Return the content of `evaluate.language_model.rubric`, or the general rubric for None.
 
     Raises ConfigError.
     """
-    if path is None:
-        return _RUBRIC
-    try:
-        text = read_bounded(path, _MAX_RUBRIC_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{RUBRIC}: cannot be read: {error}; give a UTF-8 text file") from error
-    if not text:
-        raise ConfigError(f"{RUBRIC}: {path} is empty; say what makes an answer better, or leave it out")
-    return text
+    return _RUBRIC if path is None else read_rubric(path, RUBRIC)
 
 
 def questions_of(rubric: str, pair: Pair) -> tuple[str, str]:

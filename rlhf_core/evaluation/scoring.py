@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.cluster.ranks import needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
-from rlhf_core.config.rewards import AnyReward, GoldReward, ModelReward
+from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, ModelReward
 from rlhf_core.data.synthetic import VERSION, parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
@@ -26,6 +26,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
 from rlhf_core.system.heartbeat import heartbeat, idle
+from rlhf_core.system.home import Home
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, StageContext
 
 if TYPE_CHECKING:
@@ -116,10 +117,14 @@ def trained_on(config: PipelineConfig, measure: str) -> bool:
     """Return whether the policy's reward contains `measure`. If so, a win by this measure is not independent
     evidence.
     """
-    if measure in ("judge_model", "language_model"):
+    if measure == "judge_model":
         return False
     kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
     used = [source for source in config.ppo.rewards if source.weight]
+    judge = config.evaluate.language_model
+    if measure == "language_model":
+        models = {source.model for source in used if isinstance(source, LanguageModelReward)}
+        return judge is not None and judge.model in models
     if kind is not None:
         return any(isinstance(source, kind) for source in used)
     return any(not isinstance(source, ModelReward) for source in used)
@@ -151,12 +156,13 @@ def score(
     if measure == "gold":
         return score_gold(samples)
     if measure == "rules":
-        return list(score_rules(rule_sources(config), samples, reward_code).total)
+        return list(score_rules(config, rule_sources(config), samples, reward_code).total)
     assert reward is not None
     return score_reward_model(config, reward, samples, pad_id=pad_id, device=device, context=context)
 
 
 def score_rules(
+    config: PipelineConfig,
     sources: tuple[AnyReward, ...],
     samples: Sequence[RewardInput],
     reward_code: Mapping[str, str] | None = None,
@@ -164,9 +170,9 @@ def score_rules(
     """Score all samples with all sources at once, so that batch normalisation treats the responses of both
     models alike.
 
-    `reward_code` is described in `RewardComposer`.
+    `reward_code` is described in `RewardComposer`. Replies of language models are kept in `run.home`.
     """
-    with RewardComposer(sources, reward_code) as composer:
+    with RewardComposer(sources, reward_code, replies=Home.of(config.run.home).judge) as composer:
         return composer.score(samples, None)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.rewards import ExternalReward, RemoteReward
+from rlhf_core.config.rewards import ExternalReward, LanguageModelReward, RemoteReward
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _rewards(situation: Situation) -> str | None:
         return None
     found = f"all models wait {share:.0%} of a step for the rewards"
     for index, source in enumerate(ppo.rewards):
-        if isinstance(source, RemoteReward):
+        if isinstance(source, RemoteReward | LanguageModelReward):
             wanted = 2 * source.concurrency
             return f"{found}: ppo.rewards.{index}.concurrency={wanted} would send more requests at a time"
     for index, source in enumerate(ppo.rewards):

@@ -385,6 +385,7 @@ class Collector:
             batch.prompts[old_rows] = new.prompts[new_rows]
             for name, values in batch.rewards.by_source.items():
                 values[old_rows] = new.rewards.by_source[name][new_rows]
+        batch.rewards.add_usage(new.rewards)
         # All scores change if a source is normalized over the batch.
         batch.rewards.total[:] = self._composer.total(batch.rewards.by_source, len(batch))
         batch.replaced += len(groups)

@@ -2,6 +2,6 @@
 
 PPO and evaluation use `compose.RewardComposer`. `rules` are the rule rewards, `python_function` runs a user's
 function in a separate process, `remote` calls a service, and `failures` handles failures of these two.
-`server` is such a
-service: it serves a trained reward model (`scorer`) over HTTP.
+`language_model` asks a language model, with `chat_service`, which judges use as well. `server` is a service:
+it serves a trained reward model (`scorer`) over HTTP.
 """

@@ -13,16 +13,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlhf_core.config.chat_service import ChatServiceConfig
 from rlhf_core.config.hosts import forbidden, host_of
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.rewards import AnyReward, GoldReward, PythonReward, RemoteReward
+from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, PythonReward, RemoteReward
 from rlhf_core.errors import ConfigError, Finding, guarded
+from rlhf_core.pipeline import StageName
+from rlhf_core.rewards.chat_service import api_key
+from rlhf_core.rewards.rubric import read_rubric
 from rlhf_core.rewards.token import reward_token
 from rlhf_core.system.files import exists
 
 
 def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
-    """Check the token, and for each source its function or the addresses of its services."""
+    """Check the token, and for each source its function, its rubric and key, or the addresses of its
+    services.
+    """
     sources = reward_fields(config)
     if any(isinstance(source, RemoteReward) for source in sources.values()):
         try:
@@ -47,13 +53,36 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
         if problem is not None:
             yield ConfigError(problem)
     elif isinstance(source, RemoteReward):
-        user = "PPO" if field.startswith("ppo.") else "the evaluation"
-        yield from check_hosts(source.urls, source.allowed_hosts, f"{field}.urls", user)
+        yield from check_hosts(source.urls, source.allowed_hosts, f"{field}.urls", _user(field))
+    elif isinstance(source, LanguageModelReward):
+        if source.rubric is not None:
+            try:
+                read_rubric(source.rubric, f"{field}.rubric")
+            except ConfigError as error:
+                yield error
+        yield from check_chat_service(config, source, field)
     elif isinstance(source, GoldReward) and field.startswith("ppo.") and _has_other_prompts(config):
         yield (
             f"{field}: type gold supports the demo task only, but data.prompts has other sources, whose true"
             " reward is unknown"
         )
+
+
+def check_chat_service(config: PipelineConfig, settings: ChatServiceConfig, field: str) -> Iterator[Finding]:
+    """Check the key of a language model's server, if a stage that asks it runs here, and its host."""
+    stages: tuple[StageName, ...] = ("evaluate", "register")
+    if field.startswith("ppo."):
+        stages = ("ppo", *stages)
+    if "local" in map(config.run.executor_of, stages):
+        try:
+            api_key(settings, field)
+        except ConfigError as error:
+            yield error
+    yield from check_hosts((str(settings.url),), settings.allowed_hosts, f"{field}.url", _user(field))
+
+
+def _user(field: str) -> str:
+    return "PPO" if field.startswith("ppo.") else "the evaluation"
 
 
 def _has_other_prompts(config: PipelineConfig) -> bool:

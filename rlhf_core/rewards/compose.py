@@ -17,19 +17,22 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from rlhf_core.config.rewards import (
     AnyReward,
     ExternalReward,
     FormatReward,
+    LanguageModelReward,
     ModelReward,
     PythonReward,
     RemoteReward,
 )
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.failures import resolve_failures
+from rlhf_core.rewards.language_model import LanguageModelGrades
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.rules import check_pattern, evaluate_rule
@@ -72,10 +75,14 @@ class RewardBatch:
     """(n,) raw values of each source by its name, before normalisation and weight; NaN where it masks a
     failure.
     """
+    usage: dict[str, dict[str, float]] = field(default_factory=dict)
+    """`requests`, `unusable` replies, `prompt_tokens` and `completion_tokens` of each language model, by the
+    name of the source. Replies that were kept before count as well.
+    """
 
     def metrics(self) -> dict[str, float]:
         """Return `{name}/{mean,std,min,max,failed}` of each source's raw values; population std, failures
-        left out.
+        left out. `usage_metrics` are included.
         """
         metrics: dict[str, float] = {}
         for name, values in self.by_source.items():
@@ -85,7 +92,24 @@ class RewardBatch:
                 metrics[f"{name}/mean"] = statistics.fmean(present)
                 metrics[f"{name}/std"] = statistics.pstdev(present)
                 metrics[f"{name}/min"], metrics[f"{name}/max"] = min(present), max(present)
+        return metrics | self.usage_metrics()
+
+    def usage_metrics(self) -> dict[str, float]:
+        """Return `{name}/{requests,prompt_tokens,completion_tokens}` of each language model, and the share
+        `{name}/unusable` of its replies.
+        """
+        metrics: dict[str, float] = {}
+        for name, usage in self.usage.items():
+            metrics |= {f"{name}/{what}": count for what, count in usage.items()}
+            metrics[f"{name}/unusable"] = usage["unusable"] / max(1.0, usage["requests"])
         return metrics
+
+    def add_usage(self, other: RewardBatch) -> None:
+        """Add the usage of another batch."""
+        for name, usage in other.usage.items():
+            own = self.usage.setdefault(name, dict.fromkeys(usage, 0.0))
+            for what, count in usage.items():
+                own[what] += count
 
 
 class RewardComposer:
@@ -100,15 +124,17 @@ class RewardComposer:
         digests: Mapping[str, str] | None = None,
         *,
         score_clip: float | None = None,
+        replies: Path | None = None,
     ) -> None:
         """Create the sources.
 
-        `digests` has the sha256 of the Python files of sources by their name (see `PythonFunction`). The
-        reward model's scores are clipped to +- `score_clip`.
+        `digests` has the sha256 of the Python files and rubrics of sources by their name (see
+        `PythonFunction`). The reward model's scores are clipped to +- `score_clip`. `replies` is the folder
+        of the replies of language models; None: they are not kept.
         """
         self._sources = sources
         self._score_clip = score_clip
-        self._external: dict[str, PythonFunction | RemoteService] = {}
+        self._external: dict[str, PythonFunction | RemoteService | LanguageModelGrades] = {}
         try:
             for source in sources:
                 if isinstance(source, FormatReward):
@@ -119,6 +145,10 @@ class RewardComposer:
                     )
                 if isinstance(source, RemoteReward):
                     self._external[source_name(source)] = RemoteService(source)
+                if isinstance(source, LanguageModelReward):
+                    self._external[source_name(source)] = LanguageModelGrades(
+                        source, (digests or {}).get(source_name(source)), replies
+                    )
         except BaseException:
             self.close()
             raise
@@ -131,8 +161,11 @@ class RewardComposer:
         for missing model scores, failures that `on_error` does not mask, and a rule's value that is not
         finite.
         """
-        by_source = {source_name(source): self._raw(source, batch, model_scores) for source in self._sources}
-        return RewardBatch(self.total(by_source, len(batch)), by_source)
+        usage: dict[str, dict[str, float]] = {}
+        by_source = {
+            source_name(source): self._raw(source, batch, model_scores, usage) for source in self._sources
+        }
+        return RewardBatch(self.total(by_source, len(batch)), by_source, usage)
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
         """Return the (n,) weighted sum of raw values; sources with `normalize` over these `count`
@@ -152,12 +185,20 @@ class RewardComposer:
         self.close()
 
     def _raw(
-        self, source: AnyReward, batch: Sequence[RewardInput], model_scores: Sequence[float] | None
+        self,
+        source: AnyReward,
+        batch: Sequence[RewardInput],
+        model_scores: Sequence[float] | None,
+        usage: dict[str, dict[str, float]],
     ) -> list[float]:
+        """Return the (n,) raw values of a source, and write what they cost to `usage`."""
         name = source_name(source)
         if isinstance(source, ExternalReward):
             on_error = source.on_error if source.weight else "mask"  # a source of weight 0 is only measured
-            return resolve_failures(name, on_error, self._external[name](batch), batch)
+            outcome = self._external[name](batch)
+            if outcome.usage:
+                usage[name] = outcome.usage
+            return resolve_failures(name, on_error, outcome, batch)
         if not isinstance(source, ModelReward):
             values = [evaluate_rule(source, sample) for sample in batch]
         elif model_scores is None:
@@ -171,8 +212,8 @@ class RewardComposer:
 
 
 def code_digests(sources: tuple[AnyReward, ...], digests: Mapping[str, str]) -> dict[str, str]:
-    """Convert sha256 digests of Python files from names by field (`StageContext.sources`) to names of
-    sources.
+    """Convert sha256 digests of Python files and rubrics from names by field (`StageContext.sources`) to
+    names of sources.
     """
     fields = {f"ppo.rewards.{index}": source_name(source) for index, source in enumerate(sources)}
     return {fields[field]: digest for field, digest in digests.items() if field in fields}

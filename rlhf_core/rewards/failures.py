@@ -54,6 +54,8 @@ class Outcome:
     """(n,) NaN for a missing value."""
     reasons: dict[int, str] = field(default_factory=dict)
     """Reason of each missing value, by index."""
+    usage: dict[str, float] = field(default_factory=dict)
+    """What the values cost, by name; see `RewardBatch.usage`."""
 
     @staticmethod
     def of(values: Sequence[float]) -> Outcome:

@@ -10,9 +10,9 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import Source
-from rlhf_core.config.rewards import PythonReward
+from rlhf_core.config.rewards import LanguageModelReward, PythonReward
 from rlhf_core.data.sources import model_digest, source_digests, source_name
-from rlhf_core.evaluation.questions import FOLDER, RUBRIC, read_rubric
+from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.rewards.check import module_file, reward_fields
 from rlhf_core.tracking.tracker import DataSet
 
@@ -29,22 +29,25 @@ def judge_digests(config: PipelineConfig) -> dict[str, str]:
     judge = config.evaluate.language_model
     digests = {}
     if judge is not None and judge.rubric is not None:
-        digests[RUBRIC] = hashlib.sha256(read_rubric(judge.rubric).encode()).hexdigest()
+        digests[RUBRIC] = hashlib.sha256(rubric_text(judge.rubric).encode()).hexdigest()
     if judge is not None and judge.path is not None:
         digests[FOLDER] = model_digest(judge.path, None)
     return digests
 
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:
-    """Digests of the Python files that rewards come from (not of what those import), because a changed reward
-    is another PPO run or another regression set.
+    """Digests of the Python files that rewards come from (not of what those import) and of the rubrics of
+    language models, because a changed reward is another PPO run or another regression set.
     """
     rewards = {}
     for field, source in reward_fields(config).items():
+        file = None
         if isinstance(source, PythonReward):
             file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
-            if file is not None and file.is_file():
-                rewards[field] = hashlib.sha256(file.read_bytes()).hexdigest()
+        elif isinstance(source, LanguageModelReward) and source.rubric is not None:
+            file = Path(source.rubric)
+        if file is not None and file.is_file():
+            rewards[field] = hashlib.sha256(file.read_bytes()).hexdigest()
     return rewards
 
 

@@ -219,7 +219,9 @@ def _measure(
         measures[name] = by_model(scores)
         report()
     if sources:
-        batch = scoring.score_rules(sources, every, code_digests(config.ppo.rewards, context.sources))
+        batch = scoring.score_rules(config, sources, every, code_digests(config.ppo.rewards, context.sources))
+        if usage := {f"eval/rules/{name}": value for name, value in batch.usage_metrics().items()}:
+            context.metrics.log_metrics(usage, 0)
         if any(source.weight for source in sources):
             measures["rules"] = by_model(batch.total)
         rules = {name: by_model(values) for name, values in batch.by_source.items()}

@@ -12,6 +12,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role, plan
 from rlhf_core.errors import DataError
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.system.home import Home
 from rlhf_core.types import StageContext, StageResult
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     context.progress("ppo start", 0, placement.processes, "processes")
     with (
         RewardComposer(
-            ppo.rewards, code_digests(ppo.rewards, context.sources), score_clip=ppo.score_clip
+            ppo.rewards,
+            code_digests(ppo.rewards, context.sources),
+            score_clip=ppo.score_clip,
+            replies=Home.of(config.run.home).judge,
         ) as composer,
         Fleet(
             config,

@@ -6,7 +6,7 @@ home/
 ├── work/<stage>-<key>/      scratch files of the attempts
 ├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
 ├── stacks/                  Python stacks of processes that stalled
-├── judge/                   replies of a language model that judges, by the digest of what was asked
+├── judge/                   replies of language models that judge or grade, by the digest of what was asked
 ├── cache/                   local copies of remote artifacts
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
 ├── spool/                   metrics that MLflow has not received

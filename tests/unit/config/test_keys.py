@@ -104,6 +104,7 @@ EVERYTHING = {
             {"type": "answer"},
             {"type": "python", "function": "a:b"},
             SERVICE,
+            {"type": "language_model", "url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]},
         ],
     },
 }
@@ -142,6 +143,8 @@ IN_NO_KEY = {
     "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency",
     "ppo.rewards.remote.items_per_request",
     "ppo.rewards.remote.retries", "ppo.rewards.remote.timeout",
+    *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "allowed_hosts", "api_key_env",
+        "concurrency", "timeout", "retries", "backoff")),
 }  # fmt: skip
 """Whatever they are, the result is the same but for rounding, or its content counts in their place."""
 

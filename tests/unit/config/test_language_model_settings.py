@@ -73,6 +73,7 @@ def test_files_key_and_host_are_checked_before_the_run(
     assert findings(SERVER | {"api_key_env": "JUDGE_API_KEY", "rubric": str(tmp_path / "r")}) == [
         f"evaluate.language_model.rubric: cannot be read: {tmp_path}/r does not exist; give a UTF-8 text"
         " file",
+        "evaluate.language_model.api_key_env: JUDGE_API_KEY is not set; set it, or leave it out",
         "evaluate.language_model.url: must lead to public addresses or to listed ones; got judge.example,"
         " which is 10.1.2.3; if that is meant, add the address or its network to"
         " evaluate.language_model.allowed_hosts",

@@ -41,7 +41,8 @@ class Collector:
 
     def rewards(self, batch: Any) -> RewardBatch:
         values = self.rewards_of[batch.version]
-        return RewardBatch(values, dict.fromkeys(("keywords", "model"), values))
+        usage = {"keywords": {"requests": 3.0, "unusable": 1.5}}
+        return RewardBatch(values, dict.fromkeys(("keywords", "model"), values), usage)
 
 
 KEYWORDS = {"type": "keywords", "words": ["x"], "weight": 2.0}
@@ -104,6 +105,7 @@ def test_the_training_reward_decides_without_a_judge(monkeypatch: pytest.MonkeyP
     assert found["eval/objective"] == pytest.approx(5.5 / 3 - 0.25)
     assert found["eval/win_rate"] == pytest.approx((1 + 0.5 + 1) / 3)
     assert found["eval/rewards/keywords"] == 1.0
+    assert (found["eval/rewards/keywords/requests"], found["eval/rewards/keywords/unusable"]) == (3.0, 0.5)
     assert (found["eval/length"], found["eval/eos_rate"]) == (2.5, 0.75)
     assert found["eval/by_source/a/score"] == 2.0 and found["eval/by_source/b/kl"] == pytest.approx(3.0)
     assert found["eval/distinct_2"] == pytest.approx(2 / 12)

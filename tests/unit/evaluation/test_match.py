@@ -26,7 +26,7 @@ from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import language_model, match
 from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.evaluation.replies import Reply as ModelReply
+from rlhf_core.rewards.replies import Reply as ModelReply
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
@@ -124,7 +124,7 @@ def test_judge_of_the_evaluation_decides_each_prompt(
 def test_a_language_model_decides_each_prompt(
     config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask(settings: Any, questions: Sequence[str], keep: Any) -> None:
+    def ask(field: str, settings: Any, questions: Sequence[str], keep: Any) -> None:
         for question in questions:
             keep(question, ModelReply(prefer_longer(question), 1, 1, 0.0))
 

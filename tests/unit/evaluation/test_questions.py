@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.evaluation.questions import Pair, judged, letter_of, questions_of, read_rubric
+from rlhf_core.evaluation.questions import Pair, judged, letter_of, questions_of, rubric_text
 from tests.support.chat_server import answers_of
 
 
@@ -72,7 +72,7 @@ def test_a_rubric_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "good").write_text("Shorter is better.\n")
-    assert read_rubric(str(tmp_path / "good")) == "Shorter is better."
+    assert rubric_text(str(tmp_path / "good")) == "Shorter is better."
     for name, words in (("empty", "is empty"), ("latin", "UTF-8"), ("missing", "does not exist")):
         with pytest.raises(ConfigError, match=rf"evaluate\.language_model\.rubric: .*{words}"):
-            read_rubric(str(tmp_path / name))
+            rubric_text(str(tmp_path / name))

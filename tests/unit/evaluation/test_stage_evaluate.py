@@ -31,8 +31,8 @@ from rlhf_core.data.tokenizer import Decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed
 from rlhf_core.evaluation import generate, language_model, rank_scoring, scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files
-from rlhf_core.evaluation.replies import Reply as ModelReply
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.rewards.replies import Reply as ModelReply
 from rlhf_core.stages import evaluate
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
@@ -277,6 +277,18 @@ def test_judge_in_the_policys_reward_is_detected(measure: str, rewards: Any, tra
     assert scoring.trained_on(config_of(rewards), measure) is trained
 
 
+@pytest.mark.parametrize(
+    ("model", "weight", "trained"), [("m", 1.0, True), ("m", 0.0, False), ("other", 1.0, False)]
+)
+def test_a_language_model_that_rewards_is_no_independent_judge(
+    model: str, weight: float, trained: bool
+) -> None:
+    service = {"url": "http://one/v1", "allowed_hosts": ["one"]}
+    reward = service | {"type": "language_model", "model": model, "weight": weight}
+    config = config_of([reward], evaluate={"language_model": service | {"model": "m"}})
+    assert scoring.trained_on(config, "language_model") is trained
+
+
 def test_exchanged_prompts_lower_the_gold_reward(scripted: Any, context: StageContext) -> None:
     result = evaluate.run(config_of([{"type": "model"}, {"type": "gold", "weight": 0}]), context)
     found = read(context)
@@ -480,7 +492,7 @@ def test_a_language_model_is_measured_first_and_then_decides(
     write(context.inputs["data"], "pairs", "eval", pairs)
     monkeypatch.setattr(language_model, "load_decoder", evaluate.load_decoder)
 
-    def ask(settings: Any, questions: Sequence[str], keep: Any) -> None:
+    def ask(field: str, settings: Any, questions: Sequence[str], keep: Any) -> None:
         for question in questions:
             keep(question, ModelReply(str(respond(question)), 100, 1, 0.5))
 

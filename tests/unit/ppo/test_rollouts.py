@@ -165,7 +165,8 @@ class _Rewards:
         total = [
             values[i // SAMPLES][i % SAMPLES] if i // SAMPLES in values else m for i, m in enumerate(marks)
         ]
-        return RewardBatch(list(total), {"mark": marks, "double": [2 * m for m in marks], "value": total})
+        values_of = {"mark": marks, "double": [2 * m for m in marks], "value": total}
+        return RewardBatch(list(total), values_of, {"value": {"requests": float(len(batch))}})
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
         assert len(by_source["value"]) == count
@@ -348,6 +349,8 @@ def test_filtering_does_not_change_other_groups() -> None:
     assert [rollouts(batch)[i] for i in kept] == [rollouts(plain)[i] for i in kept]
     assert [batch.prompts[i] for i in kept] == [plain.prompts[i] for i in kept]
     assert all(rollouts(batch)[i] != rollouts(plain)[i] for i in (2, 3))
+    # What it cost to score responses that were replaced counts as well.
+    assert batch.rewards.usage == {"value": {"requests": (PLACES + 1) * SAMPLES}}
 
 
 def test_nothing_is_resampled_if_all_groups_differ() -> None:
@@ -565,7 +568,10 @@ def cache_in(folder: Path) -> RolloutCache:
     return RolloutCache(folder, REPEATED, fleet)
 
 
-@pytest.mark.parametrize("rewards", [None, RewardBatch([0.1, float("nan")], {"length": [0.1, 0.3]})])
+@pytest.mark.parametrize(
+    "rewards",
+    [None, RewardBatch([0.1, float("nan")], {"length": [0.1, 0.3]}, {"length": {"requests": 2.0}})],
+)
 def test_the_cache_returns_what_was_written(tmp_path: Path, rewards: RewardBatch | None) -> None:
     cache, written = cache_in(tmp_path / "new"), cached_batch(rewards)
     cache.write(3, cached_batch())

@@ -2,14 +2,15 @@
 
     home/judge/<first two digits>/<sha256 of judge and question>.json
 
-A run that is interrupted asks nothing twice, and ends with the same verdicts even if the model would reply
-differently the second time. The folder can be removed: the questions are then asked again.
+A run that is interrupted asks nothing twice, and ends with the same verdicts and rewards even if the model
+would reply differently the second time. The folder can be removed: the questions are then asked again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,26 +33,43 @@ class Replies:
     """Reads and writes replies.
 
     Args:
-        folder: Local folder. It is created with the first reply.
+        folder: Local folder. It is created with the first reply. None: nothing is kept.
         judge: Digest of the judge.
     """
 
-    def __init__(self, folder: Path, judge: str) -> None:
+    def __init__(self, folder: Path | None, judge: str) -> None:
         self._folder = folder
         self._judge = judge
 
     def find(self, question: str) -> Reply | None:
         """Return the reply to a question that was asked before. None if there is none, or it is damaged."""
-        content = read_json(self._file(question))
+        file = self._file(question)
+        content = None if file is None else read_json(file)
         try:
             return None if content is None else Reply(**content)
         except TypeError:
             return None
 
+    def find_all(self, questions: Sequence[str]) -> tuple[dict[str, Reply], list[str]]:
+        """Return the kept replies by question, and the questions without one, each once."""
+        replies: dict[str, Reply] = {}
+        missing = []
+        for question in dict.fromkeys(questions):
+            reply = self.find(question)
+            if reply is None:
+                missing.append(question)
+            else:
+                replies[question] = reply
+        return replies, missing
+
     def keep(self, question: str, reply: Reply) -> None:
         """Write a reply."""
-        write_atomic(self._file(question), json.dumps(asdict(reply)) + "\n", private=True)
+        file = self._file(question)
+        if file is not None:
+            write_atomic(file, json.dumps(asdict(reply)) + "\n", private=True)
 
-    def _file(self, question: str) -> Path:
+    def _file(self, question: str) -> Path | None:
+        if self._folder is None:
+            return None
         digest = hashlib.sha256(json.dumps([self._judge, question]).encode()).hexdigest()
         return self._folder / digest[:2] / f"{digest}.json"

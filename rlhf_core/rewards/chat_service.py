@@ -1,0 +1,209 @@
+"""Asks a language model at an OpenAI-compatible address (`POST {url}/chat/completions`): for
+`evaluate.language_model`, and for reward sources of type `language_model`.
+
+    questions -> at most `concurrency` requests -> keep(question, reply)
+                   | 400, 413, 422                 failed(question, reason): this question has no reply
+                   | 408, 429, 5xx, no answer      repeated with growing pauses, then `failed`
+                   | any other status              RewardError: no question would get a reply
+
+After `_FAILED_IN_ROW` questions in a row that all retries could not help, the server counts as down, and the
+other questions are not asked. The address is checked as those of reward services are (`rewards.post`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+
+from rlhf_core.config.chat_service import ChatServiceConfig
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.post import Poster
+from rlhf_core.rewards.replies import Reply
+from rlhf_core.system.retries import backoff
+
+log = logging.getLogger(__name__)
+
+_REFUSED = (400, 413, 422)
+_FAILED_IN_ROW = 3
+
+T = TypeVar("T")
+Keep = Callable[[str, Reply], None]
+Failed = Callable[[str, str], None]
+
+
+class _NoReply(Exception):
+    """A question has no reply."""
+
+
+class _Passing(_NoReply):
+    """A failure that may pass."""
+
+
+def api_key(settings: ChatServiceConfig, field: str) -> str | None:
+    """Return the key of the server, without surrounding blanks, or None if it needs none.
+
+    Raises a `ConfigError`, without the value, if the variable is not set or cannot be sent in a header.
+    `field` is the name of the section in the message.
+    """
+    if settings.api_key_env is None:
+        return None
+    key = os.environ.get(settings.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(f"{field}.api_key_env: {settings.api_key_env} is not set; set it, or leave it out")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            f"{field}.api_key_env: {settings.api_key_env} must hold printable ASCII characters without blanks"
+        )
+    return key
+
+
+def ask_service(
+    field: str,
+    settings: ChatServiceConfig,
+    questions: Sequence[str],
+    keep: Keep,
+    failed: Failed | None = None,
+) -> None:
+    """Ask all questions and call `keep(question, reply)` for each reply as it arrives.
+
+    Args:
+        field: Name of the section in messages.
+        settings: Of the server.
+        questions: Are asked once each, in any order.
+        keep: Is called with a question and its reply.
+        failed: Is called with a question that gets no reply, and the reason. None: the first such question
+            raises RewardError.
+
+    Raises:
+        RewardError: The address is forbidden, or the server answers with a status that no other question or
+            try can change.
+    """
+    asyncio.run(_ask_all(field, settings, questions, keep, failed))
+
+
+def readings(
+    questions: Sequence[str],
+    ask: Callable[[Sequence[str], bool], Mapping[str, Reply]],
+    read: Callable[[str], T | None],
+    again: str,
+) -> dict[str, T | None]:
+    """Return what each question's reply says. A question whose reply cannot be read is asked once more.
+
+    Args:
+        questions: May occur several times.
+        ask: Returns the replies to questions; true if they are asked once more. A question without a reply is
+            missing in both results.
+        read: Returns what the text of a reply says, or None.
+        again: Is added to a question that is asked once more. Empty: none is.
+    """
+    found = {question: read(reply.text) for question, reply in ask(questions, False).items()}
+    repeated = {f"{question}{again}": question for question, said in found.items() if said is None}
+    if repeated and again:
+        for text, reply in ask(list(repeated), True).items():
+            found[repeated[text]] = read(reply.text)
+    return found
+
+
+async def _ask_all(
+    field: str, settings: ChatServiceConfig, questions: Sequence[str], keep: Keep, failed: Failed | None
+) -> None:
+    poster = Poster(field, settings.allowed_hosts, api_key(settings, field), settings.api_key_env)
+    places = asyncio.Semaphore(settings.concurrency)
+    in_row = 0
+
+    async def ask(question: str) -> None:
+        nonlocal in_row
+        async with places:
+            if in_row >= _FAILED_IN_ROW and failed is not None:
+                failed(question, f"it was not asked, because {settings.url} gave others no answer")
+                return
+            try:
+                reply = await _ask(field, poster, settings, question)
+            except _NoReply as error:
+                if failed is None:
+                    raise RewardError(f"{field}: {error}") from error
+                in_row += isinstance(error, _Passing)
+                failed(question, str(error))
+                return
+            in_row = 0
+            keep(question, reply)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for question in questions:
+                group.create_task(ask(question))
+    except* RewardError as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await poster.close()
+
+
+async def _ask(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> Reply:
+    attempts = settings.retries + 1
+
+    def report(state: RetryCallState) -> None:
+        if state.outcome is not None and state.outcome.failed:
+            error = state.outcome.exception()
+            log.warning("%s: try %d of %d failed: %s", field, state.attempt_number, attempts, error)
+
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(_Passing),
+        wait=backoff(settings.backoff, jitter=(0.5, 1.5)),
+        stop=stop_after_attempt(attempts),
+        after=report,
+        reraise=True,
+    )
+    try:
+        return await retrying(_once, field, poster, settings, question)
+    except _Passing as error:
+        raise _Passing(f"{error}, after {attempts} tries") from error
+
+
+async def _once(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> Reply:
+    url = f"{str(settings.url).rstrip('/')}/chat/completions"
+    request = {
+        "model": settings.model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": settings.max_tokens,
+    }
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(settings.timeout):
+            status, body = await poster.post(url, json.dumps(request).encode())
+    except TimeoutError:
+        raise _Passing(f"{url} gave no answer within {settings.timeout:g} s") from None
+    except (httpx.HTTPError, OSError) as error:
+        raise _Passing(f"{url} cannot be reached: {str(error) or type(error).__name__}") from error
+    if status in (408, 429) or status >= 500:
+        raise _Passing(f"{url} answers with status {status}: {body[:200]!r}")
+    if status != 200:
+        problem = f"{url} answers with status {status}, which no further try can change: {body[:200]!r}"
+        if status in _REFUSED:
+            raise _NoReply(problem)
+        raise RewardError(f"{field}: {problem}; correct url, model or the key in api_key_env")
+    return _read(body, url, time.monotonic() - began)
+
+
+def _read(body: bytes, url: str, seconds: float) -> Reply:
+    """Return the reply in the body of an answer. A message without text is an empty reply."""
+    try:
+        answer = json.loads(body)
+        text = answer["choices"][0]["message"].get("content") or ""
+        usage = answer.get("usage") or {}
+        return Reply(
+            str(text),
+            int(usage.get("prompt_tokens") or 0),
+            int(usage.get("completion_tokens") or 0),
+            seconds,
+        )
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise _Passing(f"{url} gave no chat completion: {body[:200]!r}") from error

@@ -1,0 +1,166 @@
+"""`type: language_model`: grades by a scripted server on loopback.
+
+- a grade is mapped linearly to 0 to 1, and equal questions are asked once
+- an interrupted batch asks nothing twice and ends with the same rewards and usage
+- an unusable reply is asked for once more, then it is a failure of its response only
+- a status that may pass is retried, a refused question fails alone, a wrong key ends the step
+- a server that is down is not asked about every response, and with weight 0 it costs no score
+- the rubric is part of the question, and may not change during the run
+"""
+
+import hashlib
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.rewards import LanguageModelReward, WellFormedReward
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.check import check_rewards
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.rewards.language_model import grade_of
+from rlhf_core.types import RewardInput
+from tests.support.chat_server import ChatServer
+
+
+def source(server: ChatServer, **fields: Any) -> LanguageModelReward:
+    quick = {"model": "m", "allowed_hosts": ("127.0.0.1",), "backoff": 0.001, "retries": 1}
+    return LanguageModelReward(url=server.url, **{**quick, **fields})
+
+
+def batch(*texts: str) -> list[RewardInput]:
+    return [RewardInput(f"p{i}", "Tell me", text, (1,), (2,), True, {}) for i, text in enumerate(texts)]
+
+
+def score(server: ChatServer, *texts: str, replies: Path | None = None, **fields: Any) -> RewardBatch:
+    with RewardComposer((source(server, **fields),), replies=replies) as composer:
+        return composer.score(batch(*texts), None)
+
+
+def answer(question: str) -> str:
+    return question.partition("### Answer\n")[2].partition("\n\n### Grade")[0]
+
+
+def test_grades_are_mapped_and_equal_questions_are_asked_once() -> None:
+    with ChatServer(answer) as server:
+        found = score(server, "1", "10", "4", "4")
+    assert found.total == [0.0, 1.0, 3 / 9, 3 / 9] and len(server.requests) == 3
+    metrics = found.metrics()
+    assert metrics["language_model/requests"] == 3 and metrics["language_model/unusable"] == 0.0
+    assert metrics["language_model/prompt_tokens"] == 30 and metrics["language_model/completion_tokens"] == 6
+
+
+def test_an_interrupted_batch_asks_nothing_twice(tmp_path: Path) -> None:
+    with ChatServer(lambda q: 401 if answer(q) == "3" else answer(q)) as server:
+        with pytest.raises(RewardError, match="status 401"):
+            score(server, "1", "2", "3", replies=tmp_path, concurrency=1)
+        server.respond = answer
+        found = score(server, "1", "2", "3", replies=tmp_path)
+        assert len(server.requests) == 4
+        server.respond = lambda _: "9"
+        assert score(server, "1", "2", "3", replies=tmp_path) == found
+        assert len(server.requests) == 4
+        assert score(server, "1", replies=tmp_path, model="n").total == [8 / 9]
+
+
+@pytest.mark.parametrize("bad", ["Well.", "", "11", "0", "7.5"])
+def test_an_unusable_reply_fails_its_response_only(bad: str, tmp_path: Path) -> None:
+    with ChatServer(lambda q: bad if "odd" in q else answer(q)) as server:
+        found = score(server, "odd", "10", on_error="mask", replies=tmp_path)
+        assert math.isnan(found.total[0]) and found.total[1] == 1.0 and len(server.requests) == 3
+        metrics = found.metrics()
+        assert (metrics["language_model/failed"], metrics["language_model/unusable"]) == (1.0, 2 / 3)
+        server.respond = lambda _: "5"
+        assert math.isnan(score(server, "odd", "10", on_error="mask", replies=tmp_path).total[0])
+        with pytest.raises(RewardError, match=r"1 of 2 responses .* prompt p0 .* its reply is no grade"):
+            score(server, "odd", "10", replies=tmp_path)
+
+
+def test_a_second_reply_counts() -> None:
+    with ChatServer(lambda q: "10" if q.endswith("Write only this number.") else "Hm.") as server:
+        found = score(server, "a")
+    assert found.total == [1.0] and found.metrics()["language_model/unusable"] == 0.5
+
+
+def test_statuses() -> None:
+    passing = [503, 429]
+    with ChatServer(lambda q: passing.pop() if passing else answer(q)) as server:
+        assert score(server, "1", "10", retries=2).total == [0.0, 1.0]
+        server.respond = lambda q: 400 if answer(q) == "long" else answer(q)
+        found = score(server, "long", "10", on_error="mask")
+        assert math.isnan(found.total[0]) and found.total[1] == 1.0
+        server.respond = lambda _: 404
+        with pytest.raises(RewardError, match=r"reward language_model: .* status 404"):
+            score(server, "1", on_error="mask")
+
+
+def test_a_server_that_is_down_is_not_asked_about_every_response() -> None:
+    with ChatServer(lambda _: 500) as server:
+        found = score(server, *map(str, range(50)), on_error="mask", concurrency=2)
+    assert all(map(math.isnan, found.total)) and len(server.requests) <= 8
+
+
+def test_with_weight_zero_a_failure_costs_no_score() -> None:
+    with (
+        ChatServer(lambda _: 500) as server,
+        RewardComposer((WellFormedReward(), source(server, weight=0.0))) as composer,
+    ):
+        found = composer.score(batch("One.", "Two"), None)
+    assert found.total == found.by_source["well_formed"] == [1.0, 0.75]
+    assert found.metrics()["language_model/failed"] == 2 and found.metrics()["language_model/requests"] == 0
+
+
+def test_the_rubric_is_asked_with_and_may_not_change(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Shorter is better {here}.\n")
+    digests = {"language_model": hashlib.sha256(rubric.read_bytes()).hexdigest()}
+    with ChatServer(answer) as server:
+        with RewardComposer((source(server, rubric=str(rubric)),), digests) as composer:
+            composer.score(batch("5"), None)
+        assert server.questions[0].startswith("Shorter is better {here}.\n\n### Request\nTell me\n")
+        rubric.write_text("Longer is better.")
+        with pytest.raises(ConfigError, match=r"rubric: .* was changed after the run began"):
+            RewardComposer((source(server, rubric=str(rubric)),), digests)
+
+
+def test_a_missing_key_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    with ChatServer(answer) as server, pytest.raises(ConfigError, match="JUDGE_API_KEY is not set"):
+        score(server, "1", api_key_env="JUDGE_API_KEY")
+    assert not server.requests
+
+
+def test_usage_of_batches_is_added() -> None:
+    one = RewardBatch([], {}, {"a": {"requests": 2.0, "unusable": 1.0}})
+    one.add_usage(RewardBatch([], {}, {"a": {"requests": 2.0, "unusable": 0.0}}))
+    assert one.metrics() == {"a/requests": 4.0, "a/unusable": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("reply", "grade"),
+    [("7", 7), ("Reasons.\n\nGrade: **7**", 7), ("[[10]]", 10), ("7/10", 7), ("7/5", None), ("7\nok", None)],
+)
+def test_grade_of(reply: str, grade: int | None) -> None:
+    assert grade_of(reply, 10) == grade
+
+
+def test_preflight_checks_rubric_key_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_named: [(2, 1, 6, "", ("10.1.2.3", 0))])
+    reward = {
+        "type": "language_model",
+        "url": "http://judge.example/v1",
+        "model": "m",
+        "allowed_hosts": ["judge.example"],
+        "api_key_env": "JUDGE_API_KEY",
+        "rubric": str(tmp_path / "r"),
+    }
+    found = [str(f) for f in check_rewards(config_from_tree({"ppo": {"rewards": [reward]}}, "test"))]
+    assert [text.partition(": ")[0] for text in found if "ppo.rewards.0" in text] == [
+        "ppo.rewards.0.rubric",
+        "ppo.rewards.0.api_key_env",
+        "ppo.rewards.0.url",
+    ]
