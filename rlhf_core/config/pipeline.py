@@ -337,6 +337,18 @@ class RegisterConfig(Section):
         " alpha / (k (k + 1))",
         within=Range(1e-6, 0.5, "0 allows no champion, and above 0.5 chance decides"),
     )
+    votes: tuple[UserPath, ...] = content(
+        (),
+        "Files of [votes](promotion.md#votes-of-people) about this policy and its SFT model, or about this"
+        " policy and the champion",
+    )
+    votes_margin: PositiveFloat | None = result(
+        None,
+        "The alias `champion` is not set unless people voted (`votes`) and the lower bound of the policy's"
+        " win rate by their votes is above 0.5 - this; null: votes are only shown",
+        within=Range(0.001, 0.5, "0.5 accepts every loss"),
+        later=True,
+    )
 
 
 class PipelineConfig(Section):

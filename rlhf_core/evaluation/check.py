@@ -1,4 +1,4 @@
-"""Check of `evaluate.language_model` before anything is started. Nothing is asked."""
+"""Checks of `evaluate.language_model` and `register.votes` before anything is started. Nothing is asked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pathlib import Path
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.evaluation.questions import FIELD, rubric_text
+from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.rewards.check import check_chat_service
+
+
+def check_votes(config: PipelineConfig) -> Iterator[Finding]:
+    """Check the files of `register.votes`."""
+    try:
+        read_vote_files(config)
+    except ConfigError as error:
+        yield error
 
 
 def check_language_model(config: PipelineConfig) -> Iterator[Finding]:

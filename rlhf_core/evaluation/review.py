@@ -11,19 +11,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from markupsafe import Markup
 
-from rlhf_core.errors import InputError
+from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.evaluation.statistics import Interval, Verdicts, win_rate
+from rlhf_core.evaluation.votes import FORMAT, page_of
 from rlhf_core.seeds import derive_seed
 
-FORMAT = "rlhf-review-1"
 Opponent = Literal["sft", "champion"]
 
 
@@ -69,11 +71,24 @@ class ReviewResult:
     """Share of votes that agree with the judge of the run; half where one of both is a tie."""
 
 
+def load_blind_pairs(file: Path, opponent: Opponent) -> list[BlindPair]:
+    """Return the samples in `file` in random orders, which its content determines.
+
+    Raises CorruptArtifact.
+    """
+    content = file.read_bytes()
+    try:
+        samples = [json.loads(line) for line in content.decode().splitlines()]
+    except ValueError as error:
+        raise CorruptArtifact(f"{file} cannot be read ({error}); run the evaluation again") from error
+    return blind_pairs(samples, hashlib.sha256(content).hexdigest(), opponent)
+
+
 def blind_pairs(
-    samples: Sequence[Mapping[str, Any]], artifact: str, opponent: Opponent = "sft"
+    samples: Sequence[Mapping[str, Any]], digest: str, opponent: Opponent = "sft"
 ) -> list[BlindPair]:
-    """Return the samples in random orders, which the digest of their artifact determines."""
-    rng = random.Random(derive_seed(0, "review", artifact))
+    """Return the samples in random orders, which their digest determines."""
+    rng = random.Random(derive_seed(0, "review", digest))
     pairs = [BlindPair(sample, rng.random() < 0.5, opponent) for sample in samples]
     rng.shuffle(pairs)
     return pairs
@@ -107,17 +122,12 @@ def read_votes(text: str, pairs: Sequence[BlindPair]) -> tuple[list[Vote], int]:
     Raises:
         InputError: It is no file of votes, is of another page, or has no vote.
     """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"--votes: must be a file that a review page saved ({FORMAT}); choose another")
-    if content.get("page") != page_digest(pairs):
+    if page_of(text) != page_digest(pairs):
         raise InputError(
-            f"--votes: the file has the votes of the page {str(content.get('page'))[:8]}, but the page of"
+            f"--votes: the file has the votes of the page {page_of(text)[:8]}, but the page of"
             f" this run is {page_digest(pairs)[:8]}; name the run whose page was reviewed"
         )
+    content = json.loads(text)
     given, saved = content.get("votes"), content.get("saved")
     if not isinstance(given, list) or len(given) != len(pairs) or type(saved) is not int:
         raise InputError(f"--votes: must have {len(pairs)} votes and a time; the file is damaged")
@@ -142,6 +152,34 @@ def count_votes(votes: Sequence[Vote], *, resamples: int, confidence: float) -> 
     seed = derive_seed(0, "review", "bootstrap")
     rate = win_rate(preferences, resamples=resamples, confidence=confidence, seed=seed)
     return ReviewResult(rate, Verdicts.of(preferences), sum(same) / len(same))
+
+
+def win_rate_by_people(
+    files: Sequence[str], pairs: Sequence[BlindPair], *, resamples: int, confidence: float, seed: int
+) -> dict[str, float] | None:
+    """Return the win rate of the policy by all votes on a page: `mean`, `low` and `high` over the pairs that
+    have votes, and the numbers of `pairs` and `votes`. None if there are none.
+
+    Several votes on one pair, which several people gave, count as their mean.
+
+    Args:
+        files: Texts of files of votes, each of which counts once. Those of other pages are ignored.
+        pairs: What the page shows.
+        resamples: Number of bootstrap samples.
+        confidence: Level of the interval.
+        seed: Seed of the bootstrap.
+    """
+    page = page_digest(pairs)
+    by_pair: dict[int, list[float]] = {}
+    for text in dict.fromkeys(files):
+        if page_of(text) == page:
+            for vote in read_votes(text, pairs)[0]:
+                by_pair.setdefault(id(vote.pair), []).append(vote.preference)
+    if not by_pair:
+        return None
+    means = [math.fsum(votes) / len(votes) for votes in by_pair.values()]
+    rate = win_rate(means, resamples=resamples, confidence=confidence, seed=seed)
+    return rate.to_json() | {"pairs": len(by_pair), "votes": sum(map(len, by_pair.values()))}
 
 
 def preference_rows(votes: Sequence[Vote]) -> list[dict[str, str]]:

@@ -19,18 +19,19 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.formats import Message
 from rlhf_core.data.prompt_sets import load_encoder
-from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.errors import InputError
 from rlhf_core.evaluation.review import (
     BlindPair,
     Opponent,
     ReviewResult,
     Vote,
-    blind_pairs,
     count_votes,
+    load_blind_pairs,
     preference_rows,
     read_votes,
     render_page,
 )
+from rlhf_core.evaluation.votes import MAX_BYTES
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
@@ -42,7 +43,6 @@ from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef
 
 _ARTIFACT = re.compile(r"^(?P<store>.+)/artifacts/[a-z]+/(?P<key>[0-9a-f]{16})(/.*)?$")
-_MAX_BYTES = 2**24
 _SAMPLES: dict[Opponent, tuple[StageName, str]] = {
     "sft": ("evaluate", "samples.jsonl"),
     "champion": ("register", "match_samples.jsonl"),
@@ -114,13 +114,9 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
     samples_file = artifacts.fetch(ref) / samples_name
     if not samples_file.is_file():
         raise InputError(f"{ref.uri} has no samples of a match: there was none; use --against sft")
-    try:
-        samples = [json.loads(line) for line in samples_file.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
-        raise CorruptArtifact(f"{samples_file} cannot be read ({error}); run the evaluation again") from error
+    pairs = load_blind_pairs(samples_file, opponent)
     config = PipelineConfig.model_validate_json(json.dumps(artifacts.config(ref)))
     name = str(summary.get("run", file.parent.name))
-    pairs = blind_pairs(samples, ref.digest, opponent)
     return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
 
 
@@ -133,7 +129,7 @@ def record_votes(review: Review, path: Path) -> Recorded:
     accept them.
     """
     try:
-        content = read_bounded(path, _MAX_BYTES)
+        content = read_bounded(path, MAX_BYTES)
     except OSError as error:
         raise InputError(f"--votes: cannot read {path}: {error.strerror or error}") from error
     votes, saved = read_votes(content.decode("utf-8", "replace"), review.pairs)

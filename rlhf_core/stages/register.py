@@ -2,7 +2,8 @@
 so.
 
 Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`,
-`match`, `source`, `weights_sha256`. After a match also `match_samples.jsonl`: pairs of answers to read.
+`match`, `votes` against the SFT model, `source`, `weights_sha256`. After a match also `match_samples.jsonl`:
+pairs of answers to read.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchSkipped, run_match
+from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
+from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.evaluation.votes import page_of, read_vote_files, vote_digest
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
-from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
+from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
 from rlhf_core.tracking.mlflow_client import clean_name
 from rlhf_core.tracking.registry import WEIGHTS, Candidate, register
 from rlhf_core.tracking.tracker import open_tracking
@@ -44,6 +49,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             "The stage register needs the lineage of its inputs (StageContext.lineage); run it by the"
             " pipeline."
         )
+    people = _People(config, context)
     digest = weights_sha256(context.inputs["ppo"] / "policy")
     content = _evaluation(context.inputs["evaluate"])
     reward = lineage.inputs.get("reward")
@@ -59,7 +65,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         policy_digest=ppo.digest,
         run_id=ppo.mlflow_run_id,
         tags=_tags(config, lineage, content, metrics, digest),
-        evaluation=Evaluation.of(content, reward.digest if reward else None),
+        evaluation=replace(
+            Evaluation.of(content, reward.digest if reward else None),
+            votes=people.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
+        ),
         metrics=metrics,
         evaluation_run_id=lineage.inputs["evaluate"].mlflow_run_id,
     )
@@ -69,9 +78,15 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         tracking.mlflow,
         config.registered_model,
         candidate,
-        gate=Gate(config.register_.min_win_rate, config.register_.min_prompts, config.register_.alpha),
-        run_match=lambda tags: _play(config, context, tags),
+        gate=Gate(
+            config.register_.min_win_rate,
+            config.register_.min_prompts,
+            config.register_.alpha,
+            config.register_.votes_margin,
+        ),
+        run_match=lambda tags: _play(config, context, tags, people),
     )
+    people.warn_of_other_pages()
     log.info(
         "%s version %s: champion=%s (%s)",
         done.model,
@@ -89,6 +104,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "reason": done.decision.reason,
         "previous_champion": done.previous,
         "match": done.match.record() if done.match else None,
+        "votes": candidate.evaluation.votes,
         "source": candidate.source,
         "weights_sha256": digest,
     }
@@ -96,17 +112,52 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     metrics = {"version": float(done.version), "champion": float(done.decision.champion)}
     if done.match is not None:
         metrics["win_rate_over_champion"] = done.match.win_rate
+    against = {"sft": candidate.evaluation.votes, "champion": done.match.votes if done.match else None}
+    for opponent, votes in against.items():
+        metrics |= {f"votes_against_{opponent}/{name}": value for name, value in (votes or {}).items()}
     return StageResult(metrics, {name: value for name, value in facts.items() if value is not None})
 
 
-def _play(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> Match | NoMatch:
+class _People:
+    """The files of votes in `register.votes`.
+
+    Raises ConfigError if one cannot be read, or was changed after the run began.
+    """
+
+    def __init__(self, config: PipelineConfig, context: StageContext) -> None:
+        self._settings = Intervals(config).settings("votes")
+        self._files = read_vote_files(config)
+        self._pages: set[str] = set()
+        for field, text in self._files.items():
+            if context.sources.get(field, vote_digest(text)) != vote_digest(text):
+                raise ConfigError(f"{field} was changed after the run began; run again")
+
+    def win_rate(self, samples: Path, opponent: Opponent) -> Votes | None:
+        """Return what people said about the pairs in a file of samples."""
+        if not self._files:
+            return None
+        pairs = load_blind_pairs(samples, opponent)
+        self._pages.add(page_digest(pairs))
+        return win_rate_by_people(list(self._files.values()), pairs, **self._settings)
+
+    def warn_of_other_pages(self) -> None:
+        """Warn of votes that did not count."""
+        for field, text in self._files.items():
+            if page_of(text) not in self._pages:
+                log.warning("%s has votes of a page that is not of this evaluation or match", field)
+
+
+def _play(
+    config: PipelineConfig, context: StageContext, champion: Mapping[str, str], people: _People
+) -> Match | NoMatch:
     try:
         result = run_match(config, context, champion)
     except MatchSkipped as reason:
         log.warning("no match against the champion, which therefore stays: %s", reason)
         return NoMatch(str(reason))
     lines = "".join(json.dumps(row) + "\n" for row in result.samples)
-    (context.output / "match_samples.jsonl").write_text(lines, encoding="utf-8")
+    samples = context.output / "match_samples.jsonl"
+    samples.write_text(lines, encoding="utf-8")
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
     outcomes = [2 * preference - 1 for preference in result.comparison.preferences]
     return Match(
@@ -124,6 +175,7 @@ def _play(config: PipelineConfig, context: StageContext, champion: Mapping[str, 
             f"{prompt} {outcome:g}" for prompt, outcome in zip(result.prompt_ids, outcomes, strict=True)
         ),
         regression=result.regression,
+        votes=people.win_rate(samples, "champion"),
     )
 
 

@@ -7,7 +7,8 @@ becomes champion within a year is therefore at most `alpha`, for any number of c
 prompts of a match must not have been used to choose its candidate (docs/promotion.md).
 
 Without a match the champion stays: numbers of different prompts or different judges are not compared. A
-candidate for which a regression set fell, against its SFT model or in the match, is refused.
+candidate for which a regression set fell, against its SFT model or in the match, is refused. So is one that
+loses by the votes of people, or has none, if the configuration has a margin for them (`votes_margin`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 from rlhf_core.errors import RLHFError
 from rlhf_core.evaluation.statistics import Verdicts, differences, fallen
 
+Votes = Mapping[str, float]
+"""Win rate of the policy by the votes of people (`evaluation.review.win_rate_by_people`)."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -30,6 +34,7 @@ class Gate:
     min_win_rate: float
     min_prompts: int = 50
     alpha: float = 0.05
+    votes_margin: float | None = None
 
     def first_level(self, number: int) -> float:
         """Return the level of the test with this number, starting at 1, while there is no champion.
@@ -37,6 +42,14 @@ class Gate:
         The levels add up to `alpha`.
         """
         return self.alpha / (number * (number + 1))
+
+    def lost(self, votes: Votes | None) -> bool:
+        """Return whether people may prefer the opponent by more than the margin. Without a margin, or without
+        votes, they do not.
+        """
+        if votes is None or self.votes_margin is None:
+            return False
+        return votes["low"] <= 0.5 - self.votes_margin
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,8 @@ class Evaluation:
     """Digest of the judge."""
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Differences to the SFT model on the regression sets (`evaluation.regression.differences`)."""
+    votes: Votes | None = None
+    """Of people, against the SFT model. Not part of the record."""
 
     @property
     def verdicts(self) -> Verdicts:
@@ -80,6 +95,7 @@ class Evaluation:
     def to_json(self) -> str:
         """Return the record as text for a tag. `from_json` reads it."""
         record = asdict(self)
+        del record["votes"]  # they come later, and are no other outcome of the test
         if not self.regression:
             del record["regression"]  # so that the text is that of versions without regression sets
         return json.dumps(record)
@@ -122,6 +138,8 @@ class Match:
     """Prompt and outcome of each prompt, in order. Not part of the record."""
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Differences to the champion on the regression sets (`evaluation.regression.differences`)."""
+    votes: Votes | None = None
+    """Of people, against the champion."""
 
     def digest(self, prompts: int) -> str | None:
         """Return the digest of the first prompts and their outcomes; None if the match has fewer."""
@@ -176,6 +194,9 @@ def decide(
         return Decision(False, "min_win_rate", text)
     if fell := fallen(candidate.regression):
         return Decision(False, "regression", f"regression sets fell against the SFT model: {', '.join(fell)}")
+    if gate.lost(candidate.votes):
+        text = f"people may prefer the SFT model{_by_people(candidate.votes, gate)}"
+        return Decision(False, "votes", text)
     if champion is None:
         return _first(candidate, gate, level)
     if not isinstance(match, Match):
@@ -194,10 +215,13 @@ def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
         f"win rate {candidate.win_rate:.3f} over the SFT model on {verdicts.prompts} prompts, and there is no"
         " champion yet"
     )
+    words += _by_people(candidate.votes, gate)
     if verdicts.prompts < gate.min_prompts:
         return _too_few(words, gate)
     text = f"{words}; p={verdicts.p_value:.2g} at level {level:.2g} (register.alpha={gate.alpha:g})"
-    return Decision(verdicts.p_value <= level, "first", text + _passed(candidate.regression), tested=True)
+    if verdicts.p_value > level:
+        return Decision(False, "first", text, tested=True)
+    return _with_votes("first", text, candidate.regression, candidate.votes, gate)
 
 
 def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> Decision:
@@ -209,6 +233,7 @@ def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> D
         words += f" (judge: {match.judge.replace('_', ' ')})"
     if match.away_win_rate is not None:
         words += f", and {match.away_win_rate:.3f} by the champion's reward model"
+    words += _by_people(match.votes, gate)
     if match.prompts < gate.min_prompts:
         return _too_few(words, gate)
     if not _asked_champions_judge(match, champion):
@@ -232,11 +257,35 @@ def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> D
     if fell := fallen(match.regression):
         text += f"; regression sets fell against the champion: {', '.join(fell)}"
         return Decision(False, "regression", text, tested=True)
-    return Decision(True, "match", text + _passed(match.regression), tested=True)
+    return _with_votes("match", text, match.regression, match.votes, gate)
 
 
-def _passed(regression: Mapping[str, Any]) -> str:
-    return f"; regression sets passed: {', '.join(regression)}" if regression else ""
+def _with_votes(
+    rule: str, text: str, regression: Mapping[str, Any], votes: Votes | None, gate: Gate
+) -> Decision:
+    """Return the decision about a candidate that passed everything else."""
+    if regression:
+        text += f"; regression sets passed: {', '.join(regression)}"
+    if gate.votes_margin is not None and votes is None:
+        page = "rlhf review --against champion" if rule == "match" else "rlhf review"
+        text += f"; register.votes_margin needs votes of people: `{page}`, then register.votes"
+        return Decision(False, "votes", text, tested=True)
+    if gate.lost(votes):
+        text += "; people may prefer the champion"
+        return Decision(False, "votes", text, tested=True)
+    return Decision(True, rule, text, tested=True)
+
+
+def _by_people(votes: Votes | None, gate: Gate) -> str:
+    if not votes:
+        return ""
+    text = (
+        f"; {votes['mean']:.3f} [{votes['low']:.3f}, {votes['high']:.3f}] by {votes['votes']:g} votes of"
+        f" people on {votes['pairs']:g} pairs"
+    )
+    if gate.votes_margin is not None:
+        text += f" (lower bound above {0.5 - gate.votes_margin:g} is needed)"
+    return text
 
 
 def _asked_champions_judge(match: Match, champion: Evaluation) -> bool:

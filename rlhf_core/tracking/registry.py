@@ -300,7 +300,7 @@ def _match(
     """Return the match against the champion, or None if the decision does not depend on one."""
     if champion is None or _record(champion) is None or candidate.evaluation.win_rate < gate.min_win_rate:
         return None
-    if fallen(candidate.evaluation.regression):
+    if fallen(candidate.evaluation.regression) or gate.lost(candidate.evaluation.votes):
         return None
     return run_match(champion.tags)
 

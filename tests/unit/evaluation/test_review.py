@@ -1,8 +1,9 @@
 """The page of blind pairs and its votes.
 
 - untrusted text never becomes markup, and the one script is allowed by its digest; nothing is requested
-- the page does not contain which model wrote an answer; order and sides follow from the artifact
+- the page does not contain which model wrote an answer; order and sides follow from the samples
 - votes are counted for the model that wrote the answer; those of another page or a damaged file are refused
+- votes of several people are pooled by pair, and those of other pages are ignored
 - votes are rows for `data.preference`, without ties and equal answers
 """
 
@@ -13,6 +14,7 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +25,12 @@ from rlhf_core.evaluation.review import (
     BlindPair,
     blind_pairs,
     count_votes,
+    load_blind_pairs,
     page_digest,
     preference_rows,
     read_votes,
     render_page,
+    win_rate_by_people,
 )
 from tests.unit.evaluation.test_report import HOSTILE
 
@@ -68,7 +72,7 @@ def test_the_policy_of_the_page_allows_its_script_and_no_request() -> None:
     assert "http://" not in document and "https://" not in document and "src=" not in document
 
 
-def test_the_page_is_blind_and_its_orders_follow_from_the_artifact() -> None:
+def test_the_page_is_blind_and_its_orders_follow_from_the_digest() -> None:
     document = render_page("demo", PAIRS)
     assert "ppo" not in document.lower() and "sft" not in document.lower() and "policy_first" not in document
     assert document == render_page("demo", blind_pairs(SAMPLES, "d" * 64))
@@ -99,6 +103,22 @@ def test_votes_count_for_the_model_that_wrote_the_answer() -> None:
     lost = PAIRS[5].sample
     assert {"prompt": lost["prompt"], "chosen": lost["sft"], "rejected": lost["ppo"]} in rows
     assert {normalise(row).kind for row in rows} == {"preference"}
+
+
+def test_votes_of_several_people_are_pooled_by_pair(tmp_path: Path) -> None:
+    settings = {"resamples": 200, "confidence": 0.95, "seed": 1}
+    nothing: list[str | None] = [None] * len(PAIRS)
+    ours = ["1" if pair.policy_first else "2" for pair in PAIRS]
+    theirs = ["2" if pair.policy_first else "1" for pair in PAIRS]
+    one = file_of([*ours[:3], *nothing[3:]])
+    two = file_of([ours[0], theirs[1], *nothing[2:]])
+    lines = "".join(json.dumps(sample) + "\n" for sample in SAMPLES)
+    (tmp_path / "samples.jsonl").write_text(lines)
+    other = load_blind_pairs(tmp_path / "samples.jsonl", "sft")
+    assert win_rate_by_people([one, two], other, **settings) is None
+    found = win_rate_by_people([one, one, two], PAIRS, **settings)
+    assert found is not None and (found["pairs"], found["votes"]) == (3, 5)
+    assert found["mean"] == pytest.approx((1 + 0.5 + 1) / 3) and found["low"] < found["mean"] < found["high"]
 
 
 def test_the_opponent_can_be_the_champion() -> None:

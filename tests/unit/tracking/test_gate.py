@@ -4,6 +4,8 @@
   significantly
 - a match needs evidence of 1 / level; a candidate that loses by the champion's own reward model does not win
 - a regression set that fell stops the promotion, by name, and those that passed are in the reason
+- with a margin for votes of people, a candidate without them or with a loss is refused, by name; without a
+  margin they are only in the reason
 - without a match, or without the champion's judge, the champion stays
 """
 
@@ -105,6 +107,50 @@ def test_a_regression_set_that_fell_stops_the_promotion(
     assert decide(candidate, None, gate=GATE, level=0.02).champion == (own == HELD)
     assert Evaluation.from_json(candidate.to_json()) == candidate
     assert Match(**json.loads(json.dumps(played.record()))).regression == against_champion
+
+
+LIKED = {"mean": 0.6, "low": 0.45, "high": 0.75, "pairs": 40, "votes": 50}
+DISLIKED = {"mean": 0.4, "low": 0.25, "high": 0.55, "pairs": 40, "votes": 50}
+
+
+@pytest.mark.parametrize(
+    ("own", "against_champion", "champion", "reason"),
+    [
+        (
+            None,
+            LIKED,
+            True,
+            "; 0.600 [0.450, 0.750] by 50 votes of people on 40 pairs (lower bound above 0.4",
+        ),
+        (LIKED, LIKED, True, "0.600 [0.450"),
+        (None, None, False, "needs votes of people: `rlhf review --against champion`"),
+        (LIKED, None, False, "needs votes of people"),
+        (None, DISLIKED, False, "; people may prefer the champion"),
+        (DISLIKED, LIKED, False, "people may prefer the SFT model; 0.400 [0.250, 0.550] by 50 votes"),
+    ],
+)
+def test_votes_of_people_can_stop_a_promotion(
+    own: Any, against_champion: Any, champion: bool, reason: str
+) -> None:
+    gate = replace(GATE, votes_margin=0.1)
+    candidate, played = record(votes=own), match(80, **GOLD, votes=against_champion)
+    decision = decide(candidate, JUDGED, played, gate=gate, level=LEVEL)
+    assert (decision.champion, decision.rule) == (champion, "match" if champion else "votes")
+    assert reason in decision.reason and decision.tested == (own != DISLIKED)
+    shown = decide(candidate, JUDGED, played, gate=GATE, level=LEVEL)
+    assert shown.champion and ("votes of people" in shown.reason) == bool(against_champion)
+    assert Match(**json.loads(json.dumps(played.record()))).votes == against_champion
+
+
+@pytest.mark.parametrize(
+    ("votes", "becomes", "rule"),
+    [(LIKED, True, "first"), (DISLIKED, False, "votes"), (None, False, "votes")],
+)
+def test_votes_of_people_can_stop_the_first_champion(votes: Any, becomes: bool, rule: str) -> None:
+    candidate = record(votes=votes)
+    decision = decide(candidate, None, gate=replace(GATE, votes_margin=0.1), level=LEVEL)
+    assert (decision.champion, decision.rule) == (becomes, rule), decision.reason
+    assert candidate.to_json() == record().to_json(), "votes begin no new test"
 
 
 def test_records_without_regression_sets_have_the_text_of_earlier_versions() -> None:
