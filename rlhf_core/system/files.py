@@ -25,6 +25,8 @@ TEMPORARY = ".tmp-"
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of the text file that Git LFS puts in place of a file that was not downloaded."""
 
+_BLOCK_BYTES = 1 << 20
+
 _KINDS = (
     (stat.S_ISDIR, "is a folder"),
     (stat.S_ISFIFO, "is a pipe (FIFO)"),
@@ -63,11 +65,14 @@ def read_bounded(path: Path | str, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes. Raises the same exceptions as
     `open_regular`.
     """
+    content = bytearray()
     with open_regular(path, limit) as stream:
-        content = stream.read(limit + 1)
-    if len(content) > limit:  # the file grew while it was read
-        raise UnfitFile(f"{path} has more than {_size(limit)}, the limit for such a file")
-    return content
+        # In blocks, because `read(n)` allocates n bytes, and a limit can be hundreds of MiB.
+        while block := stream.read(_BLOCK_BYTES):
+            content += block
+            if len(content) > limit:  # the file grew while it was read
+                raise UnfitFile(f"{path} has more than {_size(limit)}, the limit for such a file")
+    return bytes(content)
 
 
 def unfit(path: Path | str, limit: int | None = None) -> OSError | None:

@@ -27,7 +27,10 @@ from rlhf_core.storage.store import Store
 from tests.support import secret_search
 
 ASSETS = Path(__file__).parents[1] / "assets"
-TRAJECTORY = ASSETS / "trajectory.json"
+TRAJECTORIES = ("trajectory.json", "trajectory_avx2.json")
+"""The trajectory of CPUs with AVX-512, and of those with AVX2 only. A few steps of training enlarge the
+difference of their rounding to 0.4 % of the first value loss, and later another token is sampled.
+"""
 PINNED = (
     "objective/scores",
     "objective/kl",
@@ -208,16 +211,24 @@ def test_mlflow_has_the_parent_the_stages_their_curves_and_the_registered_policy
 
 
 def test_the_trajectory_is_the_pinned_one(golden: Golden) -> None:
+    """`RLHF_PIN=trajectory_avx2.json` replaces that file."""
     lines = (golden.fetch("ppo") / "metrics.jsonl").read_text().splitlines()
     got = [{name: json.loads(line)[name] for name in PINNED} for line in lines]
     if os.environ.get("RLHF_PIN"):
-        TRAJECTORY.write_text(json.dumps(got, indent=1) + "\n")
-    pinned = json.loads(TRAJECTORY.read_text())
+        (ASSETS / os.environ["RLHF_PIN"]).write_text(json.dumps(got, indent=1) + "\n")
+    differences = {name: _differences(got, json.loads((ASSETS / name).read_text())) for name in TRAJECTORIES}
+    assert min(map(len, differences.values())) == 0, differences
+
+
+def _differences(got: list[dict[str, float]], pinned: list[dict[str, float]]) -> list[str]:
     assert len(got) == len(pinned) == 4
+    found = []
     for step, (now, then) in enumerate(zip(got, pinned, strict=True), start=1):
         for name in PINNED:
-            # Other CPUs round otherwise; a sampled token that flips for it would show far above this.
-            assert now[name] == pytest.approx(then[name], rel=1e-3, abs=1e-4), f"step {step}: {name}"
+            # Other CPUs of the same kind round otherwise too; a token that flips shows far above this.
+            if now[name] != pytest.approx(then[name], rel=1e-3, abs=1e-4):
+                found.append(f"step {step}: {name} is {now[name]}, pinned {then[name]}")
+    return found
 
 
 def test_every_response_of_ppo_stands_beside_the_prompt_that_it_answers(golden: Golden) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,17 @@ def test_refuses_more_than_the_limit(tmp_path: Path) -> None:
     # Files of /proc say that they have no bytes.
     with pytest.raises(UnfitFile, match="more than 3 bytes"):
         read_bounded("/proc/self/status", 3)
+
+
+def test_reads_no_more_memory_than_the_file_has(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 3_000_000)
+    tracemalloc.start()
+    try:
+        assert len(read_bounded(tmp_path / "a", 1 << 30)) == 3_000_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 12_000_000
 
 
 def test_a_nul_in_a_path_is_no_path() -> None:
