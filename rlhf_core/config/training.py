@@ -193,6 +193,32 @@ class JudgeConfig(Section):
     )
 
 
+Combine = Literal["mean", "worst_case", "uncertainty"]
+"""How the scores of several reward models become one (`models.ensemble`)."""
+MEMBERS = Range(2, 8, "each is a whole model in training and in PPO")
+
+
+class EnsembleConfig(Section):
+    """Several reward models whose combined score is the reward (Coste et al. 2023)."""
+
+    members: PositiveInt = result(
+        3,
+        "Reward models. All are trained from the same pairs, each with a new score head and an order of the"
+        " pairs of its own. The first is the model of a run without ensemble",
+        within=MEMBERS,
+    )
+    combine: Combine = result(
+        "worst_case",
+        "Score of a response: `mean` of the members' scores; `worst_case`: the lowest; `uncertainty`: mean -"
+        " `penalty` * variance",
+    )
+    penalty: NonNegativeFloat = result(
+        0.5,
+        "Weight of the variance over the members with `combine: uncertainty`",
+        within=Range(0, 1000, "the scores have standard deviation 1"),
+    )
+
+
 class RewardConfig(Section):
     """Bradley-Terry reward model, from the SFT model."""
 
@@ -221,6 +247,12 @@ class RewardConfig(Section):
         " during PPO, the stage `evaluate` and the match; null: no second model",
         later=True,
     )
+    ensemble: EnsembleConfig | None = result(
+        None,
+        "Train several reward models with different seeds and combine their scores"
+        " ([rewards](rewards.md#an-ensemble-of-reward-models)); null: one model",
+        later=True,
+    )
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
     min_accuracy: Fraction = execution(
         0.55,
@@ -239,6 +271,20 @@ class RewardConfig(Section):
             raise ValueError(
                 f"reward.deepspeed.ranks must be at most reward.batch_size ({self.batch_size}); got"
                 f" {self.deepspeed.ranks}"
+            )
+        return self
+
+    @property
+    def members(self) -> int:
+        """Number of reward models, without the judge."""
+        return 1 if self.ensemble is None else self.ensemble.members
+
+    @model_validator(mode="after")
+    def _check_ensemble(self) -> Self:
+        if self.ensemble is not None and not self.enabled:
+            raise ValueError(
+                "reward.ensemble trains reward models, but reward.enabled is false; set it to true, or leave"
+                " reward.ensemble out"
             )
         return self
 

@@ -110,8 +110,10 @@ class HeldOutEvaluation:
             if source.type == "model":
                 # Without weight and penalties, in the unit of the judge's score.
                 columns["reward_model"] = list(rewards.by_source[source_name(source)])
+        if rewards.ensemble_std:
+            columns["ensemble_std"] = rewards.ensemble_std
         if "judge" in fleet.groups:
-            columns["judge"] = fleet.scores(batch, "judge").gather()
+            columns["judge"] = fleet.scores(batch, "judge").gather().values
         pairs = zip(policy.gather("logprobs"), reference.gather("logprobs"), strict=True)
         columns["kl"] = [float((new.astype("f8") - ref.astype("f8")).sum()) for new, ref in pairs]
         inputs = list(RewardInputs(fleet, batch, self._decode))

@@ -190,7 +190,8 @@ def score_reward_model(
     device: str,
     context: StageContext | None = None,
 ) -> list[float]:
-    """Return the (n,) scores of a reward model, normalised by the statistics in its folder.
+    """Return the (n,) scores of a reward model, normalised by the statistics in its folder. An ensemble has
+    one model in memory at a time, and its scores are combined as its folder says.
 
     Args:
         config: Configuration of the run.
@@ -200,10 +201,28 @@ def score_reward_model(
         device: Device of the reward model.
         context: Of the stage, for ranks in other processes; None outside a stage.
     """
+    from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
+
+    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+    by_member = []
+    for member in member_folders(folder):
+        scores = _score_member(config, member, pairs, pad_id=pad_id, device=device, context=context)
+        by_member.append(scores)
+    return combined(load_ensemble(folder), by_member)
+
+
+def _score_member(
+    config: PipelineConfig,
+    folder: Path,
+    pairs: Sequence[PromptAndResponse],
+    *,
+    pad_id: int,
+    device: str,
+    context: StageContext | None,
+) -> list[float]:
     from rlhf_core.models.score import load_score_model
     from rlhf_core.models.scoring import sequence_scores, single_process_batches
 
-    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     if needs_actors(config.evaluate.ranks):
         found: list[float] = on_ranks(scores_of_rank, config, device, context, folder, pairs, pad_id)
         return found

@@ -14,7 +14,9 @@ def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
     """Return (stage, description) for every training stage of the run."""
     descriptions = [("sft", _sft(config))]
     if config.reward.enabled:
-        descriptions.append(("reward", _pairs(config, "reward", config.reward)))
+        members = config.reward.members
+        several = f"; {members} models one after the other" if members > 1 else ""
+        descriptions.append(("reward", _pairs(config, "reward", config.reward) + several))
     if config.dpo.enabled:
         descriptions.append(("dpo", _pairs(config, "dpo", config.dpo)))
     return [*descriptions, ("ppo", _ppo(config))]

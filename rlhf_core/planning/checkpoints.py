@@ -7,7 +7,7 @@ trained parameter. With ZeRO, every rank writes its part, and each host hashes a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
@@ -47,7 +47,12 @@ def checkpoint_sizes(
     """Yield the checkpoint of each training stage."""
     for stage, section in training_sections(config).items():
         model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
-        yield _size(stage, [(model, 0)], hardware)
+        size = _size(stage, [(model, 0)], hardware)
+        if stage == "reward":
+            # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
+            finished = (config.reward.members - 1) * model.size * model.parameters
+            size = replace(size, bytes=size.bytes + finished, per_host=size.per_host + finished)
+        yield size
     placement = plan(config.ppo)
     engines = 0 if placement.colocated else placement.engines
     starts = first_devices([group.ranks for group in placement.groups], engines, placement.tensor_parallel)

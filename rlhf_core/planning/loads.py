@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import Group, Role
+from rlhf_core.config.placement import Group
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.models.shape import ModelShape
@@ -186,7 +186,7 @@ def group_loads(
 
 
 def _turn_loads(
-    config: PipelineConfig, group: Group, models: dict[Role, Model], serving: Bytes
+    config: PipelineConfig, group: Group, models: dict[str, Model], serving: Bytes
 ) -> Iterator[DeviceLoad]:
     """Yield the memory of trainers and engines that use the devices in turns (`ppo.device_turns`)."""
     engine, what = config.ppo.engine, f"{group.name}+engine"
@@ -233,13 +233,14 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
 
 def ppo_models(
     config: PipelineConfig, shape: ModelShape, group: Group, kind: str = "cuda"
-) -> dict[Role, Model]:
-    """Return the models that a rank of the group holds.
+) -> dict[str, Model]:
+    """Return the models that a rank of the group holds, by role. The members of an ensemble of reward models
+    after the first are `reward member 1` and so on.
 
     With adapters, the reference is the policy with its adapter off, if both share a process, and the reward
     model the critic with its adapter off. These roles have no model of their own.
     """
-    ppo, models = config.ppo, dict[Role, Model]()
+    ppo, models = config.ppo, dict[str, Model]()
     for role in group.roles:
         trained, scores = role in ("policy", "critic"), role in ("critic", "reward")
         if group.adapted_from(role, ppo) is not None:
@@ -249,13 +250,19 @@ def ppo_models(
         models[role] = Model(
             shape, group.deepspeed(role, ppo), trained, scores, lora, average, kind, config.model.head_dtype
         )
+    if "reward" in group.roles:
+        for number in range(1, config.reward.members):
+            settings = group.deepspeed("reward", ppo)
+            models[f"reward member {number}"] = Model(
+                shape, settings, trained=False, scores=True, device=kind
+            )
     if "reward" in group.roles and config.judge_in_ppo:
         judge = group.deepspeed("judge", ppo)
         models["judge"] = Model(shape, judge, trained=False, scores=True, device=kind)
     return models
 
 
-def _phases(config: PipelineConfig, models: dict[Role, Model]) -> dict[str, Bytes]:
+def _phases(config: PipelineConfig, models: dict[str, Model]) -> dict[str, Bytes]:
     """Return the memory of one group in each phase.
 
     Its roles are loaded and compute one after the other, and all of them stay in memory.

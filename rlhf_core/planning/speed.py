@@ -185,11 +185,14 @@ def group_time(
     model = models.get("policy") or next(iter(models.values()))
     forward = _computing(_forward(shape, count, length), group.ranks, hardware, SCORING_MFU)
     gathering = _gathering(model, count * length, budget, hardware, spans=spans)
-    scoring = (forward + gathering) * len(group.roles)
+    passes = len(group.roles)
+    if "reward" in group.roles:
+        passes += config.reward.members - 1
+    scoring = (forward + gathering) * passes
     if model.weights_offloaded:
         micro_batches = math.ceil(count * length / group.ranks / budget)
         copied = micro_batches * model.size * model.parameters / group.ranks
-        scoring += Seconds(host=copied / OFFLOAD_BYTES) * len(group.roles)
+        scoring += Seconds(host=copied / OFFLOAD_BYTES) * passes
     training = NO_TIME
     for model in models.values():
         if model.trained:

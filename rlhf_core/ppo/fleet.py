@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-import numpy as np
-
 from rlhf_core.cluster.connect import connect, on_cluster
 from rlhf_core.cluster.rpc import (
     Actor,
@@ -43,6 +41,7 @@ from rlhf_core.ppo.columns import FloatArray, Places, RolloutColumns, RowColumns
 from rlhf_core.ppo.device_turns import DeviceTurns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
+from rlhf_core.ppo.model_scores import ModelScores, in_batch_order
 from rlhf_core.ppo.placement import reserve_bundles
 from rlhf_core.ppo.prompt_queue import PromptQueue, start_queue
 from rlhf_core.ppo.routes import ObjectArguments, chunks_of, places_of, route
@@ -144,19 +143,14 @@ class Scattered:
 class ScatteredScores:
     """A call of all reward ranks, which return one score for each of their responses."""
 
-    def __init__(self, fleet: Fleet, shares: list[RankShare], pending: list[Pending[list[float]]]) -> None:
+    def __init__(self, fleet: Fleet, shares: list[RankShare], pending: list[Pending[ModelScores]]) -> None:
         self._fleet = fleet
         self._shares = shares
         self._pending = pending
 
-    def gather(self) -> list[float]:
+    def gather(self) -> ModelScores:
         """Wait for all ranks, and return the scores in the order of the batch."""
-        results = self._fleet.wait(self._pending, "reward.scores")
-        scores_B = np.zeros(sum(len(share.indices) for share in self._shares))
-        for share, scores in zip(self._shares, results, strict=True):
-            scores_B[share.indices] = scores
-        gathered: list[float] = scores_B.tolist()
-        return gathered
+        return in_batch_order(self._shares, self._fleet.wait(self._pending, "reward.scores"))
 
 
 # -- fleet --

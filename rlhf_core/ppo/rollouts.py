@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, TypeVar, overload
 
 import numpy as np
@@ -31,6 +31,7 @@ from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.experience import shaped_scores, uniform_groups
 from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.seeds import derive_seed, permutation
@@ -211,7 +212,7 @@ class Collector:
             self._replace(batch, uniform[: len(replacements)], new)
         return batch
 
-    def rewards(self, batch: RolloutBatch, model_scores: Sequence[float] | None = None) -> RewardBatch:
+    def rewards(self, batch: RolloutBatch, model_scores: ModelScores | None = None) -> RewardBatch:
         """Return the composed scores.
 
         `model_scores` are the scores of the reward model. If it is used and they are None, it is called here.
@@ -220,7 +221,11 @@ class Collector:
             model_scores = self._fleet.retry_after_restart(
                 lambda: self._fleet.scores(batch).gather(), "the scoring"
             )
-        return self._composer.score(RewardInputs(self._fleet, batch, self._decode), model_scores)
+        inputs = RewardInputs(self._fleet, batch, self._decode)
+        if model_scores is None:
+            return self._composer.score(inputs, None)
+        rewards = self._composer.score(inputs, model_scores.values)
+        return replace(rewards, ensemble_std=model_scores.deviations)
 
     def sample(self, prompts: Sequence[PromptExample], step: int, round_: int, version: int) -> RolloutBatch:
         """Sample `samples_per_prompt` responses to each prompt on all engines at the same time.
@@ -385,6 +390,7 @@ class Collector:
             batch.prompts[old_rows] = new.prompts[new_rows]
             for name, values in batch.rewards.by_source.items():
                 values[old_rows] = new.rewards.by_source[name][new_rows]
+            batch.rewards.ensemble_std[old_rows] = new.rewards.ensemble_std[new_rows]
         batch.rewards.add_usage(new.rewards)
         # All scores change if a source is normalized over the batch.
         batch.rewards.total[:] = self._composer.total(batch.rewards.by_source, len(batch))

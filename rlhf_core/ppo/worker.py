@@ -31,6 +31,7 @@ from rlhf_core.ppo.columns import Places, RolloutColumns, RowColumns, row_column
 from rlhf_core.ppo.engine_actor import EngineActor, RayEngineClient
 from rlhf_core.ppo.experience import ResponseSums, Whitening
 from rlhf_core.ppo.loss_step import OptimizerStep
+from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.rank_rows import (
     CriticInputs,
     Exchange,
@@ -62,6 +63,8 @@ class ModelWorker(Actor):
         self._folders = folders
         self._pad_id = pad_id
         self._models: dict[Role, Any] = {}
+        self._members: list[Any] = []
+        """The reward models of an ensemble after the first."""
         self._experience: RankExperience
         """Of a policy rank in the present step."""
         self._listener: socket.socket | None = None
@@ -99,8 +102,11 @@ class ModelWorker(Actor):
         for role in roles:
             torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
             self._models[role] = self._load(role)
+        if "reward" in roles:
+            self._load_members()
         # An engine of DeepSpeed wraps the model in `module`; a frozen model may be bare.
-        return all(getattr(model, "module", model).packs for model in self._models.values())
+        models = [*self._models.values(), *self._members]
+        return all(getattr(model, "module", model).packs for model in models)
 
     @rpc()
     def choose_layout(self, pack: bool) -> None:
@@ -112,24 +118,38 @@ class ModelWorker(Actor):
         self._config = self._config.model_copy(update={"ppo": ppo})
 
     def _load(self, role: Role) -> Any:
+        from rlhf_core.models.adapters import WithoutAdapter
+
+        group = Group(self._roles, self._rank.world_size)
+        adapted = group.adapted_from(role, self._config.ppo)
+        if adapted is not None:
+            return WithoutAdapter(self._models[adapted])
+        return self._load_model(role, self._folders[role])
+
+    def _load_members(self) -> None:
+        """Load the members of an ensemble after the first. Each is a whole model, also with adapters."""
+        from rlhf_core.models.ensemble import load_ensemble, member_folders
+
+        folder = Path(self._folders["reward"])
+        self._ensemble = load_ensemble(folder)
+        self._members = [self._load_model("reward", str(other)) for other in member_folders(folder)[1:]]
+
+    def _load_model(self, role: Role, folder: str) -> Any:
         from rlhf_core.engines.deepspeed import TrainingEngine
         from rlhf_core.engines.sharding import shards_of
-        from rlhf_core.models.adapters import WithoutAdapter, add_adapter
+        from rlhf_core.models.adapters import add_adapter
         from rlhf_core.models.policy import load_policy
         from rlhf_core.models.score import load_score_model
 
         ppo = self._config.ppo
         group = Group(self._roles, self._rank.world_size)
-        adapted = group.adapted_from(role, ppo)
-        if adapted is not None:
-            return WithoutAdapter(self._models[adapted])
         trained = role in ("policy", "critic")
         deepspeed = group.deepspeed(role, ppo)
         load: Any = load_score_model
         if role in ("policy", "reference"):
             load = partial(load_policy, head_dtype=self._config.model.head_dtype)
         model: Any = load(
-            self._folders[role],
+            folder,
             dtype=deepspeed.dtype,
             attention=self._config.model.attention,
             device=self._rank.torch_device,
@@ -206,17 +226,25 @@ class ModelWorker(Actor):
         places: Places,
         micro_batches: list[list[int]],
         *chunks: RolloutColumns,
-    ) -> list[float]:
+    ) -> ModelScores:
         """Return the score of each response by the reward model or the judge, normalized by its stored
-        statistics.
+        statistics. The members of an ensemble score one after the other, and are combined here.
         """
+        from rlhf_core.models.ensemble import combined, deviations
         from rlhf_core.models.scoring import sequence_scores
 
         fault = failpoint(f"{role}.scores", "nan")
-        model = self._models[role]
-        statistics = getattr(model, "module", model).statistics
-        scores = sequence_scores(model, statistics, self._batches(places, chunks, micro_batches))
-        return [np.nan] * len(scores) if fault == "nan" else scores
+        members = self._members if role == "reward" else []
+        by_member = []
+        for model in (self._models[role], *members):
+            statistics = getattr(model, "module", model).statistics
+            batches = self._batches(places, chunks, micro_batches)
+            by_member.append(sequence_scores(model, statistics, batches))
+        if fault == "nan":
+            by_member[0] = [np.nan] * len(by_member[0])
+        if not members:
+            return ModelScores(by_member[0])
+        return ModelScores(combined(self._ensemble, by_member), deviations(by_member))
 
     def _batches(
         self, places: Places, chunks: Sequence[RolloutColumns], micro_batches: list[list[int]]

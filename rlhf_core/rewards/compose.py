@@ -79,10 +79,15 @@ class RewardBatch:
     """`requests`, `unusable` replies, `prompt_tokens` and `completion_tokens` of each language model, by the
     name of the source. Replies that were kept before count as well.
     """
+    ensemble_std: list[float] = field(default_factory=list)
+    """(n,) standard deviation of the scores of an ensemble of reward models over its members; empty without
+    one.
+    """
 
     def metrics(self) -> dict[str, float]:
         """Return `{name}/{mean,std,min,max,failed}` of each source's raw values; population std, failures
-        left out. `usage_metrics` are included.
+        left out. With an ensemble of reward models, `ensemble_std` is the mean over the responses.
+        `usage_metrics` are included.
         """
         metrics: dict[str, float] = {}
         for name, values in self.by_source.items():
@@ -92,6 +97,9 @@ class RewardBatch:
                 metrics[f"{name}/mean"] = statistics.fmean(present)
                 metrics[f"{name}/std"] = statistics.pstdev(present)
                 metrics[f"{name}/min"], metrics[f"{name}/max"] = min(present), max(present)
+        known = [value for value in self.ensemble_std if not math.isnan(value)]
+        if known:
+            metrics["ensemble_std"] = statistics.fmean(known)
         return metrics | self.usage_metrics()
 
     def usage_metrics(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ from rlhf_core.data.formats import RowError, normalise
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ModelError
+from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
 from rlhf_core.models.score import is_classifier, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.types import PromptAndResponse
@@ -35,7 +36,8 @@ class Scorer:
         """Load the model. Raises `ModelError` if the folder has no reward model.
 
         Args:
-            folder: model, tokenizer and statistics, as in `model/` of the `reward` artifact.
+            folder: model, tokenizer and statistics, as in `model/` of the `reward` artifact; with its members
+                if it is an ensemble.
             template: how prompts are rendered; None for chat if the tokenizer has a template, else plain.
             dtype: data type of the weights.
             device: `cpu` or `cuda`.
@@ -52,9 +54,13 @@ class Scorer:
         tokenizer = load_tokenizer(str(folder))
         kind = template or ("chat" if tokenizer.chat_template else "plain")
         self._encoder = Encoder(tokenizer, kind, str(folder))
-        self._model = load_score_model(folder, dtype=dtype, attention="sdpa", device=device).eval()
+        self._ensemble = load_ensemble(folder)
+        self._models = [
+            load_score_model(member, dtype=dtype, attention="sdpa", device=device).eval()
+            for member in member_folders(folder)
+        ]
         self._pad_id = int(tokenizer.pad_token_id)
-        shape = self._model.lm.config
+        shape = self._models[0].lm.config
         self._vocabulary, self._positions = int(shape.vocab_size), int(shape.max_position_embeddings)
         self.micro_batch_tokens = micro_batch_tokens
         """Maximum number of tokens of one forward pass."""
@@ -81,9 +87,12 @@ class Scorer:
         return pair
 
     def scores(self, pairs: Sequence[PromptAndResponse]) -> list[float]:
-        """Return the (n,) scores, normalised by the stored statistics."""
-        batches = single_process_batches(self._model, pairs, self.micro_batch_tokens, self._pad_id)
-        scores = sequence_scores(self._model, self._model.statistics, batches)
+        """Return the (n,) scores, normalised by the stored statistics; of an ensemble, the combined ones."""
+        by_member = []
+        for model in self._models:
+            batches = single_process_batches(model, pairs, self.micro_batch_tokens, self._pad_id)
+            by_member.append(sequence_scores(model, model.statistics, batches))
+        scores = combined(self._ensemble, by_member)
         return [score if math.isfinite(score) else math.nan for score in scores]
 
     def _ids(self, item: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
@@ -10,15 +11,13 @@ from rlhf_core.config.language_model import LanguageModelConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.pipeline import StageName
 
+_OF_MEMBER = re.compile(r"member_\d+/accuracy")
+
 
 def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, float]) -> None:
     """Raise GateFailed with the value, the limit and a possible fix."""
-    if stage in ("reward", "judge") and metrics["accuracy"] < config.reward.min_accuracy:
-        raise GateFailed(
-            f"{stage}: held-out accuracy {metrics['accuracy']:.3f} is below"
-            f" reward.min_accuracy={config.reward.min_accuracy}; train longer, raise the learning rate, or"
-            " check the pairs in the data card"
-        )
+    if stage in ("reward", "judge"):
+        _check_accuracy(config.reward.min_accuracy, stage, metrics)
     if stage == "evaluate" and config.evaluate.language_model is not None:
         _check_language_model(config.evaluate.language_model, metrics)
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
@@ -29,6 +28,18 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
             f" the change by training, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or"
             " raise the limit: the run then continues from its last checkpoint"
         )
+
+
+def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]) -> None:
+    """Check the model, and with `reward.ensemble` every member: a bad one can decide the lowest score."""
+    names = [name for name in metrics if name == "accuracy" or _OF_MEMBER.fullmatch(name)]
+    for name in names:
+        if metrics[name] < limit:
+            which = f" of {name.split('/')[0].replace('_', ' ')}" if "/" in name else ""
+            raise GateFailed(
+                f"{stage}: held-out accuracy{which} {metrics[name]:.3f} is below reward.min_accuracy={limit};"
+                " train longer, raise the learning rate, or check the pairs in the data card"
+            )
 
 
 def _check_language_model(settings: LanguageModelConfig, metrics: Mapping[str, float]) -> None:

@@ -1,5 +1,6 @@
 """Stages `reward` and `judge`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its
-score statistics; `adapter/` with `reward.lora`.
+score statistics; `adapter/` with `reward.lora`. With `reward.ensemble` also the other members, see
+`models.ensemble`.
 
 The loss is Bradley-Terry on pairs; both responses of a pair are in the same forward pass. The loss of one
 optimizer step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the
@@ -12,7 +13,8 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from rlhf_core.engines.sharding import shards_of
 from rlhf_core.evaluation.exchange import exchange_pairs
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.ensemble import member_folder, member_folders
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
@@ -37,6 +40,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import train_epochs
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.stages.members import Member, train_members
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
@@ -75,7 +79,8 @@ def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> Sta
         monitor=context.monitor,
         neighbours=config.reward.deepspeed.hpz,
     )
-    shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
+    for folder in member_folders(context.output / "model"):
+        shutil.copytree(context.inputs["data"] / "tokenizer", folder, dirs_exist_ok=True)
     context.metrics.flush()
     check_gate(config, stage, metrics)
     return StageResult(metrics)
@@ -91,11 +96,52 @@ def _train(
     stage: StageName,
     context: StageContext | None,
 ) -> dict[str, float]:
+    """Train the model, or all members of the ensemble. The judge is one model."""
     reward = config.reward
     train, held_out = training_pairs(config, data, stage), load_pairs(data, "eval")
     if reward.margin == "field":
         require_margins([*train, *held_out])
-    torch.manual_seed(derive_seed(config.run.seed, stage, "init"))
+    inputs = _Inputs(config, data, sft, stage, train, held_out)
+    if reward.ensemble is None or stage != "reward":
+        return _train_member(rank, inputs, 0, work, out, context).metrics
+    return train_members(
+        reward.ensemble,
+        lambda number, own: _train_member(rank, inputs, number, work, out, own),
+        partial(check_gate, config, stage),
+        steps=math.ceil(len(train) / reward.batch_size) * reward.epochs,
+        start_seconds=config.run.timeouts.start,
+        out=out,
+        work=work,
+        context=context,
+    )
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a model is trained with."""
+
+    config: PipelineConfig
+    data: Path
+    """Folder of the data artifact."""
+    sft: Path
+    """Folder of the SFT artifact."""
+    stage: StageName
+    train: Sequence[PairExample]
+    held_out: Sequence[PairExample]
+
+    def seed(self, number: int, *purpose: str) -> int:
+        """Return a seed of the member with this number. Those of the first are the ones without ensemble."""
+        member = (number,) if number else ()
+        return derive_seed(self.config.run.seed, self.stage, *purpose, *member)
+
+
+def _train_member(
+    rank: Any, inputs: _Inputs, number: int, work: Path, out: Path, context: StageContext | None
+) -> Member:
+    config, reward = inputs.config, inputs.config.reward
+    data, sft, held_out = inputs.data, inputs.sft, inputs.held_out
+    folder = member_folder(out / "model", number)
+    torch.manual_seed(inputs.seed(number, "init"))
     model = load_score_model(
         sft / "model",
         dtype=reward.deepspeed.dtype,
@@ -111,17 +157,18 @@ def _train(
     engine = TrainingEngine(
         model, reward.deepspeed, reward.optimizer, rank, keep_best=reward.early_stop is not None
     )
-    seed = derive_seed(config.run.seed, stage)
+    seed = inputs.seed(number)
     metrics = train_reward(
-        engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, context=context
+        engine, inputs.train, held_out, reward, seed=seed, pad_id=pad_id, work=work, context=context
     )
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
     statistics = model.statistics = ScoreStatistics.of(scores)
     exchanged = exchange_pairs(held_out)
     of_exchanged = {} if exchanged is None else evaluate_reward(engine, exchanged, reward, pad_id)[0]
-    engine.save_model(out / "model", model.save)
+    engine.save_model(folder, model.save)
     engine.save_adapter(
-        out / "adapter", f"{context.artifact_name('sft')}/model" if context is not None else ""
+        member_folder(out / "adapter", number),
+        f"{context.artifact_name('sft')}/model" if context is not None else "",
     )
     steps_done = engine.steps_done
     measured = [held_out] if exchanged is None else [held_out, exchanged]
@@ -134,7 +181,7 @@ def _train(
     engine.close()  # rank 0 may go on with another copy of the model
     if reward.lora is not None and reward.lora.quantize is not None and context is not None:
         device = rank.torch_device
-        as_saved = [evaluate_saved(config, out / "model", pairs, pad_id, device) for pairs in measured]
+        as_saved = [evaluate_saved(config, folder, pairs, pad_id, device) for pairs in measured]
     if as_saved:
         # Later stages load the merged model, rounded to `dtype`, so the reported numbers must be those of
         # that model.
@@ -143,14 +190,14 @@ def _train(
         evaluation["eval/merge_gap"] = (scores - trained).abs().mean().item()
         statistics = ScoreStatistics.of(scores)
         if context is not None:
-            statistics.save(out / "model")
+            statistics.save(folder)
     if context is not None:
         if of_exchanged:
             evaluation["eval/accuracy_exchanged"] = of_exchanged["eval/accuracy"]
-        evaluation |= _examine(held_out, scores.numpy(), out, context)
+        evaluation |= _examine(held_out, scores.numpy(), member_folder(out, number), context)
         context.metrics.log_metrics(evaluation, steps_done)
         context.metrics.log_table("reward_pairs", _table(data, held_out, scores))
-    return {
+    metrics = {
         "accuracy": evaluation["eval/accuracy"],
         **({"accuracy_exchanged": of_exchanged["eval/accuracy"]} if of_exchanged else {}),
         "margin": evaluation["eval/margin"],
@@ -161,9 +208,12 @@ def _train(
         "score_std": statistics.std,
         **metrics,
     }
+    return Member(metrics, statistics.normalize(scores).flatten().tolist())
 
 
-def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: StageContext) -> dict[str, float]:
+def _examine(
+    pairs: Sequence[PairExample], scores_P2: Any, out: Path, context: StageContext
+) -> dict[str, float]:
     """Calibration, length bias, accuracy by source and length: `examination.json`, a plot, and metrics."""
     from rlhf_core.evaluation.calibration import accuracy_by, accuracy_by_length, calibration, length_bias
     from rlhf_core.evaluation.plots import reliability
@@ -171,6 +221,7 @@ def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: Stage
     lengths = [(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
     found, bias = calibration(scores_P2), length_bias(scores_P2, lengths)
     by_source = accuracy_by([pair.source or "unnamed" for pair in pairs], scores_P2)
+    out.mkdir(exist_ok=True)
     content = {
         "calibration": asdict(found),
         "length_bias": bias,
@@ -187,7 +238,7 @@ def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: Stage
     }
 
 
-def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, Any]]:
+def _table(data: Path, pairs: Sequence[PairExample], scores: Any) -> list[dict[str, Any]]:
     """Return twenty held-out pairs with their raw scores, for the table of samples."""
     decode = load_decoder(data)
     return [

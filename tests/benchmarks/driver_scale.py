@@ -35,6 +35,7 @@ from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.experience import ResponseSums
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.loss_step import OptimizerStep
+from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
@@ -96,8 +97,8 @@ class _Rank:
 
     values = logprobs
 
-    def scores(self, _role: str, places: Places, *_args: Any) -> list[float]:
-        return np.random.default_rng(0).normal(size=len(places)).tolist()  # type: ignore[no-any-return]
+    def scores(self, _role: str, places: Places, *_args: Any) -> ModelScores:
+        return ModelScores(np.random.default_rng(0).normal(size=len(places)).tolist())
 
     def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> list[Any]:
         sums = dict.fromkeys(ResponseSums.__dataclass_fields__, np.ones(len(inputs.scores)))

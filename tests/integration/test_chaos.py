@@ -57,6 +57,16 @@ def test_dpo_that_is_killed_ends_in_the_same_bits(tmp_path: Path) -> None:
     check(golden, Case("dpo", ("dpo.step:5:kill", "checkpoint.written:2:kill")), tmp_path / "case")
 
 
+@pytest.mark.slow  # it makes the data and the SFT model first
+def test_an_ensemble_that_is_killed_in_its_second_member_ends_in_the_same_bits(tmp_path: Path) -> None:
+    # A member has 22 steps, and checkpoints after 10 and 20 of them. The first attempt is killed at step 20
+    # of the first member, the second one, which continues after step 10, at the last step of the second
+    # member.
+    golden = Golden(tmp_path / "golden", ("reward",), ("reward.ensemble={members: 2}",))
+    case = Case("reward", ("reward.step:34:kill", "checkpoint.written:2:kill", "stage.made:1:kill"))
+    check(golden, case, tmp_path / "case")
+
+
 def check(golden: Golden, case: Case, folder: Path) -> None:
     result = run_case(golden, case, folder)
     assert result.ended, result.why

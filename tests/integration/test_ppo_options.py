@@ -5,6 +5,8 @@
 - dual clip bounds the loss of tokens that became much more likely although their advantage is negative: the
   loss of the policy is the mean worked out by hand
 - rows of 2,048 tokens: engine and trainer agree on every token of them, and the step changes the policy
+- the score of a response by an ensemble of reward models is its worst one, as in the evaluation, and a step
+  has the deviation over the members as a metric
 - an engine of two tensor-parallel processes receives the weights over gloo and samples from the policy of
   each step
 """
@@ -16,10 +18,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from rlhf_core.types import PromptExample
+from rlhf_core.config.training import EnsembleConfig
+from rlhf_core.evaluation.scoring import score_reward_model
+from rlhf_core.models.ensemble import member_folder, member_folders, save_ensemble
+from rlhf_core.models.score import ScoreStatistics, load_score_model
+from rlhf_core.types import PromptExample, RewardInput
 from tests.support.small_ppo import (
     VOCABULARY,
     sampled_rollouts,
@@ -139,6 +146,50 @@ def test_rows_of_2048_tokens(
         "rows of 2,048 tokens: largest gap to the engine"
         f" {experience.metrics['rollout/logprob_gap_max']:.1e}, mean change of log-probabilities by one step"
         f" {changed_BT.mean():.1e}"
+    )
+
+
+def test_an_ensemble_scores_as_in_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
+) -> None:
+    model = save_small_model(tmp_path / "model")
+    folder = tmp_path / "reward"
+    for number in range(3):
+        torch.manual_seed(number)
+        member = load_score_model(model, dtype="float32", attention="sdpa", device="cpu")
+        member.statistics = ScoreStatistics(0.0, 0.1 + number)
+        member.save(member_folder(folder, number))
+    save_ensemble(folder, EnsembleConfig(members=3, combine="worst_case"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    options: dict[str, Any] = {
+        "prompts_per_step": 8,
+        "max_new_tokens": 12,
+        "minibatches": 1,
+        "score_clip": None,
+        "rewards": [{"type": "model"}],
+    }
+    config = small_config(model, options)
+    with small_ppo(config, model, tmp_path, prompts(20, 8), roles={"reward": folder}) as controller:
+        batch = controller.collect()
+        experience = controller.score(batch)
+        rollouts = sampled_rollouts(controller, batch)
+    samples = [RewardInput("", "", "", r.prompt_ids, r.response_ids, r.finished) for r in rollouts]
+
+    def scored(part: Path) -> list[float]:
+        return score_reward_model(config, part, samples, pad_id=0, device="cpu")
+
+    # Of a folder without `ensemble.json`, the first member alone.
+    alone = [scored(part) for part in member_folders(folder)[1:]]
+    (folder / "ensemble.json").rename(tmp_path / "ensemble.json")
+    alone.append(scored(folder))
+    (tmp_path / "ensemble.json").rename(folder / "ensemble.json")
+    assert batch.rewards is not None
+    assert batch.rewards.total == pytest.approx(np.array(alone).min(0), abs=1e-4)
+    assert batch.rewards.total == pytest.approx(scored(folder), abs=1e-4)
+    deviation = experience.metrics["rewards/ensemble_std"]
+    assert deviation == pytest.approx(np.array(alone).std(0).mean(), abs=1e-4) and deviation > 0
+    summary_lines.append(
+        f"an ensemble of three reward models: mean deviation {deviation:.3f} over the members"
     )
 
 

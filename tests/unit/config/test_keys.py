@@ -68,6 +68,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ),
         ({"reward": {"early_stop": {"every": 9}}}, {"reward", "judge"}),
         ({"reward": {"judge": {}}}, {"reward", "judge", "dpo"}),
+        ({"reward": {"ensemble": {}}}, {"reward", "judge"}),
         ({"sft": {"early_stop": {"every": 9}}}, {"sft"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
@@ -81,7 +82,7 @@ EVERYTHING = {
     "model": {"path": "model"},
     "sft": {"lora": {}, "early_stop": {}},
     "drift": {},
-    "reward": {"lora": {}, "early_stop": {}, "judge": {}},
+    "reward": {"lora": {}, "early_stop": {}, "judge": {}, "ensemble": {}},
     "dpo": {"enabled": True, "lora": {}},
     "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
     "ppo": {

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.evaluation import held_out
 from rlhf_core.evaluation.held_out import HeldOutEvaluation
+from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample, RewardInput
 
@@ -30,6 +31,7 @@ class Collector:
     """Returns the responses of a version: all finished but the last, with these rewards."""
 
     rewards_of: dict[int, list[float]]
+    deviations: Sequence[float] = ()
 
     def __init__(self, ppo: Any, _fleet: Any, prompts: Any, *_other: Any) -> None:
         assert ppo.samples_per_prompt == 1 and prompts == PROMPTS
@@ -42,7 +44,7 @@ class Collector:
     def rewards(self, batch: Any) -> RewardBatch:
         values = self.rewards_of[batch.version]
         usage = {"keywords": {"requests": 3.0, "unusable": 1.5}}
-        return RewardBatch(values, dict.fromkeys(("keywords", "model"), values), usage)
+        return RewardBatch(values, dict.fromkeys(("keywords", "model"), values), usage, list(self.deviations))
 
 
 KEYWORDS = {"type": "keywords", "words": ["x"], "weight": 2.0}
@@ -77,7 +79,7 @@ def evaluation_of(
     fleet: Any = SimpleNamespace(
         groups=groups,
         logprobs=logprobs,
-        scores=lambda batch, role: Gathered((judge or {})[batch.version]),
+        scores=lambda batch, role: SimpleNamespace(gather=lambda: ModelScores((judge or {})[batch.version])),
         retry_after_restart=lambda call, what: call(),
     )
     tree = {
@@ -118,6 +120,9 @@ def test_the_reward_models_score_is_without_weight_and_penalties(monkeypatch: py
     assert (found["eval/reward_model"], found["eval/reward_model_error"]) == (1.0, 0.0)
     assert found["eval/score"] == pytest.approx((5 + 5 + 5 + 4.5) / 4)
     assert "eval/reward_model" not in evaluation_of(monkeypatch, rewards, None).evaluate(0)
+    assert "eval/ensemble_std" not in found
+    monkeypatch.setattr(Collector, "deviations", [0.5, NAN, 0.25, 0.75])
+    assert evaluation_of(monkeypatch, rewards, None).evaluate(0)["eval/ensemble_std"] == 0.5
 
 
 def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

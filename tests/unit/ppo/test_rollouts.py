@@ -41,6 +41,7 @@ from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
+from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import (
     Collector,
@@ -484,11 +485,11 @@ class _RewardRank:
 
     def scores(
         self, role: str, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns
-    ) -> list[float]:
+    ) -> ModelScores:
         assert role == "reward"
         self.calls += 1
         assert sorted(chain(*micro_batches)) == list(range(len(places)))
-        return [mark(chunks[number].response(row)) for number, row in places]
+        return ModelScores([mark(chunks[number].response(row)) for number, row in places])
 
 
 def test_model_scores_keep_order_and_are_requested_again_after_a_restart(
@@ -502,9 +503,23 @@ def test_model_scores_keep_order_and_are_requested_again_after_a_restart(
     made.rewards(batch)
     assert rewards.model_scores == [mark(r.response_ids) for r in rollouts(batch)]
     assert [rank.calls for rank in ranks] == [2, 2]
-    made.rewards(batch, [0.0] * len(batch))
+    made.rewards(batch, ModelScores([0.0] * len(batch)))
     assert rewards.model_scores == [0.0] * len(batch)
     assert [rank.calls for rank in ranks] == [2, 2], "scores that are given are not asked for"
+
+
+def test_deviations_of_an_ensemble_follow_their_responses_after_a_replacement() -> None:
+    class Rank(_RewardRank):
+        def scores(self, *given: Any) -> ModelScores:
+            values = super().scores(*given).values
+            return ModelScores(values, [value / 8 for value in values])
+
+    made = collector(_Engines(), _Rewards(alike(1, 3), alike(0)), rounds=3)
+    ranks = tuple(scripted(Rank()) for _ in range(2))
+    made._fleet.groups["reward"] = WorkerGroup(Group(("reward",), 2), ranks)
+    batch = made.collect(3, VERSION)
+    assert batch.replaced == 3
+    assert batch.rewards.ensemble_std == [mark(r.response_ids) / 8 for r in rollouts(batch)]
 
 
 def test_no_response_is_fetched_if_only_the_reward_model_scores() -> None:
@@ -513,7 +528,7 @@ def test_no_response_is_fetched_if_only_the_reward_model_scores() -> None:
     made = collector(_Engines(), composer)
     batch = made.collect(3, VERSION)
     made._fleet.wait = lambda *_: pytest.fail("a chunk was fetched")
-    assert made.rewards(batch, [0.25] * len(batch)).total == [0.25] * len(batch)
+    assert made.rewards(batch, ModelScores([0.25] * len(batch))).total == [0.25] * len(batch)
 
 
 def test_scores_are_normalized_again_after_a_replacement() -> None:

@@ -170,6 +170,11 @@ def test_the_metrics_of_a_source_are_over_the_values_it_has() -> None:
     }  # fmt: skip
 
 
+def test_deviation_of_an_ensemble_is_the_mean_over_the_responses_it_is_known_of() -> None:
+    scored = RewardBatch([0.0] * 3, {}, ensemble_std=[0.25, math.nan, 0.75])
+    assert scored.metrics() == {"ensemble_std": 0.5}
+
+
 def test_the_digest_of_a_source_is_found_by_its_place(tmp_path: Path) -> None:
     sources = (SHORT, python(tmp_path, name="words"))
     digests = {"ppo.rewards.1": "abc", "data.sft.0": "def"}

@@ -26,6 +26,9 @@ def test_gate_names_accuracy_and_limit() -> None:
     check_gate(config, "sft", {})
     with pytest.raises(GateFailed, match=r"accuracy 0.899 is below reward.min_accuracy=0.9; train longer"):
         check_gate(config, "reward", {"accuracy": 0.899})
+    with pytest.raises(GateFailed, match=r"reward: held-out accuracy of member 2 0.899 is below"):
+        check_gate(config, "reward", {"accuracy": 0.9, "member_1/accuracy": 0.9, "member_2/accuracy": 0.899})
+    check_gate(config, "reward", {"accuracy": 0.9, "ensemble/accuracy": 0.1, "member_1/margin": 0.1})
 
 
 def test_a_reward_model_below_the_limit_fails_its_stage(

@@ -1,0 +1,228 @@
+"""The members of an ensemble of reward models (`reward.ensemble`), trained one after the other.
+
+Each member is trained as a single reward model is, with a view of the stage's context of its own: its metrics
+have the prefix `member_1/`, and its checkpoints have the steps after those of the members before it. A
+checkpoint also contains the output of the members that are finished, so every checkpoint is enough to
+continue, and the last one before a member begins has nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from rlhf_core.config.training import EnsembleConfig
+from rlhf_core.engines.checkpointing import new_checkpoint
+from rlhf_core.models.ensemble import combined, deviations, save_ensemble
+from rlhf_core.system.heartbeat import heartbeat
+from rlhf_core.types import Checkpoints, MetricLogger, StageContext
+
+_FOLDER, _OUTPUT, _RESULTS = "members", "output", "results.json"
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Member:
+    """What is known of a member at the end of its training."""
+
+    metrics: Metrics
+    scores: list[float]
+    """(2P,) normalised scores of the held-out pairs, the chosen response of each pair first."""
+
+
+def train_members(
+    ensemble: EnsembleConfig,
+    train: Callable[[int, StageContext | None], Member],
+    check: Callable[[Metrics], None],
+    *,
+    steps: int,
+    start_seconds: float,
+    out: Path,
+    work: Path,
+    context: StageContext | None,
+) -> Metrics:
+    """Train all members, from the last checkpoint if there is one. This is a collective operation.
+
+    Args:
+        ensemble: Number of members, and how they are combined.
+        train: Trains the member with this number, writes its files to `out`, and returns it.
+        check: Raises for metrics that end the stage. It gets those of all members so far, on rank 0.
+        steps: Optimizer steps of a member, at most.
+        start_seconds: Limit for a member to load.
+        out: Output folder of the stage.
+        work: A folder for checkpoints that are not committed yet.
+        context: The stage's context on rank 0, otherwise None.
+
+    Returns:
+        The metrics of the first member, those of the others as `member_1/...`, and `ensemble/accuracy` and
+        `ensemble/std` of the combined score. Empty on all ranks but 0.
+    """
+    first, position, finished = _resume(steps, out, context)
+    if finished.members:
+        check(finished.metrics())
+    for number in range(first, ensemble.members):
+        heartbeat(f"load reward model {number}", start_seconds)
+        own = _context(context, number, ensemble, steps, finished, position if number == first else None)
+        member = train(number, own)
+        if context is None:
+            continue
+        finished.members.append(member)
+        if number + 1 < ensemble.members:
+            following = _context(context, number + 1, ensemble, steps, finished, None)
+            heartbeat("commit", math.inf)  # each request of an upload has its own timeout
+            with new_checkpoint(following, work, 0, 0):
+                pass
+        check(finished.metrics())
+    if context is None:
+        return {}
+    save_ensemble(out / "model", ensemble)
+    found = _of_ensemble(ensemble, finished.members)
+    context.metrics.log_metrics({f"eval/{name}": value for name, value in found.items()}, steps)
+    return finished.metrics() | found
+
+
+def _of_ensemble(ensemble: EnsembleConfig, members: Sequence[Member]) -> Metrics:
+    """Return accuracy (ties count half) and mean standard deviation over the members, on held-out pairs."""
+    by_member = [member.scores for member in members]
+    scores_P2 = np.array(combined(ensemble, by_member)).reshape(-1, 2)
+    right_P = np.heaviside(scores_P2[:, 0] - scores_P2[:, 1], 0.5)
+    return {
+        "ensemble/accuracy": float(right_P.mean()),
+        "ensemble/std": float(np.mean(deviations(by_member))),
+    }
+
+
+@dataclass
+class _Finished:
+    """The members whose training has ended. On ranks other than 0 it stays empty."""
+
+    out: Path
+    members: list[Member]
+
+    def metrics(self) -> Metrics:
+        metrics = dict(self.members[0].metrics)
+        for number, member in enumerate(self.members[1:], start=1):
+            metrics |= {f"{_prefix(number)}{name}": value for name, value in member.metrics.items()}
+        return metrics
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
+
+    def save(self, folder: Path) -> None:
+        shutil.copytree(self.out, folder / _OUTPUT)
+        results = [{"metrics": member.metrics, "scores": member.scores} for member in self.members]
+        (folder / _RESULTS).write_text(json.dumps(results))
+
+    def load(self, folder: Path) -> None:
+        shutil.copytree(folder / _OUTPUT, self.out, dirs_exist_ok=True)
+        self.members = [Member(**result) for result in json.loads((folder / _RESULTS).read_text())]
+
+
+def _resume(
+    steps: int, out: Path, context: StageContext | None
+) -> tuple[int, tuple[int, Path] | None, _Finished]:
+    """Return the member to continue with, its checkpoint if it has one, and the finished members."""
+    finished = _Finished(out, [])
+    found: list[Any] = [(0, None)]
+    heartbeat("restore", math.inf)  # rank 0 downloads while the others wait in the broadcast
+    if context is not None:
+        latest = context.checkpoints.latest()
+        if latest is not None:
+            number, step = divmod(latest[0], steps)
+            if number:
+                finished.load(latest[1] / _FOLDER)
+            found = [(number, (step, latest[1]) if step else None)]
+    dist.broadcast_object_list(found, src=0)
+    number, position = found[0]
+    return number, position, finished
+
+
+# -- the context of one member --
+
+
+def _prefix(number: int) -> str:
+    return f"member_{number}/" if number else ""
+
+
+def _context(
+    context: StageContext | None,
+    number: int,
+    ensemble: EnsembleConfig,
+    steps: int,
+    finished: _Finished,
+    position: tuple[int, Path] | None,
+) -> StageContext | None:
+    if context is None:
+        return None
+    report = context.progress
+
+    def progress(task: str, done: int, total: int, unit: str, **metrics: float) -> None:
+        report(task, number * total + done, ensemble.members * total, unit, **metrics)
+
+    return replace(
+        context,
+        checkpoints=_MemberCheckpoints(context.checkpoints, number * steps, finished, position),
+        metrics=_MemberMetrics(context.metrics, _prefix(number)),
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True)
+class _MemberCheckpoints(Checkpoints):
+    """The checkpoints of the stage, as one member sees them."""
+
+    inner: Checkpoints
+    offset: int
+    """Step of the stage at which the member begins."""
+    finished: _Finished
+    position: tuple[int, Path] | None
+    """Step and folder that the member continues from."""
+
+    def latest(self) -> tuple[int, Path] | None:
+        return self.position
+
+    def prepare(self, step: int, folder: Path, size: int) -> None:
+        self.inner.prepare(self.offset + step, folder, size + self.finished.bytes)
+
+    def save(
+        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+    ) -> None:
+        if self.finished.members:
+            self.finished.save(folder / _FOLDER)
+        self.inner.save(self.offset + step, folder, score, known=known)
+
+    def best(self, known: Mapping[int, float] | None = None) -> str | None:
+        return self.inner.best(known)
+
+
+@dataclass(frozen=True)
+class _MemberMetrics(MetricLogger):
+    """The metrics of the stage, with a prefix for those of one member."""
+
+    inner: MetricLogger
+    prefix: str
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.inner.log_metrics({f"{self.prefix}{name}": value for name, value in metrics.items()}, step)
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        self.inner.log_table(f"{self.prefix}{name}", rows)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        self.inner.log_figure(f"{self.prefix}{name}", figure)
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        self.inner.log_file(path, f"{self.prefix}{folder}".rstrip("/"))

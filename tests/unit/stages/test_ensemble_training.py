@@ -1,0 +1,238 @@
+"""The members of an ensemble are trained one after the other, here with a training that is scripted.
+
+- a stage that ends after any step of any member, or between two, continues to the same files and metrics
+- the other ranks begin with the member that rank 0 continues with
+- metrics of later members have a prefix, and progress counts the steps of all members
+- a member below `reward.min_accuracy` ends the stage before the next one is trained, also after a restart
+- the first member has the seeds of a run without ensemble; the others have seeds of their own
+- the first member's files are those of a run without ensemble, and the others have another score head
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.training import EnsembleConfig
+from rlhf_core.engines import checkpointing
+from rlhf_core.engines.distributed import Rank
+from rlhf_core.errors import ConfigError, GateFailed
+from rlhf_core.models.ensemble import load_ensemble, member_folder
+from rlhf_core.seeds import derive_seed
+from rlhf_core.stages import reward
+from rlhf_core.stages.gates import check_gate
+from rlhf_core.stages.members import Member, train_members
+from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
+from rlhf_core.types import PairExample, StageContext
+from tests.support.tiny_llama import save_tiny_llama
+
+STEPS, MEMBERS = 4, 3
+ENSEMBLE = EnsembleConfig(members=MEMBERS, combine="mean")
+
+
+class Killed(Exception):
+    pass
+
+
+def train(out: Path, kill: tuple[int, int] | None, number: int, context: StageContext | None) -> Member:
+    """Make `STEPS` steps with a checkpoint after every second one. `kill` is a member and a step."""
+    assert context is not None
+    engine = ScriptedTrainer()
+    state = checkpointing.restore(engine, context) or {"step": 0}
+    for step in range(state["step"] + 1, STEPS + 1):
+        engine.steps_done += 1
+        context.metrics.log_metrics({"train/loss": number + step / 10}, step)
+        context.progress("reward", step, STEPS, "steps")
+        if kill == (number, step):
+            raise Killed
+        checkpointing.after_step(engine, context, context.scratch, step, every=2, total=STEPS, state={})
+    assert engine.steps_done == STEPS
+    folder = member_folder(out / "model", number)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(f"member {number}")
+    if kill == (number, STEPS + 1):
+        raise Killed
+    # The second pair is right for all members, and the first one for the first of them only.
+    return Member({"accuracy": 1.0 - number / 4}, [0.0, float(number) - 0.5, 2.0, 1.0])
+
+
+def run(folder: Path, kill: tuple[int, int] | None = None, limit: float = 0.0) -> tuple[Any, StageContext]:
+    context = stage_context(folder)
+    config = config_from_tree({"reward": {"min_accuracy": limit}}, "test")
+    with single_rank():
+        metrics = train_members(
+            ENSEMBLE,
+            partial(train, context.output, kill),
+            partial(check_gate, config, "reward"),
+            steps=STEPS,
+            start_seconds=1.0,
+            out=context.output,
+            work=context.scratch,
+            context=context,
+        )
+    return metrics, context
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def empty(folder: Path) -> None:
+    """The next attempt has a new work folder."""
+    for name in ("output", "scratch"):
+        (folder / name).rename(folder / f"{name}-{len(list(folder.iterdir()))}")
+
+
+def test_a_stage_that_ends_after_any_step_continues_to_the_same_result(tmp_path: Path) -> None:
+    wanted, context = run(tmp_path / "whole")
+    assert set(files(context.output)) == {
+        "model/ensemble.json", "model/weights", "model/member-1/weights", "model/member-2/weights",
+    }  # fmt: skip
+    assert load_ensemble(context.output / "model") == ENSEMBLE
+    for member in range(MEMBERS):
+        for step in range(1, STEPS + 2):
+            folder = tmp_path / f"{member}-{step}"
+            with pytest.raises(Killed):
+                run(folder, (member, step))
+            empty(folder)
+            metrics, again = run(folder)
+            assert (metrics, files(again.output)) == (wanted, files(context.output)), (member, step)
+            assert isinstance(again.metrics, RecordingMetrics)
+            # It continues from the last checkpoint: every second step of a member, and each member's end.
+            first = STEPS * member + (step - 1) // 2 * 2 if step <= STEPS else STEPS * member + 2
+            trained = [row for row in again.metrics.rows if any(name.endswith("loss") for name in row[1])]
+            assert len(trained) == STEPS * MEMBERS - first
+
+
+def test_other_ranks_begin_with_the_member_of_rank_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_rank_zero(found: list[Any], src: int) -> None:
+        found[0] = (1, None)
+
+    trained = []
+
+    def train_here(number: int, context: StageContext | None) -> Member:
+        assert context is None
+        trained.append(number)
+        return Member({}, [])
+
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", from_rank_zero)
+    metrics = train_members(
+        ENSEMBLE,
+        train_here,
+        lambda metrics: pytest.fail("only rank 0 knows all metrics"),
+        steps=STEPS,
+        start_seconds=1.0,
+        out=tmp_path / "output",
+        work=tmp_path,
+        context=None,
+    )
+    assert (trained, metrics) == ([1, 2], {}) and not (tmp_path / "output").exists()
+
+
+def test_metrics_and_progress_of_members(tmp_path: Path) -> None:
+    metrics, context = run(tmp_path)
+    assert {name: metrics[name] for name in ("accuracy", "member_1/accuracy", "member_2/accuracy")} == {
+        "accuracy": 1.0, "member_1/accuracy": 0.75, "member_2/accuracy": 0.5,
+    }  # fmt: skip
+    # Means 0 and 0.5 of the first pair, 2 and 1 of the second.
+    assert metrics["ensemble/accuracy"] == 0.5
+    assert metrics["ensemble/std"] == pytest.approx(math.sqrt(2 / 3) / 4)
+    assert isinstance(context.metrics, RecordingMetrics) and isinstance(context.progress, RecordingProgress)
+    assert context.metrics.column("train/loss") == [0.1, 0.2, 0.3, 0.4]
+    assert context.metrics.column("member_2/train/loss") == [2.1, 2.2, 2.3, 2.4]
+    assert context.metrics.last["eval/ensemble/accuracy"] == 0.5
+    assert [report[1:3] for report in context.progress.reports] == [(n, 12) for n in range(1, 13)]
+
+
+def test_a_member_below_the_limit_ends_the_stage_before_the_next_is_trained(tmp_path: Path) -> None:
+    message = r"accuracy of member 1 0\.750 is below reward\.min_accuracy=0\.8"
+    for _attempt in range(2):
+        with pytest.raises(GateFailed, match=message):
+            run(tmp_path, limit=0.8)
+        assert not (tmp_path / "output" / "model" / "member-2").exists()
+        empty(tmp_path)
+    assert run(tmp_path, limit=0.5)[0]["member_2/accuracy"] == 0.5
+
+
+PAIRS = [PairExample(f"p{i}", "", (1, 2, 3), (5 + i, 7), (9, 11 + i)) for i in range(6)]
+
+
+def test_first_member_is_the_model_of_a_run_without_ensemble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_llama(tmp_path / "sft" / "model")
+    monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", ScriptedTrainer)
+    seeds: list[int] = []
+
+    def note_seed(*_given: Any, seed: int, **_more: Any) -> dict[str, float]:
+        seeds.append(seed)
+        return {}
+
+    for module in ("reward", "pairs"):
+        monkeypatch.setattr(f"rlhf_core.stages.{module}.load_pairs", lambda folder, split: PAIRS)
+    decoder: Any = SimpleNamespace(pad=0)
+    monkeypatch.setattr("rlhf_core.stages.reward.load_decoder", lambda folder: decoder)
+    monkeypatch.setattr("rlhf_core.stages.reward.all_ranks_pack", lambda model, *_given: model.packs)
+    monkeypatch.setattr(reward, "train_reward", note_seed)
+    monkeypatch.setattr(reward, "_table", lambda *_given: [])
+    outputs = {}
+    for name, ensemble in (("plain", None), ("ensemble", {"members": 3})):
+        section = {"ensemble": ensemble, "min_accuracy": 0.0}
+        config = config_from_tree({"run": {"device": "cpu"}, "reward": section}, "test")
+        context = stage_context(tmp_path / name, inputs={"sft": tmp_path / "sft"})
+        with single_rank():
+            reward._train(
+                Rank(), config, tmp_path, tmp_path / "sft", context.scratch, context.output, "reward", context
+            )
+        outputs[name] = context.output
+    assert seeds[:2] == [derive_seed(0, "reward")] * 2 and len(set(seeds)) == 3
+    plain = {path.name: path.read_bytes() for path in (outputs["plain"] / "model").iterdir()}
+    members = outputs["ensemble"] / "model"
+    assert plain == {name: (members / name).read_bytes() for name in plain}
+    heads, bodies = [], []
+    for number in range(3):
+        weights = _weights(member_folder(members, number))
+        heads.append(weights.pop("score.weight").tolist())
+        bodies.append({name: tensor.tolist() for name, tensor in weights.items()})
+    assert bodies[0] == bodies[1] == bodies[2]
+    assert heads[0] != heads[1] != heads[2] != heads[0]
+    statistics = [
+        json.loads((member_folder(members, n) / "score_statistics.json").read_text()) for n in range(3)
+    ]
+    assert statistics[0] != statistics[1], "each member is normalised by its own scores"
+    assert (outputs["ensemble"] / "member-2" / "examination.json").is_file()
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"ensemble": {}, "enabled": False},
+            r"reward\.ensemble trains reward models, but reward\.enabled is",
+        ),
+        ({"ensemble": {"members": 1}}, r"reward\.ensemble\.members"),
+        ({"ensemble": {"members": 9}}, r"reward\.ensemble\.members"),
+        ({"ensemble": {"combine": "median"}}, r"reward\.ensemble\.combine"),
+        ({"ensemble": {"penalty": -1.0}}, r"reward\.ensemble\.penalty"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_tree({"reward": section}, "test")
