@@ -1,5 +1,5 @@
-"""The command line: `rlhf run`, `plan`, `tune`, `serve-reward`, `champions`, `rollback`, `promote`, `serve`,
-`chat`, `publish`, `review`, `up`, `down`, `status`.
+"""The command line: `rlhf run`, `rounds`, `plan`, `tune`, `serve-reward`, `champions`, `rollback`, `promote`,
+`serve`, `chat`, `publish`, `review`, `up`, `down`, `status`.
 
 Slow imports are inside the commands, so that errors of the configuration are reported before them.
 
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flows.champion_commands import add_champion_commands
 from flows.review_command import add_review_command
+from flows.rounds_command import add_rounds_command
 from flows.tune_command import add_tune_command
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
+    add_rounds_command(commands, _add_command, _add_config)
     _add_plan(commands)
     add_tune_command(commands, _add_command, _add_config)
     _add_serve_reward(commands)
@@ -254,36 +256,9 @@ def _run(arguments: argparse.Namespace) -> int:
     home = Home.of(config.run.home)
     console = set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
-    from flows.external import external_prefect_url, prefect_responds
-    from flows.isolated import isolate_prefect
-    from flows.prefect_server import EmbeddedPrefect
-    from flows.servers import use_auth_string
-    from rlhf_core.run.environment import past_proxies
-    from rlhf_core.system.environment import NO_TELEMETRY
+    from flows.start import with_prefect
 
-    os.environ.update(past_proxies())
-    url = external_prefect_url()
-    if url is not None:
-        use_auth_string(home, url)
-        if prefect_responds(url):
-            os.environ.update(NO_TELEMETRY)
-            isolate_prefect()
-            return _run_flow(arguments, home, console)
-        log.warning(
-            "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown"
-            " there",
-            url,
-        )
-
-    server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import
-    isolate_prefect()
-    # The import of Prefect takes about as long as the start of its server, so both happen at the same time.
-    import flows.rlhf  # noqa: F401
-    from rlhf_core.tracking.tracker import open_tracking
-
-    open_tracking(config).warm_up()
-    server.wait()
-    return _run_flow(arguments, home, console)
+    return with_prefect(config, lambda: _run_flow(arguments, home, console))
 
 
 def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> int:

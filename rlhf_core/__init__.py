@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rlhf_core.config.load import load_config
     from rlhf_core.run.api import run_pipeline, run_stage
     from rlhf_core.run.plan import Plan, make_plan
+    from rlhf_core.run.rounds import run_rounds
     from rlhf_core.types import ArtifactRef
 
     __version__: str
@@ -76,6 +77,7 @@ __all__ = [
     "load_config",
     "make_plan",
     "run_pipeline",
+    "run_rounds",
     "run_stage",
 ]
 
@@ -86,6 +88,7 @@ _MODULES = {
     "load_config": "rlhf_core.config.load",
     "make_plan": "rlhf_core.run.plan",
     "run_pipeline": "rlhf_core.run.api",
+    "run_rounds": "rlhf_core.run.rounds",
     "run_stage": "rlhf_core.run.api",
 }
 

@@ -1,6 +1,6 @@
 """The stages of the pipeline and what each of them reads: the DAG, stated once.
 
-    data ──> sft ──> reward ──> (judge) ──> (dpo) ──> ppo ──> evaluate ──> register
+    data ──> sft ──> reward ──> (judge) ──> (dpo) ──> ppo ──> (sample) ──> evaluate ──> register
 
 A stage reads the artifacts of all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py`
 with `run(config, context) -> StageResult`, add a row here, and call it in `flows/rlhf.py`.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rlhf_core.errors import InputError
 
-StageName = Literal["data", "sft", "reward", "judge", "dpo", "ppo", "evaluate", "register"]
+StageName = Literal["data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate", "register"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,18 @@ _TABLE = (
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
     ),
     Stage(
+        "sample",
+        "rlhf_core.stages.sample:run",
+        version=1,
+        sections=("sample", "ppo"),
+        inputs=("data", "sft", "reward", "judge", "ppo"),
+        sources=("ppo.",),
+        sources_of_inputs=("ppo.",),
+        enabled_by="sample",
+        headline=("pairs", "best", "score_mean", "score_best"),
+        memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+    ),
+    Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
         version=10,
@@ -143,7 +155,7 @@ _TABLE = (
         "rlhf_core.stages.register:run",
         version=4,
         sections=("register",),
-        inputs=("data", "sft", "reward", "judge", "ppo", "evaluate"),
+        inputs=("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"),
         sources=("ppo.", "evaluate.", "register."),
         sources_of_inputs=("ppo.", "evaluate."),
         data_context="evaluation",

@@ -17,6 +17,7 @@ AddressKind = Literal["synthetic", "local", "s3", "hub", "url"]
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 """Suffixes of the data files that can be read."""
 
+_REFERENCES = ("champion:", "registry://", "artifact://")
 _PATH_PREFIXES = ("/", "./", "../", "~", "file://")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
@@ -40,6 +41,11 @@ class Address:
         return self.text.startswith(_PATH_PREFIXES) or self.text.lower().endswith(
             (*DATA_SUFFIXES, ".txt", ".gz")
         )
+
+
+def is_reference(text: str) -> bool:
+    """Return whether `text` refers to what an earlier run made; see `rlhf_core.run.references`."""
+    return text.startswith(_REFERENCES)
 
 
 def parse_address(text: str) -> Address:

@@ -54,6 +54,10 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "evaluate.language_model: its agreement is measured with held-out pairs, but data.preference is"
             " empty; add pairs"
         )
+    if config.sample is not None and config.sample.judge == "judge_model" and config.reward.judge is None:
+        yield ConfigError(
+            "sample.judge: judge_model needs reward.judge; got none; add reward.judge={}, or use reward"
+        )
     if judge == "rules" and not rules:
         yield ConfigError(
             "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or"

@@ -27,7 +27,8 @@ class Source(Section):
 
     path: UserPath = content(
         ...,
-        "`synthetic`, a local file or folder, `s3://bucket/key`, or a Hugging Face dataset id",
+        "`synthetic`, a local file or folder, `s3://bucket/key`, a Hugging Face dataset id, or a"
+        " [reference](rounds.md#references) to a file of an earlier run",
         min_length=1,
     )
     split: str = result(

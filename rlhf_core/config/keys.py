@@ -29,7 +29,7 @@ _PIPELINE_SECTIONS = tuple(
     if section not in _EXECUTION_SECTIONS
 )
 
-_LATER: tuple[StageName, ...] = ("judge", "dpo")
+_LATER: tuple[StageName, ...] = ("judge", "dpo", "sample")
 """Stages that were added later. A pipeline key contains them and their sections only if they are enabled, so
 that the keys of existing configurations stay.
 """

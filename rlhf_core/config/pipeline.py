@@ -33,6 +33,7 @@ from rlhf_core.config.language_model import LanguageModelConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.regression import RegressionSet
 from rlhf_core.config.resources import Executor, ResourcesConfig
+from rlhf_core.config.sample import SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.pipeline import STAGES, StageName
 
@@ -231,7 +232,11 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """The base model."""
 
-    path: UserPath | None = content(None, "Local folder or Hugging Face id; null: `tiny`, from scratch")
+    path: UserPath | None = content(
+        None,
+        "Local folder, Hugging Face id, or a [reference](rounds.md#references) such as `champion:NAME`; null:"
+        " `tiny`, from scratch",
+    )
     revision: str | None = content(None, "Commit of a hub model")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = result(
         "sdpa",
@@ -366,6 +371,9 @@ class PipelineConfig(Section):
     reward: RewardConfig = result(RewardConfig(), "Reward model")
     dpo: DPOConfig = result(DPOConfig(), "DPO, for comparison with PPO")
     ppo: PPOConfig = result(PPOConfig(), "PPO")
+    sample: SampleConfig | None = result(
+        None, "Answers of the policy to training prompts, as data of a next round; null: none"
+    )
     evaluate: EvaluateConfig = result(EvaluateConfig(), "Evaluation")
     register_: RegisterConfig = result(RegisterConfig(), "Model registry", alias="register")
 

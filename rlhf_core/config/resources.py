@@ -94,6 +94,7 @@ class ResourcesConfig(Section):
     judge: StageResources = execution(StageResources(), "Of the stage `judge`")
     dpo: StageResources = execution(StageResources(), "Of the stage `dpo`")
     ppo: StageResources = execution(StageResources(), "Of the stage `ppo`")
+    sample: StageResources = execution(StageResources(), "Of the stage `sample`")
     evaluate: StageResources = execution(StageResources(), "Of the stage `evaluate`")
     register_: StageResources = execution(StageResources(), "Of the stage `register`", alias="register")
 

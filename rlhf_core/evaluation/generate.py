@@ -1,9 +1,9 @@
-"""Sample responses to held-out prompts with vLLM engines: one in this process, several as Ray actors."""
+"""Sample responses to prompts with vLLM engines: one in this process, several as Ray actors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
@@ -16,6 +16,22 @@ from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
 
 _ADAPTER_ID = 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled."""
+
+    temperature: float
+    answers: int = 1
+    """Responses to each prompt."""
+    purpose: str = "evaluate"
+    """Name from which the seeds are derived, so that different uses have different random numbers."""
+
+    @classmethod
+    def of_evaluation(cls, config: PipelineConfig) -> Sampling:
+        """Return one response per prompt at the temperature of the evaluation."""
+        return cls(config.evaluation_temperature)
 
 
 def responses_of(
@@ -70,7 +86,15 @@ def responses_to_sets(
         def report(done: int, before: int = before) -> None:
             context.progress("evaluate", before + done, total, "responses")
 
-        found = _sample_sets(config, files, list(sets.values()), device=device, done=report, context=context)
+        found = _sample_sets(
+            config,
+            files,
+            list(sets.values()),
+            Sampling.of_evaluation(config),
+            device=device,
+            done=report,
+            context=context,
+        )
         responses[name] = {
             each: reward_inputs(decode, prompts, rollouts)
             for (each, prompts), rollouts in zip(sets.items(), found, strict=True)
@@ -87,25 +111,28 @@ def sample_responses(
     device: str,
     done: Callable[[int], None],
     context: StageContext | None = None,
+    sampling: Sampling | None = None,
 ) -> list[Rollout]:
-    """Return one response per prompt (n,), in the order of the prompts.
+    """Return the responses to (n,) prompts, in the order of the prompts: (n * answers,).
 
     A single engine runs in this process, several (`evaluate.engines`) or those of a cluster in actors.
 
-    The temperature is `config.evaluation_temperature`, which depends on the sections `evaluate` and `ppo`: a
-    stage that calls this function needs both in its `sections`. The seed of a response depends only on the
-    prompt, so that all models use the same random numbers. The engine is shut down at the end, also after an
-    error.
+    Without `sampling`, there is one response per prompt and the temperature is
+    `config.evaluation_temperature`, which depends on the sections `evaluate` and `ppo`: a stage that calls
+    this function then needs both in its `sections`. The seed of a response depends only on the prompt, so
+    that all models use the same random numbers. The engine is shut down at the end, also after an error.
 
     Args:
         config: Configuration of the run.
         files: Files of the model.
-        prompts: (n,) held-out prompts.
+        prompts: (n,) prompts.
         device: Device of the engine.
         done: Is called after each batch with the number of responses so far.
         context: Of the stage, for actors; None outside a stage.
+        sampling: Temperature and number of responses; None: those of the evaluation.
     """
-    [rollouts] = _sample_sets(config, files, [prompts], device=device, done=done, context=context)
+    sampling = sampling or Sampling.of_evaluation(config)
+    [rollouts] = _sample_sets(config, files, [prompts], sampling, device=device, done=done, context=context)
     return rollouts
 
 
@@ -113,27 +140,29 @@ def _sample_sets(
     config: PipelineConfig,
     files: PolicyFiles,
     sets: Sequence[Sequence[PromptExample]],
+    sampling: Sampling,
     *,
     device: str,
     done: Callable[[int], None],
     context: StageContext | None,
 ) -> list[list[Rollout]]:
     if needs_actors(config.evaluate.engines):
-        return _sample_on_actors(config, files, sets, device=device, done=done, context=context)
-    return _sample_here(config, files, sets, device=device, done=done)
+        return _sample_on_actors(config, files, sets, sampling, device=device, done=done, context=context)
+    return _sample_here(config, files, sets, sampling, device=device, done=done)
 
 
 def _sample_on_actors(
     config: PipelineConfig,
     files: PolicyFiles,
     sets: Sequence[Sequence[PromptExample]],
+    sampling: Sampling,
     *,
     device: str,
     done: Callable[[int], None],
     context: StageContext | None,
 ) -> list[list[Rollout]]:
     report = done
-    count = sum(map(len, sets))
+    count = sampling.answers * sum(map(len, sets))
 
     def progress(task: str, done: int, total: int, unit: str, **metrics: float) -> None:
         # The other engines are about as far as the first.
@@ -146,17 +175,29 @@ def _sample_on_actors(
         config,
         files,
         sets,
+        sampling,
         rank_zero=None if context is None else replace(context, progress=progress),
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
         config=config,
         monitor=None if context is None else context.monitor,
     )
-    # Prompt i of a set was in share i modulo the number of engines.
     return [
-        [shares[i % len(shares)][index][i // len(shares)] for i in range(len(prompts))]
+        _in_order([share[index] for share in shares], len(prompts), sampling.answers)
         for index, prompts in enumerate(sets)
     ]
+
+
+def _in_order(shares: Sequence[Sequence[Rollout]], prompts: int, answers: int) -> list[Rollout]:
+    """Return the responses of all engines in the order of the prompts.
+
+    Prompt i was in share i modulo the number of engines.
+    """
+    found: list[Rollout] = []
+    for i in range(prompts):
+        start = i // len(shares) * answers
+        found += shares[i % len(shares)][start : start + answers]
+    return found
 
 
 def _sample_share(
@@ -164,6 +205,7 @@ def _sample_share(
     config: PipelineConfig,
     files: PolicyFiles,
     sets: Sequence[Sequence[PromptExample]],
+    sampling: Sampling,
     context: StageContext | None,
 ) -> list[list[Rollout]]:
     """Sample the share of one engine in its own process."""
@@ -171,22 +213,24 @@ def _sample_share(
 
     def done(count: int) -> None:
         if context is not None:
-            context.progress("engine", count, sum(map(len, shares)), "responses")
+            context.progress("engine", count, sampling.answers * sum(map(len, shares)), "responses")
 
-    return _sample_here(config, files, shares, device=rank.device, done=done)
+    return _sample_here(config, files, shares, sampling, device=rank.device, done=done)
 
 
 def _sample_here(
     config: PipelineConfig,
     files: PolicyFiles,
     sets: Sequence[Sequence[PromptExample]],
+    sampling: Sampling,
     *,
     device: str,
     done: Callable[[int], None],
 ) -> list[list[Rollout]]:
     from rlhf_core.engines.vllm import Engine
 
-    seed = derive_seed(config.run.seed, "evaluate")
+    seed = derive_seed(config.run.seed, sampling.purpose)
+    at_once = max(1, config.ppo.engine.max_num_seqs // sampling.answers)
     heartbeat("start an engine", config.run.timeouts.start)
     try:
         engine = Engine(
@@ -207,14 +251,17 @@ def _sample_here(
     try:
         for prompts in sets:
             found.append([])
-            for start in range(0, len(prompts), config.ppo.engine.max_num_seqs):
-                batch = prompts[start : start + config.ppo.engine.max_num_seqs]
+            for start in range(0, len(prompts), at_once):
+                batch = prompts[start : start + at_once]
                 found[-1] += engine.generate(
                     batch,
-                    n=1,
+                    n=sampling.answers,
                     max_new_tokens=config.ppo.max_new_tokens,
-                    temperature=config.evaluation_temperature,
-                    seeds=[derive_seed(config.run.seed, "evaluate", prompt.prompt_id, 0) for prompt in batch],
+                    temperature=sampling.temperature,
+                    seeds=[
+                        derive_seed(config.run.seed, sampling.purpose, prompt.prompt_id, 0)
+                        for prompt in batch
+                    ],
                     policy_version=0,
                     adapter=None if files.adapter is None else _ADAPTER_ID,
                 )

@@ -49,7 +49,7 @@ def rule_sources(config: PipelineConfig) -> tuple[AnyReward, ...]:
     )
 
 
-def has_gold(prompts: Sequence[PromptExample]) -> bool:
+def has_gold(prompts: Sequence[PromptExample | RewardInput]) -> bool:
     """Return whether every prompt belongs to the synthetic task, whose true reward is known."""
     return bool(prompts) and all(parse_prompt(prompt.prompt) is not None for prompt in prompts)
 
@@ -174,6 +174,26 @@ def score_rules(
     """
     with RewardComposer(sources, reward_code, replies=Home.of(config.run.home).judge) as composer:
         return composer.score(samples, None)
+
+
+def score_as_ppo(
+    config: PipelineConfig,
+    samples: Sequence[RewardInput],
+    model_scores: Sequence[float] | None,
+    reward_code: Mapping[str, str] | None = None,
+) -> list[float]:
+    """Return the (n,) scores that PPO would give, as one batch and without penalties and KL. NaN where a
+    source failed and its failure is masked.
+
+    Args:
+        config: Configuration of the run.
+        samples: (n,) prompts and responses.
+        model_scores: (n,) scores of the reward model; None without one.
+        reward_code: As in `RewardComposer`.
+    """
+    ppo, replies = config.ppo, Home.of(config.run.home).judge
+    with RewardComposer(ppo.rewards, reward_code, score_clip=ppo.score_clip, replies=replies) as composer:
+        return composer.score(samples, model_scores).total
 
 
 def score_gold(samples: Sequence[RewardInput]) -> list[float]:

@@ -72,7 +72,7 @@ def check_chat_service(config: PipelineConfig, settings: ChatServiceConfig, fiel
     """Check the key of a language model's server, if a stage that asks it runs here, and its host."""
     stages: tuple[StageName, ...] = ("evaluate", "register")
     if field.startswith("ppo."):
-        stages = ("ppo", *stages)
+        stages = ("ppo", "sample", *stages)
     if "local" in map(config.run.executor_of, stages):
         try:
             api_key(settings, field)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
@@ -12,6 +12,7 @@ from rlhf_core.errors import ConfigError, InputError, checking, guarded
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.preflight import check
 from rlhf_core.run.executors.check import check_executors
+from rlhf_core.run.references import resolve
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
 
@@ -26,6 +27,8 @@ class CheckedConfig:
     path: str
     """The file that it was loaded from, as it was given; `python` for a configuration made in a program."""
     overrides: tuple[str, ...] = ()
+    reference_tags: Mapping[str, str] = field(default_factory=dict)
+    """Tags of the MLflow run that say what references stood for, see `Resolved.tags`."""
 
 
 _CHECKED: contextvars.ContextVar[CheckedConfig | None] = contextvars.ContextVar(
@@ -47,9 +50,9 @@ def check_config(path: str, overrides: Sequence[str], *, retry_store: bool = Fal
         StoreUnavailable: The store does not answer.
     """
     with checking(path):
-        config = load_config(path, overrides)
-        warnings = probe(config, path, retry_store=retry_store)
-    return CheckedConfig(config, tuple(warnings), path, tuple(overrides))
+        resolved = resolve(load_config(path, overrides))
+        warnings = probe(resolved.config, path, retry_store=retry_store)
+    return CheckedConfig(resolved.config, tuple(warnings), path, tuple(overrides), resolved.tags)
 
 
 def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> list[str]:

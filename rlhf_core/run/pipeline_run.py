@@ -327,7 +327,7 @@ def open_run(
 
 def _tags(checked: CheckedConfig) -> dict[str, str]:
     """Return the tags of the MLflow run that say what made it."""
-    tags = {"rlhf.config": checked.path, **origin_tags(checked.path, versions())}
+    tags = {"rlhf.config": checked.path, **checked.reference_tags, **origin_tags(checked.path, versions())}
     if checked.warnings:
         tags["rlhf.warnings"] = "\n".join(checked.warnings)[:_MAX_TAG_LENGTH]
     return tags

@@ -37,6 +37,7 @@ from rlhf_core.planning.speed import (
     optimizer_step_time,
     step_time,
 )
+from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def make_plan(
         config = load_config(config_path, overrides)
         if gpus is not None and config.run.device == "auto":
             config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA
+        if model_config is None:
+            config = resolve(config, only_model=True).config
     hardware = _hardware(config, gpus, link, host_memory_gib)
     with checking(model_config or "model.path"):
         shape = _shape(config, model_config)

@@ -70,31 +70,47 @@ def open_registry(home: str) -> Mlflow:
 
     Raises InputError if the folder has no database of MLflow.
     """
-    config = PipelineConfig.model_validate({"run": {"home": str(Home.of(home).path)}})
+    return registry_of(
+        PipelineConfig.model_validate({"run": {"home": str(Home.of(home).path)}}), field="--home"
+    )
+
+
+def registry_of(config: PipelineConfig, field: str = "run.home") -> Mlflow:
+    """Return the registry of a configuration.
+
+    Raises InputError, which names `field`, if the database of MLflow does not exist.
+    """
     mlflow = open_tracking(config).mlflow
     database = sqlite_path(mlflow.uri)
     if database is not None and not database.is_file():
         raise InputError(
-            f"--home: there is no database of MLflow at {database}; name the folder of the runs, or set"
+            f"{field}: there is no database of MLflow at {database}; name the folder of the runs, or set"
             " MLFLOW_TRACKING_URI"
         )
     return mlflow
 
 
 def open_policy(address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:
-    """Find a registered policy and verify its files.
+    """Find a registered policy in the registry of `open_registry`; see `load_policy`."""
+    return load_policy(open_registry(home), address, home, endpoint)
+
+
+def find_artifacts(
+    mlflow: Mlflow, address: str, home: str, endpoint: str | None = None
+) -> tuple[ModelVersion, ArtifactStore]:
+    """Return a version of a registered model, and the store with its artifacts.
 
     Args:
+        mlflow: The registry.
         address: `NAME` for the champion, or `NAME@` and an alias or the number of a version.
-        home: Folder with the database of MLflow, and for copies of artifacts from a bucket.
+        home: Folder for copies of artifacts from a bucket.
         endpoint: URL of an S3-compatible server.
 
     Raises:
-        InputError: There is no such version, it was revoked, or its artifacts are not in the store.
-        CorruptArtifact: Its files are not those that were registered.
+        InputError: There is no such version, it was revoked, or this pipeline did not register it.
     """
     name, _, wanted = address.partition("@")
-    version = find_version(open_registry(home), name, wanted or CHAMPION)
+    version = find_version(mlflow, name, wanted or CHAMPION)
     if REVOKED in version.tags:
         raise InputError(
             f"version {version.version} of {name} was revoked: {version.tags[REVOKED]}; choose another one"
@@ -105,7 +121,18 @@ def open_policy(address: str, home: str, endpoint: str | None = None) -> Registe
             f"version {version.version} of {name} was not registered by this pipeline: its source is"
             f" {version.source}; choose another one"
         )
-    artifacts = ArtifactStore(Store(source["store"], endpoint), Home.of(home).cache)
+    return version, ArtifactStore(Store(source["store"], endpoint), Home.of(home).cache)
+
+
+def load_policy(mlflow: Mlflow, address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:
+    """Find a registered policy and verify its files. Arguments as for `find_artifacts`.
+
+    Raises:
+        InputError: There is no such version, it was revoked, or its artifacts are not in the store.
+        CorruptArtifact: Its files are not those that were registered.
+    """
+    name = address.partition("@")[0]
+    version, artifacts = find_artifacts(mlflow, address, home, endpoint)
     folder = _fetch(artifacts, "ppo", version)
     weights = weights_sha256(folder / "policy")
     if weights != version.tags.get(WEIGHTS):

@@ -31,10 +31,11 @@ def summarize(
     """Return the content of `summary.json`. Values that a stage did not measure are left out.
 
     seconds                                     of the whole command, from the start of its process
-    stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
+    stages.<name>.{seconds,reused,key,artifact,metrics}  artifact: its address in the store
     stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint), reused; null: unknown
     reward.accuracy                             held-out accuracy of the reward model
     reward.accuracy_exchanged                   the same with the prompts of the pairs exchanged
+    sample.{pairs,best}                         rows of the files of the stage sample
     evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}
                                                 if a true reward exists; the same for reward_model and
                                                 rules/<name>; difference: paired by prompt, policy minus SFT
@@ -64,6 +65,7 @@ def summarize(
                 "reused": record.reused,
                 "how": record.how,
                 "made_in_seconds": _made_in(record),
+                "key": record.ref.key,
                 "artifact": record.ref.uri,
                 "metrics": dict(record.ref.metrics),
             }
@@ -76,6 +78,9 @@ def summarize(
         summary["reward"] = {
             name: found[name] for name in ("accuracy", "accuracy_exchanged") if name in found
         }
+    if "sample" in records:
+        found = records["sample"].ref.metrics
+        summary["sample"] = {name: int(found.get(name, 0)) for name in ("pairs", "best")}
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
     if "register" in records:
@@ -154,6 +159,10 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("reward model, held-out accuracy", f"{summary['reward']['accuracy']:.3f}"))
         if "accuracy_exchanged" in summary["reward"]:
             rows.append(("the same, prompts exchanged", f"{summary['reward']['accuracy_exchanged']:.3f}"))
+    if "sample" in summary:
+        rows.append(
+            ("sampled pairs, demonstrations", f"{summary['sample']['pairs']}, {summary['sample']['best']}")
+        )
     evaluation = summary.get("evaluate", {})
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:

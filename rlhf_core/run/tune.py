@@ -29,6 +29,7 @@ from rlhf_core.planning.search import Split
 from rlhf_core.run.checks import CheckedConfig, probe
 from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.plan import make_plan
+from rlhf_core.run.references import resolve
 from rlhf_core.run.stage_runner import make_with_retries
 from rlhf_core.testing.context import RecordingMetrics, stage_context
 from rlhf_core.types import ArtifactRef
@@ -88,6 +89,8 @@ def tune(config_path: str | Path, overrides: Sequence[str], out: Path) -> Tuned:
     if not out.absolute().parent.is_dir():
         raise InputError(f"--out: its folder must exist; got {out}; create the folder")
     config = load_config(config_path, overrides)
+    given = overrides
+    overrides = [*given, *resolve(config).overrides]
     # A name of its own: the summary and the MLflow run of the configuration stay as they are. Keys of stages
     # do not contain the name, so finished stages are reused.
     named = load_config(config_path, [*overrides, f"run.name={config.run.name}-tune"])
@@ -111,7 +114,7 @@ def tune(config_path: str | Path, overrides: Sequence[str], out: Path) -> Tuned:
     if not measured:
         raise InputError(f"{config_path}: no candidate of ppo runs; {trials[0].label}: {trials[0].problem}")
     best = min(measured, key=lambda trial: trial.seconds or 0.0)
-    tree = overridden(config_path, [*overrides, *best.changes])
+    tree = overridden(config_path, [*given, *best.changes])
     out.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     return Tuned(tuple(trials), best, out)
 

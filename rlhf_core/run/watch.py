@@ -22,6 +22,7 @@ from rlhf_core.data.sources import count_rows, pinned, source_marks
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.external_inputs import reward_code_digests
 from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.run.references import resolve
 from rlhf_core.tracking.mlflow_client import describe_failure
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef
@@ -69,7 +70,7 @@ class Watch:
 
     def __init__(self, config: PipelineConfig, run: str = "") -> None:
         """Look at the sources. `run` is the id of the flow run, which continues its own retraining."""
-        self.config = pinned(config)
+        self.config = pinned(resolve(config).config)
         self._run = run
         self._model = config.registered_model
         self._tag = _STATE + pipeline_key(config, {})

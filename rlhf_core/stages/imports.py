@@ -23,10 +23,11 @@ _MODULES: dict[StageName, tuple[str, ...]] = {
     "judge": (*_TRAINING, *_SCORING, *_PLOTS),
     "dpo": _TRAINING,
     "ppo": ("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet", "ray"),
+    "sample": ("pyarrow.parquet", *_SCORING),
     "evaluate": ("pyarrow.parquet", *_SCORING, *_PLOTS, "rlhf_core.evaluation.report"),
     "register": (),
 }
-_WITH_MODEL: tuple[StageName, ...] = ("sft", "reward", "judge", "dpo", "evaluate")
+_WITH_MODEL: tuple[StageName, ...] = ("sft", "reward", "judge", "dpo", "sample", "evaluate")
 
 
 def import_for(stage: StageName, config: PipelineConfig) -> None:
@@ -39,6 +40,6 @@ def import_for(stage: StageName, config: PipelineConfig) -> None:
         modules.append("transformers.models.llama.modeling_llama")
     for module in modules:
         importlib.import_module(module)
-    if stage == "evaluate":
+    if stage in ("sample", "evaluate"):
         device = "cuda" if runs_on_gpu(config) else "cpu"
         import_vllm(config.ppo.engine, device, config.model.tiny.vocab_size if tiny else None)

@@ -185,6 +185,33 @@ class ArtifactStore:
             f"The artifact {ref.kind}/{ref.key} {problem}; the same command makes it again."
         )
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the artifacts are on this machine's disks."""
+        return self._store.is_local
+
+    def address(self, ref: ArtifactRef, path: str, *, local: bool = False) -> str:
+        """Return the address of a file or folder of an artifact: a verified local path, or in a bucket its
+        s3:// address.
+
+        Raises InputError if the artifact does not have it, and CorruptArtifact if it is damaged or gone.
+
+        Args:
+            ref: The artifact.
+            path: Relative to the artifact's folder.
+            local: Download the artifact if it is in a bucket.
+        """
+        manifest = self._read(ref.kind, ref.key)
+        names = [entry.path for entry in manifest.files] if manifest is not None else []
+        if not any(name == path or name.startswith(f"{path}/") for name in names):
+            raise InputError(
+                f"the artifact {ref.kind}/{ref.key} has no {path[:200]!r}; it has"
+                f" {', '.join(names[:20]) or 'no files'}; name one of them"
+            )
+        if local or self.is_local:
+            return str(self.fetch(ref) / path)
+        return f"{ref.uri}/{path}"
+
     def config(self, ref: ArtifactRef) -> Mapping[str, Any]:
         """Return the configuration of the run that made it. Raises CorruptArtifact if it is gone."""
         manifest = self._read(ref.kind, ref.key)

@@ -4,6 +4,7 @@
   promise
 - the secrets in its environment are found nowhere afterwards
 - typed again, every stage is reused and nothing changes
+- samples of the policy are the data of a second round, by their references
 - the PPO trajectory (reward, KL, losses, gradient norms per step) is the pinned one
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.load import load_config
+from rlhf_core.data.dataset import load_prompts
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from tests.support import secret_search
@@ -107,11 +109,11 @@ class Golden:
             home, f"store.url={url}", folder=self.folder, TMPDIR=str(temporary)
         )
 
-    def fetch(self, stage: str) -> Path:
-        """The verified artifact folder of a stage."""
+    def fetch(self, stage: str, summary: dict[str, Any] | None = None) -> Path:
+        """The verified artifact folder of a stage, of this run or of the one with `summary`."""
         config = load_config(ASSETS / "tiny.yaml", [f"run.home={self.home}", f"store.url={self.url}"])
         store = ArtifactStore(Store(config.store_url, config.store.endpoint), cache=self.home / "cache")
-        address: str = self.summary["stages"][stage]["artifact"]
+        address: str = (summary or self.summary)["stages"][stage]["artifact"]
         key = address.split(f"artifacts/{stage}/")[1].split("/")[0]
         ref = store.find(stage, key)  # type: ignore[arg-type]
         assert ref is not None
@@ -255,3 +257,37 @@ def test_typed_again_every_stage_is_reused_and_nothing_changes(golden: Golden) -
     assert summary["mlflow_run_id"] == golden.summary["mlflow_run_id"]
     # The aim is 20 s on an idle machine; a shared one may be half as fast.
     assert seconds < 40
+
+
+def test_samples_of_the_policy_are_the_data_of_a_second_round(golden: Golden) -> None:
+    """The first round up to `sample`, and the data of the second one. The store is a bucket."""
+    from mlflow import MlflowClient
+
+    settings = (f"store.url={golden.url}", "sample={answers: 3, prompts: 40}")
+    first, _, _ = _run(golden.home, *settings, "--until", "sample")
+    assert [name for name, stage in first["stages"].items() if not stage["reused"]] == ["sample"]
+    samples, counts = golden.fetch("sample", first), first["sample"]
+    best, pairs = (
+        [json.loads(line) for line in (samples / name).read_text().splitlines()]
+        for name in ("best.jsonl", "pairs.jsonl")
+    )
+    assert counts == {"best": len(best), "pairs": len(pairs)} and 0 < len(pairs) <= len(best) <= 40
+    training = {prompt.prompt for prompt in load_prompts(golden.fetch("data"), "train")}
+    assert {row["prompt"] for row in best} <= training
+    metrics = first["stages"]["sample"]["metrics"]
+    assert metrics["gold_mean"] < metrics["gold_best"] or metrics["score_mean"] < metrics["score_best"]
+
+    artifact = f"artifact://sample/{first['stages']['sample']['key']}"
+    added = (f"data.sft.1.path={artifact}/best.jsonl", f"data.preference.1.path={artifact}/pairs.jsonl")
+    second, _, _ = _run(golden.home, *settings, *added, "--until", "data")
+    assert second["pipeline_key"] != first["pipeline_key"]
+    rows = {
+        name: second["stages"]["data"]["metrics"][name] - first["stages"]["data"]["metrics"][name]
+        for name in ("data/sft_read", "data/pairs_read", "data/sft_eval", "data/pairs_eval")
+    }
+    assert rows == {
+        "data/sft_read": len(best), "data/pairs_read": len(pairs), "data/sft_eval": 0, "data/pairs_eval": 0
+    }  # fmt: skip
+    client = MlflowClient(f"sqlite:///{golden.home}/mlflow.db")
+    tags = client.get_run(second["mlflow_run_id"]).data.tags
+    assert tags["rlhf.reference.data.sft.1.path"].startswith(f"{artifact}/best.jsonl = artifact sample/")

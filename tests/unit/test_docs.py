@@ -26,7 +26,7 @@ PAGES = sorted(
     path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern)
 )
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-NEED_ARGUMENTS = ("run", "plan", "serve-reward", "rollback", "promote", "serve", "chat", "publish")
+NEED_ARGUMENTS = ("run", "rounds", "plan", "serve-reward", "rollback", "promote", "serve", "chat", "publish")
 REFUSED_ON_PURPOSE = "sft.optimzer"
 """The README shows the message for this misspelled field."""
 

@@ -24,7 +24,7 @@ from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, roundings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, locate, variants
-from rlhf_core.pipeline import STAGES
+from rlhf_core.pipeline import STAGES, StageName
 
 
 def _keys(tree: dict[str, Any], sources: dict[str, str] | None = None) -> dict[str, str]:
@@ -46,7 +46,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
     [
         ({"sft": {"epochs": 7}}, {"sft"}),
         ({"reward": {"center": 0.1}}, {"reward", "judge"}),
-        ({"ppo": {"lam": 0.9}}, {"ppo", "evaluate"}),
+        ({"ppo": {"lam": 0.9}}, {"ppo", "sample", "evaluate"}),
         ({"ppo": {"checkpoint_every": 3, "engine": {"max_restarts": 0}, "max_kl": 50.0}}, set()),
         (
             {
@@ -60,7 +60,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
             {"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}},
             set(),
         ),
-        ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "evaluate"}),
+        ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "sample", "evaluate"}),
         ({"run": {"retries": 7}}, set()),
         (
             {"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}},
@@ -70,6 +70,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"reward": {"judge": {}}}, {"reward", "judge", "dpo"}),
         ({"reward": {"ensemble": {}}}, {"reward", "judge"}),
         ({"sft": {"early_stop": {"every": 9}}}, {"sft"}),
+        ({"sample": {}}, {"sample"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )
@@ -84,6 +85,7 @@ EVERYTHING = {
     "drift": {},
     "reward": {"lora": {}, "early_stop": {}, "judge": {}, "ensemble": {}},
     "dpo": {"enabled": True, "lora": {}},
+    "sample": {},
     "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
     "ppo": {
         "algorithm": "grpo",
@@ -155,7 +157,8 @@ SECTIONS = {
     "sft": {"sft"},
     "reward": {"reward", "judge"},
     "dpo": {"dpo"},
-    "ppo": {"ppo", "evaluate"},
+    "ppo": {"ppo", "sample", "evaluate"},
+    "sample": {"sample"},
     "evaluate": {"evaluate"},
     "register": {"register"},
 }
@@ -257,12 +260,17 @@ def test_device_auto_has_the_key_of_the_resolved_device(monkeypatch: pytest.Monk
     assert not set(_keys({"run": {"device": "auto"}}).values()) & set(fixed.values())
 
 
-def test_a_pipeline_key_has_the_judge_only_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, judged = PipelineConfig(), PipelineConfig.model_validate({"reward": {"judge": {}}})
-    before = pipeline_key(plain, {}), pipeline_key(judged, {})
-    monkeypatch.setitem(STAGES, "judge", replace(STAGES["judge"], version=99))
+@pytest.mark.parametrize(
+    ("stage", "tree"), [("judge", {"reward": {"judge": {}}}), ("sample", {"sample": {}})]
+)
+def test_a_pipeline_key_has_a_later_stage_only_if_it_is_enabled(
+    stage: StageName, tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, enabled = PipelineConfig(), PipelineConfig.model_validate(tree)
+    before = pipeline_key(plain, {}), pipeline_key(enabled, {})
+    monkeypatch.setitem(STAGES, stage, replace(STAGES[stage], version=99))
     assert pipeline_key(plain, {}) == before[0]
-    assert pipeline_key(judged, {}) != before[1]
+    assert pipeline_key(enabled, {}) != before[1]
 
 
 def test_every_section_that_a_stage_names_is_in_the_pipeline_key() -> None:

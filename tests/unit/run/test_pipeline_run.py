@@ -81,7 +81,7 @@ def test_learning_rate_of_ppo_changes_keys_of_ppo_and_evaluate(
         keys(pipeline(tmp_path, ppo={"policy": {"learning_rate": 3e-6}})),
     )
     # `register` follows through the digests of its inputs, which are equal here.
-    assert [stage for stage in STAGES if before[stage] != after[stage]] == ["ppo", "evaluate"]
+    assert [stage for stage in STAGES if before[stage] != after[stage]] == ["ppo", "sample", "evaluate"]
 
 
 def test_another_timeout_or_retry_count_changes_no_key(tmp_path: Path) -> None:
@@ -233,6 +233,7 @@ def test_the_summary_has_the_documented_fields() -> None:
     assert summary["stages"]["data"]["reused"] is True
     assert summary["stages"]["ppo"]["seconds"] == 60.0
     assert summary["stages"]["ppo"]["artifact"] == "/store/ppo"
+    assert summary["stages"]["ppo"]["key"] == "b" * 16
     assert summary["reward"] == {"accuracy": 0.9, "accuracy_exchanged": 0.6}
     assert ("the same, prompts exchanged", "0.600") in results(summary)
     assert summary["evaluate"]["gold_reward"]["ppo"] == {"mean": 1.1, "low": 1.0, "high": 1.2}
@@ -240,6 +241,14 @@ def test_the_summary_has_the_documented_fields() -> None:
     assert summary["evaluate"]["kl"] == 3.5
     assert summary["weights_sha256"] == "abc"
     assert summary["mlflow_run_id"] == "m1"
+
+
+def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
+    made = {"sample": StageRecord(ref("sample", pairs=7.0, best=9.0), 1.0, False)}
+    summary = summarize(made, 1.0, IDENTITY)  # type: ignore[arg-type]
+    assert summary["sample"] == {"pairs": 7, "best": 9}
+    assert ("sampled pairs, demonstrations", "7, 9") in results(summary)
+    assert "sample" not in summarize({}, 1.0, IDENTITY)
 
 
 def test_result_table_names_judge_and_paired_difference() -> None:

@@ -1,0 +1,65 @@
+"""The command `rlhf rounds`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+log = logging.getLogger(__name__)
+
+
+def add_rounds_command(
+    commands: Any,
+    add_command: Callable[..., argparse.ArgumentParser],
+    add_config: Callable[[argparse.ArgumentParser, str], None],
+) -> None:
+    """Add the command to the parser, with functions of `flows.cli`."""
+    text = "run the pipeline several times, each time with samples of the policies before"
+    example = "rlhf rounds deployments/configs/demo.yaml --rounds 3 sample.answers=8"
+    sub = add_command(commands, "rounds", text, _rounds, example)
+    add_config(sub, "sample.answers=8")
+    sub.add_argument("--rounds", type=int, default=2, help="number of rounds (default: %(default)s)")
+
+
+def _rounds(arguments: argparse.Namespace) -> int:
+    from flows.start import with_prefect
+    from rlhf_core.config.load import load_config
+    from rlhf_core.run.checks import check_config, reuse_check
+    from rlhf_core.run.logs import set_up_logging
+    from rlhf_core.run.rounds import check_rounds, round_overrides
+    from rlhf_core.system.home import Home
+
+    check_rounds(arguments.rounds)
+    given = tuple(arguments.overrides)
+    first = round_overrides(load_config(arguments.config, given), ())
+    checked = check_config(arguments.config, (*given, *first))
+    reuse_check(checked)
+    console = set_up_logging(Home.of(checked.config.run.home))
+    log.info("%s, seed %d: %d rounds", checked.config.run.name, checked.config.run.seed, arguments.rounds)
+    return with_prefect(checked.config, lambda: _run(arguments.config, given, arguments.rounds, console))
+
+
+def _run(config: str, overrides: Sequence[str], number: int, console: Console) -> int:
+    from flows.rounds import rounds
+    from rlhf_core.run.display import Bars, Lines, show_with
+    from rlhf_core.run.rounds import rounds_table
+
+    display = Bars(console) if console.is_terminal else Lines()
+    show_with(display)
+    try:
+        summaries = rounds(config=config, number=number, overrides=tuple(overrides))
+    finally:
+        display.close()
+    from rich.console import Console
+
+    Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(summaries))
+    for summary in summaries:
+        if "report" in summary["where"]:
+            print(f"report of {summary['run']}: {summary['where']['report']}")
+    return 0

@@ -1,0 +1,52 @@
+"""Prefect for a command: the server that PREFECT_API_URL names, or one that lives as long as the command."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.system.home import Home
+
+log = logging.getLogger(__name__)
+
+
+def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
+    """Return the result of `call`, which imports and runs a flow, with a server of Prefect that answers.
+
+    Args:
+        config: Checked configuration.
+        call: Must import Prefect itself, because settings are made before.
+    """
+    from flows.external import external_prefect_url, prefect_responds
+    from flows.isolated import isolate_prefect
+    from flows.prefect_server import EmbeddedPrefect
+    from flows.servers import use_auth_string
+    from rlhf_core.run.environment import past_proxies
+    from rlhf_core.system.environment import NO_TELEMETRY
+
+    home = Home.of(config.run.home)
+    os.environ.update(past_proxies())
+    url = external_prefect_url()
+    if url is not None:
+        use_auth_string(home, url)
+        if prefect_responds(url):
+            os.environ.update(NO_TELEMETRY)
+            isolate_prefect()
+            return call()
+        log.warning(
+            "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown"
+            " there",
+            url,
+        )
+
+    server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import
+    isolate_prefect()
+    # The import of Prefect takes about as long as the start of its server, so both happen at the same time.
+    import flows.rlhf  # noqa: F401
+    from rlhf_core.tracking.tracker import open_tracking
+
+    open_tracking(config).warm_up()
+    server.wait()
+    return call()

@@ -1,0 +1,41 @@
+"""Section `sample`: answers of the policy to training prompts, as the data of a next round."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlhf_core.config.base import (
+    TEMPERATURE,
+    FiniteFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Section,
+    result,
+)
+
+
+class SampleConfig(Section):
+    """Several answers of the policy to each training prompt: the best ones as demonstrations, the best and
+    the worst one as pairs.
+    """
+
+    answers: PositiveInt = result(
+        4, "Answers to each prompt", within=Range(2, 1024, "a pair needs two, and all are held in memory")
+    )
+    prompts: PositiveInt | None = result(
+        None, "Training prompts, at equal distances; null or more than there are: all"
+    )
+    temperature: PositiveFloat | None = result(
+        None, "Sampling temperature; null: ppo.temperature", within=TEMPERATURE
+    )
+    judge: Literal["reward", "judge_model"] = result(
+        "reward",
+        "Who scores the answers. `reward`: the rewards of PPO, with their weights; `judge_model`: the second"
+        " reward model (`reward.judge`)",
+    )
+    min_score: FiniteFloat | None = result(
+        None,
+        "The best answer to a prompt is no demonstration if its score is lower, for example 1 with a reward"
+        " of 0 or 1; null: it always is",
+    )

@@ -1,0 +1,282 @@
+"""References to what earlier runs made, in place of paths: resolved before stage keys are computed.
+
+    model.path      champion:NAME                           the champion of a registered model
+                    registry://NAME/VERSION                 another version, by its number or alias
+                    artifact://STAGE/KEY/FOLDER             a model folder in an artifact of the store
+    sources         registry://NAME/VERSION/STAGE/FILE      a file of the run that made a version
+                    artifact://STAGE/KEY/FILE               a file in an artifact of the store
+
+A reference becomes the local path of a verified copy, or for a source in a bucket its s3:// address. Stage
+keys contain digests of contents and no paths, so they change with the champion, and are the same otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.address import is_reference
+from rlhf_core.config.redact import shown
+from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import open_store
+from rlhf_core.system.home import Home
+from rlhf_core.tracking.champions import CHAMPION
+from rlhf_core.types import ArtifactRef
+
+if TYPE_CHECKING:
+    from rlhf_core.run.registered import RegisteredPolicy
+    from rlhf_core.tracking.mlflow_client import ModelVersion
+
+log = logging.getLogger(__name__)
+
+_MODEL = "model.path"
+_SETS = ("sft", "preference", "prompts")
+_KEY = re.compile(r"[0-9a-f]{16}")
+_NAME = re.compile(r"[\w.-]{1,100}")
+_FORMS_OF_MODELS = "champion:NAME, registry://NAME/VERSION or artifact://STAGE/KEY/FOLDER"
+_FORMS_OF_SOURCES = "artifact://STAGE/KEY/FILE or registry://NAME/VERSION/STAGE/FILE"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference and what it stands for now."""
+
+    field: str
+    """Field of the configuration, such as `data.sft.1.path`."""
+    text: str
+    """As written in the configuration."""
+    path: str
+    """Local path or s3:// address."""
+    origin: str
+    """What it stands for: `demo-policy version 3`, `artifact sample/0123456789abcdef`."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration without references."""
+
+    config: PipelineConfig
+    references: tuple[Reference, ...] = ()
+
+    @property
+    def overrides(self) -> list[str]:
+        """Overrides of the original configuration that have the same effect."""
+        return [f"{reference.field}={json.dumps(reference.path)}" for reference in self.references]
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Tags of the MLflow run: each reference and what it stood for."""
+        return {
+            f"rlhf.reference.{reference.field}": f"{reference.text} = {reference.origin}"
+            for reference in self.references
+        }
+
+
+def resolve(config: PipelineConfig, *, only_model: bool = False) -> Resolved:
+    """Return `config` with paths in place of references.
+
+    Args:
+        config: The configuration.
+        only_model: Resolve only `model.path`.
+
+    Raises:
+        ConfigError: Every reference that is malformed or leads nowhere.
+        CorruptArtifact: The files are not those that were stored.
+        InfrastructureError: MLflow does not answer.
+        StoreUnavailable: The store does not answer.
+    """
+    texts = {field: text for field, text in _addresses(config) if is_reference(text)}
+    if only_model:
+        texts = {field: text for field, text in texts.items() if field == _MODEL}
+    if not texts:
+        return Resolved(config)
+    resolver = _Resolver(config)
+    references = []
+    problems = []
+    for field, text in texts.items():
+        try:
+            reference = resolver.model(text) if field == _MODEL else resolver.source(field, text)
+        except InputError as error:
+            problems.append(f"{field}: {shown(text, limit=200)}: {error.message}")
+            continue
+        log.info("%s: %s is %s", field, text, reference.origin)
+        references.append(reference)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    paths = {reference.field: reference.path for reference in references}
+    return Resolved(_with_paths(config, paths), tuple(references))
+
+
+def _addresses(config: PipelineConfig) -> Iterator[tuple[str, str]]:
+    """Yield the address of the model and of each source with its field."""
+    if config.model.path is not None:
+        yield _MODEL, config.model.path
+    for name in _SETS:
+        for index, source in enumerate(getattr(config.data, name)):
+            yield f"data.{name}.{index}.path", source.path
+    for index, item in enumerate(config.evaluate.regression):
+        yield f"evaluate.regression.{index}.path", item.path
+
+
+def _with_paths(config: PipelineConfig, paths: dict[str, str]) -> PipelineConfig:
+    def replaced(field: str, sources: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            source.model_copy(update={"path": paths.get(f"{field}.{index}.path", source.path)})
+            for index, source in enumerate(sources)
+        )
+
+    sets = {name: replaced(f"data.{name}", getattr(config.data, name)) for name in _SETS}
+    regression = replaced("evaluate.regression", config.evaluate.regression)
+    model = {"path": paths.get(_MODEL, config.model.path)}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "data": config.data.model_copy(update=sets),
+            "evaluate": config.evaluate.model_copy(update={"regression": regression}),
+        }
+    )
+
+
+class _Resolver:
+    """Resolves the references of one configuration. InputErrors do not name the field."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+        self._home = Home.of(config.run.home)
+
+    def model(self, text: str) -> Reference:
+        """Return the model folder that `text` refers to."""
+        if self._config.model.revision is not None:
+            raise InputError("model.revision is a commit of a hub model; leave it out with a reference")
+        if text.startswith("artifact://"):
+            store = ArtifactStore(open_store(self._config), self._home.cache)
+            ref, folder = self._artifact(store, text, _FORMS_OF_MODELS)
+            path, is_local = store.address(ref, folder, local=True), store.is_local
+            origin = f"artifact {ref.kind}/{ref.key}"
+        else:
+            name, version = _policy(text)
+            policy = self._load_policy(name, version)
+            if policy.files.adapter is not None:
+                raise InputError(
+                    f"version {policy.version.version} of {name} is an adapter on its SFT model, and merged"
+                    " weights would be another policy than the one that was evaluated; train it in float32,"
+                    " or start from its base model"
+                )
+            path, is_local = str(policy.files.model), policy.artifacts.is_local
+            origin = f"{name} version {policy.version.version}"
+        if self._config.run.is_remote and not is_local:
+            raise InputError(
+                "the model is in a bucket, and stages on other machines (run.executor) need its folder; copy"
+                " it with `rlhf publish` to a folder that every host mounts, and name that"
+            )
+        return Reference(_MODEL, text, path, origin)
+
+    def source(self, field: str, text: str) -> Reference:
+        """Return the data file that `text` refers to."""
+        if text.startswith("artifact://"):
+            store = ArtifactStore(open_store(self._config), self._home.cache)
+            ref, file = self._artifact(store, text, _FORMS_OF_SOURCES)
+            return Reference(field, text, store.address(ref, file), f"artifact {ref.kind}/{ref.key}")
+        parts = text.removeprefix("registry://").split("/", 3)
+        if not text.startswith("registry://") or len(parts) < 4:
+            raise InputError(f"a source must be {_FORMS_OF_SOURCES}; correct it")
+        name, wanted, stage, file = parts
+        _check_parts(name, wanted)
+        stage_name = _stage(stage)
+        _check_file(file)
+        version, store = self._find_artifacts(name, wanted)
+        found = store.find_registered(stage_name, version.tags)
+        if found is None:
+            raise InputError(
+                f"version {version.version} of {name} has no artifact of stage {stage} in its store; choose"
+                " another stage or version"
+            )
+        origin = f"{name} version {version.version}, artifact {found.kind}/{found.key}"
+        return Reference(field, text, store.address(found, file), origin)
+
+    def _load_policy(self, name: str, version: str) -> RegisteredPolicy:
+        from rlhf_core.run.registered import load_policy, registry_of  # they import the evaluation
+
+        with _advice(version):
+            mlflow, store = registry_of(self._config), self._config.store
+            return load_policy(mlflow, f"{name}@{version}", self._config.run.home, store.endpoint)
+
+    def _find_artifacts(self, name: str, version: str) -> tuple[ModelVersion, ArtifactStore]:
+        from rlhf_core.run.registered import find_artifacts, registry_of
+
+        with _advice(version):
+            mlflow, store = registry_of(self._config), self._config.store
+            return find_artifacts(mlflow, f"{name}@{version}", self._config.run.home, store.endpoint)
+
+    def _artifact(self, store: ArtifactStore, text: str, forms: str) -> tuple[ArtifactRef, str]:
+        """Return the artifact of `artifact://STAGE/KEY/FILE`, and FILE."""
+        parts = text.removeprefix("artifact://").split("/", 2)
+        if len(parts) < 3:
+            raise InputError(f"must be {forms}; correct it")
+        stage, key, file = _stage(parts[0]), parts[1], parts[2]
+        if _KEY.fullmatch(key) is None:
+            raise InputError(
+                f"the key must be 16 hex digits, as in `stages.{stage}.key` of summary.json; got {shown(key)}"
+            )
+        _check_file(file)
+        ref = store.find(stage, key)
+        if ref is None:
+            raise InputError(
+                f"{self._config.store_url} has no artifact {stage}/{key}; run its configuration again, or"
+                " correct store.url"
+            )
+        return ref, file
+
+
+@contextmanager
+def _advice(version: str) -> Iterator[None]:
+    """Add the command that makes a champion to an error about one."""
+    try:
+        yield
+    except InputError as error:
+        if version != CHAMPION:
+            raise
+        raise InputError(f"{error.message} (`rlhf promote` makes a version champion)") from error
+
+
+def _policy(text: str) -> tuple[str, str]:
+    """Return name and version of `champion:NAME` or `registry://NAME/VERSION`."""
+    if text.startswith("champion:"):
+        name, version = text.removeprefix("champion:"), CHAMPION
+    else:
+        name, _, version = text.removeprefix("registry://").partition("/")
+    if "/" in version or not name or not version:
+        raise InputError(f"a model must be {_FORMS_OF_MODELS}; correct it")
+    _check_parts(name, version)
+    return name, version
+
+
+def _check_parts(name: str, version: str) -> None:
+    for part in (name, version):
+        if _NAME.fullmatch(part) is None:
+            raise InputError(
+                "names and versions must have 1 to 100 letters, digits, `.`, `_` and `-`; got"
+                f" {shown(part)}; correct it"
+            )
+
+
+def _stage(name: str) -> StageName:
+    if name not in STAGES:
+        raise InputError(f"the stage must be one of {', '.join(STAGES)}; got {shown(name)}; correct it")
+    return name
+
+
+def _check_file(path: str) -> None:
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        raise InputError(
+            f"the file must be a path inside the artifact without empty parts, `.` and `..`; got"
+            f" {shown(path)}; correct it"
+        )

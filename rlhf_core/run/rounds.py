@@ -1,0 +1,123 @@
+"""Several rounds of the pipeline: each one trains with what the policies of the earlier rounds have said.
+
+    round 1   the configuration, with the stage `sample`
+    round k   data.sft         + best.jsonl of the stage `sample` of each earlier round
+              data.preference  + pairs.jsonl of the stage `sample` of each earlier round
+
+Each round is one run of the pipeline with a key of its own, so finished rounds are reused and an interrupted
+one is continued. Held-out prompts are the same in all rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import GateFailed, InputError
+from rlhf_core.run.api import run_pipeline
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MEASURES = ("gold_reward", "judge_model", "reward_model")
+"""Measures of a round, the best one first. Rules are the last choice."""
+
+
+def run_rounds(
+    config: PipelineConfig, rounds: int, *, tags: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Run the pipeline several times and return the summary of each round.
+
+    Args:
+        config: The configuration of the first round.
+        rounds: Number of rounds.
+        tags: Tags of the MLflow runs.
+
+    Raises:
+        GateFailed: The policy of a round gave nothing for the next one.
+        InputError, RLHFError: See `run_pipeline`.
+    """
+    check_rounds(rounds)
+    tree = config.model_dump(mode="json", by_alias=True)
+    summaries: list[dict[str, Any]] = []
+    for _ in range(rounds):
+        overrides = round_overrides(config, summaries)
+        own = config_from_tree(tree, "the configuration", overrides)
+        summaries.append(run_pipeline(own, tags=tags))
+    return summaries
+
+
+def check_rounds(rounds: int) -> None:
+    """Raise InputError unless there is at least one round."""
+    if rounds < 1:
+        raise InputError(f"--rounds: must be at least 1; got {rounds}; 2 compares two policies")
+
+
+def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the overrides of the round after `earlier`.
+
+    Without a section `sample` in the configuration, its defaults are used. Pairs are added only if the
+    configuration has pairs.
+
+    Args:
+        config: The configuration of the first round.
+        earlier: Summaries of the rounds before.
+
+    Raises:
+        GateFailed: The policy of the last round gave nothing for the next one.
+    """
+    overrides = [] if config.sample is not None else ["sample={}"]
+    demonstrations, pairs = len(config.data.sft), len(config.data.preference)
+    has_pairs = pairs > 0
+    for number, summary in enumerate(earlier, start=1):
+        artifact = f"artifact://sample/{summary['stages']['sample']['key']}"
+        rows = summary["sample"]
+        if not rows["best"] and not (has_pairs and rows["pairs"]):
+            raise GateFailed(
+                f"round {number}: the stage sample has {rows['best']} demonstrations and {rows['pairs']}"
+                " pairs, so a next round would be the same; raise sample.answers or ppo.max_new_tokens, or"
+                " lower sample.min_score"
+            )
+        if rows["best"]:
+            overrides.append(f"data.sft.{demonstrations}.path={artifact}/best.jsonl")
+            demonstrations += 1
+        if has_pairs and rows["pairs"]:
+            overrides.append(f"data.preference.{pairs}.path={artifact}/pairs.jsonl")
+            pairs += 1
+    return overrides
+
+
+def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
+    """Return one line per round: its scores, its win rate and its new rows."""
+    from rich.table import Table
+
+    measure = _measure(summaries[0].get("evaluate", {}))
+    name = "score" if measure is None else measure.removeprefix("rules/").replace("_", " ")
+    table = Table(title=f"{name} on held-out prompts")
+    for column in ("round", "SFT", "PPO", "win rate", "pairs", "best", "run"):
+        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
+    for number, summary in enumerate(summaries, start=1):
+        evaluation, rows = summary.get("evaluate", {}), summary["sample"]
+        scores = evaluation.get(measure, {})
+        table.add_row(
+            str(number),
+            _mean(scores.get("sft")),
+            _mean(scores.get("ppo")),
+            _mean(evaluation.get("win_rate")),
+            str(rows["pairs"]),
+            str(rows["best"]),
+            summary["run"],
+        )
+    return table
+
+
+def _measure(evaluation: Mapping[str, Any]) -> str | None:
+    """Return the measure that the rounds are compared by; None if there is none."""
+    rules = [name for name in evaluation if name.startswith("rules/")]
+    return next((name for name in (*_MEASURES, *rules) if name in evaluation), None)
+
+
+def _mean(interval: Mapping[str, float] | None) -> str:
+    return "-" if interval is None else f"{interval['mean']:.3f}"

@@ -1,0 +1,212 @@
+"""Stage `sample`: policy + training prompts -> data of a next round.
+
+    prompts -> n answers each -> scores -> best.jsonl   the best answer to each prompt, for `data.sft`
+                                           pairs.jsonl  the best and the worst, for `data.preference`
+
+Only answers that end with EOS take part, have text, and have a score: the data stage puts an EOS after every
+answer, so one that was cut would be an answer that the policy never gave. Held-out prompts are not sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import load_prompts
+from rlhf_core.data.formats import Message, RowError, normalise
+from rlhf_core.data.prompt_sets import load_encoder
+from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation import scoring
+from rlhf_core.evaluation.generate import Sampling, sample_responses
+from rlhf_core.evaluation.policy_files import policy_files
+from rlhf_core.evaluation.rank_scoring import evaluation_session
+from rlhf_core.rewards.compose import code_digests, reward_inputs
+from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
+
+log = logging.getLogger(__name__)
+
+BEST, PAIRS = "best.jsonl", "pairs.jsonl"
+_TABLE_ROWS = 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer and its score. The score is NaN if a reward source failed."""
+
+    sample: RewardInput
+    score: float
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the answer can be a row of data: it ended with EOS, has a score, and its text is valid."""
+        if not self.sample.finished or math.isnan(self.score):
+            return False
+        try:
+            normalise({"prompt": self.sample.prompt, "completion": self.sample.response}, "completion")
+        except RowError:
+            return False
+        return True
+
+
+def run(config: PipelineConfig, context: StageContext) -> StageResult:
+    """Sample and score answers, and write both files.
+
+    Raises:
+        DataError: No training prompt can be sampled.
+        RLHFError: What engines, models and reward sources raise.
+    """
+    from rlhf_core.engines.distributed import resolve_device
+
+    settings = config.sample
+    assert settings is not None
+    prompts, left_out = _prompts(config, context.inputs["data"], settings.prompts)
+    decoder = load_decoder(context.inputs["data"])
+    device = resolve_device(config.run.device)
+    files = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
+    sampling = Sampling(settings.temperature or config.ppo.temperature, settings.answers, "sample")
+    total = len(prompts) * settings.answers
+
+    def report(done: int) -> None:
+        context.progress("sample", done, total, "answers")
+
+    with evaluation_session(config, device, context):
+        rollouts = sample_responses(
+            config, files, prompts, device=device, done=report, context=context, sampling=sampling
+        )
+        repeated = [prompt for prompt in prompts for _ in range(settings.answers)]
+        samples = reward_inputs(decoder.response, repeated, rollouts)
+        scores = _scores(config, context, samples, pad_id=decoder.pad, device=device)
+    answers = [Answer(sample, score) for sample, score in zip(samples, scores, strict=True)]
+    groups = [answers[start : start + settings.answers] for start in range(0, total, settings.answers)]
+    best, pairs = select(groups, settings.min_score)
+    pair_rows = [_pair(*pair) for pair in pairs]
+    _write(context.output / BEST, map(_demonstration, best))
+    _write(context.output / PAIRS, pair_rows)
+    metrics = _metrics(answers, best) | {"pairs": float(len(pairs)), "prompts": float(len(prompts))}
+    metrics["prompts_left_out"] = float(left_out)
+    if not best:
+        log.warning("no answer of %d is a demonstration: %s is empty", total, BEST)
+    context.metrics.log_metrics({f"sample/{name}": value for name, value in metrics.items()}, 0)
+    context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])
+    context.metrics.flush()
+    return StageResult(metrics, {"judge": settings.judge.replace("_", " ")})
+
+
+def _prompts(config: PipelineConfig, data: Path, most: int | None) -> tuple[list[PromptExample], int]:
+    """Return the training prompts, at most `most`, and the number of those that cannot be sampled.
+
+    The data artifact has only the text of a prompt, which as a row is another prompt if it was a conversation
+    or had a system message. Raises DataError if no prompt is left.
+    """
+    every = load_prompts(data, "train")
+    prompts = every
+    if config.data.template != "plain":
+        encoder = load_encoder(config, data)
+        prompts = [each for each in every if encoder.prompt([Message("user", each.prompt)]) == each.input_ids]
+    left_out = len(every) - len(prompts)
+    if not prompts:
+        raise DataError(
+            f"sample: needs prompts of one message; {left_out} of {len(every)} training prompts are"
+            " conversations or have a system message; give other data.prompts, or leave the section out"
+        )
+    if left_out:
+        log.warning("%d of %d prompts are not sampled: they have several messages", left_out, len(every))
+    if most is not None and most < len(prompts):
+        prompts = [prompts[index * len(prompts) // most] for index in range(most)]
+    return prompts, left_out
+
+
+def _scores(
+    config: PipelineConfig,
+    context: StageContext,
+    samples: Sequence[RewardInput],
+    *,
+    pad_id: int,
+    device: str,
+) -> list[float]:
+    """Return the (n,) scores of the answers by `sample.judge`."""
+    assert config.sample is not None
+    if config.sample.judge == "judge_model":
+        judge = context.inputs["judge"] / "model"
+        return scoring.score_reward_model(
+            config, judge, samples, pad_id=pad_id, device=device, context=context
+        )
+    model_scores = None
+    if config.ppo.uses_reward_model:
+        reward = context.inputs["reward"] / "model"
+        model_scores = scoring.score_reward_model(
+            config, reward, samples, pad_id=pad_id, device=device, context=context
+        )
+    code = code_digests(config.ppo.rewards, context.sources)
+    return scoring.score_as_ppo(config, samples, model_scores, code)
+
+
+def select(
+    groups: Iterable[Sequence[Answer]], min_score: float | None = None
+) -> tuple[list[Answer], list[tuple[Answer, Answer]]]:
+    """Return the best answers, and the pairs of best and worst answers.
+
+    A group without a usable answer gives nothing. One whose usable answers have equal scores gives no pair.
+    Of equal scores, the first answer counts.
+
+    Args:
+        groups: The answers to each prompt.
+        min_score: Smallest score of a best answer; None: any. It does not apply to pairs.
+    """
+    best_answers: list[Answer] = []
+    pairs: list[tuple[Answer, Answer]] = []
+    for answers in groups:
+        usable = [answer for answer in answers if answer.is_usable]
+        if not usable:
+            continue
+        best = max(usable, key=lambda answer: answer.score)
+        worst = min(usable, key=lambda answer: answer.score)
+        if min_score is None or best.score >= min_score:
+            best_answers.append(best)
+        if best.score > worst.score and best.sample.response != worst.sample.response:
+            pairs.append((best, worst))
+    return best_answers, pairs
+
+
+def _demonstration(best: Answer) -> dict[str, Any]:
+    return {"prompt": best.sample.prompt, "completion": best.sample.response, "score": best.score}
+
+
+def _pair(best: Answer, worst: Answer) -> dict[str, Any]:
+    return {
+        "prompt": best.sample.prompt,
+        "chosen": best.sample.response,
+        "rejected": worst.sample.response,
+        "margin": best.score - worst.score,
+    }
+
+
+def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _metrics(answers: Sequence[Answer], best: Sequence[Answer]) -> dict[str, float]:
+    """Return means over all answers and over the best ones."""
+    metrics = {
+        "best": float(len(best)),
+        "usable": sum(answer.is_usable for answer in answers) / len(answers),
+        "eos_rate": sum(answer.sample.finished for answer in answers) / len(answers),
+    }
+    scored = [answer.score for answer in answers if not math.isnan(answer.score)]
+    if scored:
+        metrics["score_mean"] = statistics.fmean(scored)
+    if best:
+        metrics["score_best"] = statistics.fmean(answer.score for answer in best)
+    if scoring.has_gold([answer.sample for answer in answers]):
+        metrics["gold_mean"] = statistics.fmean(scoring.score_gold([answer.sample for answer in answers]))
+        if best:
+            metrics["gold_best"] = statistics.fmean(scoring.score_gold([answer.sample for answer in best]))
+    return metrics

@@ -1,0 +1,124 @@
+"""Several rounds.
+
+- each round adds the samples of all earlier rounds to the sources of the configuration, and nothing else
+- without pairs in the configuration none are added; without rows there is no next round
+- every round is one run of the pipeline, and its configuration is valid
+- the table has a line per round, by the best measure that there is
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import load_config
+from rlhf_core.errors import GateFailed, InputError
+from rlhf_core.run import rounds as module
+from rlhf_core.run.rounds import round_overrides, rounds_table, run_rounds
+
+DEMO = "deployments/configs/demo.yaml"
+KEYS = ("a" * 16, "b" * 16, "c" * 16)
+
+
+def summary_of(number: int, best: int = 5, pairs: int = 4, **more: Any) -> dict[str, Any]:
+    stages = {"sample": {"key": KEYS[number - 1]}}
+    return {"stages": stages, "sample": {"best": best, "pairs": pairs}, "run": f"demo-{number}", **more}
+
+
+def artifact(number: int) -> str:
+    return f"artifact://sample/{KEYS[number - 1]}"
+
+
+def test_the_first_round_only_switches_the_samples_on() -> None:
+    assert round_overrides(PipelineConfig(), ()) == ["sample={}"]
+    assert round_overrides(load_config(DEMO, ["sample.answers=8"]), ()) == []
+
+
+def test_a_round_has_the_samples_of_all_earlier_ones() -> None:
+    given = ["sample={}", "data.sft=[{path: synthetic}, {path: more.jsonl}]"]
+    overrides = round_overrides(load_config(DEMO, given), [summary_of(1), summary_of(2)])
+    config = load_config(DEMO, [*given, *overrides])
+    assert [source.path for source in config.data.sft] == [
+        "synthetic", "more.jsonl", f"{artifact(1)}/best.jsonl", f"{artifact(2)}/best.jsonl"
+    ]  # fmt: skip
+    assert [source.path for source in config.data.preference] == [
+        "synthetic", f"{artifact(1)}/pairs.jsonl", f"{artifact(2)}/pairs.jsonl"
+    ]  # fmt: skip
+    before = load_config(DEMO, given)
+    assert config.model_copy(update={"data": before.data}) == before
+    assert config.data.prompts == before.data.prompts
+
+
+def test_the_defaults_of_the_sources_are_kept() -> None:
+    """A file that has no section `data` has the demo task, and an override adds to it."""
+    config = load_config(DEMO, round_overrides(load_config(DEMO), [summary_of(1)]))
+    assert [source.path for source in config.data.sft] == ["synthetic", f"{artifact(1)}/best.jsonl"]
+
+
+def test_without_pairs_only_demonstrations_are_added() -> None:
+    rewards = ["ppo.rewards=[{type: well_formed}]", "reward.enabled=false", "data.preference=[]"]
+    config = load_config(DEMO, rewards)
+    assert round_overrides(config, [summary_of(1)]) == [
+        "sample={}", f"data.sft.1.path={artifact(1)}/best.jsonl"
+    ]  # fmt: skip
+    with pytest.raises(GateFailed):
+        round_overrides(config, [summary_of(1, best=0)])
+
+
+@pytest.mark.parametrize(("best", "pairs"), [(0, 3), (3, 0)])
+def test_an_empty_file_is_not_added(best: int, pairs: int) -> None:
+    overrides = round_overrides(PipelineConfig(), [summary_of(1, best, pairs), summary_of(2)])
+    assert any("/best.jsonl" in each and KEYS[0] in each for each in overrides) == bool(best)
+    assert any("/pairs.jsonl" in each and KEYS[0] in each for each in overrides) == bool(pairs)
+    first = 2 if best else 1
+    assert f"data.sft.{first}.path={artifact(2)}/best.jsonl" in overrides
+
+
+def test_without_rows_there_is_no_next_round() -> None:
+    with pytest.raises(GateFailed, match="round 2: the stage sample has 0 demonstrations and 0 pairs"):
+        round_overrides(PipelineConfig(), [summary_of(1), summary_of(2, 0, 0)])
+
+
+def test_every_round_is_a_run_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[PipelineConfig] = []
+
+    def run_pipeline(config: PipelineConfig, *, tags: Any) -> dict[str, Any]:
+        configs.append(config)
+        assert tags == {"team": "a"}
+        return summary_of(len(configs))
+
+    monkeypatch.setattr(module, "run_pipeline", run_pipeline)
+    config = load_config(DEMO, ["sample.answers=8"])
+    assert [each["run"] for each in run_rounds(config, 3, tags={"team": "a"})] == [
+        "demo-1", "demo-2", "demo-3"
+    ]  # fmt: skip
+    assert configs[0] == config
+    assert [len(each.data.sft) for each in configs] == [len(each.data.preference) for each in configs] == [
+        1, 2, 3
+    ]  # fmt: skip
+    assert all(each.sample == config.sample for each in configs)
+    with pytest.raises(InputError, match="--rounds: must be at least 1; got 0"):
+        run_rounds(config, 0)
+
+
+@pytest.mark.parametrize(
+    ("measures", "title"),
+    [
+        (("reward_model", "gold_reward"), "gold reward"),
+        (("rules/length", "reward_model"), "reward model"),
+        (("rules/length",), "length"),
+        ((), "score"),
+    ],
+)
+def test_the_table(measures: tuple[str, ...], title: str) -> None:
+    scores = {"sft": {"mean": -2.5}, "ppo": {"mean": 1.25}}
+    evaluate = dict.fromkeys(measures, scores) | {"win_rate": {"mean": 0.75}}
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(rounds_table([summary_of(1, evaluate=evaluate), summary_of(2, evaluate=evaluate)]))
+    text = capture.get()
+    assert f"{title} on held-out prompts" in text and "demo-1" in text and "demo-2" in text
+    assert ("-2.500" in text and "1.250" in text) == bool(measures) and "0.750" in text

@@ -1,0 +1,269 @@
+"""The stage `sample` with scripted answers and scores. An integration test samples a real policy.
+
+- the best answer is a demonstration, and the best and the worst are a pair; both files are read by the data
+  stage
+- answers that were cut, are blank or have no score take no part; equal scores or texts give no pair
+- only training prompts are sampled, all or some at equal distances, with a seed of their own
+- a prompt that is a conversation is left out and counted
+- the scores are those of PPO's rewards with their weights, or of the second reward model, which must exist
+- the same run gives the same bytes
+- answers of several engines come back in the order of the prompts
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.consistency import check_consistency
+from rlhf_core.config.data import Source
+from rlhf_core.config.keys import is_enabled, stage_inputs
+from rlhf_core.data.dataset import write
+from rlhf_core.data.examples import to_record
+from rlhf_core.data.files import BadRow, Row
+from rlhf_core.data.formats import Message
+from rlhf_core.data.sources import read_rows
+from rlhf_core.data.templates import Encoder
+from rlhf_core.data.tokenizer import Decoder, train_tokenizer
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.evaluation import generate, scoring
+from rlhf_core.evaluation.generate import Sampling
+from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.seeds import derive_seed
+from rlhf_core.stages import sample
+from rlhf_core.stages.sample import Answer, select
+from rlhf_core.testing import RecordingMetrics, stage_context
+from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
+from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
+
+PROMPTS = ["Name a colour.", "Name an animal.", "Name a town.", "Name a fruit."]
+LENGTH = [{"type": "length", "target": 4, "tolerance": 4}]
+"""A reward of 1 for four tokens, and less for fewer."""
+
+
+def config_of(
+    settings: dict[str, Any] | None = None, rewards: Sequence[Any] = LENGTH, **sections: Any
+) -> PipelineConfig:
+    tree: dict[str, Any] = {
+        "run": {"device": "cpu", "seed": 5},
+        "reward": {"enabled": False},
+        "ppo": {"rewards": list(rewards)},
+        "sample": {"answers": 3, **(settings or {})},
+    }
+    return PipelineConfig.model_validate_json(json.dumps(tree | sections))
+
+
+def answer(text: str, score: float, *, finished: bool = True) -> Answer:
+    return Answer(RewardInput("p", "Name a colour.", text, (1,), (2,), finished), score)
+
+
+# -- the choice --
+
+
+def test_the_best_answer_and_the_pair_of_best_and_worst() -> None:
+    group = [answer("red", 0.5), answer("blue", 2.0), answer("a dog", -1.0), answer("green", 2.0)]
+    [best], [pair] = select([group])
+    assert best is group[1]
+    assert pair == (group[1], group[2])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [answer("cut", 9.0, finished=False), answer("failed", math.nan), answer(" \n", 9.0), answer("\x00", 9.0)],
+    ids=["cut", "without a score", "blank", "not a valid row"],
+)
+def test_an_answer_that_cannot_be_data_takes_no_part(bad: Answer) -> None:
+    one, two = answer("red", 1.0), answer("blue", 0.0)
+    assert select([[bad, one, two]]) == ([one], [(one, two)])
+    assert select([[bad, one]]) == ([one], [])
+    assert select([[bad, bad]]) == ([], [])
+
+
+def test_equal_scores_and_equal_texts_are_no_pair() -> None:
+    assert select([[answer("red", 1.0), answer("blue", 1.0)]])[1] == []
+    assert select([[answer("red", 1.0), answer("red", 0.5)]])[1] == []
+
+
+def test_a_low_best_answer_is_no_demonstration() -> None:
+    group = [answer("red", 0.5), answer("blue", 0.0)]
+    assert select([group], min_score=0.5) == ([group[0]], [(group[0], group[1])])
+    assert select([group], min_score=0.6) == ([], [(group[0], group[1])])
+
+
+# -- the stage --
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> StageContext:
+    inputs = {name: tmp_path / name for name in ("data", "sft", "ppo")}
+    for folder in inputs.values():
+        folder.mkdir()
+    tokenizer = train_tokenizer(PROMPTS, 300)
+    tokenizer.save_pretrained(inputs["data"] / "tokenizer")
+    encoder = Encoder(tokenizer, "chat", "test")
+    examples = [
+        PromptExample(f"p{i}", text, encoder.prompt([Message("user", text)]), {}, "a")
+        for i, text in enumerate(PROMPTS)
+    ]
+    write(inputs["data"], "prompts", "train", examples)
+    held_out = PromptExample("h", "Held out?", (1, 2), {}, "a")
+    write(inputs["data"], "prompts", "eval", [held_out])
+    return stage_context(tmp_path, inputs=inputs)
+
+
+WORDS = ("one", "one two", "one two three", "one two three four")
+
+
+class _Tokenizer:
+    """Answer i consists of i + 1 tokens."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return WORDS[len(ids) - 1]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ScriptedEngine]]:
+    """The answers to prompt n have n % 2 + 1, n % 2 + 2, ... tokens."""
+    decoder = Decoder(_Tokenizer(), pad=0, eos=1, bos=None)
+    monkeypatch.setattr(sample, "load_decoder", lambda data: decoder)
+
+    def respond(request: Request) -> Reply:
+        first = int(request.prompt.prompt_id.removeprefix("p")) % 2 + 1
+        return Reply((7,) * (first + request.sample_index))
+
+    with scripted_engines(respond) as started:
+        yield started
+
+
+def rows(context: StageContext, file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (context.output / file).read_text().splitlines()]
+
+
+def test_files_and_metrics(engines: list[ScriptedEngine], context: StageContext) -> None:
+    result = sample.run(config_of(), context)
+    best, pairs = rows(context, "best.jsonl"), rows(context, "pairs.jsonl")
+    assert [row["prompt"] for row in best] == [row["prompt"] for row in pairs] == PROMPTS
+    assert [row["completion"] for row in best] == [WORDS[2], WORDS[3]] * 2
+    assert [row["score"] for row in best] == [0.75, 1.0] * 2
+    assert pairs[0] == {
+        "prompt": PROMPTS[0], "chosen": WORDS[2], "rejected": WORDS[0], "margin": 0.5
+    }  # fmt: skip
+    assert result.metrics == {
+        "prompts": 4.0, "prompts_left_out": 0.0, "best": 4.0, "pairs": 4.0, "usable": 1.0, "eos_rate": 1.0,
+        "score_mean": 0.625, "score_best": 0.875,
+    }  # fmt: skip
+    tracker = context.metrics
+    assert isinstance(tracker, RecordingMetrics)
+    assert tracker.last == {f"sample/{name}": value for name, value in result.metrics.items()}
+    assert len(tracker.tables["sample_pairs"]) == 4
+
+
+@pytest.mark.parametrize(("file", "name"), [("best.jsonl", "sft"), ("pairs.jsonl", "preference")])
+def test_the_data_stage_reads_both_files(
+    file: str, name: Any, engines: list[ScriptedEngine], context: StageContext
+) -> None:
+    sample.run(config_of(), context)
+    source = Source(path=str(context.output / file))
+    read = list(read_rows(source))
+    assert len(read) == 4 and all(isinstance(row, Row) for row in read)
+    records = [to_record(row, source, name, "a") for row in read if isinstance(row, Row)]
+    assert not any(isinstance(record, BadRow) for record in records)
+    kinds = {record.record.kind for record in records if not isinstance(record, BadRow)}
+    assert kinds == {"completion" if name == "sft" else "preference"}
+
+
+def test_only_training_prompts_with_seeds_of_their_own(
+    engines: list[ScriptedEngine], context: StageContext
+) -> None:
+    sample.run(config_of({"prompts": 2, "temperature": 0.5}), context)
+    [engine] = engines
+    assert [request.prompt.prompt_id for request in engine.requests] == ["p0"] * 3 + ["p2"] * 3
+    assert {request.temperature for request in engine.requests} == {0.5}
+    assert engine.requests[0].seed == derive_seed(5, "sample", "p0", 0)
+    assert engine.requests[0].seed != derive_seed(5, "evaluate", "p0", 0)
+    assert engine.requests[0].model == context.inputs["ppo"] / "policy"
+
+
+def test_the_same_run_gives_the_same_bytes(engines: list[ScriptedEngine], context: StageContext) -> None:
+    found = []
+    for _ in range(2):
+        sample.run(config_of(), context)
+        found.append([(context.output / name).read_bytes() for name in ("best.jsonl", "pairs.jsonl")])
+    assert found[0] == found[1]
+
+
+def test_a_conversation_is_left_out(engines: list[ScriptedEngine], context: StageContext) -> None:
+    data = context.inputs["data"]
+    tokenizer = train_tokenizer(PROMPTS, 300)
+    encoder = Encoder(tokenizer, "chat", "test")
+    plain = PromptExample("p0", PROMPTS[0], encoder.prompt([Message("user", PROMPTS[0])]))
+    ids = encoder.prompt([Message("system", "Be brief."), Message("user", PROMPTS[1])])
+    conversation = PromptExample("p1", f"Be brief.\n\n{PROMPTS[1]}", ids)
+    write(data, "prompts", "train", [plain, conversation])
+    result = sample.run(config_of(), context)
+    assert (result.metrics["prompts"], result.metrics["prompts_left_out"]) == (1.0, 1.0)
+    write(data, "prompts", "train", [conversation])
+    with pytest.raises(DataError, match="1 of 1 training prompts are conversations"):
+        sample.run(config_of(), context)
+    # Without a template, the text is the prompt.
+    assert sample.run(config_of(data={"template": "plain"}), context).metrics["prompts"] == 1.0
+
+
+def test_scores_are_those_of_all_rewards_or_of_the_judge(
+    engines: list[ScriptedEngine], context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+
+    def score(_config: Any, folder: Path, samples: Sequence[RewardInput], **_more: Any) -> list[float]:
+        used.append(folder.parent.name)
+        return [-1.0 * len(sample.response_ids) for sample in samples]
+
+    monkeypatch.setattr(scoring, "score_reward_model", score)
+    for name in ("reward", "judge"):
+        context.inputs[name] = context.output.parent / name  # type: ignore[index]
+    rewards = [*LENGTH, {"type": "model", "weight": 0.1}]
+    both = {"reward": {"enabled": True, "judge": {}}}
+    sample.run(config_of(rewards=rewards, **both), context)
+    assert used == ["reward"]
+    assert rows(context, "best.jsonl")[0] == {
+        "prompt": PROMPTS[0], "completion": WORDS[2], "score": pytest.approx(0.75 - 0.3)
+    }  # fmt: skip
+    sample.run(config_of({"judge": "judge_model"}, rewards, **both), context)
+    assert used == ["reward", "judge"]
+    assert rows(context, "best.jsonl")[0]["completion"] == WORDS[0]
+
+
+def test_the_judge_must_exist() -> None:
+    errors = [str(each) for each in check_consistency(config_of({"judge": "judge_model"}))]
+    assert any(error.startswith("sample.judge: judge_model needs reward.judge; got none") for error in errors)
+    assert not [each for each in check_consistency(config_of()) if isinstance(each, ConfigError)]
+
+
+def test_the_stage_exists_only_with_its_section() -> None:
+    config = config_of()
+    assert is_enabled(config, "sample") and "sample" in stage_inputs(config, "register")
+    assert not is_enabled(PipelineConfig(), "sample")
+    assert stage_inputs(config, "sample") == ("data", "sft", "ppo")
+
+
+def test_answers_of_several_engines_are_in_the_order_of_the_prompts() -> None:
+    prompts = [PromptExample(f"p{i}", "", (1,)) for i in range(5)]
+    with scripted_engines(lambda request: Reply((request.sample_index,))):
+        shares = [
+            generate._sample_here(
+                config_of(), PolicyFiles(Path("policy")),
+                [prompts[rank::2]], Sampling(1.0, 2, "sample"), device="cpu", done=lambda count: None,
+            )[0]
+            for rank in range(2)
+        ]  # fmt: skip
+    found: list[Rollout] = generate._in_order(shares, 5, 2)
+    assert [(each.prompt_id, each.sample_index) for each in found] == [
+        (f"p{i}", index) for i in range(5) for index in range(2)
+    ]
