@@ -183,8 +183,7 @@ class LanguageModelJudge:
         total = len(replies) + len(missing)
 
         def keep(question: str, reply: Reply) -> None:
-            self._replies.keep(question, reply)
-            replies[question] = reply
+            replies[question] = self._replies.keep(question, reply)
             self._context.progress(f"judge {what}", len(replies), total, "questions")
 
         if missing and self._settings.path is not None:

@@ -95,7 +95,8 @@ def readings(
     read: Callable[[str], T | None],
     again: str,
 ) -> dict[str, T | None]:
-    """Return what each question's reply says. A question whose reply cannot be read is asked once more.
+    """Return what each question's reply says. A question whose reply cannot be read is asked once more. A
+    reply that was cut at the limit of tokens cannot be read.
 
     Args:
         questions: May occur several times.
@@ -104,11 +105,15 @@ def readings(
         read: Returns what the text of a reply says, or None.
         again: Is added to a question that is asked once more. Empty: none is.
     """
-    found = {question: read(reply.text) for question, reply in ask(questions, False).items()}
-    repeated = {f"{question}{again}": question for question, said in found.items() if said is None}
+
+    def said(reply: Reply) -> T | None:
+        return None if reply.is_cut else read(reply.text)
+
+    found = {question: said(reply) for question, reply in ask(questions, False).items()}
+    repeated = {f"{question}{again}": question for question, value in found.items() if value is None}
     if repeated and again:
         for text, reply in ask(list(repeated), True).items():
-            found[repeated[text]] = read(reply.text)
+            found[repeated[text]] = said(reply)
     return found
 
 
@@ -197,13 +202,16 @@ def _read(body: bytes, url: str, seconds: float) -> Reply:
     """Return the reply in the body of an answer. A message without text is an empty reply."""
     try:
         answer = json.loads(body)
-        text = answer["choices"][0]["message"].get("content") or ""
+        choice = answer["choices"][0]
+        text = choice["message"].get("content") or ""
+        is_cut = choice.get("finish_reason") == "length"
         usage = answer.get("usage") or {}
-        return Reply(
-            str(text),
-            int(usage.get("prompt_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
-            seconds,
-        )
+        tokens = [_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+        return Reply(str(text), tokens[0], tokens[1], seconds, is_cut)
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise _Passing(f"{url} gave no chat completion: {body[:200]!r}") from error
+
+
+def _count(value: object) -> int:
+    """Return a number of tokens; 0 if it is none. It is only shown, so an odd one is no failure."""
+    return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0

@@ -4,7 +4,8 @@
 
 Equal questions are asked once. Replies are kept (`rewards.replies`), so that an attempt that is interrupted
 continues with the same rewards. A reply whose last line is no such number is asked for once more; if that
-does not help, the response has no value, as if the server had refused it.
+does not help, the response has no value, as if the server had refused it. With `on_error: abort` both replies
+are removed then, so that a retry asks again.
 """
 
 from __future__ import annotations
@@ -66,8 +67,7 @@ class LanguageModelGrades:
         api_key(source, self._name)  # before the first step
         self._rubric = _RUBRIC
         if source.rubric is not None:
-            field = f"ppo.rewards.{source.name or source.type}.rubric"
-            self._rubric = read_rubric(source.rubric, field, digest)
+            self._rubric = read_rubric(source.rubric, f"{self._name}.rubric", digest)
         self._replies = Replies(replies, self._judge())
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
@@ -84,8 +84,7 @@ class LanguageModelGrades:
             found, missing = self._replies.find_all(texts)
 
             def keep(question: str, reply: Reply) -> None:
-                self._replies.keep(question, reply)
-                found[question] = reply
+                found[question] = self._replies.keep(question, reply)
 
             if missing:
                 ask_service(self._name, self._source, missing, keep, failed.__setitem__)
@@ -97,24 +96,39 @@ class LanguageModelGrades:
         for index, question in enumerate(questions):
             grade = grades.get(question)
             if grade is None:
-                repeated = f"{question}{again}"
-                last = replies.get(repeated) or replies.get(question)
-                said = "" if last is None else f"its reply is no grade: {last.text[-80:]!r}"
-                reasons[index] = failed.get(question) or failed.get(repeated) or said
+                reasons[index] = self._reason(question, f"{question}{again}", replies, failed)
             values.append(math.nan if grade is None else (grade - 1) / (self._source.scale - 1))
         return Outcome(values, reasons, self._usage(replies))
 
     def close(self) -> None:
         """Nothing is open between two batches."""
 
+    def _reason(
+        self, question: str, repeated: str, replies: Mapping[str, Reply], failed: Mapping[str, str]
+    ) -> str:
+        """Return why a question has no grade. If that ends the step, its replies are removed."""
+        if self._source.on_error == "abort" and self._source.weight != 0:
+            self._replies.forget(question)
+            self._replies.forget(repeated)
+        reason = failed.get(question) or failed.get(repeated)
+        last = replies.get(repeated) or replies.get(question)
+        if reason is not None or last is None:
+            return reason or ""
+        if last.is_cut:
+            return f"its reply was cut at max_tokens={self._source.max_tokens}; raise it: {last.text[-80:]!r}"
+        return f"its reply is no grade: {last.text[-80:]!r}"
+
     def _usage(self, replies: Mapping[str, Reply]) -> dict[str, float]:
         """Return what the replies cost, also those that were kept before."""
         return {
             "requests": float(len(replies)),
-            "unusable": float(sum(grade_of(r.text, self._source.scale) is None for r in replies.values())),
+            "unusable": float(sum(map(self._is_unusable, replies.values()))),
             "prompt_tokens": float(sum(reply.prompt_tokens for reply in replies.values())),
             "completion_tokens": float(sum(reply.completion_tokens for reply in replies.values())),
         }
+
+    def _is_unusable(self, reply: Reply) -> bool:
+        return reply.is_cut or grade_of(reply.text, self._source.scale) is None
 
     def _question(self, sample: RewardInput) -> str:
         return _QUESTION.format(
@@ -130,10 +144,13 @@ class LanguageModelGrades:
 def grade_of(reply: str, scale: int) -> int | None:
     """Return the whole number from 1 to `scale` on the last line of a reply, or None if there is none.
 
-    `Grade: **7**`, `[[7]]` and `7/10` are accepted as well.
+    `Grade: **7**`, `[[7]]` and `7/10` are accepted as well, but not a label with digits, as in `ratio 3:2`.
     """
     lines = reply.strip().splitlines()
-    word = lines[-1].rpartition(":")[2].strip(" \t*_`.\"'()[]") if lines else ""
+    label, _, rest = lines[-1].rpartition(":") if lines else ("", "", "")
+    if re.search("[0-9]", label):
+        return None
+    word = rest.strip(" \t*_`.\"'()[]")
     found = re.fullmatch(rf"([0-9]{{1,4}})(\s*/\s*{scale})?", word)
     grade = int(found[1]) if found else 0
     return grade if 1 <= grade <= scale else None

@@ -3,18 +3,21 @@
     home/judge/<first two digits>/<sha256 of judge and question>.json
 
 A run that is interrupted asks nothing twice, and ends with the same verdicts and rewards even if the model
-would reply differently the second time. The folder can be removed: the questions are then asked again.
+would reply differently the second time. Of several runs that ask the same question at the same time, all use
+the first reply. The folder can be removed: the questions are then asked again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_core.system.files import read_json, write_atomic
+from rlhf_core.system.files import TEMPORARY, read_json, write_atomic
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Reply:
     completion_tokens: int
     seconds: float
     """Time that it took when it was asked."""
+    is_cut: bool = False
+    """Whether it ended at the limit of tokens. It says nothing then."""
 
 
 class Replies:
@@ -62,11 +67,32 @@ class Replies:
                 replies[question] = reply
         return replies, missing
 
-    def keep(self, question: str, reply: Reply) -> None:
-        """Write a reply."""
+    def keep(self, question: str, reply: Reply) -> Reply:
+        """Write a reply, unless another run has kept one since, and return the one that is kept."""
+        file = self._file(question)
+        if file is None:
+            return reply
+        content = json.dumps(asdict(reply)) + "\n"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=TEMPORARY) as folder:
+            own = Path(folder) / "reply"
+            write_atomic(own, content, private=True)
+            try:
+                os.link(own, file)
+            except FileExistsError:
+                kept = self.find(question)
+                if kept is not None:
+                    return kept
+                os.replace(own, file)  # it is damaged
+            except OSError:
+                os.replace(own, file)  # the file system has no hard links
+        return reply
+
+    def forget(self, question: str) -> None:
+        """Remove the reply to a question, so that it is asked again."""
         file = self._file(question)
         if file is not None:
-            write_atomic(file, json.dumps(asdict(reply)) + "\n", private=True)
+            file.unlink(missing_ok=True)
 
     def _file(self, question: str) -> Path | None:
         if self._folder is None:

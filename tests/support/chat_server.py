@@ -6,8 +6,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Respond = Callable[[str], str | int]
-"""Text of the reply to a question, or a status."""
+Respond = Callable[[str], str | int | dict[str, Any]]
+"""Text of the reply to a question, a status, or a part of the body that replaces the usual one."""
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -45,12 +45,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.requests.append(request)
             self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
             reply = self.server.respond(request["messages"][0]["content"])
-        status, text = (reply, "") if isinstance(reply, int) else (200, reply)
+        status = reply if isinstance(reply, int) else 200
+        text = reply if isinstance(reply, str) else ""
         content = {
             "choices": [{"message": {"role": "assistant", "content": text}}],
             "usage": {"prompt_tokens": 10, "completion_tokens": 2},
         }
-        body = json.dumps(content).encode()
+        body = json.dumps({**content, **reply} if isinstance(reply, dict) else content).encode()
         self.send_response(status if self.path == "/v1/chat/completions" else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -3,6 +3,9 @@
 - a grade is mapped linearly to 0 to 1, and equal questions are asked once
 - an interrupted batch asks nothing twice and ends with the same rewards and usage
 - an unusable reply is asked for once more, then it is a failure of its response only
+- with `on_error: abort` it is asked for again by the next attempt
+- a reply that was cut is no grade, and an odd number of tokens is no failure
+- of two runs that ask at the same time, both use the first reply
 - a status that may pass is retried, a refused question fails alone, a wrong key ends the step
 - a server that is down is not asked about every response, and with weight 0 it costs no score
 - the rubric is part of the question, and may not change during the run
@@ -22,6 +25,7 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.rewards.language_model import grade_of
+from rlhf_core.rewards.replies import Replies, Reply
 from rlhf_core.types import RewardInput
 from tests.support.chat_server import ChatServer
 
@@ -77,12 +81,41 @@ def test_an_unusable_reply_fails_its_response_only(bad: str, tmp_path: Path) -> 
         assert math.isnan(score(server, "odd", "10", on_error="mask", replies=tmp_path).total[0])
         with pytest.raises(RewardError, match=r"1 of 2 responses .* prompt p0 .* its reply is no grade"):
             score(server, "odd", "10", replies=tmp_path)
+        assert score(server, "odd", "10", replies=tmp_path).total == [4 / 9, 1.0]
 
 
 def test_a_second_reply_counts() -> None:
     with ChatServer(lambda q: "10" if q.endswith("Write only this number.") else "Hm.") as server:
         found = score(server, "a")
     assert found.total == [1.0] and found.metrics()["language_model/unusable"] == 0.5
+
+
+def test_a_reply_that_was_cut_is_no_grade() -> None:
+    cut = {"choices": [{"message": {"content": "Reasons:\n1"}, "finish_reason": "length"}]}
+    with ChatServer(lambda _: cut) as server:
+        with pytest.raises(RewardError, match="cut at max_tokens=16; raise it"):
+            score(server, "a")
+        found = score(server, "a", on_error="mask")
+    assert found.metrics()["language_model/unusable"] == 1.0
+
+
+@pytest.mark.parametrize("count", [float("inf"), -3, "many", None, 1 << 80])
+def test_an_odd_number_of_tokens_is_no_failure(count: Any) -> None:
+    reply = {"choices": [{"message": {"content": "10"}}], "usage": {"prompt_tokens": count}}
+    with ChatServer(lambda _: reply) as server:
+        found = score(server, "a")
+    assert found.total == [1.0] and found.metrics()["language_model/prompt_tokens"] == 0
+
+
+def test_two_runs_use_the_first_reply(tmp_path: Path) -> None:
+    first, second = Replies(tmp_path, "judge"), Replies(tmp_path, "judge")
+    assert first.keep("q", Reply("7", 1, 1, 0.1)).text == "7"
+    assert second.keep("q", Reply("3", 1, 1, 0.1)).text == "7"
+    [file] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    file.write_text('{"text": ')
+    assert second.keep("q", Reply("3", 1, 1, 0.1)).text == "3"
+    kept = first.find("q")
+    assert kept is not None and kept.text == "3"
 
 
 def test_statuses() -> None:
@@ -141,7 +174,15 @@ def test_usage_of_batches_is_added() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "grade"),
-    [("7", 7), ("Reasons.\n\nGrade: **7**", 7), ("[[10]]", 10), ("7/10", 7), ("7/5", None), ("7\nok", None)],
+    [
+        ("7", 7),
+        ("Reasons.\n\nGrade: **7**", 7),
+        ("[[10]]", 10),
+        ("7/10", 7),
+        ("7/5", None),
+        ("7\nok", None),
+        ("The ratio is 3:2", None),
+    ],
 )
 def test_grade_of(reply: str, grade: int | None) -> None:
     assert grade_of(reply, 10) == grade
