@@ -161,7 +161,7 @@ class StoreConfig(Section):
         1,
         "Number of older checkpoints that are also kept because they are the best, by the reward of their"
         " own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, reward"
-        " model)",
+        " model, but not an ensemble)",
     )
     retry_seconds: PositiveFloat = execution(
         60.0,

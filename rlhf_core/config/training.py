@@ -195,6 +195,8 @@ class JudgeConfig(Section):
 
 Combine = Literal["mean", "worst_case", "uncertainty"]
 """How the scores of several reward models become one (`models.ensemble`)."""
+PENALTY = 0.5
+"""The only value of `penalty` without `uncertainty`, which alone uses it: equal results have equal keys."""
 MEMBERS = Range(2, 8, "each is a whole model in training and in PPO")
 
 
@@ -213,8 +215,8 @@ class EnsembleConfig(Section):
         " `penalty` * variance",
     )
     penalty: NonNegativeFloat = result(
-        0.5,
-        "Weight of the variance over the members with `combine: uncertainty`",
+        PENALTY,
+        "Weight of the variance over the members. Only with `combine: uncertainty`",
         within=Range(0, 1000, "the scores have standard deviation 1"),
     )
 
@@ -285,6 +287,12 @@ class RewardConfig(Section):
             raise ValueError(
                 "reward.ensemble trains reward models, but reward.enabled is false; set it to true, or leave"
                 " reward.ensemble out"
+            )
+        ensemble = self.ensemble
+        if ensemble is not None and ensemble.combine != "uncertainty" and ensemble.penalty != PENALTY:
+            raise ValueError(
+                "reward.ensemble.penalty has no effect with reward.ensemble.combine="
+                f"{ensemble.combine}; got {ensemble.penalty:g}; leave it out, or set combine to uncertainty"
             )
         return self
 

@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ _COLLECTIVE_EXTRA_SECONDS = {"cpu": 3.0, "cuda": 60.0}
 the stalled rank first. A collective of gloo that times out raises an error. NCCL's watchdog ends the process,
 so the stage must have ended before.
 """
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,27 @@ def bound_collectives(seconds: float) -> None:
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timeout, group)
+
+
+def wait_for_rank_zero(name: str) -> None:
+    """Return on rank 0 at once, and on the other ranks when rank 0 has called this with the same `name`.
+
+    Unlike a collective operation it has no time limit, for work of rank 0 that can take any time. The others
+    need a heartbeat without a limit: that of rank 0 shows whether it makes progress. If rank 0 ends, the
+    others get an error of the store.
+
+    Args:
+        name: Used once in a process group.
+    """
+    import torch.distributed as dist
+
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    store, key = c10d._get_default_store(), f"rank zero/{name}"
+    if dist.get_rank() == 0:
+        store.set(key, "1")
+        return
+    while not store.check([key]):
+        time.sleep(_POLL_SECONDS)
 
 
 def leave() -> None:

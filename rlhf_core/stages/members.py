@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,9 @@ import torch.distributed as dist
 
 from rlhf_core.config.training import EnsembleConfig
 from rlhf_core.engines.checkpointing import new_checkpoint
+from rlhf_core.engines.distributed import wait_for_rank_zero
 from rlhf_core.models.ensemble import combined, deviations, save_ensemble
+from rlhf_core.storage.bundles import on_one_disk
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import Checkpoints, MetricLogger, StageContext
 
@@ -70,6 +73,9 @@ def train_members(
     if finished.members:
         check(finished.metrics())
     for number in range(first, ensemble.members):
+        if context is None:
+            heartbeat("wait for rank 0", math.inf)  # it commits, and may evaluate the member before alone
+        wait_for_rank_zero(f"reward model {number}")
         heartbeat(f"load reward model {number}", start_seconds)
         own = _context(context, number, ensemble, steps, finished, position if number == first else None)
         member = train(number, own)
@@ -114,18 +120,28 @@ class _Finished:
             metrics |= {f"{_prefix(number)}{name}": value for name, value in member.metrics.items()}
         return metrics
 
-    @property
-    def bytes(self) -> int:
+    def bytes_in(self, folder: Path) -> int:
+        """Return the bytes that `save` writes, approximately. Links need none."""
+        if on_one_disk(self.out, folder):
+            return 0
         return sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
 
     def save(self, folder: Path) -> None:
-        shutil.copytree(self.out, folder / _OUTPUT)
+        # The files of a finished member are never written to again.
+        shutil.copytree(self.out, folder / _OUTPUT, copy_function=_link_or_copy)
         results = [{"metrics": member.metrics, "scores": member.scores} for member in self.members]
         (folder / _RESULTS).write_text(json.dumps(results))
 
     def load(self, folder: Path) -> None:
-        shutil.copytree(folder / _OUTPUT, self.out, dirs_exist_ok=True)
+        shutil.copytree(folder / _OUTPUT, self.out, dirs_exist_ok=True, copy_function=_link_or_copy)
         self.members = [Member(**result) for result in json.loads((folder / _RESULTS).read_text())]
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # not on one disk, or the file system has no links
+        shutil.copy2(source, target)
 
 
 def _resume(
@@ -134,7 +150,7 @@ def _resume(
     """Return the member to continue with, its checkpoint if it has one, and the finished members."""
     finished = _Finished(out, [])
     found: list[Any] = [(0, None)]
-    heartbeat("restore", math.inf)  # rank 0 downloads while the others wait in the broadcast
+    heartbeat("restore", math.inf)  # rank 0 downloads while the others wait
     if context is not None:
         latest = context.checkpoints.latest()
         if latest is not None:
@@ -142,6 +158,7 @@ def _resume(
             if number:
                 finished.load(latest[1] / _FOLDER)
             found = [(number, (step, latest[1]) if step else None)]
+    wait_for_rank_zero("restored members")
     dist.broadcast_object_list(found, src=0)
     number, position = found[0]
     return number, position, finished
@@ -192,14 +209,16 @@ class _MemberCheckpoints(Checkpoints):
         return self.position
 
     def prepare(self, step: int, folder: Path, size: int) -> None:
-        self.inner.prepare(self.offset + step, folder, size + self.finished.bytes)
+        self.inner.prepare(self.offset + step, folder, size + self.finished.bytes_in(folder))
 
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
     ) -> None:
         if self.finished.members:
             self.finished.save(folder / _FOLDER)
-        self.inner.save(self.offset + step, folder, score, known=known)
+        # Without the scores. The best checkpoint would be kept, also one of a finished member, and the scores
+        # of two members do not say which checkpoint is better.
+        self.inner.save(self.offset + step, folder)
 
     def best(self, known: Mapping[int, float] | None = None) -> str | None:
         return self.inner.best(known)

@@ -83,7 +83,7 @@ EVERYTHING = {
     "model": {"path": "model"},
     "sft": {"lora": {}, "early_stop": {}},
     "drift": {},
-    "reward": {"lora": {}, "early_stop": {}, "judge": {}, "ensemble": {}},
+    "reward": {"lora": {}, "early_stop": {}, "judge": {}, "ensemble": {"combine": "uncertainty"}},
     "dpo": {"enabled": True, "lora": {}},
     "sample": {},
     "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},

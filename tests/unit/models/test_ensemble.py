@@ -20,7 +20,7 @@ import torch
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import EnsembleConfig
 from rlhf_core.data.tokenizer import train_tokenizer
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.evaluation.scoring import score_reward_model
 from rlhf_core.models.ensemble import (
     combined,
@@ -107,6 +107,16 @@ def test_file_that_cannot_be_used_is_refused(
     (tmp_path / "ensemble.json").write_text(text)
     with pytest.raises(ModelError, match=rf"ensemble\.json: {message}: .*; use the folder as the stage"):
         load_ensemble(tmp_path)
+
+
+def test_penalty_without_use_is_refused() -> None:
+    used = {"combine": "uncertainty", "penalty": 0.7}
+    assert config_from_tree({"reward": {"ensemble": used}}, "test").reward.ensemble == ensemble(**used)
+    assert ensemble("mean", penalty=0.5) == EnsembleConfig(combine="mean"), "the default may be written"
+    for combine in ("mean", "worst_case"):
+        message = rf"reward\.ensemble\.penalty has no effect .*combine={combine}; got 0\.7; leave it out, or"
+        with pytest.raises(ConfigError, match=message):
+            config_from_tree({"reward": {"ensemble": {"combine": combine, "penalty": 0.7}}}, "test")
 
 
 def test_evaluation_and_service_return_the_combined_score(tmp_path: Path) -> None:

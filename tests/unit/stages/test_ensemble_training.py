@@ -1,7 +1,8 @@
 """The members of an ensemble are trained one after the other, here with a training that is scripted.
 
 - a stage that ends after any step of any member, or between two, continues to the same files and metrics
-- the other ranks begin with the member that rank 0 continues with
+- the other ranks begin with the member that rank 0 continues with, and wait for rank 0 before each member
+- a checkpoint has links to the files of finished members, or copies where links are impossible, and no score
 - metrics of later members have a prefix, and progress counts the steps of all members
 - a member below `reward.min_accuracy` ends the stage before the next one is trained, also after a restart
 - the first member has the seeds of a run without ensemble; the others have seeds of their own
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +32,7 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
-from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample, StageContext
 from tests.support.tiny_llama import save_tiny_llama
@@ -54,7 +56,9 @@ def train(out: Path, kill: tuple[int, int] | None, number: int, context: StageCo
         context.progress("reward", step, STEPS, "steps")
         if kill == (number, step):
             raise Killed
-        checkpointing.after_step(engine, context, context.scratch, step, every=2, total=STEPS, state={})
+        checkpointing.after_step(
+            engine, context, context.scratch, step, every=2, total=STEPS, state={}, score=1.0
+        )
     assert engine.steps_done == STEPS
     folder = member_folder(out / "model", number)
     folder.mkdir(parents=True)
@@ -127,6 +131,9 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(
         return Member({}, [])
 
     monkeypatch.setattr("torch.distributed.broadcast_object_list", from_rank_zero)
+    done: list[Any] = []
+    monkeypatch.setattr("rlhf_core.stages.members.heartbeat", lambda *given: done.append(given))
+    monkeypatch.setattr("rlhf_core.stages.members.wait_for_rank_zero", done.append)
     metrics = train_members(
         ENSEMBLE,
         train_here,
@@ -138,6 +145,37 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(
         context=None,
     )
     assert (trained, metrics) == ([1, 2], {}) and not (tmp_path / "output").exists()
+    wait = ("wait for rank 0", math.inf)
+    assert done == [
+        ("restore", math.inf), "restored members",
+        wait, "reward model 1", ("load reward model 1", 1.0),
+        wait, "reward model 2", ("load reward model 2", 1.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_checkpoint_has_the_files_of_finished_members(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(source: str, target: str) -> None:
+        raise OSError("no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(Killed):
+        run(tmp_path, (2, 3))
+    saved = sorted(tmp_path.glob("checkpoints/step-*/members/output/model"))
+    assert [folder.parents[2].name for folder in saved] == [f"step-{step:08d}" for step in (4, 6, 8, 10)]
+    for folder in saved:
+        assert (folder / "weights").samefile(tmp_path / "output/model/weights") is links
+    assert (saved[-1] / "member-1/weights").read_text() == "member 1"
+
+
+def test_checkpoints_have_no_score_that_would_keep_them(tmp_path: Path) -> None:
+    _metrics, context = run(tmp_path)
+    assert isinstance(context.checkpoints, FolderCheckpoints)
+    assert set(context.checkpoints.scores) == {2, 4, 6, 8, 10}
+    assert set(context.checkpoints.scores.values()) == {None} and context.checkpoints.best() is None
 
 
 def test_metrics_and_progress_of_members(tmp_path: Path) -> None:
