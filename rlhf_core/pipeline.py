@@ -153,7 +153,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=4,
+        version=5,
         sections=("register",),
         inputs=("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"),
         sources=("ppo.", "evaluate.", "register."),

@@ -351,7 +351,7 @@ class RegisterConfig(Section):
         None,
         "The alias `champion` is not set unless people voted (`votes`) and the lower bound of the policy's"
         " win rate by their votes is above 0.5 - this; null: votes are only shown",
-        within=Range(0.001, 0.5, "0.5 accepts every loss"),
+        within=Range(0.001, 0.5, "with 0.5 only the loss of every pair refuses"),
         later=True,
     )
 

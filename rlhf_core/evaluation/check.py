@@ -15,9 +15,13 @@ from rlhf_core.rewards.check import check_chat_service
 def check_votes(config: PipelineConfig) -> Iterator[Finding]:
     """Check the files of `register.votes`."""
     try:
-        read_vote_files(config)
+        files = read_vote_files(config)
     except ConfigError as error:
         yield error
+        return
+    for file in files.values():
+        if file.is_empty:
+            yield f"{file.name} has no vote and does not count; vote on its page and save again"
 
 
 def check_language_model(config: PipelineConfig) -> Iterator[Finding]:

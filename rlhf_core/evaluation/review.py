@@ -22,8 +22,8 @@ from markupsafe import Markup
 
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.report import environment
-from rlhf_core.evaluation.statistics import Interval, Verdicts, win_rate
-from rlhf_core.evaluation.votes import FORMAT, page_of
+from rlhf_core.evaluation.statistics import Interval, Verdicts, wilson
+from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files
 from rlhf_core.seeds import derive_seed
 
 Opponent = Literal["sft", "champion"]
@@ -115,70 +115,84 @@ def render_page(name: str, pairs: Sequence[BlindPair]) -> str:
     return document.strip() + "\n"
 
 
-def read_votes(text: str, pairs: Sequence[BlindPair]) -> tuple[list[Vote], int]:
-    """Return the votes of a file that the page saved, and the time when it was saved (milliseconds since
-    1970).
+def read_votes(file: VoteFile, pairs: Sequence[BlindPair]) -> list[Vote]:
+    """Return the votes of a file about the pairs of its page. The list is empty if nobody voted.
 
     Raises:
-        InputError: It is no file of votes, is of another page, or has no vote.
+        InputError: The file is of another page, or has another number of votes than the page has pairs.
     """
-    if page_of(text) != page_digest(pairs):
+    page = page_digest(pairs)
+    if file.page != page:
         raise InputError(
-            f"--votes: the file has the votes of the page {page_of(text)[:8]}, but the page of"
-            f" this run is {page_digest(pairs)[:8]}; name the run whose page was reviewed"
+            f"{file.name}: the file has the votes of the page {file.page[:8]}, but the page of this run is"
+            f" {page[:8]}; name the run whose page was reviewed"
         )
-    content = json.loads(text)
-    given, saved = content.get("votes"), content.get("saved")
-    if not isinstance(given, list) or len(given) != len(pairs) or type(saved) is not int:
-        raise InputError(f"--votes: must have {len(pairs)} votes and a time; the file is damaged")
+    if len(file.choices) != len(pairs):
+        raise InputError(
+            f"{file.name}: must have {len(pairs)} votes, one for each pair of its page; got"
+            f" {len(file.choices)}; the file is damaged, save it again"
+        )
     votes = []
-    for pair, choice in zip(pairs, given, strict=True):
+    for pair, choice in zip(pairs, file.choices, strict=True):
         if choice is None:
             continue
-        if choice not in ("1", "2", "tie"):
-            raise InputError(f"--votes: a vote is 1, 2 or tie; got {choice!r}; the file is damaged")
         won = 1.0 if (choice == "1") == pair.policy_first else 0.0
         votes.append(Vote(pair, 0.5 if choice == "tie" else won))
-    if not votes:
-        raise InputError("--votes: the file has no vote; vote on the page and save again")
-    return votes, saved
+    return votes
 
 
-def count_votes(votes: Sequence[Vote], *, resamples: int, confidence: float) -> ReviewResult:
-    """Return the win rate by the votes (n,), at least one, with its bootstrap interval over prompts."""
+def count_votes(votes: Sequence[Vote], *, confidence: float) -> ReviewResult:
+    """Return the win rate by the votes (n,), at least one, with the interval of `interval_of_votes`."""
     preferences = [vote.preference for vote in votes]
     by_judge = [{"ppo": 1.0, "tie": 0.5}.get(vote.pair.sample["winner"], 0.0) for vote in votes]
     same = [1 - abs(person - judge) for person, judge in zip(preferences, by_judge, strict=True)]
-    seed = derive_seed(0, "review", "bootstrap")
-    rate = win_rate(preferences, resamples=resamples, confidence=confidence, seed=seed)
+    rate = interval_of_votes(preferences, confidence)
     return ReviewResult(rate, Verdicts.of(preferences), sum(same) / len(same))
 
 
+def interval_of_votes(preferences: Sequence[float], confidence: float) -> Interval:
+    """Return the mean of `preferences` (n,) in [0, 1], at least one, and Wilson's score interval (1927) for a
+    share equal to the mean m in n trials:
+
+        (m + z^2 / 2n +- z sqrt(m (1 - m) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    where z is the normal quantile of the level. m (1 - m) is the largest variance of values in [0, 1] with
+    this mean (Bhatia and Davis 2000), so the interval is conservative with ties. A bootstrap is not used
+    because one win and one tie would have the lower bound 0.5. The level of Wilson's interval is approximate
+    for few values. It is [0.34, 1] for two wins out of two.
+    """
+    mean = math.fsum(preferences) / len(preferences)
+    found = wilson(mean, len(preferences), confidence)
+    # Rounding can give a bound just inside [0, 1].
+    return Interval(mean, found.low if mean > 0 else 0.0, found.high if mean < 1 else 1.0)
+
+
 def win_rate_by_people(
-    files: Sequence[str], pairs: Sequence[BlindPair], *, resamples: int, confidence: float, seed: int
+    files: Sequence[VoteFile], pairs: Sequence[BlindPair], *, confidence: float
 ) -> dict[str, float] | None:
     """Return the win rate of the policy by all votes on a page: `mean`, `low` and `high` over the pairs that
-    have votes, and the numbers of `pairs` and `votes`. None if there are none.
+    have votes (`interval_of_votes`), and the numbers of `pairs` and `votes`. None if there are none.
 
     Several votes on one pair, which several people gave, count as their mean.
 
     Args:
-        files: Texts of files of votes, each of which counts once. Those of other pages are ignored.
+        files: Files of votes. Those that do not count (`newest_files`) and those of other pages are ignored.
         pairs: What the page shows.
-        resamples: Number of bootstrap samples.
         confidence: Level of the interval.
-        seed: Seed of the bootstrap.
+
+    Raises:
+        InputError: A file of this page has another number of votes.
     """
     page = page_digest(pairs)
     by_pair: dict[int, list[float]] = {}
-    for text in dict.fromkeys(files):
-        if page_of(text) == page:
-            for vote in read_votes(text, pairs)[0]:
+    for file in newest_files(files):
+        if file.page == page:
+            for vote in read_votes(file, pairs):
                 by_pair.setdefault(id(vote.pair), []).append(vote.preference)
     if not by_pair:
         return None
     means = [math.fsum(votes) / len(votes) for votes in by_pair.values()]
-    rate = win_rate(means, resamples=resamples, confidence=confidence, seed=seed)
+    rate = interval_of_votes(means, confidence)
     return rate.to_json() | {"pairs": len(by_pair), "votes": sum(map(len, by_pair.values()))}
 
 

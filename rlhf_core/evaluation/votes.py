@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
@@ -12,38 +14,87 @@ from rlhf_core.system.files import read_bounded
 FORMAT = "rlhf-review-1"
 MAX_BYTES = 2**24
 """Largest size of a file."""
+_CHOICES = ("1", "2", "tie", None)
 
 
-def read_vote_files(config: PipelineConfig) -> dict[str, str]:
-    """Return the texts of the files in `register.votes`, by field.
+@dataclass(frozen=True)
+class VoteFile:
+    """Content of a file of votes, whose page is not known yet."""
 
-    Raises ConfigError for a file that no page saved.
+    name: str
+    """The option or field and the path, for messages."""
+    digest: str
+    """sha256 of the text."""
+    page: str
+    """Digest of the page that saved it."""
+    saved: int
+    """Time when it was saved, in milliseconds since 1970."""
+    choices: tuple[str | None, ...]
+    """`1`, `2` or `tie` for each pair of the page in its order; None without a vote."""
+    session: str | None = None
+    """Random name of the page load that saved it; None in files of older pages."""
+
+    @property
+    def is_empty(self) -> bool:
+        return all(choice is None for choice in self.choices)
+
+
+def read_vote_files(config: PipelineConfig) -> dict[str, VoteFile]:
+    """Return the files in `register.votes`, by field.
+
+    Raises ConfigError for a file that cannot be read, that no page saved, or that is damaged.
     """
     found = {}
     for index, path in enumerate(config.register_.votes):
         field = f"register.votes.{index}"
         try:
-            found[field] = read_bounded(path, MAX_BYTES).decode()
-            page_of(found[field])
-        except (OSError, UnicodeDecodeError, InputError) as error:
-            raise ConfigError(f"{field}: cannot read {path}: {error}") from error
+            text = read_bounded(path, MAX_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{field}: cannot read {path}: {error}; choose another file") from error
+        try:
+            found[field] = parse_votes(text, f"{field}: {path}")
+        except InputError as error:
+            raise ConfigError(error.message) from error
     return found
 
 
-def vote_digest(text: str) -> str:
-    """Return the sha256 of a file of votes."""
-    return hashlib.sha256(text.encode()).hexdigest()
+def parse_votes(text: str, name: str) -> VoteFile:
+    """Return the content of a file of votes. `name` is that of the file in messages.
 
-
-def page_of(text: str) -> str:
-    """Return the digest of the page that saved this file of votes.
-
-    Raises InputError if no page did.
+    Raises InputError if no page saved it, or if it is damaged.
     """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"votes must be a file that a review page saved ({FORMAT}); choose another")
-    return str(content.get("page"))
+        raise InputError(f"{name}: must be a file that a review page saved ({FORMAT}); choose another")
+    page, saved, choices = content.get("page"), content.get("saved"), content.get("votes")
+    session = content.get("session")
+    if not isinstance(page, str) or not isinstance(session, str | None):
+        raise InputError(f"{name}: page and session must be texts; the file is damaged, save it again")
+    if type(saved) is not int:
+        raise InputError(f"{name}: saved must be a time (an integer); the file is damaged, save it again")
+    if not isinstance(choices, list):
+        raise InputError(f"{name}: votes must be a list; the file is damaged, save it again")
+    for number, choice in enumerate(choices, 1):
+        if choice not in _CHOICES:
+            raise InputError(
+                f"{name}: vote {number} must be 1, 2, tie or null; got {choice!r:.40}; the file is damaged,"
+                " save it again"
+            )
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return VoteFile(name, digest, page, saved, tuple(choices), session)
+
+
+def newest_files(files: Iterable[VoteFile]) -> list[VoteFile]:
+    """Return the files that count: the one that was saved last of each page load, and of equal files one.
+
+    Files without a session are distinct unless they are equal.
+    """
+    newest: dict[tuple[str, str | None], VoteFile] = {}
+    for file in files:
+        key = (file.page, file.session) if file.session else (file.digest, None)
+        if key not in newest or file.saved > newest[key].saved:
+            newest[key] = file
+    return list(newest.values())

@@ -13,7 +13,7 @@ from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, PythonReward
 from rlhf_core.data.sources import model_digest, source_digests, source_name
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
-from rlhf_core.evaluation.votes import read_vote_files, vote_digest
+from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.rewards.check import module_file, reward_fields
 from rlhf_core.tracking.tracker import DataSet
 
@@ -22,7 +22,7 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Digests of all that the pipeline reads from outside: data, base model, template, the Python files that
     rewards come from, the files of the judge, and votes of people.
     """
-    votes = {field: vote_digest(text) for field, text in read_vote_files(config).items()}
+    votes = {field: file.digest for field, file in read_vote_files(config).items()}
     return source_digests(config) | reward_code_digests(config) | judge_digests(config) | votes
 
 

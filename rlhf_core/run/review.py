@@ -31,7 +31,7 @@ from rlhf_core.evaluation.review import (
     read_votes,
     render_page,
 )
-from rlhf_core.evaluation.votes import MAX_BYTES
+from rlhf_core.evaluation.votes import MAX_BYTES, parse_votes
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
@@ -132,21 +132,23 @@ def record_votes(review: Review, path: Path) -> Recorded:
         content = read_bounded(path, MAX_BYTES)
     except OSError as error:
         raise InputError(f"--votes: cannot read {path}: {error.strerror or error}") from error
-    votes, saved = read_votes(content.decode("utf-8", "replace"), review.pairs)
-    evaluate = review.config.evaluate
-    result = count_votes(votes, resamples=evaluate.bootstrap, confidence=evaluate.confidence)
+    file = parse_votes(content.decode("utf-8", "replace"), f"--votes: {path}")
+    votes = read_votes(file, review.pairs)
+    if not votes:
+        raise InputError(f"{file.name}: the file has no vote; vote on the page and save again")
+    result = count_votes(votes, confidence=review.config.evaluate.confidence)
     usable = _with_one_message(review, votes)
     rows = preference_rows(usable)
     name = hashlib.sha256(content).hexdigest()[:8]
     review.folder.mkdir(parents=True, exist_ok=True)
     kept = review.folder / f"votes-{name}.json"
     write_atomic(kept, content)
-    file = review.folder / f"preferences-{name}.jsonl"
-    write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
+    preferences = review.folder / f"preferences-{name}.jsonl"
+    write_atomic(preferences, "".join(json.dumps(row) + "\n" for row in rows))
     run_id = review.summary.get("mlflow_run_id")
     if run_id is not None:
-        _log(review, run_id, result, len(votes), saved, [kept, file])
-    return Recorded(result, len(votes), len(rows), len(votes) - len(usable), file, run_id)
+        _log(review, run_id, result, len(votes), file.saved, [kept, preferences])
+    return Recorded(result, len(votes), len(rows), len(votes) - len(usable), preferences, run_id)
 
 
 def _log(

@@ -21,8 +21,7 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchSkipped, run_match
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
-from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.evaluation.votes import page_of, read_vote_files, vote_digest
+from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
@@ -86,7 +85,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         ),
         run_match=lambda tags: _play(config, context, tags, people),
     )
-    people.warn_of_other_pages()
+    people.warn_of_other_pages(done.already_champion)
     log.info(
         "%s version %s: champion=%s (%s)",
         done.model,
@@ -121,30 +120,51 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 class _People:
     """The files of votes in `register.votes`.
 
-    Raises ConfigError if one cannot be read, or was changed after the run began.
+    Raises ConfigError if one cannot be read, is damaged, or was changed after the run began.
     """
 
     def __init__(self, config: PipelineConfig, context: StageContext) -> None:
-        self._settings = Intervals(config).settings("votes")
-        self._files = read_vote_files(config)
-        self._pages: set[str] = set()
-        for field, text in self._files.items():
-            if context.sources.get(field, vote_digest(text)) != vote_digest(text):
+        self._confidence = config.evaluate.confidence
+        files = read_vote_files(config)
+        for field, file in files.items():
+            if context.sources.get(field, file.digest) != file.digest:
                 raise ConfigError(f"{field} was changed after the run began; run again")
+        self._files = newest_files(files.values())
+        self._pages: dict[Opponent, str] = {}
+        for file in files.values():
+            if file not in self._files:
+                log.info(
+                    "%s does not count: another file is equal, or has later votes of the same page load",
+                    file.name,
+                )
+            elif file.is_empty:
+                log.warning("%s has no vote and does not count", file.name)
 
     def win_rate(self, samples: Path, opponent: Opponent) -> Votes | None:
-        """Return what people said about the pairs in a file of samples."""
+        """Return what people said about the pairs in a file of samples.
+
+        Raises ConfigError if a file of their page has another number of votes.
+        """
         if not self._files:
             return None
         pairs = load_blind_pairs(samples, opponent)
-        self._pages.add(page_digest(pairs))
-        return win_rate_by_people(list(self._files.values()), pairs, **self._settings)
+        self._pages[opponent] = page_digest(pairs)
+        try:
+            return win_rate_by_people(self._files, pairs, confidence=self._confidence)
+        except InputError as error:
+            raise ConfigError(error.message) from error
 
-    def warn_of_other_pages(self) -> None:
-        """Warn of votes that did not count."""
-        for field, text in self._files.items():
-            if page_of(text) not in self._pages:
-                log.warning("%s has votes of a page that is not of this evaluation or match", field)
+    def warn_of_other_pages(self, already_champion: bool) -> None:
+        """Warn of votes that did not count because no page of this run has them."""
+        if "champion" in self._pages:
+            reason = "it has votes of a page that is not of this evaluation or match"
+        elif already_champion:
+            reason = "no match was played, because the policy is champion already"
+        else:
+            reason = "no match was played, and it has votes of a page that is not of this evaluation"
+        for file in self._files:
+            if file.page not in self._pages.values():
+                log.warning("%s was not counted: %s", file.name, reason)
 
 
 def _play(

@@ -77,6 +77,8 @@ class Registration:
     previous: str | None
     """Version that was champion before."""
     match: Match | None = None
+    already_champion: bool = False
+    """Whether the policy was champion before, so that the decision is an earlier one."""
 
 
 def register(
@@ -139,7 +141,7 @@ def register(
                 move_champion(mlflow, model, move)
             failpoint("register.crowned")
         return Registration(model, version.version, created, *outcome)
-    return Registration(model, version.version, created, *_Outcome.of(champion.tags))
+    return Registration(model, version.version, created, *_Outcome.of(champion.tags), already_champion=True)
 
 
 def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:

@@ -4,6 +4,8 @@
 - the page does not contain which model wrote an answer; order and sides follow from the samples
 - votes are counted for the model that wrote the answer; those of another page or a damaged file are refused
 - votes of several people are pooled by pair, and those of other pages are ignored
+- of the files that one page load saved, the last one counts
+- few votes with ties and no loss have a wide interval
 - votes are rows for `data.preference`, without ties and equal answers
 """
 
@@ -25,6 +27,7 @@ from rlhf_core.evaluation.review import (
     BlindPair,
     blind_pairs,
     count_votes,
+    interval_of_votes,
     load_blind_pairs,
     page_digest,
     preference_rows,
@@ -32,6 +35,8 @@ from rlhf_core.evaluation.review import (
     render_page,
     win_rate_by_people,
 )
+from rlhf_core.evaluation.votes import VoteFile, parse_votes
+from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE
 
 SAMPLES = [
@@ -69,6 +74,7 @@ def test_the_policy_of_the_page_allows_its_script_and_no_request() -> None:
         attributes["content"] for tag, attributes in Tags(document).seen if "http-equiv" in attributes
     ]
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert "session: session, saved: Date.now()" in script and "crypto.getRandomValues" in script
     assert "http://" not in document and "https://" not in document and "src=" not in document
 
 
@@ -82,9 +88,13 @@ def test_the_page_is_blind_and_its_orders_follow_from_the_digest() -> None:
     assert sorted(pair.prompt for pair in PAIRS) == sorted(str(sample["prompt"]) for sample in SAMPLES)
 
 
-def file_of(votes: list[Any], **changes: Any) -> str:
+def file_of(votes: Any, **changes: Any) -> str:
     content = {"format": "rlhf-review-1", "page": page_digest(PAIRS), "saved": 1, "votes": votes}
     return json.dumps(content | changes)
+
+
+def parsed(votes: list[Any], **changes: Any) -> VoteFile:
+    return parse_votes(file_of(votes, **changes), "--votes: file")
 
 
 def test_votes_count_for_the_model_that_wrote_the_answer() -> None:
@@ -92,9 +102,10 @@ def test_votes_count_for_the_model_that_wrote_the_answer() -> None:
     choices: list[str | None] = ["1" if pair.policy_first else "2" for pair in PAIRS]
     choices[5] = "2" if PAIRS[5].policy_first else "1"
     choices[6:8] = ["tie", None]
-    votes, saved = read_votes(file_of(choices), PAIRS)
-    result = count_votes(votes, resamples=200, confidence=0.95)
-    assert saved == 1 and len(votes) == 39
+    file = parsed(choices)
+    votes = read_votes(file, PAIRS)
+    result = count_votes(votes, confidence=0.95)
+    assert file.saved == 1 and len(votes) == 39
     assert (result.verdicts.wins, result.verdicts.losses, result.verdicts.ties) == (37, 1, 1)
     assert result.win_rate.mean == pytest.approx(37.5 / 39) and result.win_rate.low < result.win_rate.mean
     assert result.judge_agreement == pytest.approx(37.5 / 39)  # the judge prefers the policy everywhere
@@ -106,19 +117,53 @@ def test_votes_count_for_the_model_that_wrote_the_answer() -> None:
 
 
 def test_votes_of_several_people_are_pooled_by_pair(tmp_path: Path) -> None:
-    settings = {"resamples": 200, "confidence": 0.95, "seed": 1}
     nothing: list[str | None] = [None] * len(PAIRS)
     ours = ["1" if pair.policy_first else "2" for pair in PAIRS]
     theirs = ["2" if pair.policy_first else "1" for pair in PAIRS]
-    one = file_of([*ours[:3], *nothing[3:]])
-    two = file_of([ours[0], theirs[1], *nothing[2:]])
+    one = parsed([*ours[:3], *nothing[3:]])
+    two = parsed([ours[0], theirs[1], *nothing[2:]])
     lines = "".join(json.dumps(sample) + "\n" for sample in SAMPLES)
     (tmp_path / "samples.jsonl").write_text(lines)
     other = load_blind_pairs(tmp_path / "samples.jsonl", "sft")
-    assert win_rate_by_people([one, two], other, **settings) is None
-    found = win_rate_by_people([one, one, two], PAIRS, **settings)
+    assert win_rate_by_people([one, two], other, confidence=0.95) is None
+    found = win_rate_by_people([one, one, two], PAIRS, confidence=0.95)
     assert found is not None and (found["pairs"], found["votes"]) == (3, 5)
     assert found["mean"] == pytest.approx((1 + 0.5 + 1) / 3) and found["low"] < found["mean"] < found["high"]
+
+
+def test_of_the_files_of_one_page_load_the_last_one_counts() -> None:
+    ours = ["1" if pair.policy_first else "2" for pair in PAIRS]
+    theirs = ["2" if pair.policy_first else "1" for pair in PAIRS]
+    nothing: list[str | None] = [None] * len(PAIRS)
+    first = parsed([*theirs[:2], *nothing[2:]], session="a", saved=1)
+    last = parsed([ours[0], theirs[1], *nothing[2:]], session="a", saved=2)
+    for files in ([first, last], [last, first], [last, first, last]):
+        found = win_rate_by_people(files, PAIRS, confidence=0.95)
+        assert found is not None and (found["mean"], found["votes"]) == (0.5, 2)
+    others = [parsed(ours, session="b", saved=1), parsed(ours, saved=1), parsed(ours, saved=2)]
+    found = win_rate_by_people([first, last, *others], PAIRS, confidence=0.95)
+    assert found is not None and found["votes"] == 2 + 3 * len(PAIRS), "files without a session are distinct"
+
+
+@pytest.mark.parametrize(("wins", "ties"), [(1, 1), (1, 10), (2, 2), (1, 0), (0, 1), (0, 12)])
+def test_few_votes_without_a_loss_do_not_pass_a_margin(wins: int, ties: int) -> None:
+    choices: list[str | None] = [None] * len(PAIRS)
+    for i in range(wins):
+        choices[i] = "1" if PAIRS[i].policy_first else "2"
+    choices[wins : wins + ties] = ["tie"] * ties
+    found = win_rate_by_people([parsed(choices)], PAIRS, confidence=0.95)
+    assert found is not None and found["mean"] == pytest.approx((wins + ties / 2) / (wins + ties))
+    assert found["low"] < 0.4 and Gate(0.5, votes_margin=0.1).lost(found)
+    assert count_votes(read_votes(parsed(choices), PAIRS), confidence=0.95).win_rate.low == found["low"]
+
+
+def test_the_interval_of_votes() -> None:
+    assert interval_of_votes([1, 0.5], 0.95).low == pytest.approx(0.1979, abs=1e-4)
+    assert interval_of_votes([1, 1, 1], 0.95).low == pytest.approx(0.4385, abs=1e-4)
+    for n in range(1, 100):  # the largest margin refuses exactly the loss of every pair
+        lost, tied = interval_of_votes([0.0] * n, 0.95), interval_of_votes([0.5] + [0.0] * (n - 1), 0.95)
+        assert Gate(0.5, votes_margin=0.5).lost(lost.to_json()), n
+        assert not Gate(0.5, votes_margin=0.5).lost(tied.to_json()), n
 
 
 def test_the_opponent_can_be_the_champion() -> None:
@@ -126,8 +171,8 @@ def test_the_opponent_can_be_the_champion() -> None:
     pairs = blind_pairs(samples, "d" * 64, "champion")
     votes = ["2" if pair.policy_first else "1" for pair in pairs]
     content = {"format": "rlhf-review-1", "page": page_digest(pairs), "saved": 1, "votes": votes}
-    read, _ = read_votes(json.dumps(content), pairs)
-    result = count_votes(read, resamples=200, confidence=0.95)
+    read = read_votes(parse_votes(json.dumps(content), "--votes"), pairs)
+    result = count_votes(read, confidence=0.95)
     assert (result.win_rate.mean, result.judge_agreement) == (0.0, 1.0)
     assert {row["chosen"] for row in preference_rows(read)} == {"before"}
 
@@ -135,7 +180,7 @@ def test_the_opponent_can_be_the_champion() -> None:
 def test_equal_answers_are_no_preference() -> None:
     pairs = [BlindPair(SAMPLES[0] | {"sft": "same", "ppo": "same"}, True)]
     text = json.dumps({"format": "rlhf-review-1", "page": page_digest(pairs), "saved": 1, "votes": ["1"]})
-    assert preference_rows(read_votes(text, pairs)[0]) == []
+    assert preference_rows(read_votes(parse_votes(text, "--votes"), pairs)) == []
 
 
 @pytest.mark.parametrize(
@@ -145,13 +190,16 @@ def test_equal_answers_are_no_preference() -> None:
         ("[" * 100_000, "must be a file that a review page saved"),
         ("[]", "must be a file that a review page saved"),
         (file_of(["1"] * 40, page="0" * 64), "has the votes of the page 00000000"),
-        (file_of(["1"] * 39), "must have 40 votes"),
-        (file_of(["1"] * 40, saved="x"), "must have 40 votes and a time"),
-        (file_of(["3"] + ["1"] * 39), "a vote is 1, 2 or tie; got '3'"),
-        (file_of([["1"]] * 40), "a vote is 1, 2 or tie"),
-        (file_of([None] * 40), "the file has no vote"),
+        (file_of(["1"] * 39), "must have 40 votes, one for each pair of its page; got 39"),
+        (file_of(["1"] * 40, saved="x"), "saved must be a time"),
+        (file_of(["1"] * 40, saved=True), "saved must be a time"),
+        (file_of(["1"] * 40, page=None), "page and session must be texts"),
+        (file_of(["1"] * 40, session=1), "page and session must be texts"),
+        (file_of("1"), "votes must be a list"),
+        (file_of(["1", "3"] + ["1"] * 38), "vote 2 must be 1, 2, tie or null; got '3'"),
+        (file_of([["1"]] * 40), "vote 1 must be 1, 2, tie or null"),
     ],
 )
 def test_files_that_are_no_votes_of_this_page_are_refused(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        read_votes(text, PAIRS)
+    with pytest.raises(InputError, match=f"^--votes: a file: .*{message}"):
+        read_votes(parse_votes(text, "--votes: a file"), PAIRS)

@@ -3,7 +3,9 @@
 - with a margin, a candidate waits for votes, and with votes that do not refuse it becomes champion: first
   against its SFT model, then against the champion in a match
 - the same match continues its test at the same level
-- a file of another page does not count, one that was changed or is no file of votes is refused
+- a file of another page does not count, nor does one of a match that was not played; a warning says why
+- a file that was changed, is damaged or is no file of votes is refused, before the start where it can be
+- a file without votes is a warning; of two files of one page load the later one counts
 """
 
 from __future__ import annotations
@@ -121,12 +123,21 @@ def test_a_candidate_waits_for_the_votes_of_people(
     assert facts["champion"] and facts["rule"] == "match", facts["reason"]
     assert facts["match"]["votes"]["mean"] == pytest.approx(2 / 3) and facts["votes"]["votes"] == PAIRS
     assert facts["reason"].partition("(level ")[2] == level.partition("; register.votes_margin")[0]
-    assert "votes of a page" not in caplog.text
+    assert "not counted" not in caplog.text
+    # Registered again as the champion: nothing is played.
+    facts, _ = run("two", liked, against_sft)
+    assert facts["champion"] and facts["votes"]["votes"] == PAIRS
+    [warning] = [record.message for record in caplog.records if "not counted" in record.message]
+    assert warning.startswith(f"register.votes.0: {liked} was not counted: no match was played, because ")
+    assert warning.endswith("the policy is champion already")
+    caplog.clear()
+    run("four", saved(tmp_path, evaluation, "sft", 10), liked)
+    assert "register.votes.1" in caplog.text and "no match was played, and it has votes" in caplog.text
     other = json.loads(Path(liked).read_text()) | {"page": "f" * 64}
     (tmp_path / "other.json").write_text(json.dumps(other))
     facts, _ = run("three", str(tmp_path / "other.json"))
     assert (facts["champion"], facts["rule"]) == (False, "votes")
-    assert "register.votes.0 has votes of a page" in caplog.text
+    assert "register.votes.0: " in caplog.text and "was not counted: it has votes of a page" in caplog.text
 
 
 def test_files_that_are_no_votes_or_were_changed_are_refused(run: Any, tmp_path: Path) -> None:
@@ -134,8 +145,66 @@ def test_files_that_are_no_votes_or_were_changed_are_refused(run: Any, tmp_path:
     votes = saved(tmp_path, tmp_path / "evaluate" / "samples.jsonl", "sft", 40)
     with pytest.raises(ConfigError, match=r"register\.votes\.0 was changed after the run began"):
         run("one", votes, changed=True)
-    (tmp_path / "other.json").write_text("{}")
-    for path, words in ((tmp_path / "other.json", "a review page saved"), (tmp_path / "missing", "missing")):
-        tree = {"register": {"votes": [votes, str(path)]}}
-        [finding] = check_votes(PipelineConfig.model_validate_json(json.dumps(tree)))
-        assert str(finding).startswith("register.votes.1: ") and words in str(finding)
+    short = changed(votes, "short", votes=["1"])
+    with pytest.raises(ConfigError, match=rf"^register\.votes\.0: {short}: must have {PAIRS} votes.*got 1"):
+        run("one", short)
+
+
+def changed(original: str, name: str, /, **changes: Any) -> str:
+    """Write a file with these changes next to a file of votes, and return its path."""
+    file = Path(original).with_name(f"{name}.json")
+    file.write_text(json.dumps(json.loads(Path(original).read_text()) | changes))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "other"}, "must be a file that a review page saved"),
+        ({"votes": ["1", "3"]}, "vote 2 must be 1, 2, tie or null; got '3'"),
+        ({"votes": {}}, "votes must be a list"),
+        ({"saved": None}, "saved must be a time"),
+    ],
+)
+def test_damaged_files_are_found_before_the_start(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample(0)) + "\n")
+    votes = saved(tmp_path, tmp_path / "samples.jsonl", "sft", 1)
+    damaged = changed(votes, "damaged", **changes)
+    [finding] = check_votes(given(votes, damaged))
+    assert isinstance(finding, ConfigError)
+    assert str(finding).startswith(f"register.votes.1: {damaged}: ") and words in str(finding)
+    [finding] = check_votes(given(votes, str(tmp_path / "missing")))
+    assert str(finding).startswith(f"register.votes.1: cannot read {tmp_path}/missing: ")
+    assert list(check_votes(given(votes))) == []
+
+
+def given(*votes: str) -> PipelineConfig:
+    return PipelineConfig.model_validate_json(json.dumps({"register": {"votes": list(votes)}}))
+
+
+def test_a_file_without_votes_is_a_warning_and_counts_as_none(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run("one")
+    votes = saved(tmp_path, tmp_path / "evaluate" / "samples.jsonl", "sft", 40)
+    empty = changed(votes, "empty", votes=[None] * PAIRS)
+    [finding] = check_votes(given(votes, empty))
+    assert isinstance(finding, str) and finding.startswith(f"register.votes.1: {empty} has no vote")
+    facts, _ = run("one", empty)
+    assert (facts["champion"], facts["rule"], facts["votes"]) == (False, "votes", None)
+    assert f"register.votes.0: {empty} has no vote and does not count" in caplog.text
+
+
+def test_the_later_file_of_one_page_load_counts(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run("one")
+    votes = saved(tmp_path, tmp_path / "evaluate" / "samples.jsonl", "sft", 40)
+    first = changed(votes, "first", session="a", votes=["tie"] * PAIRS)
+    last = changed(votes, "last", session="a", saved=2)
+    facts, _ = run("one", first, last)
+    assert (facts["votes"]["votes"], facts["votes"]["mean"]) == (PAIRS, pytest.approx(2 / 3))
+    assert f"register.votes.0: {first} does not count: another file" in caplog.text
