@@ -11,6 +11,7 @@ from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.run.parameters import DEFAULT_CONFIG
+from rlhf_core.run.references import resolve
 from rlhf_core.run.rounds import round_overrides
 
 
@@ -29,8 +30,10 @@ def rounds(
         overrides: Other fields, each as `section.field=value`.
     """
     first = load_config(config, overrides)
+    # A policy of an earlier round can become the champion that `model.path` refers to.
+    given = (*overrides, *resolve(first).pins)
     summaries: list[dict[str, Any]] = []
     for _ in range(number):
         own = round_overrides(first, summaries)
-        summaries.append(rlhf(config=config, overrides=(*overrides, *own)))
+        summaries.append(rlhf(config=config, overrides=(*given, *own)))
     return summaries

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_reference
 from rlhf_core.config.redact import shown
-from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import open_store
@@ -57,6 +57,8 @@ class Reference:
     """Local path or s3:// address."""
     origin: str
     """What it stands for: `demo-policy version 3`, `artifact sample/0123456789abcdef`."""
+    pinned: str
+    """The reference with the number of the version, which no later champion changes."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,15 @@ class Resolved:
     def overrides(self) -> list[str]:
         """Overrides of the original configuration that have the same effect."""
         return [f"{reference.field}={json.dumps(reference.path)}" for reference in self.references]
+
+    @property
+    def pins(self) -> list[str]:
+        """Overrides of the original configuration that name versions by their numbers."""
+        return [
+            f"{reference.field}={json.dumps(reference.pinned)}"
+            for reference in self.references
+            if reference.pinned != reference.text
+        ]
 
     @property
     def tags(self) -> dict[str, str]:
@@ -88,8 +99,7 @@ def resolve(config: PipelineConfig, *, only_model: bool = False) -> Resolved:
         only_model: Resolve only `model.path`.
 
     Raises:
-        ConfigError: Every reference that is malformed or leads nowhere.
-        CorruptArtifact: The files are not those that were stored.
+        ConfigError: Every reference that is malformed, leads nowhere, or leads to damaged files.
         InfrastructureError: MLflow does not answer.
         StoreUnavailable: The store does not answer.
     """
@@ -106,6 +116,12 @@ def resolve(config: PipelineConfig, *, only_model: bool = False) -> Resolved:
             reference = resolver.model(text) if field == _MODEL else resolver.source(field, text)
         except InputError as error:
             problems.append(f"{field}: {shown(text, limit=200)}: {error.message}")
+            continue
+        except CorruptArtifact as error:
+            problems.append(
+                f"{field}: {shown(text, limit=200)}: its files are damaged ({error.message}); run the"
+                " configuration that made it again, or choose another one"
+            )
             continue
         log.info("%s: %s is %s", field, text, reference.origin)
         references.append(reference)
@@ -160,7 +176,7 @@ class _Resolver:
             store = ArtifactStore(open_store(self._config), self._home.cache)
             ref, folder = self._artifact(store, text, _FORMS_OF_MODELS)
             path, is_local = store.address(ref, folder, local=True), store.is_local
-            origin = f"artifact {ref.kind}/{ref.key}"
+            origin, pinned = f"artifact {ref.kind}/{ref.key}", text
         else:
             name, version = _policy(text)
             policy = self._load_policy(name, version)
@@ -172,19 +188,20 @@ class _Resolver:
                 )
             path, is_local = str(policy.files.model), policy.artifacts.is_local
             origin = f"{name} version {policy.version.version}"
+            pinned = f"registry://{name}/{policy.version.version}"
         if self._config.run.is_remote and not is_local:
             raise InputError(
                 "the model is in a bucket, and stages on other machines (run.executor) need its folder; copy"
                 " it with `rlhf publish` to a folder that every host mounts, and name that"
             )
-        return Reference(_MODEL, text, path, origin)
+        return Reference(_MODEL, text, path, origin, pinned)
 
     def source(self, field: str, text: str) -> Reference:
         """Return the data file that `text` refers to."""
         if text.startswith("artifact://"):
             store = ArtifactStore(open_store(self._config), self._home.cache)
             ref, file = self._artifact(store, text, _FORMS_OF_SOURCES)
-            return Reference(field, text, store.address(ref, file), f"artifact {ref.kind}/{ref.key}")
+            return Reference(field, text, store.address(ref, file), f"artifact {ref.kind}/{ref.key}", text)
         parts = text.removeprefix("registry://").split("/", 3)
         if not text.startswith("registry://") or len(parts) < 4:
             raise InputError(f"a source must be {_FORMS_OF_SOURCES}; correct it")
@@ -200,7 +217,8 @@ class _Resolver:
                 " another stage or version"
             )
         origin = f"{name} version {version.version}, artifact {found.kind}/{found.key}"
-        return Reference(field, text, store.address(found, file), origin)
+        pinned = f"registry://{name}/{version.version}/{stage}/{file}"
+        return Reference(field, text, store.address(found, file), origin, pinned)
 
     def _load_policy(self, name: str, version: str) -> RegisteredPolicy:
         from rlhf_core.run.registered import load_policy, registry_of  # they import the evaluation

@@ -17,6 +17,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, InputError
 from rlhf_core.run.api import run_pipeline
+from rlhf_core.run.references import resolve
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,9 +42,11 @@ def run_rounds(
     """
     check_rounds(rounds)
     tree = config.model_dump(mode="json", by_alias=True)
+    # A policy of an earlier round can become the champion that `model.path` refers to.
+    pins = resolve(config).pins
     summaries: list[dict[str, Any]] = []
     for _ in range(rounds):
-        overrides = round_overrides(config, summaries)
+        overrides = [*pins, *round_overrides(config, summaries)]
         own = config_from_tree(tree, "the configuration", overrides)
         summaries.append(run_pipeline(own, tags=tags))
     return summaries

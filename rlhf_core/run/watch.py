@@ -70,13 +70,17 @@ class Watch:
 
     def __init__(self, config: PipelineConfig, run: str = "") -> None:
         """Look at the sources. `run` is the id of the flow run, which continues its own retraining."""
-        self.config = pinned(resolve(config).config)
+        self.config = config
         self._run = run
         self._model = config.registered_model
         self._tag = _STATE + pipeline_key(config, {})
         self._tracking = open_tracking(config)
         self._failure = ""
+        self._marks = self._look = ""
         self._state, versions = self._read()
+        if self._failure:  # without MLflow, `champion:NAME` stands for nothing
+            return
+        self.config = pinned(resolve(config).config)
         marks = source_marks(self.config) | reward_code_digests(self.config)
         self._marks = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
         # A new version may be a retraining by another program, for which the store must be asked again.

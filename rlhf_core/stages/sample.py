@@ -107,10 +107,8 @@ def _prompts(config: PipelineConfig, data: Path, most: int | None) -> tuple[list
     or had a system message. Raises DataError if no prompt is left.
     """
     every = load_prompts(data, "train")
-    prompts = every
-    if config.data.template != "plain":
-        encoder = load_encoder(config, data)
-        prompts = [each for each in every if encoder.prompt([Message("user", each.prompt)]) == each.input_ids]
+    encoder = load_encoder(config, data)
+    prompts = [each for each in every if encoder.prompt([Message("user", each.prompt)]) == each.input_ids]
     left_out = len(every) - len(prompts)
     if not prompts:
         raise DataError(

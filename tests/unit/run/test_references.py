@@ -90,6 +90,8 @@ def test_a_champion_is_its_verified_folder(home: Path, champions: list[str]) -> 
         assert reference.origin == f"{MODEL} version {number}"
         assert found.tags == {"rlhf.reference.model.path": f"{text} = {MODEL} version {number}"}
         assert found.overrides == [f'model.path="{found.config.model.path}"']
+        pinned = [f'model.path="registry://{MODEL}/2"'] if text.startswith("champion:") else []
+        assert found.pins == pinned
 
 
 def test_the_digest_changes_with_the_champion_only(home: Path, champions: list[str], database: Path) -> None:

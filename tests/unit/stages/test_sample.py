@@ -212,8 +212,19 @@ def test_a_conversation_is_left_out(engines: list[ScriptedEngine], context: Stag
     write(data, "prompts", "train", [conversation])
     with pytest.raises(DataError, match="1 of 1 training prompts are conversations"):
         sample.run(config_of(), context)
-    # Without a template, the text is the prompt.
-    assert sample.run(config_of(data={"template": "plain"}), context).metrics["prompts"] == 1.0
+
+
+def test_a_conversation_without_a_template_is_left_out(
+    engines: list[ScriptedEngine], context: StageContext
+) -> None:
+    encoder = Encoder(train_tokenizer(PROMPTS, 300), "plain", "test")
+    single = PromptExample("p0", PROMPTS[0], encoder.prompt([Message("user", PROMPTS[0])]))
+    # The messages are joined without a blank, and the text of the prompt has empty lines between them.
+    ids = encoder.prompt([Message("system", "Be brief."), Message("user", PROMPTS[1])])
+    conversation = PromptExample("p1", f"Be brief.\n\n{PROMPTS[1]}", ids)
+    write(context.inputs["data"], "prompts", "train", [single, conversation])
+    result = sample.run(config_of(data={"template": "plain"}), context)
+    assert (result.metrics["prompts"], result.metrics["prompts_left_out"]) == (1.0, 1.0)
 
 
 def test_scores_are_those_of_all_rewards_or_of_the_judge(
