@@ -144,17 +144,25 @@ def _last_part(address: str) -> str:
     return address.rstrip("/").rsplit("/", 1)[-1]
 
 
+def _reward_model(config: Mapping[str, Any]) -> str:
+    """Return the part of the sentence about training that names the reward model."""
+    if not config["enabled"]:
+        return ""
+    ensemble = config.get("ensemble")
+    return f", {ensemble['members']} reward models" if ensemble else ", a reward model"
+
+
 def _origin(policy: RegisteredPolicy) -> str:
     tags, model = policy.version.tags, policy.config["model"]
     base, _ = _base(policy)
     rows = ["| stage | key | digest |", "|---|---|---|"]
-    for stage in ("data", "sft", "reward", "judge", "ppo", "evaluate"):
+    for stage in ("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"):
         if f"rlhf.{stage}.key" in tags:
             rows.append(
                 f"| {stage} | `{tags[f'rlhf.{stage}.key']}` | `{tags[f'rlhf.{stage}.digest'][:16]}` |"
             )
     revision = f" at {_code(model['revision'])}" if model.get("revision") else ""
-    reward = ", a reward model" if policy.config["reward"]["enabled"] else ""
+    reward = _reward_model(policy.config["reward"])
     lines = [
         f"Base model: {_code(base)}{revision}, then supervised fine-tuning{reward} and PPO"
         f" (`{policy.config['ppo']['algorithm']}`, at most {policy.config['ppo']['steps']} steps, seed"

@@ -234,6 +234,14 @@ def test_licence_of_a_base_model_is_in_the_card(home: str, tmp_path: Path) -> No
     assert "base_model:" not in card, "a folder is no id on the hub"
 
 
+def test_the_card_tells_how_many_reward_models_took_part(home: str) -> None:
+    policy = open_policy(MODEL, home)
+    assert "a reward model" in model_card(policy)
+    ensemble = {"members": 3, "combine": "uncertainty", "penalty": 1.0}
+    config = {**policy.config, "reward": {**policy.config["reward"], "ensemble": ensemble}}
+    assert "3 reward models" in model_card(replace(policy, config=config))
+
+
 def test_the_licence_is_that_of_the_front_matter(home: str, tmp_path: Path) -> None:
     for text, licence in (
         ('---\nlicense: "mit"\n---\n', "mit"),
