@@ -167,8 +167,8 @@ class PPOConfig(Section):
     ptx: PTXConfig | None = result(None, "Pretraining loss in the policy's update; null: none")
     ema_decay: Decay | None = result(
         None,
-        "Decay per optimizer step of a moving average of the policy's weights, which is saved as well; null:"
-        " none",
+        "Decay per optimizer step of a moving average of the policy's weights, in float32. It is saved next"
+        " to the policy, or published (`publish: average`); null: none",
     )
     logprob_gap_limit: PositiveFloat | None = execution(
         None,
@@ -176,6 +176,12 @@ class PPOConfig(Section):
         " rollout/logprob_gap_alarm is set; null: half of the limit of the canary",
     )
     critic_warmup_steps: NonNegativeInt = result(0, "First steps train the critic only")
+    critic_warmup_max_steps: PositiveInt | None = result(
+        None,
+        "The critic's warm-up goes on after `critic_warmup_steps` until the explained variance of its values"
+        " is above 0, for at most this many steps in total; null: `critic_warmup_steps`",
+        later=True,
+    )
     published_loss_limit: PositiveFloat = execution(
         0.1,
         "With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the"
@@ -195,11 +201,11 @@ class PPOConfig(Section):
         " `evaluate`",
         later=True,
     )
-    publish: Literal["last", "best"] = result(
+    publish: Literal["last", "best", "average"] = result(
         "last",
-        "The policy that the stage publishes: that of the last step, or the best evaluated one. The best has"
-        " the highest mean score on the held-out prompts minus `kl.coef` times the KL; of equal ones the"
-        " earliest",
+        "The policy that the stage publishes: that of the last step, the best evaluated one, or the moving"
+        " average at the last step (`ema_decay`). The best has the highest mean score on the held-out prompts"
+        " minus `kl.coef` times the KL; of equal ones the earliest",
         later=True,
     )
     publish_max_kl: PositiveFloat | None = result(
@@ -350,6 +356,11 @@ class PPOConfig(Section):
         """First iterations, in which the policy is not trained."""
         return min(self.critic_warmup_steps, self.steps) if self.uses_critic else 0
 
+    @property
+    def longest_warmup(self) -> int:
+        """`warmup_steps`, or the limit of a warm-up that depends on the explained variance."""
+        return self.critic_warmup_max_steps or self.warmup_steps
+
     # Rules of one field. Pydantic checks them before the rules of several fields.
 
     @field_validator("importance_bounds")
@@ -395,15 +406,23 @@ class PPOConfig(Section):
 
     @model_validator(mode="after")
     def _check_critic_warmup(self) -> Self:
-        if self.critic_warmup_steps and not self.uses_critic:
+        least, most = self.critic_warmup_steps, self.critic_warmup_max_steps
+        if not self.uses_critic and (least or most is not None):
+            given = f"ppo.critic_warmup_steps={least}, ppo.critic_warmup_max_steps={most or 'null'}"
             raise ValueError(
-                f"ppo.critic_warmup_steps must be 0 without a critic (ppo.algorithm={self.algorithm}); "
-                f"got {self.critic_warmup_steps}"
+                f"ppo.algorithm={self.algorithm} has no critic that could be warmed up; got {given}; use"
+                " 0 and null"
             )
-        if self.critic_warmup_steps >= self.steps:
+        for name, value in (("critic_warmup_steps", least), ("critic_warmup_max_steps", most or 0)):
+            if value >= self.steps:
+                raise ValueError(
+                    f"ppo.{name} must be below ppo.steps ({self.steps}), because the policy would never be"
+                    f" trained otherwise; got {value}; lower it"
+                )
+        if most is not None and most < least:
             raise ValueError(
-                f"ppo.critic_warmup_steps must be below ppo.steps ({self.steps}), because the policy would"
-                f" never be trained otherwise; got {self.critic_warmup_steps}; lower it"
+                f"ppo.critic_warmup_max_steps must be at least ppo.critic_warmup_steps ({least}); got {most};"
+                " leave it out"
             )
         return self
 
@@ -432,6 +451,11 @@ class PPOConfig(Section):
             raise ValueError(
                 "ppo.ema_decay keeps the average at the last step, which is not that of the best policy; got"
                 " ppo.publish=best; leave one of them out"
+            )
+        if self.publish == "average" and self.ema_decay is None:
+            raise ValueError(
+                "ppo.publish=average publishes the moving average of the weights; got no ppo.ema_decay; set"
+                " it, for example to 0.99"
             )
         return self
 

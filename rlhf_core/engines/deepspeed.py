@@ -71,7 +71,7 @@ class TrainingEngine:
         config: Precision and sharding.
         optimizer: None for a frozen model, which may be sharded (ZeRO-3).
         rank: This rank.
-        ema_decay: If given, an average of the weights is kept.
+        ema_decay: If given, an average of the weights is kept for `restore_average`.
         keep_best: Whether `snapshot_best` and `restore_best` are used.
     """
 
@@ -236,28 +236,23 @@ class TrainingEngine:
             for parameter in parameters:
                 parameter.grad = None  # then AdamW changes neither the parameters nor their moments
 
-    def weights(
-        self, *, average: bool = False, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in the Hugging Face model, full tensor), gathering one decoder layer at a time.
         Adapters are merged.
 
-        `average` uses the moving average of the trained weights. `dtype` is described in `merged`. Tied
-        parameters are returned once. Under ZeRO-3 this is a collective operation: every rank must iterate to
-        the end, in the same order.
+        `dtype` is described in `merged`. Tied parameters are returned once. Under ZeRO-3 this is a collective
+        operation: every rank must iterate to the end, in the same order.
         """
         for group in self._gather_groups():
             with self._gathered([parameter for _, parameter in group]):
-                values = {name: self._value(name, parameter, average) for name, parameter in group}
+                values = {name: dequantized(parameter) for name, parameter in group}
                 yield from merged(values, self.lora, dtype)
 
-    def _weight_groups(
-        self, *, average: bool, dtype: torch.dtype | None
-    ) -> Iterator[dict[str, torch.Tensor]]:
+    def _weight_groups(self, *, dtype: torch.dtype | None) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the tensors of `weights` by decoder layer."""
         for group in self._gather_groups():
             with self._gathered([parameter for _, parameter in group]):
-                values = {name: self._value(name, parameter, average) for name, parameter in group}
+                values = {name: dequantized(parameter) for name, parameter in group}
                 yield dict(merged(values, self.lora, dtype))
 
     def _weight_layout(self, dtype: torch.dtype | None) -> list[dict[str, torch.Tensor]]:
@@ -313,11 +308,6 @@ class TrainingEngine:
                     shapes.append((new_name, shape(parameter)))
         return shapes
 
-    def _value(self, name: str, parameter: nn.Parameter, average: bool) -> torch.Tensor:
-        if average and self._average is not None and name in self._average:
-            return self._average.full(name)
-        return dequantized(parameter)
-
     def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Return the parameters by decoder layer, so that gathering holds at most one layer."""
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
@@ -343,22 +333,29 @@ class TrainingEngine:
         assert self._best is not None
         self._best.take()
 
-    @torch.no_grad()
     def restore_best(self) -> None:
         """Restore the weights of the last `snapshot_best`, but not the optimizer's copies. A collective."""
         assert self._best is not None
+        self._restore(self._best)
+
+    def restore_average(self) -> None:
+        """Replace the weights by their moving average, but not the optimizer's copies. A collective."""
+        assert self._average is not None
+        self._restore(self._average)
+
+    @torch.no_grad()
+    def _restore(self, copy: WeightCopy) -> None:
         for group in self._gather_groups():
-            kept = [(name, parameter) for name, parameter in group if name in self._best]
+            kept = [(name, parameter) for name, parameter in group if name in copy]
             with self._gathered([parameter for _, parameter in kept], to_change=True):
                 for name, parameter in kept:
-                    parameter.copy_(self._best.full(name))
+                    parameter.copy_(copy.full(name))
 
     def save_model(
         self,
         folder: Path,
         save: Callable[[Path, WeightStream], None],
         *,
-        average: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Call `save(folder, weights)` on rank 0, and gather each decoder layer when it is written. This is a
@@ -367,10 +364,9 @@ class TrainingEngine:
         Args:
             folder: Is created.
             save: Writes the model and takes all groups of the weights.
-            average: Save the moving average of the weights.
             dtype: See `models.adapters.merged`.
         """
-        groups = self._weight_groups(average=average, dtype=dtype)
+        groups = self._weight_groups(dtype=dtype)
         if self.rank.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             save(folder, WeightStream(self._weight_layout(dtype), groups))

@@ -49,7 +49,7 @@ from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
 from rlhf_core.ppo.selection import Selection
 from rlhf_core.ppo.step_checks import StepChecks
-from rlhf_core.ppo.update import Updater
+from rlhf_core.ppo.update import CriticWarmup, Updater
 from rlhf_core.ppo.utilisation import Utilisation
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, weighted_sum
@@ -112,6 +112,7 @@ class PPOController:
         self._next_batch: RolloutBatch | None = None
         """With `ppo.staleness`: the rollouts of the next step."""
         self._updater = Updater(ppo, fleet, seed, demonstrations)
+        self._warmup = CriticWarmup(ppo)
         self._kl: FixedKL | AdaptiveKL
         if ppo.kl.target is None:
             self._kl = FixedKL(ppo.kl.coef)
@@ -364,9 +365,12 @@ class PPOController:
         try:
             if self._checks.is_finite(experience.metrics, responses, step):
                 self._checks.verify(experience.metrics, step)
+                trains_policy = self._warmup.is_over(experience.metrics, step)
                 with self._timed("training"):
-                    update = self._updater.update(batch, experience, step, self._kl.coef)
-                if step > self._ppo.warmup_steps:  # before, the policy and its KL do not change
+                    update = self._updater.update(
+                        batch, experience, step, self._kl.coef, trains_policy=trains_policy
+                    )
+                if trains_policy:  # before, the policy and its KL do not change
                     self._kl.update(experience.metrics["objective/kl"], responses)
         except NonFiniteError:
             self._log_samples(batch, experience, "skipped", step, responses)
@@ -450,6 +454,7 @@ class PPOController:
                 "kl": self._kl.state_dict(),
                 "scores": {str(step): score for step, score in self._scores.items()},
                 **self._checks.state_dict(),
+                **self._warmup.state_dict(),
             }
             if self._evaluation is not None:
                 state["selection"] = self.selection.state_dict()
@@ -475,6 +480,7 @@ class PPOController:
         self.completed_steps = self._last_checkpoint_step = int(state["done"])
         self._previous_checkpoint_step = int(state.get("previous_checkpoint", 0))
         self._checks.load_state_dict(state)
+        self._warmup.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])
         self._scores = {int(step): float(score) for step, score in state["scores"].items()}
         if self._evaluation is not None:
@@ -491,11 +497,9 @@ class PPOController:
                 )
         log.info("ppo continues after step %d", self.completed_steps)
 
-    def save_policy(self, folder: Path, *, average: bool = False) -> None:
-        """Save the policy, or the moving average of its weights, in Hugging Face layout."""
-        saving = self._fleet.groups["policy"].call(
-            ModelWorker.save_model, "policy", str(folder), average=average
-        )
+    def save_policy(self, folder: Path) -> None:
+        """Save the policy in Hugging Face layout."""
+        saving = self._fleet.groups["policy"].call(ModelWorker.save_model, "policy", str(folder))
         self._fleet.wait(saving, "the policy to be saved")
         self._gather(folder)
 
@@ -515,6 +519,14 @@ class PPOController:
         if best != self.completed_steps:
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.restore_best), "the best weights")
         return best
+
+    def restore_average(self) -> None:
+        """Replace the policy's weights by their moving average.
+
+        The optimizer still has the last weights, so no step may follow.
+        """
+        restoring = self._fleet.groups["policy"].call(ModelWorker.restore_average)
+        self._fleet.wait(restoring, "the moving average of the weights")
 
     def save_adapter(self, folder: Path, base: str) -> None:
         """Save the policy's adapter. `base` names the model that it belongs to."""

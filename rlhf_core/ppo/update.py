@@ -4,9 +4,11 @@ ranks to metrics. The controller distributes indices; the ranks exchange the row
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +27,46 @@ from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.types import SFTExample
 
+log = logging.getLogger(__name__)
+
 Metrics = dict[str, float]
 _IdsAndMask = tuple[tuple[int, ...], tuple[int, ...]]
 """(input ids, target mask) of a demonstration."""
+
+
+class CriticWarmup:
+    """Which steps train the critic only: the first `ppo.critic_warmup_steps`, and those after them until the
+    explained variance of the critic's values is above 0, at most `ppo.critic_warmup_max_steps` in total.
+
+    The explained variance of a step is that before its update.
+    """
+
+    def __init__(self, ppo: PPOConfig) -> None:
+        self._ppo = ppo
+        self._is_over = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"critic_warmup_is_over": self._is_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._is_over = bool(state.get("critic_warmup_is_over", False))
+
+    def is_over(self, metrics: Metrics, step: int) -> bool:
+        """Return whether `step` trains the policy. `metrics` are those of its experience."""
+        if self._is_over or step <= self._ppo.warmup_steps:
+            return self._is_over
+        explained = metrics.get("value/explained_variance", 0.0)  # equal returns have none
+        self._is_over = explained > 0 or step > self._ppo.longest_warmup
+        if self._is_over and self._ppo.critic_warmup_max_steps is not None:
+            level = logging.INFO if explained > 0 else logging.WARNING
+            log.log(
+                level,
+                "step %d: the critic's warm-up ended after %d steps with an explained variance of %.2g",
+                step,
+                step - 1,
+                explained,
+            )
+        return self._is_over
 
 
 class Updater:
@@ -44,7 +83,15 @@ class Updater:
         self._seed = seed
         self._demonstrations = demonstrations
 
-    def update(self, batch: RolloutBatch, experience: Experience, step: int, kl_coef: float) -> Metrics:
+    def update(
+        self,
+        batch: RolloutBatch,
+        experience: Experience,
+        step: int,
+        kl_coef: float,
+        *,
+        trains_policy: bool = True,
+    ) -> Metrics:
         """Train on the experience of one step. Responses without a score are left out.
 
         Args:
@@ -52,6 +99,7 @@ class Updater:
             experience: In the order of `batch`.
             step: Number of the step, 1-based.
             kl_coef: Coefficient of the KL loss, used with `kl.place: loss`.
+            trains_policy: Whether the policy is trained too, and not only the critic.
         """
         scored = experience.scored_B.tolist()
         batches = []
@@ -63,7 +111,6 @@ class Updater:
                 # the weights.
                 if minibatch:
                     batches.append(minibatch)
-        trains_policy = step > self._ppo.warmup_steps
         plans: dict[int, list[RankUpdate]] = {}
         """By the number of ranks."""
         for role in ("policy", "critic") if self._ppo.uses_critic else ("policy",):

@@ -423,17 +423,22 @@ class ModelWorker(Actor):
         self._models["policy"].restore_best()
 
     @rpc()
-    def save_model(self, role: Role, folder: str, *, average: bool) -> None:
+    def restore_average(self) -> None:
+        """Replace the policy's weights by their moving average. This is a collective operation."""
+        self._models["policy"].restore_average()
+
+    @rpc()
+    def save_model(self, role: Role, folder: str) -> None:
         """Save the model in Hugging Face layout. This is a collective operation.
 
-        `average` saves the moving average of the weights. A model with an adapter is saved in float32,
-        because a merge that is rounded to bfloat16 would be a different policy.
+        A model with an adapter is saved in float32, because a merge that is rounded to bfloat16 would be a
+        different policy.
         """
         import torch
 
         engine = self._models[role]
         dtype = None if engine.lora is None else torch.float32
-        engine.save_model(Path(folder), engine.module.save, average=average, dtype=dtype)
+        engine.save_model(Path(folder), engine.module.save, dtype=dtype)
 
     @rpc()
     def save_adapter(self, role: Role, folder: str, base: str) -> None:

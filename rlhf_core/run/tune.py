@@ -42,6 +42,7 @@ _SHORT = (
     "ppo.checkpoint_every=1000000",
     "ppo.samples_every=1000000",
     "ppo.critic_warmup_steps=0",
+    "ppo.critic_warmup_max_steps=null",
     "ppo.evaluate_every=null",
     "ppo.stop_patience=null",
     "ppo.publish=last",

@@ -1,5 +1,5 @@
-"""Stage `ppo`: SFT model + reward model + prompts -> `policy/` (Hugging Face layout), `policy_ema/`
-where an average is kept, `adapter/` with `ppo.lora`, and `metrics.jsonl`."""
+"""Stage `ppo`: SFT model + reward model + prompts -> `policy/` (Hugging Face layout), `policy_ema/` with the
+moving average of the weights if it is not published, `adapter/` with `ppo.lora`, and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -78,13 +78,16 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )
         controller.run()
         chosen = {} if evaluation is None else _choose(config, context, controller)
+        if ppo.publish == "average":
+            controller.restore_average()
         controller.save_policy(context.output / "policy")
         trained = None
         if ppo.lora is not None:
             controller.save_adapter(context.output / "adapter", f"{context.artifact_name('sft')}/model")
             trained = Trained(*controller.trained_logprobs(SEQUENCES))
-        if ppo.ema_decay is not None:
-            controller.save_policy(context.output / "policy_ema", average=True)
+        if ppo.ema_decay is not None and ppo.publish != "average":
+            controller.restore_average()
+            controller.save_policy(context.output / "policy_ema")
     for folder in context.output.glob("policy*"):
         shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True)
     published = {}

@@ -75,6 +75,7 @@ class ScriptedTrainer(TrainingEngine):
         self.best_step: int | None = None
         """Step of the last `snapshot_best`."""
         self.restored_best = False
+        self.restored_average = False
         self.is_closed = False
 
     @property
@@ -112,6 +113,10 @@ class ScriptedTrainer(TrainingEngine):
     @override
     def restore_best(self) -> None:
         self.restored_best = True
+
+    @override
+    def restore_average(self) -> None:
+        self.restored_average = True
 
     @override
     def save_checkpoint(self, folder: Path) -> None:

@@ -202,10 +202,12 @@ def train(
             engine.load_checkpoint(checkpoint, checkpoint / "converted")
         policy_step(engine, kind, data, sequences, budget, pack)
     assert any(copies) == ("hpz" in kind and rank.world_size > 1)
-    streams = {"": engine.weights(), "adapter.": engine.adapter()}
+    found = {name: tensor.clone() for name, tensor in engine.weights()}
+    found |= {f"adapter.{name}": tensor.clone() for name, tensor in engine.adapter()}
     if kind.startswith("policy"):
-        streams["average."] = engine.weights(average=True)
-    return {prefix + name: tensor.clone() for prefix, stream in streams.items() for name, tensor in stream}
+        engine.restore_average()
+        found |= {f"average.{name}": tensor.clone() for name, tensor in engine.weights()}
+    return found
 
 
 def policy_step(

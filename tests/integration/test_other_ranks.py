@@ -53,10 +53,10 @@ def step(engine: Any) -> None:
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
-    streams = {"": engine.weights(), "average.": engine.weights(average=True)}
-    return {
-        prefix + name: tensor.float().clone() for prefix, stream in streams.items() for name, tensor in stream
-    }
+    """Return the weights and their moving average, with which the engine is left."""
+    found = {name: tensor.float().clone() for name, tensor in engine.weights()}
+    engine.restore_average()
+    return found | {f"average.{name}": tensor.float().clone() for name, tensor in engine.weights()}
 
 
 def work(number: int, ranks: int, port: int, folder: Path) -> None:

@@ -199,6 +199,26 @@ FIELDS = (
         ("c.yaml:1", "ppo.critic_warmup_steps must be below ppo.steps (10)", "got 10", "lower it"),
     ),
     Bad(
+        "a warm-up that may last the whole run",
+        "ppo: {steps: 10, critic_warmup_max_steps: 10}\n",
+        ("c.yaml:1", "ppo.critic_warmup_max_steps must be below ppo.steps (10)", "got 10", "lower it"),
+    ),
+    Bad(
+        "a warm-up whose limit is below its length",
+        "ppo: {steps: 10, critic_warmup_steps: 4, critic_warmup_max_steps: 3}\n",
+        ("ppo.critic_warmup_max_steps must be at least ppo.critic_warmup_steps (4)", "got 3"),
+    ),
+    Bad(
+        "a warm-up without a critic",
+        "ppo: {algorithm: grpo, samples_per_prompt: 4, critic_warmup_max_steps: 3}\n",
+        ("ppo.algorithm=grpo has no critic", "ppo.critic_warmup_max_steps=3", "use 0 and null"),
+    ),
+    Bad(
+        "an average that is not kept",
+        "ppo: {publish: average}\n",
+        ("ppo.publish=average", "got no ppo.ema_decay"),
+    ),
+    Bad(
         "weights that are all below 1",
         "ppo: {importance_bounds: [0.0, 0.5]}\n",
         (

@@ -5,7 +5,7 @@
 - matrices decay; norms and biases do not
 - on several GPUs, gradients are reduced during the backward pass, where DeepSpeed can do it; offloaded state
   is in pinned memory
-- the model that is saved has the weights, or their average where that is asked for
+- `restore_average` replaces the weights that are saved by their moving average
 """
 
 from __future__ import annotations
@@ -78,25 +78,28 @@ def test_only_matrices_have_weight_decay() -> None:
     assert found == [(1, 0.0), (1, 0.0), (1, 0.0), (2, 0.3)]
 
 
-@pytest.mark.parametrize(("average", "expected"), [(False, 2.0), (True, 1.1)])
-def test_save_model_saves_weights_or_average(
-    average: bool, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TrainingEngine, "_gathered", lambda self, parameters: nullcontext())
+def test_the_average_of_the_weights_replaces_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingEngine, "_gathered", lambda self, parameters, **_options: nullcontext())
     lm = nn.Linear(1, 1, bias=False)
     nn.init.constant_(lm.weight, 1.0)
     moving = WeightAverage(lm, 0.9, rank_device="cpu")
     nn.init.constant_(lm.weight, 2.0)
     moving.update()
-    saved: dict[str, torch.Tensor] = {}
+    engine = engine_of(lm, average=moving)
 
-    def save(_folder: Path, weights: WeightStream) -> None:
-        for group in weights.groups:
-            saved.update(group)
+    def saved() -> float:
+        found: dict[str, torch.Tensor] = {}
 
-    engine_of(lm, average=moving).save_model(tmp_path / "m", save, average=average)
-    # 0.9 * 1 + 0.1 * 2
-    assert saved["weight"].item() == pytest.approx(expected)
+        def save(_folder: Path, weights: WeightStream) -> None:
+            for group in weights.groups:
+                found.update(group)
+
+        engine.save_model(tmp_path / "m", save)
+        return found["weight"].item()
+
+    assert saved() == 2.0
+    engine.restore_average()
+    assert saved() == pytest.approx(0.9 * 1 + 0.1 * 2)
 
 
 @pytest.mark.parametrize(

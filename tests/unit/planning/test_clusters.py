@@ -416,7 +416,12 @@ def test_the_split_found_fits_in_the_time_that_it_states(model: str, gpus: str, 
 
 
 def test_a_method_without_critic_splits_policy_and_reward_model() -> None:
-    wanted = production("ppo.algorithm=grpo", "ppo.samples_per_prompt=4", "ppo.critic_warmup_steps=0")
+    wanted = production(
+        "ppo.algorithm=grpo",
+        "ppo.samples_per_prompt=4",
+        "ppo.critic_warmup_steps=0",
+        "ppo.critic_warmup_max_steps=null",
+    )
     hardware = parse_gpus("8xH100-80G")
     found = splits(wanted, shape("llama-3-8b"), hardware)["ppo"]
     assert isinstance(found, Split)

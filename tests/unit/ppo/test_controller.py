@@ -85,7 +85,7 @@ def test_the_kl_coefficient_is_constant_during_the_warm_up(tmp_path: Path) -> No
         nothing,
         StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )
-    controller._updater = SimpleNamespace(update=lambda *_args: {"loss/value": 1.0})
+    controller._updater = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
     batch = FORTY
     coefs = []
     for step in (1, 2, 3, 4):

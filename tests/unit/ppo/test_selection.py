@@ -107,6 +107,7 @@ def test_a_restart_keeps_the_selection(tmp_path: Path) -> None:
     [
         ({"stop_patience": 2}, "ppo.stop_patience counts evaluations; got 2"),
         ({"publish": "best", "ema_decay": 0.9}, "leave one of them out"),
+        ({"publish": "average"}, "got no ppo.ema_decay"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(ppo: dict[str, Any], message: str) -> None:

@@ -33,7 +33,7 @@ from rlhf_core.ppo.fleet import Scattered, WorkerGroup
 from rlhf_core.ppo.loss_step import OptimizerStep
 from rlhf_core.ppo.rank_rows import CriticInputs, Exchange, _packed, _unpacked
 from rlhf_core.ppo.routes import route
-from rlhf_core.ppo.update import Updater
+from rlhf_core.ppo.update import CriticWarmup, Updater
 from rlhf_core.types import PromptExample, SFTExample
 from tests.support.scripted_actors import results, scripted
 
@@ -125,12 +125,16 @@ class _Made:
             "critic": WorkerGroup(group, tuple(scripted(rank) for rank in self.critic)),
         }
         fleet: Any = SimpleNamespace(groups=groups, wait=results)
-        self._updater = Updater(config_from_tree({"ppo": tree}, "test").ppo, fleet, seed, DEMONSTRATIONS)
+        settings = config_from_tree({"ppo": tree}, "test").ppo
+        self._updater = Updater(settings, fleet, seed, DEMONSTRATIONS)
+        self._warmup = CriticWarmup(settings)
         self._ranks = ranks
 
     def update(self, step: int = 1, unscored: Sequence[int] = ()) -> dict[str, float]:
         batch = batch_on(self._ranks)
-        metrics = self._updater.update(batch, experience(batch, self._ranks, unscored), step, 0.125)
+        made = experience(batch, self._ranks, unscored)
+        trains_policy = self._warmup.is_over({}, step)
+        metrics = self._updater.update(batch, made, step, 0.125, trains_policy=trains_policy)
         for group in (self.policy, self.critic):
             if not any(rank.asked for rank in group):
                 continue
@@ -256,6 +260,45 @@ def test_only_the_critic_trains_during_its_warm_up() -> None:
         assert [rank.asked for rank in made.critic] == [step] * 2
         assert [rank.options for rank in made.critic] == [{"clip_values": step > 2}] * 2
         assert ("loss/policy" in metrics, "loss/value" in metrics) == (bool(asked), True)
+
+
+@pytest.mark.parametrize(
+    ("most", "explained", "trains"),
+    [
+        (None, [-1.0, -1.0, -1.0, -1.0], [False, False, True, True]),
+        (4, [-1.0, 0.5, -1.0, -1.0, -1.0], [False, False, False, False, True]),
+        (4, [-1.0, -1.0, 0.1, -1.0], [False, False, True, True]),
+        (4, [-1.0, -1.0, None, 0.0, 0.0], [False, False, False, False, True]),
+    ],
+)
+def test_the_warm_up_goes_on_until_the_critic_explains_something(
+    most: int | None, explained: list[float | None], trains: list[bool]
+) -> None:
+    tree = {"steps": 9, "critic_warmup_steps": 2, "critic_warmup_max_steps": most}
+    ppo = config_from_tree({"ppo": tree}, "test").ppo
+    warmup = CriticWarmup(ppo)
+    found = []
+    for step, value in enumerate(explained, 1):
+        found.append(warmup.is_over({} if value is None else {"value/explained_variance": value}, step))
+        continued = CriticWarmup(ppo)
+        continued.load_state_dict(warmup.state_dict())
+        warmup = continued
+    assert found == trains
+
+
+def test_a_critic_that_explains_nothing_after_the_longest_warm_up_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for last, level in ((-0.5, "WARNING"), (0.5, "INFO")):
+        caplog.clear()
+        caplog.set_level("INFO")
+        ppo = {"steps": 9, "critic_warmup_steps": 1, "critic_warmup_max_steps": 2}
+        warmup = CriticWarmup(config_from_tree({"ppo": ppo}, "test").ppo)
+        for step, value in enumerate([-1.0, -1.0, last, 0.1], 1):
+            warmup.is_over({"value/explained_variance": value}, step)
+        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+            (level, f"step 3: the critic's warm-up ended after 2 steps with an explained variance of {last}")
+        ]
 
 
 def test_without_a_critic_only_the_policy_trains() -> None:

@@ -1,8 +1,8 @@
 """What the stage `ppo` leaves, with a worker whose model is scripted (the integration tests use real ones).
 
 - the critic starts from the reward model only where that gives the rewards
-- `policy` has the weights and `policy_ema` their average, which is there only where one is kept; both with
-  the tokenizer
+- `policy` has the weights of the last step and `policy_ema` their average if there is one, or `policy` has
+  the average with `publish: average`; both with the tokenizer
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from rlhf_core.stages import ppo
 
 
 class Model:
-    """A training engine: what it saves says whether it is the average."""
+    """A training engine that saves the name of its weights."""
 
     module = SimpleNamespace(save=None)
 
     lora = None
+    weights = "last"
 
-    def save_model(self, folder: Path, _save: Any, *, average: bool = False, dtype: Any = None) -> None:
+    def restore_average(self) -> None:
+        self.weights = "average"
+
+    def save_model(self, folder: Path, _save: Any, *, dtype: Any = None) -> None:
         assert dtype is None, "without an adapter the weights keep their precision"
         folder.mkdir()
-        (folder / "model.safetensors").write_text("average" if average else "weights")
+        (folder / "model.safetensors").write_text(self.weights)
 
 
 class Group:
@@ -103,13 +107,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    ("decay", "expected"),
-    [(None, {"policy": "weights"}), (0.9, {"policy": "weights", "policy_ema": "average"})],
+    ("section", "expected"),
+    [
+        ({}, {"policy": "last"}),
+        ({"ema_decay": 0.9}, {"policy": "last", "policy_ema": "average"}),
+        ({"ema_decay": 0.9, "publish": "average"}, {"policy": "average"}),
+    ],
 )
-def test_average_of_weights_is_saved_next_to_the_policy(
-    run: Callable[..., Path], decay: float | None, expected: dict[str, str]
+def test_average_of_weights_is_saved_next_to_the_policy_or_published(
+    run: Callable[..., Path], section: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    out = run(ema_decay=decay)
+    out = run(**section)
     assert {file.parent.name: file.read_text() for file in out.rglob("model.safetensors")} == expected
     assert {file.parent.name for file in out.rglob("tokenizer.json")} == set(expected)
 
