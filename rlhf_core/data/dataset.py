@@ -88,9 +88,17 @@ def require_answers(
 def read_evenly(
     folder: Path, name: str, split: Split, columns: Sequence[str], most: int | None
 ) -> list[tuple[Any, ...]]:
-    """Return columns of at most `most` rows, at equal distances; None for all rows.
+    """Return columns of rows at equal distances.
 
-    Raises DataError if the file is missing or damaged.
+    Args:
+        folder: Of the data artifact.
+        name: Of the table.
+        split: Of the rows.
+        columns: Their names.
+        most: Number of rows if there are more; None for all.
+
+    Raises:
+        DataError: The file is missing or damaged.
     """
     rows = list(_read(folder, name, split, columns))
     if most is None or len(rows) <= most:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,26 +18,57 @@ from rlhf_core.system.home import Home
 from rlhf_core.types import StageContext, StageResult
 
 if TYPE_CHECKING:
+    from rlhf_core.data.tokenizer import Decoder
+    from rlhf_core.evaluation.published import Trained
     from rlhf_core.ppo.controller import PPOController
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Start the fleet, run the controller, save the policy."""
-    from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.tokenizer import load_decoder
     from rlhf_core.engines.distributed import resolve_device
+    from rlhf_core.evaluation.published import measure_published
+    from rlhf_core.storage.bundles import weights_sha256
+
+    device = resolve_device(config.run.device)
+    decoder = load_decoder(context.inputs["data"])
+    with _started(config, context, decoder, device) as controller:
+        controller.run()
+        chosen = {} if config.ppo.evaluation_interval is None else _choose(config, context, controller)
+        trained = _save(config, context, controller)
+        steps = controller.completed_steps
+    for folder in context.output.glob("policy*"):
+        shutil.copytree(context.inputs["data"] / "tokenizer", folder, dirs_exist_ok=True)
+    published = {}
+    if trained is not None:  # the fleet's memory is free now
+        sft = context.inputs["sft"]
+        published = measure_published(config, trained, context.output, sft, pad_id=decoder.pad, device=device)
+        context.metrics.log_metrics(published, config.ppo.steps)
+        check_gate(config, "ppo", published)
+    context.metrics.flush()
+    last = json.loads((context.output / "metrics.jsonl").read_text().splitlines()[-1])
+    shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
+    metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
+    return StageResult(
+        {**metrics, **published, **chosen, "steps": float(steps)},
+        {"weights_sha256": weights_sha256(context.output / "policy")},
+    )
+
+
+@contextmanager
+def _started(
+    config: PipelineConfig, context: StageContext, decoder: Decoder, device: str
+) -> Iterator[PPOController]:
+    """Yield a controller with a started fleet."""
+    from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.evaluation.held_out import HeldOutEvaluation
-    from rlhf_core.evaluation.published import SEQUENCES, Trained, measure_published
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.fleet import Fleet
     from rlhf_core.rewards.compose import RewardComposer, code_digests
-    from rlhf_core.storage.bundles import weights_sha256
 
     data, ppo = context.inputs["data"], config.ppo
-    device = resolve_device(config.run.device)
-    decoder = load_decoder(data)
     prompts = load_prompts(data, "train")
-    require_answers(prompts, config.ppo.rewards)
+    require_answers(prompts, ppo.rewards)
     placement = plan(ppo)
     context.progress("ppo start", 0, placement.processes, "processes")
     with (
@@ -66,7 +99,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
                     " 0; raise data.eval_fraction, or use ppo.evaluate_every=null and ppo.publish=last"
                 )
             evaluation = HeldOutEvaluation(config, fleet, held_out, decoder.response, composer)
-        controller = PPOController(
+        yield PPOController(
             config,
             fleet,
             prompts,
@@ -76,34 +109,27 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             demonstrations=demonstrations,
             evaluation=evaluation,
         )
-        controller.run()
-        chosen = {} if evaluation is None else _choose(config, context, controller)
-        if ppo.publish == "average":
-            controller.restore_average()
-        controller.save_policy(context.output / "policy")
-        trained = None
-        if ppo.lora is not None:
-            controller.save_adapter(context.output / "adapter", f"{context.artifact_name('sft')}/model")
-            trained = Trained(*controller.trained_logprobs(SEQUENCES))
-        if ppo.ema_decay is not None and ppo.publish != "average":
-            controller.restore_average()
-            controller.save_policy(context.output / "policy_ema")
-    for folder in context.output.glob("policy*"):
-        shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True)
-    published = {}
-    if trained is not None:  # the fleet's memory is free now
-        sft = context.inputs["sft"]
-        published = measure_published(config, trained, context.output, sft, pad_id=decoder.pad, device=device)
-        context.metrics.log_metrics(published, ppo.steps)
-        check_gate(config, "ppo", published)
-    context.metrics.flush()
-    last = json.loads((context.output / "metrics.jsonl").read_text().splitlines()[-1])
-    shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
-    metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
-    return StageResult(
-        {**metrics, **published, **chosen, "steps": float(controller.completed_steps)},
-        {"weights_sha256": weights_sha256(context.output / "policy")},
-    )
+
+
+def _save(config: PipelineConfig, context: StageContext, controller: PPOController) -> Trained | None:
+    """Save the policy that is published, its adapter and the moving average.
+
+    Returns log-probabilities of a policy with an adapter, for the comparison with the saved files.
+    """
+    from rlhf_core.evaluation.published import SEQUENCES, Trained
+
+    ppo = config.ppo
+    if ppo.publish == "average":
+        controller.restore_average()
+    controller.save_policy(context.output / "policy")
+    trained = None
+    if ppo.lora is not None:
+        controller.save_adapter(context.output / "adapter", f"{context.artifact_name('sft')}/model")
+        trained = Trained(*controller.trained_logprobs(SEQUENCES))
+    if ppo.ema_decay is not None and ppo.publish != "average":
+        controller.restore_average()
+        controller.save_policy(context.output / "policy_ema")
+    return trained
 
 
 def _choose(config: PipelineConfig, context: StageContext, controller: PPOController) -> dict[str, float]:
