@@ -140,6 +140,8 @@ def _choose(config: PipelineConfig, context: StageContext, controller: PPOContro
     controller.selection.write(context.output / "evaluations.jsonl")
     version = controller.restore_best() if config.ppo.publish == "best" else controller.completed_steps
     context.metrics.log_figure("evaluations", evaluation_curves(evaluations, best=controller.selection.best))
+    if config.ppo.publish == "average":  # the engines, and so the evaluations, have no average
+        return {}
     found = evaluations.get(version, {})
     return {"published_step": float(version), **{f"published/{name}": value for name, value in found.items()}}
 
