@@ -124,3 +124,17 @@ def is_later(field: FieldInfo) -> bool:
     """Return whether the field is left out of keys while it has its default."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("later"))
+
+
+def divisors_near(total: int, wanted: int) -> list[int]:
+    """Return up to three divisors of `total` that are nearest to `wanted`, or 1 if none is within 10,000."""
+    start = min(wanted, total)
+    divisors: list[int] = []
+    # `total` can be 10^9, so not all its divisors are tried.
+    for distance in range(10_000):
+        for candidate in sorted({start - distance, start + distance}):
+            if 1 <= candidate <= total and total % candidate == 0:
+                divisors.append(candidate)
+        if len(divisors) >= 3:
+            break
+    return sorted(divisors[:3]) or [1]

@@ -20,6 +20,7 @@ from rlhf_core.config.base import (
     PositiveInt,
     Range,
     Section,
+    divisors_near,
     execution,
     result,
     rounding,
@@ -482,7 +483,7 @@ class PPOConfig(Section):
     def _check_minibatches(self) -> Self:
         total = self.rollout_batch_size
         if total % self.minibatches:
-            divisors = ", ".join(str(divisor) for divisor in _divisors_near(total, self.minibatches))
+            divisors = ", ".join(str(divisor) for divisor in divisors_near(total, self.minibatches))
             raise ValueError(
                 f"ppo.minibatches must divide prompts_per_step x samples_per_prompt ({self.prompts_per_step}"
                 f" x {self.samples_per_prompt} = {total}); got {self.minibatches}; use {divisors}"
@@ -594,17 +595,3 @@ class PPOConfig(Section):
                 f" {20 * total}"
             )
         return self
-
-
-def _divisors_near(total: int, wanted: int) -> list[int]:
-    """Return up to three divisors of `total` that are nearest to `wanted`, or 1 if none is within 10,000."""
-    start = min(wanted, total)
-    divisors: list[int] = []
-    # `total` can be 10^9, so not all its divisors are tried.
-    for distance in range(10_000):
-        for candidate in sorted({start - distance, start + distance}):
-            if 1 <= candidate <= total and total % candidate == 0:
-                divisors.append(candidate)
-        if len(divisors) >= 3:
-            break
-    return sorted(divisors[:3]) or [1]
