@@ -76,7 +76,7 @@ class NodeAgent:
         self._driver = driver
         self._config = PipelineConfig.model_validate_json(config_json)
         self._store = open_store(self._config)
-        self._outbox = Outbox.of(self._store, Home.of(self._config.run.home).outbox)
+        self._outbox = Outbox.of(self._store, Home.of(self._config.run.home).parts)
         self._taken: dict[str, tuple[Path, tuple[FileEntry, ...]]] = {}
         """Parts of checkpoints without an outbox, by prefix: their folder and files."""
         self._work = work

@@ -316,6 +316,10 @@ class CheckpointStore:
         assert self._outbox is not None
         prefix = self._prefix(step)
         pending = self._outbox.manifest(prefix)
+        if pending is not None and pending.body.get("step") != step:
+            log.error("%s in the outbox is not the checkpoint of step %d. It is deleted.", prefix, step)
+            self._outbox.discard(prefix)
+            return
         expected = [] if pending is None else pending.body.get(_PARTS, [])
         name = "" if pending is None else pending.folder
         parts: list[Sequence[FileEntry]] = []

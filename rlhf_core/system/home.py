@@ -9,6 +9,7 @@ home/
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
 ├── cache/                   local copies of remote artifacts
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
+├── parts/                   parts of checkpoints that a driver on another host commits
 ├── spool/                   metrics that MLflow has not received
 ├── mlflow.db, mlartifacts/  the tracker, if no other is configured
 ├── prefect/                 Prefect's database for `rlhf run`; profiles.toml for clients of `rlhf up`
@@ -123,6 +124,11 @@ class Home:
     @property
     def outbox(self) -> Path:
         return self.path / "outbox"
+
+    @property
+    def parts(self) -> Path:
+        """Outbox of this host as an agent. A driver on this host must not take a part for a checkpoint."""
+        return self.path / "parts"
 
     @property
     def spool(self) -> Path:

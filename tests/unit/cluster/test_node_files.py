@@ -4,6 +4,7 @@
 - hosts hash and upload their parts, and one manifest commits them all; without one part nothing is committed
 - a part that was not uploaded is uploaded by the next attempt; if its host is gone, the checkpoint before it
   is used
+- a part on a host that runs the driver later is not taken for a checkpoint
 - a folder is copied to another host, and back, in parts; a file that changes on its way is noticed
 """
 
@@ -31,6 +32,7 @@ from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
+from rlhf_core.system.home import Home
 from tests.support.checkpoints import keep
 
 ZERO_3 = [
@@ -96,9 +98,11 @@ class OneOtherHost:
 
     def __init__(self, root: Path, store: Store) -> None:
         config = PipelineConfig.model_validate({"run": {"home": str(root / "home")}})
-        self.agent = NodeAgent(config.model_dump_json(by_alias=True), root / "work", root / "stacks", "one")
-        self.agent._store = store
-        self.agent._outbox = None if store.is_local else Outbox(store, root / "home" / "outbox")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agent_module, "open_store", lambda _config: store)
+            self.agent = NodeAgent(
+                config.model_dump_json(by_alias=True), root / "work", root / "stacks", "one"
+            )
         self.root = root
 
     def there(self, folder: Path) -> Path:
@@ -129,12 +133,18 @@ class OneOtherHost:
 class Attempt:
     """An attempt on two hosts."""
 
-    def __init__(self, folder: Path, store: Store) -> None:
+    def __init__(self, folder: Path, store: Store, kept: int = 2) -> None:
         self.folder = folder
         self.other = OneOtherHost(folder / "two", store)
         outbox = None if store.is_local else Outbox(store, folder / "one" / "outbox")
         self.checkpoints = CheckpointStore(
-            store, "k", folder / "one" / "work", keep(2), claim(store, "k"), outbox=outbox, hosts=self.other
+            store,
+            "k",
+            folder / "one" / "work",
+            keep(kept),
+            claim(store, "k"),
+            outbox=outbox,
+            hosts=self.other,
         )
 
     def save(self, step: int) -> None:
@@ -202,6 +212,41 @@ def test_checkpoint_with_a_part_on_a_host_that_is_gone_is_not_used(
     latest = Attempt(tmp_path, store).checkpoints.latest()
     assert latest is not None and latest[0] == 3
     assert "1 of the 1 other hosts with a part of it are gone" in caplog.text
+
+
+def test_part_of_a_host_that_becomes_the_driver_is_not_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bucket(tmp_path)
+    first = Attempt(tmp_path, store, kept=1)
+    first.save(2)
+    first.checkpoints.finish()
+    monkeypatch.setattr(OneOtherHost, "upload", lambda *_args: (_ for _ in ()).throw(StoreError("down")))
+    first.save(3)
+    first.checkpoints.finish()
+    monkeypatch.undo()
+    # The host "one" with its part is gone; the same command runs on "two".
+    outbox = Outbox(store, Home.of(tmp_path / "two" / "home").outbox)
+    work = tmp_path / "two" / "checkpoints"
+    second = CheckpointStore(store, "k", work, keep(1), claim(store, "k"), outbox=outbox)
+    latest = second.latest()
+    assert latest is not None and latest[0] == 2
+    assert sorted(path.name for path in latest[1].iterdir()) == ["latest", "rank0", "rank1"]
+
+
+def test_pending_bundle_without_the_step_is_not_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = bucket(tmp_path)
+    outbox = Outbox(store, tmp_path / "outbox")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "rank1").write_text("a part")
+    files = bundles.hash_folder(tmp_path / "part")
+    outbox.add("checkpoints/k/step-00000003", tmp_path / "part", files, folder="000001-a", body={})
+    assert CheckpointStore(store, "k", tmp_path / "work", keep(2), outbox=outbox).latest() is None
+    assert bundles.read(store, "checkpoints/k/step-00000003") is None
+    assert "is not the checkpoint of step 3" in caplog.text
+    assert not outbox.pending("checkpoints/k")
 
 
 class Called:
