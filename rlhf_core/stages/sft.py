@@ -157,15 +157,17 @@ def _train(
 def _samples(config: PipelineConfig, context: StageContext, device: str) -> list[dict[str, Any]]:
     """Return held-out prompts with one sampled answer of the new model each.
 
-    A model that was trained on one device without ZeRO-3 fits that device. Others are sampled by an engine,
-    as in evaluation.
+    A model that this process trained without ZeRO-3 fits its device. Others are sampled by an engine, as in
+    evaluation: the driver of a cluster may have no device.
     """
+    from rlhf_core.cluster.ranks import needs_actors
     from rlhf_core.evaluation.generate import responses_of
 
     folder = context.output / "model"
     decode = load_decoder(context.inputs["data"])
     prompts = load_prompts(context.inputs["data"], "eval")[: config.sft.samples]
-    if prompts and (config.sft.deepspeed.ranks > 1 or config.sft.deepspeed.zero_stage == 3):
+    deepspeed = config.sft.deepspeed
+    if prompts and (needs_actors(deepspeed.ranks) or deepspeed.zero_stage == 3):
         models = {"sft": PolicyFiles(folder)}
         try:
             found = responses_of(config, models, decode, prompts, device=device, context=context)

@@ -2,6 +2,7 @@
 
 - weights that changed since the run began are not trained
 - a copy on another host must have the digest of the key
+- on a cluster the driver, which may have no GPU, loads no model for the samples
 - the base model's own sampling settings are not in the model that the stage saves
 """
 
@@ -70,3 +71,21 @@ def test_sampling_settings_of_base_model_are_removed(tmp_path: Path, monkeypatch
     saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")
     assert saved.top_p in (None, 1) and saved.repetition_penalty in (None, 1)
     assert (saved.eos_token_id, saved.pad_token_id) == (2, 0)
+
+
+def test_driver_of_a_cluster_loads_no_model_for_the_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(sft, "load_decoder", lambda _: str)
+    monkeypatch.setattr(sft, "load_prompts", lambda *_: [SimpleNamespace(prompt="a question")])
+    monkeypatch.setattr(sft, "AutoModelForCausalLM", SimpleNamespace())
+    monkeypatch.setattr(
+        "rlhf_core.evaluation.generate.responses_of",
+        lambda *_, **__: {"sft": [SimpleNamespace(response="an answer")]},
+    )
+    config = PipelineConfig.model_validate({"sft": {"deepspeed": {"zero_stage": 2}}}, strict=False)
+    assert config.sft.deepspeed.ranks == 1
+    context: Any = SimpleNamespace(inputs={"data": tmp_path}, output=tmp_path)
+    rows = sft._samples(config, context, "cuda")
+    assert rows == [{"prompt": "a question", "response": "an answer"}]
