@@ -24,9 +24,10 @@ from torch import Tensor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
+from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.scoring import logprobs
 from rlhf_core.ppo.columns import FloatArray
-from rlhf_core.types import PromptAndResponse
+from rlhf_core.types import PromptAndResponse, StageContext
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,14 @@ class Trained:
 
 
 def measure_published(
-    config: PipelineConfig, trained: Trained, ppo: Path, sft: Path, *, pad_id: int, device: str
+    config: PipelineConfig,
+    trained: Trained,
+    ppo: Path,
+    sft: Path,
+    *,
+    pad_id: int,
+    device: str,
+    context: StageContext,
 ) -> dict[str, float]:
     """Compute the measures in the module's docstring, named `published/...`.
 
@@ -60,6 +68,7 @@ def measure_published(
         sft: Folder with the SFT model.
         pad_id: Padding token.
         device: "cpu" or "cuda".
+        context: Of the stage, for ranks in other processes.
 
     Raises:
         GateFailed: The files do not match the training process, or no response has a token.
@@ -74,22 +83,25 @@ def measure_published(
         )
     sequences = [trained.sequences[row] for row in rows]
 
+    temperature = config.ppo.temperature
+
     def of(files: PolicyFiles, dtype: str) -> list[Tensor]:
         return logprobs(
-            config, files, sequences, config.ppo.temperature, pad_id=pad_id, device=device, dtype=dtype
+            config, files, sequences, temperature, pad_id=pad_id, device=device, dtype=dtype, context=context
         )
 
     dtype: str = config.ppo.policy_deepspeed.dtype
     in_process = [torch.from_numpy(trained.logprobs[row]) for row in rows]
-    if lora.quantize is not None:
-        # A quantized adapter belongs to rounded weights, which only exist in the training process.
-        served, loaded, exact = dtype, in_process, in_process
-    else:
-        files, served = PolicyFiles(sft / "model", ppo / "adapter"), config.ppo.served_dtype
-        loaded = of(files, dtype)
-        exact = loaded if served == dtype else of(files, served)
-    update = mean_gap(exact, of(PolicyFiles(sft / "model"), served))
-    merged = _share(mean_gap(exact, of(PolicyFiles(ppo / "policy"), served)), update)
+    with evaluation_session(config, device, context):
+        if lora.quantize is not None:
+            # A quantized adapter belongs to rounded weights, which only exist in the training process.
+            served, loaded, exact = dtype, in_process, in_process
+        else:
+            files, served = PolicyFiles(sft / "model", ppo / "adapter"), config.ppo.served_dtype
+            loaded = of(files, dtype)
+            exact = loaded if served == dtype else of(files, served)
+        update = mean_gap(exact, of(PolicyFiles(sft / "model"), served))
+        merged = _share(mean_gap(exact, of(PolicyFiles(ppo / "policy"), served)), update)
     found = {
         "published/logprob_gap": mean_gap(in_process, loaded),
         "published/logprob_update": update,

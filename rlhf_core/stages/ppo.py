@@ -42,7 +42,9 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     published = {}
     if trained is not None:  # the fleet's memory is free now
         sft = context.inputs["sft"]
-        published = measure_published(config, trained, context.output, sft, pad_id=decoder.pad, device=device)
+        published = measure_published(
+            config, trained, context.output, sft, pad_id=decoder.pad, device=device, context=context
+        )
         context.metrics.log_metrics(published, config.ppo.steps)
         check_gate(config, "ppo", published)
     context.metrics.flush()

@@ -4,12 +4,15 @@
   float32
 - the merge rounded to bfloat16 has lost a large part of a small update; above the limit the stage fails, and
   says what to do
+- on a cluster all models are loaded by ranks, in one session, which get the folders through the stage's hosts
 - outside float32 the adapter is synced and judged by itself, unless the configuration says otherwise
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, m
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.testing.context import stage_context
 from tests.support.tiny_llama import save_tiny_llama
 from tests.support.weight_streams import stream_of
 
@@ -66,7 +70,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tra
 
 def check(config: PipelineConfig, artifacts: tuple[Path, Path, Trained]) -> dict[str, float]:
     ppo, sft, trained = artifacts
-    found = measure_published(config, trained, ppo, sft, pad_id=0, device="cpu")
+    found = measure_published(config, trained, ppo, sft, pad_id=0, device="cpu", context=stage_context(ppo))
     check_gate(config, "ppo", found)
     return found
 
@@ -106,7 +110,7 @@ def test_a_merge_that_only_the_engines_round_counts_as_a_loss(artifacts: Any) ->
         mixed, PolicyFiles(sft / "model", ppo / "adapter"), trained.sequences, 1.0, pad_id=0, device="cpu"
     )
     in_float32 = Trained(trained.sequences, [values.numpy() for values in exact])
-    found = measure_published(mixed, in_float32, ppo, sft, pad_id=0, device="cpu")
+    found = measure_published(mixed, in_float32, ppo, sft, pad_id=0, device="cpu", context=stage_context(ppo))
     assert found["published/logprob_gap"] < 1e-5 and found["published/loss"] > 0.3
 
 
@@ -138,6 +142,31 @@ def test_empty_responses_are_left_out_and_nothing_but_them_is_named(artifacts: A
     assert check(config_of(), (ppo, sft, some))["published/logprob_gap"] == 0.0
     with pytest.raises(GateFailed, match="the last rollouts have no response token"):
         check(config_of(), (ppo, sft, Trained([empty[0]], [empty[1]])))
+
+
+def test_on_a_cluster_all_models_are_loaded_by_ranks_in_one_session(
+    artifacts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    ppo, sft, trained = artifacts
+    context = stage_context(ppo)
+    calls: list[Any] = []
+
+    @contextmanager
+    def session(*given: Any) -> Iterator[None]:
+        calls.append(given[4])
+        yield
+        calls.append("end")
+
+    def on_ranks(*given: Any) -> Any:
+        calls.append(given[3])
+        return [torch.from_numpy(row) for row in trained.logprobs]
+
+    monkeypatch.setattr("rlhf_core.evaluation.rank_scoring.ray_session", session)
+    monkeypatch.setattr("rlhf_core.evaluation.scoring.on_ranks", on_ranks)
+    mixed = config_of(policy_deepspeed={"dtype": "float32"})
+    measure_published(mixed, trained, ppo, sft, pad_id=0, device="cuda", context=context)
+    assert calls == [context.nodes, context, context, context, context, "end"]
 
 
 def test_an_adapter_of_another_model_is_refused(artifacts: Any, tmp_path: Path) -> None:
