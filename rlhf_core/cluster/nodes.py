@@ -233,9 +233,13 @@ class ClusterNodes:
     def gather(self, folder: Path) -> None:
         for host in self._with_files():
             heartbeat("copy files from other hosts", math.inf)
-            for entry in self._wait([host.call(NodeAgent.listing, folder)])[0]:
+            found = self._wait([host.call(NodeAgent.listing, folder)])[0]
+            own = self._digests.of(folder)  # what `share` has copied there does not come back
+            new = [entry for entry in found if own.get(entry.path) != entry.sha256]
+            for entry in new:
                 self._copy(host, folder / entry.path, entry)
-            self._wait([host.call(NodeAgent.remove, folder)])
+            if new:
+                self._wait([host.call(NodeAgent.remove, folder)])
 
     def share(self, folder: Path) -> None:
         hosts = self._with_files()

@@ -300,6 +300,30 @@ def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: Cl
     assert list(there.iterdir()) == [], "moved"
 
 
+def test_shared_files_do_not_come_back(
+    tmp_path: Path, two_hosts: ClusterNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "weights").write_text("w" * 25)
+    two_hosts.share(folder)
+    read: list[Path] = []
+    there = tmp_path / "two" / folder.relative_to("/")
+    original = NodeAgent.read
+
+    def record(agent: NodeAgent, file: Path, offset: int) -> bytes:
+        read.append(file)
+        return original(agent, file, offset)
+
+    monkeypatch.setattr(NodeAgent, "read", record)
+    two_hosts.gather(folder)
+    assert not read and (there / "weights").exists(), "and the next call finds them there"
+    (there / "log").write_text("new")
+    two_hosts.gather(folder)
+    assert read == [there / "log"]
+    assert (folder / "log").read_text() == "new"
+
+
 def test_file_that_changes_on_its_way_is_noticed(
     tmp_path: Path, two_hosts: ClusterNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
