@@ -34,7 +34,9 @@ class Stage:
     result.
     """
     sections: tuple[str, ...]
-    """Sections of the configuration that affect its result, such as `reward` or `reward.judge`."""
+    """Sections of the configuration that affect its result, such as `reward` or `reward.judge`. The first one
+    is logged as parameters of its MLflow run.
+    """
     inputs: tuple[StageName, ...] = ()
     """Stages whose artifacts it reads, if they are enabled."""
     sources: tuple[str, ...] = ()
@@ -45,12 +47,24 @@ class Stage:
     """Those of them that the key of an input artifact already contains."""
     enabled_by: str | None = None
     """Configuration field that switches the stage on; None if every pipeline has it."""
+    always_in_key: bool = False
+    """Whether the key of a pipeline contains the stage and its section also where it is not enabled. False
+    for new stages, so that the keys of existing configurations stay the same.
+    """
     data_context: Literal["training", "evaluation"] = "training"
     """How the stage uses the data, for MLflow."""
     headline: tuple[str, ...] = ()
     """Metrics that are shown on one line, the most important first."""
     memory_fields: tuple[str, ...] = ()
     """Configuration fields that reduce its memory if they are lowered, with the device that they apply to."""
+    imports: tuple[str, ...] = ()
+    """Modules that its function imports when it runs. A process that waits for the inputs of the stage
+    imports them before.
+    """
+    loads_model: bool = False
+    """Whether its own process loads a model."""
+    samples: bool = False
+    """Whether its own process samples with vLLM."""
 
     def load(self) -> Callable[..., Any]:
         """Import and return the stage's function."""
@@ -65,12 +79,16 @@ _ENGINE_MEMORY = (
     "ppo.engine.kv_cache_gib (CPU)",
 )
 
+_TRAINING = ("deepspeed", "pyarrow.parquet", "rlhf_core.cluster.ranks")
+_SCORING = ("rlhf_core.models.policy", "rlhf_core.models.score", "rlhf_core.models.scoring")
+_PLOTS = ("matplotlib.backends.backend_agg", "rlhf_core.evaluation.plots")
+
 _TABLE = (
     Stage(
         "data",
         "rlhf_core.stages.data:run",
         version=4,
-        sections=("model", "data"),
+        sections=("data", "model"),
         sources=("model", "data."),
         headline=("data/sft_train", "data/pairs_train", "data/prompts_train", "data/prompts_eval"),
     ),
@@ -78,53 +96,63 @@ _TABLE = (
         "sft",
         "rlhf_core.stages.sft:run",
         version=5,
-        sections=("model", "sft"),
+        sections=("sft", "model"),
         inputs=("data",),
         # The tokenizer of the data artifact comes from the model, but its weights are read here.
         sources=("model",),
         headline=("eval_loss", "perplexity", "tokens_per_s"),
         memory_fields=("sft.micro_batch_tokens",),
+        imports=(*_TRAINING, "rlhf_core.evaluation.generate"),
+        loads_model=True,
     ),
     Stage(
         "reward",
         "rlhf_core.stages.reward:run",
         version=6,
-        sections=("model", "reward"),
+        sections=("reward", "model"),
         inputs=("data", "sft"),
         enabled_by="reward.enabled",
+        always_in_key=True,
         headline=("accuracy", "margin", "eval_loss"),
         memory_fields=("reward.micro_batch_tokens",),
+        imports=(*_TRAINING, *_SCORING, *_PLOTS),
+        loads_model=True,
     ),
     Stage(
         "judge",
         "rlhf_core.stages.reward:run_judge",
         version=1,
-        sections=("model", "reward"),
+        sections=("reward", "model"),
         inputs=("data", "sft"),
         enabled_by="reward.judge",
         headline=("accuracy", "margin", "eval_loss"),
         memory_fields=("reward.micro_batch_tokens",),
+        imports=(*_TRAINING, *_SCORING, *_PLOTS),
+        loads_model=True,
     ),
     Stage(
         "dpo",
         "rlhf_core.stages.dpo:run",
         version=1,
         # The pairs of the judge train no policy.
-        sections=("model", "dpo", "reward.judge"),
+        sections=("dpo", "model", "reward.judge"),
         inputs=("data", "sft"),
         enabled_by="dpo.enabled",
         headline=("accuracy", "margin", "eval_loss"),
         memory_fields=("dpo.micro_batch_tokens",),
+        imports=_TRAINING,
+        loads_model=True,
     ),
     Stage(
         "ppo",
         "rlhf_core.stages.ppo:run",
         version=10,
-        sections=("model", "ppo"),
+        sections=("ppo", "model"),
         inputs=("data", "sft", "reward", "judge"),
         sources=("ppo.",),
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+        imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet", "ray"),
     ),
     Stage(
         "sample",
@@ -137,6 +165,9 @@ _TABLE = (
         enabled_by="sample",
         headline=("pairs", "best", "score_mean", "score_best"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+        imports=("pyarrow.parquet", *_SCORING),
+        loads_model=True,
+        samples=True,
     ),
     Stage(
         "evaluate",
@@ -149,6 +180,9 @@ _TABLE = (
         data_context="evaluation",
         headline=("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+        imports=("pyarrow.parquet", *_SCORING, *_PLOTS, "rlhf_core.evaluation.report"),
+        loads_model=True,
+        samples=True,
     ),
     Stage(
         "register",

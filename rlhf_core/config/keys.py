@@ -29,11 +29,6 @@ _PIPELINE_SECTIONS = tuple(
     if section not in _EXECUTION_SECTIONS
 )
 
-_LATER: tuple[StageName, ...] = ("judge", "dpo", "sample")
-"""Stages that were added later. A pipeline key contains them and their sections only if they are enabled, so
-that the keys of existing configurations stay.
-"""
-
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
     """Return the stages whose artifacts `stage` reads with this configuration."""
@@ -136,7 +131,9 @@ def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[
 
 
 def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
-    absent = {name for name in _LATER if not is_enabled(config, name)}
+    absent = {
+        name for name, stage in STAGES.items() if not stage.always_in_key and not is_enabled(config, name)
+    }
     return {
         "schema": {name: stage.version for name, stage in STAGES.items() if name not in absent},
         "name": config.run.name,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import create_model
 
 from rlhf_core.config.base import NonNegativeInt, PositiveInt, Range, Section, UserPath, execution
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import STAGES, StageName
 
 Executor = Literal["local", "ray", "kuberay", "slurm"]
 
@@ -84,22 +86,23 @@ class StageResources(Section):
     )
 
 
-class ResourcesConfig(Section):
-    """Resources by stage."""
-
+class _Default(Section):
     default: StageResources = execution(StageResources(), "For every stage")
-    data: StageResources = execution(StageResources(), "Of the stage `data`")
-    sft: StageResources = execution(StageResources(), "Of the stage `sft`")
-    reward: StageResources = execution(StageResources(), "Of the stage `reward`")
-    judge: StageResources = execution(StageResources(), "Of the stage `judge`")
-    dpo: StageResources = execution(StageResources(), "Of the stage `dpo`")
-    ppo: StageResources = execution(StageResources(), "Of the stage `ppo`")
-    sample: StageResources = execution(StageResources(), "Of the stage `sample`")
-    evaluate: StageResources = execution(StageResources(), "Of the stage `evaluate`")
-    register_: StageResources = execution(StageResources(), "Of the stage `register`", alias="register")
+
+
+# The attributes end with `_`, because `register` is a method of pydantic's metaclass.
+_FIELDS: dict[str, Any] = {
+    f"{stage}_": (StageResources, execution(StageResources(), f"Of the stage `{stage}`", alias=stage))
+    for stage in STAGES
+}
+_Resources: Any = create_model("_Resources", __base__=_Default, **_FIELDS)
+
+
+class ResourcesConfig(_Resources):
+    """Resources by stage."""
 
     def of(self, stage: StageName) -> StageResources:
         """Return the resources of `stage`: its own fields, and those of `default` that it does not set."""
-        own: StageResources = getattr(self, "register_" if stage == "register" else stage)
+        own: StageResources = getattr(self, f"{stage}_")
         default = self.default.model_dump(exclude_none=True)
         return StageResources(**{**default, **own.model_dump(exclude_none=True)})

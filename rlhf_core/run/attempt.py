@@ -234,6 +234,5 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
 
 def _params(spec: StageSpec) -> dict[str, Any]:
     """Return the configuration of the stage with flat names, for MLflow."""
-    # The judge is trained with the settings of the reward model.
-    section = "reward" if spec.stage == "judge" else spec.stage
-    return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", section))}
+    own = [name.partition(".")[0] for name in STAGES[spec.stage].sections[:1]]
+    return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", *own))}

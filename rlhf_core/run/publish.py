@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.errors import InputError
 from rlhf_core.models.folder import is_hub_model
+from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered import RegisteredPolicy
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.files import TEMPORARY
@@ -156,7 +157,7 @@ def _origin(policy: RegisteredPolicy) -> str:
     tags, model = policy.version.tags, policy.config["model"]
     base, _ = _base(policy)
     rows = ["| stage | key | digest |", "|---|---|---|"]
-    for stage in ("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"):
+    for stage in STAGES:
         if f"rlhf.{stage}.key" in tags:
             rows.append(
                 f"| {stage} | `{tags[f'rlhf.{stage}.key']}` | `{tags[f'rlhf.{stage}.digest'][:16]}` |"

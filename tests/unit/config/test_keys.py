@@ -7,6 +7,7 @@
 - a registration belongs to one registry
 - settings that affect rounding only are recorded for a checkpoint
 - a field that was added later is in a key only where it has another value than its default
+- the keys of existing configurations are the pinned ones; only `version` of a stage may change them
 - `device: auto` has the key of the device that it resolves to
 """
 
@@ -287,3 +288,71 @@ def test_later_field_is_in_the_key_only_with_another_value() -> None:
 
     assert keys.result_settings(New()) == keys.result_settings(Old()) == {"rate": 0.5}
     assert keys.result_settings(New(patience=4)) == {"rate": 0.5, "patience": 4}
+
+
+OPTIONAL_SECTIONS = {
+    "sft": {"lora": {}, "early_stop": {}},
+    "reward": {"lora": {}, "early_stop": {}, "judge": {}, "ensemble": {}},
+    "dpo": {"enabled": True, "lora": {}},
+    "sample": {},
+    "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
+    "ppo": {
+        "lora": {},
+        "overlong": {"buffer": 1},
+        "algorithm": "grpo",
+        "dynamic_filtering": {},
+        "samples_per_prompt": 2,
+        "ptx": {"coef": 1.0},
+        "rewards": [{"type": "model"}, {"type": "repetition"}, SERVICE],
+    },
+    "model": {"path": "model"},
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (
+            {},
+            {
+                "data": "9060d56d161f4e50",
+                "sft": "7972a7dfd4137c58",
+                "reward": "f5b467d7ef8b5eb2",
+                "judge": "410f7776b4aea656",
+                "dpo": "1a6104fe823b4233",
+                "ppo": "9515b1aad77b2519",
+                "sample": "91bbb9705c5484ad",
+                "evaluate": "d66fa2c5de35b895",
+                "register": "0e7dead6ed255d12",
+                "pipeline": "5a3c5dc705a5c37e",
+            },
+        ),
+        (
+            OPTIONAL_SECTIONS,
+            {
+                "data": "9060d56d161f4e50",
+                "sft": "bb2cb10714c11d97",
+                "reward": "8a2229c113d615c2",
+                "judge": "bcfc3478216a2909",
+                "dpo": "7202613a8fbeb838",
+                "ppo": "3293fd0979629145",
+                "sample": "4116acb08a13785f",
+                "evaluate": "63e56a703a82fd82",
+                "register": "0e7dead6ed255d12",
+                "pipeline": "3a750dd4aaeed6ae",
+            },
+        ),
+    ],
+    ids=["defaults", "optional sections"],
+)
+def test_keys_of_existing_configurations_stay(
+    tree: dict[str, Any], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a key changes, users train everything again. A new field that causes it is declared with `later`."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:9")
+    for name, stage in STAGES.items():
+        monkeypatch.setitem(STAGES, name, replace(stage, version=1))
+    config = config_from_tree({**tree, "run": {"device": "cpu"}}, "test")
+    found: dict[str, str] = {stage: stage_key(config, stage, {}, {}) for stage in STAGES}
+    found["pipeline"] = pipeline_key(config, {})
+    assert {name: found[name] for name in expected} == expected

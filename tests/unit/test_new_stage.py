@@ -1,0 +1,137 @@
+"""The row of a new stage, as CONTRIBUTING.md shows it.
+
+- in a copy of the package with this row, the configuration passes the checks, and resources, imports and
+  logged parameters of the stage are known
+- no key of an existing configuration changes while the stage is not enabled
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.keys import pipeline_key, stage_key
+from rlhf_core.config.load import load_config
+from rlhf_core.pipeline import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "tests/assets/tiny.yaml"
+
+STAGE = '''
+"""Stage `best_of_n`."""
+
+
+def run(config, context):
+    raise NotImplementedError
+'''
+SECTION = '''
+class BestOfNConfig(Section):
+    """Best of n."""
+
+    enabled: bool = result(False, "Run the stage")
+    n: PositiveInt = result(4, "Answers to each prompt")
+
+
+class PipelineConfig(Section):
+'''
+SCRIPT = """
+import json, sys
+from types import SimpleNamespace
+from rlhf_core.config.keys import pipeline_key, stage_key
+from rlhf_core.config.load import load_config
+from rlhf_core.pipeline import STAGES
+from rlhf_core.run.attempt import _params
+from rlhf_core.run.checks import check_config
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.stages import imports
+
+imported = []
+imports.importlib = SimpleNamespace(import_module=imported.append)
+imports.import_vllm = lambda *args: imported.append("vllm")
+imports.open_tracking = lambda config: SimpleNamespace(warm_up=lambda: None)
+path, home = sys.argv[1:]
+overrides = [f"run.home={home}", "best_of_n.enabled=true", "run.resources.best_of_n.nodes=3"]
+config = check_config(path, overrides).config
+imports.import_for("best_of_n", config)
+plain = load_config(path)
+print(json.dumps({
+    "file": imports.__file__,
+    "nodes": config.run.resources.of("best_of_n").nodes,
+    "imported": imported,
+    "parameters": _params(StageSpec("best_of_n", "key", config)),
+    "plain": [pipeline_key(plain, {}), *(stage_key(plain, s, {}, {}) for s in STAGES if s != "best_of_n")],
+    "enabled": pipeline_key(config, {}),
+}))
+"""
+
+
+def row_of_contributing() -> str:
+    """Return the row that CONTRIBUTING.md shows."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    found = re.search(r"^ *```python\n( *Stage\(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return textwrap.indent(textwrap.dedent(found.group(1)), "    ")
+
+
+def insert(file: Path, before: str, text: str) -> None:
+    content = file.read_text(encoding="utf-8")
+    assert content.count(before) == 1
+    file.write_text(content.replace(before, text + before), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Change the places that CONTRIBUTING.md names in a copy, and return what the script finds there."""
+    copy = tmp_path_factory.mktemp("copy")
+    package = copy / "rlhf_core"
+    shutil.copytree(ROOT / "rlhf_core", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "stages/best_of_n.py").write_text(STAGE, encoding="utf-8")
+    insert(package / "pipeline.py", '    Stage(\n        "register",', row_of_contributing())
+    insert(package / "pipeline.py", '"register"]', '"best_of_n", ')
+    pipeline = package / "config/pipeline.py"
+    insert(
+        pipeline,
+        "    register_: RegisterConfig",
+        "    best_of_n: BestOfNConfig = result(BestOfNConfig(), '')\n",
+    )
+    text = pipeline.read_text(encoding="utf-8")
+    pipeline.write_text(text.replace("class PipelineConfig(Section):\n", SECTION.lstrip()), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(CONFIG), str(copy / "home")],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "MLFLOW_TRACKING_URI": "http://localhost:9"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert Path(result["file"]).is_relative_to(copy)
+    return result
+
+
+def test_the_row_is_all_that_resources_imports_and_parameters_need(found: dict[str, Any]) -> None:
+    assert found["nodes"] == 3
+    assert found["imported"] == ["pyarrow.parquet", "transformers.models.llama.modeling_llama", "vllm"]
+    parameters = found["parameters"]
+    assert parameters["best_of_n.n"] == 4 and parameters["best_of_n.enabled"] is True
+    assert "model.attention" in parameters and "ppo.steps" not in parameters
+
+
+def test_a_new_stage_that_is_not_enabled_changes_no_key(
+    found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:9")
+    config = load_config(str(CONFIG))
+    before = [pipeline_key(config, {}), *(stage_key(config, stage, {}, {}) for stage in STAGES)]
+    assert found["plain"] == before
+    assert found["enabled"] != before[0]
