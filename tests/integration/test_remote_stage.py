@@ -52,7 +52,7 @@ class Flow:
             {"run": {"home": str(self.folder / "home"), "executor": "slurm"}}
         )
         spec = StageSpec("data", "0" * 16, config)
-        scheduler = SlurmJobs(config.run.home)
+        scheduler = SlurmJobs(self.folder / "output")
         return run_remote(scheduler, spec, self.log_file, 60.0, on_event or self.events.append)
 
     def processes(self) -> list[psutil.Process]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.executors.base import Scheduler
@@ -22,6 +24,8 @@ def open_scheduler(config: PipelineConfig, stage: StageName) -> Scheduler:
         case "slurm":
             from rlhf_core.run.executors.slurm import SlurmJobs
 
-            return SlurmJobs(log_folder=config.run.home)
+            # `run.home` of the flow's host is not that of the nodes.
+            store = config.store_folder
+            return SlurmJobs(Path("/tmp") if store is None else store / "jobs" / "slurm")
         case "local":
             raise AssertionError("a local stage is a child process")

@@ -40,9 +40,11 @@ class SlurmJobs:
 
     title = "Slurm job"
 
-    def __init__(self, log_folder: str) -> None:
-        """Jobs whose output goes to `{log_folder}/logs/jobs/{name}.out`."""
-        self._logs = Path(log_folder).absolute() / "logs" / "jobs"
+    def __init__(self, logs: Path) -> None:
+        """Jobs whose output goes to `{logs}/{name}.out`. The nodes must have this folder: Slurm does not
+        create it, and a job whose output cannot be opened ends at once.
+        """
+        self._logs = logs
 
     def submit(self, job: Job) -> None:
         """Start `job`, unless a job of this name exists already."""

@@ -1,6 +1,7 @@
 """Batch jobs of Slurm, with its commands as scripts on PATH.
 
 - `sbatch` gets the resources of the stage as its options, and each job is submitted once
+- the output goes to a folder that the nodes have: below a store that is a folder, or /tmp
 - every state of `squeue` and `sacct` has a meaning; a job that has left the queue is looked up in accounting
 - what `sbatch` refuses is an error of the user; a controller that does not answer is a fault that may pass
 - the batch script runs the stage's command on the first node, with the address of the job's Ray cluster
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.resources import StageResources
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.run.executors.base import Job
+from rlhf_core.run.executors.choose import open_scheduler
 from rlhf_core.run.executors.slurm import SlurmJobs
 from tests.support.scripted_slurm import ScriptedSlurm
 
@@ -33,7 +36,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedS
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> SlurmJobs:
-    return SlurmJobs(str(tmp_path / "home"))
+    return SlurmJobs(tmp_path / "output")
 
 
 def job(*command: str, **resources: Any) -> Job:
@@ -48,7 +51,7 @@ def test_sbatch_gets_the_resources_of_the_stage(slurm: ScriptedSlurm, jobs: Slur
     [folder] = slurm.jobs()
     arguments = json.loads((folder / "args").read_text())
     output = arguments.pop(next(i for i, word in enumerate(arguments) if word.startswith("--output=")))
-    assert output.endswith("/home/logs/jobs/rlhf-sft-1.out")
+    assert output.endswith("/output/rlhf-sft-1.out")
     assert arguments == [
         "--parsable",
         "--job-name=rlhf-sft-1",
@@ -65,6 +68,22 @@ def test_sbatch_gets_the_resources_of_the_stage(slurm: ScriptedSlurm, jobs: Slur
         "-m",
         "x",
     ]
+
+
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_output_goes_to_a_folder_that_the_nodes_have(
+    slurm: ScriptedSlurm, tmp_path: Path, is_bucket: bool
+) -> None:
+    slurm.hold()
+    store = "s3://models/rlhf" if is_bucket else str(tmp_path / "mounted")
+    run = {"executor": "slurm", "home": str(tmp_path / "home")}
+    config = PipelineConfig.model_validate({"run": run, "store": {"url": store}})
+    open_scheduler(config, "sft").submit(job())
+    [folder] = slurm.jobs()
+    [output] = [word for word in json.loads((folder / "args").read_text()) if word.startswith("--output=")]
+    file = Path(output.removeprefix("--output="))
+    assert file.parent == (Path("/tmp") if is_bucket else tmp_path / "mounted" / "jobs" / "slurm")
+    assert file.parent.is_dir()
 
 
 def test_a_job_is_submitted_once(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
