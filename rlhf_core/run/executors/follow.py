@@ -2,7 +2,8 @@
 
 find       a job of this stage key that was submitted before and has not ended is followed: a flow that
            was killed and is started again continues to wait for its job
-submit     `jobs/{key}/{number}/spec.json` is created once, so that two flows submit one job
+submit     `jobs/{key}/{number}/spec.json` is created once. The flow that created it submits the job, the
+           others wait; if it was killed before that, one of them submits the job
 follow     events and log come from the store, the state from the scheduler. A result, or a manifest in
            the store, is a success; a job that ended without one is an error of rlhf_core.errors
 stop       on Ctrl-C, SIGTERM or a cancellation the job is asked to stop through the store, which gives it
@@ -121,9 +122,24 @@ class _Follower:
             self._on_event({"event": "warning", "message": message})
             return files
         if status.state == "missing" and time.time() - submission.time < _SUBMIT_SECONDS:
-            self._start(files)
+            self._await_submission(files)
             return files
         return None
+
+    def _await_submission(self, files: JobFiles) -> None:
+        """Wait for the flow that created these files to submit the job. Submit it if that does not happen.
+
+        Not all schedulers refuse a second job of the same name.
+        """
+        name = files.submission.job_name
+        log.info("%s: another flow is about to submit it", self._what(name))
+        deadline = time.monotonic() + _SUBMIT_SECONDS
+        while time.monotonic() < deadline:
+            if self._scheduler.status(name).state != "missing":
+                return
+            time.sleep(POLL_SECONDS)
+        if files.take_over():
+            self._start(files)
 
     @property
     def _kind(self) -> str:
@@ -142,9 +158,10 @@ class _Follower:
         files = JobFiles(self._store, self._spec.key, 1 if newest is None else newest.number + 1)
         left = max(0.0, self._deadline - time.monotonic())
         executor = self._spec.config.run.executor_of(self._spec.stage)
-        # If this number exists by now, another flow has created it, and both submit the same job.
-        files.create(self._spec, executor, left, shared_environment())
-        self._start(files)
+        if files.create(self._spec, executor, left, shared_environment()):
+            self._start(files)
+        else:
+            self._await_submission(files)
         return files
 
     def _start(self, files: JobFiles) -> None:

@@ -5,6 +5,7 @@
         events/{n}.jsonl  its events (rlhf_core/run/events.py): 1, 2, ...
         log.txt           the end of the stage's log
         stop              a flow asks the job to stop
+        taken_over        the flow that created spec.json has not submitted the job, and another one has
 
 They carry the words of a run and not its results: what a stage has made is decided by the manifest of its
 artifact. They may be deleted when no flow follows the job.
@@ -81,6 +82,12 @@ class JobFiles:
             "time": time.time(),
         }
         return self._store.put_if_absent(f"{self.folder}/spec.json", json.dumps(content).encode())
+
+    def take_over(self) -> bool:
+        """Take the place of the flow that created `spec.json` and did not submit the job. Return False if
+        another one has done so.
+        """
+        return self._store.put_if_absent(f"{self.folder}/taken_over", b"taken over\n")
 
     @cached_property
     def submission(self) -> Submission:

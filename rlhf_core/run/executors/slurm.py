@@ -1,7 +1,7 @@
 """A stage as a batch job of Slurm, by its commands `sbatch`, `squeue`, `sacct` and `scancel`.
 
 The batch script starts Ray on all nodes of the job with `ray symmetric-run` and runs the stage on the first.
-The job is found again by its name, which is unique.
+The job is found again by its name, which no other stage or attempt has. Slurm itself accepts a name twice.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from rlhf_core.run.executors.base import TEMPLATES, Job, JobState, JobStatus
 
 _COMMAND_SECONDS = 60.0
 _LOG_BYTES = 2**16
-_ACTIVE: dict[str, JobState] = {
-    "PENDING": "pending",
-    "CONFIGURING": "pending",
-    "REQUEUED": "pending",
-    "SUSPENDED": "pending",
-    "RUNNING": "running",
-    "COMPLETING": "running",
-}
-_ENDED: dict[str, JobState] = {
+_PENDING = (
+    "PENDING", "CONFIGURING", "POWER_UP_NODE", "EXPEDITING", "SUSPENDED", "STOPPED",
+    "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+)  # fmt: skip
+_FAILED = ("FAILED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "LAUNCH_FAILED", "RECONFIG_FAIL")
+_STATES: dict[str, JobState] = {
+    **dict.fromkeys(_PENDING, "pending"),
     "COMPLETED": "succeeded",
-    "TIMEOUT": "timed out",
-    "DEADLINE": "timed out",
-    "CANCELLED": "stopped",
-    "PREEMPTED": "stopped",
-    "REVOKED": "stopped",
+    **dict.fromkeys(("TIMEOUT", "DEADLINE"), "timed out"),
+    **dict.fromkeys(("CANCELLED", "PREEMPTED", "REVOKED"), "stopped"),
+    **dict.fromkeys(_FAILED, "failed"),
 }
-"""All other states are failures: FAILED, NODE_FAIL, BOOT_FAIL, OUT_OF_MEMORY."""
+"""All others are states of a job that runs: RUNNING, COMPLETING, RESIZING, SIGNALING, STAGE_OUT, UPDATE_DB,
+and those of later versions. If such a job counted as ended, a second one would be submitted.
+"""
 
 
 class SlurmJobs:
@@ -82,10 +80,8 @@ class SlurmJobs:
             lines = self._run([*accounting, "--format=State,Reason"], without="").splitlines()
         if not lines:
             return JobStatus("missing")
-        state, _, reason = lines[-1].strip().partition("|")
-        word = state.split()[0] if state else ""  # CANCELLED by 1000
-        message = f"{state} ({reason})" if reason and reason != "None" else state
-        return JobStatus(_ACTIVE.get(word) or _ENDED.get(word, "failed"), message)
+        found = [_status(line) for line in lines]
+        return next((status for status in found if status.is_active), found[-1])
 
     def cancel(self, name: str) -> None:
         """End a job. A job that has ended or does not exist is ignored."""
@@ -136,3 +132,10 @@ class SlurmJobs:
         )
         kind = InfrastructureError if temporary else refused
         raise kind(f"{command[0]} failed with exit code {done.returncode}: {words}")
+
+
+def _status(line: str) -> JobStatus:
+    state, _, reason = line.strip().partition("|")
+    word = state.split()[0] if state else ""  # CANCELLED by 1000
+    message = f"{state} ({reason})" if reason and reason != "None" else state
+    return JobStatus(_STATES.get(word, "running"), message)

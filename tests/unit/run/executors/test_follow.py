@@ -3,6 +3,7 @@
 - events, log and result of the job reach the flow in order
 - a job that ends without a result ends in an error that says why and quotes its log; the manifest decides
 - a flow that is started again follows the job that runs, and starts no second one
+- of several flows one submits the job, also if the scheduler would accept it twice
 - a scheduler that does not answer for a while changes nothing
 - a cancellation or the time limit asks the job to stop, and deletes it
 """
@@ -27,7 +28,7 @@ from rlhf_core.errors import (
     StageFailed,
     StageTimedOut,
 )
-from rlhf_core.run.executors import follow
+from rlhf_core.run.executors import base, follow
 from rlhf_core.run.executors.follow import run_remote, shared_environment
 from rlhf_core.run.executors.job_files import JobFiles
 from rlhf_core.run.executors.kuberay import KubeRayJobs
@@ -204,8 +205,13 @@ def test_a_flow_that_is_started_again_follows_the_same_job(
 
 
 def test_a_flow_killed_before_it_submitted_submits_under_the_same_name(
-    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+    api: ScriptedKubernetes,
+    spec: StageSpec,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(follow, "_SUBMIT_SECONDS", 0.5)
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "kuberay", 20.0, {})
 
@@ -232,27 +238,61 @@ def test_after_a_job_that_has_ended_the_next_attempt_starts_another(
     assert len({name.rsplit("-", 2)[1] for name in api.objects}) == 2
 
 
-def test_two_flows_submit_one_job(
-    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
-) -> None:
+class AcceptsNamesTwice(KubeRayJobs):
+    """As Slurm: a second job of the same name is accepted, and a job is not seen at once."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.submitted: list[str] = []
+
+    def submit(self, job: base.Job) -> None:
+        time.sleep(0.1)
+        self.submitted.append(job.name)
+
+    def status(self, name: str) -> base.JobStatus:
+        return base.JobStatus("running" if name in self.submitted else "missing")
+
+
+def test_two_flows_submit_one_job(spec: StageSpec, store: Store, tmp_path: Path) -> None:
+    scheduler = AcceptsNamesTwice()
+
     def work(files: JobFiles) -> None:
-        time.sleep(0.3)
+        time.sleep(0.5)
         files.write_events(1, [RESULT])
 
     Job(store, work)
     results: list[ArtifactRef] = []
-    folders = [tmp_path / name for name in ("a", "b")]
-    flows = []
-    for folder in folders:
-        folder.mkdir()
-        target = lambda folder=folder: results.append(following(spec, folder))  # noqa: E731
-        flows.append(threading.Thread(target=target, daemon=True))
-    for flow in flows:
-        flow.start()
-    for flow in flows:
-        flow.join(timeout=20.0)
+    start = threading.Barrier(2)
+
+    def flow(log_file: Path) -> None:
+        start.wait()
+        results.append(run_remote(scheduler, spec, log_file, 20.0, lambda event: None))
+
+    flows = [threading.Thread(target=flow, args=[tmp_path / f"{name}.log"], daemon=True) for name in "ab"]
+    for each in flows:
+        each.start()
+    for each in flows:
+        each.join(timeout=20.0)
     assert results == [REF, REF]
-    assert len(api.objects) == 1
+    assert len(scheduler.submitted) == 1
+
+
+def test_of_several_waiting_flows_one_submits_for_the_killed_one(
+    spec: StageSpec, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "_SUBMIT_SECONDS", 0.2)
+    scheduler = AcceptsNamesTwice()
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    waiting = [
+        follow._Follower(scheduler, spec, tmp_path / f"{name}.log", 20.0, lambda event: None) for name in "ab"
+    ]
+    threads = [threading.Thread(target=flow._await_submission, args=[files], daemon=True) for flow in waiting]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20.0)
+    assert scheduler.submitted == [files.submission.job_name]
 
 
 def test_a_scheduler_that_does_not_answer_for_a_while_changes_nothing(
