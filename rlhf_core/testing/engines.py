@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 from rlhf_core.engines.vllm import Engine
@@ -69,6 +69,12 @@ class ScriptedEngine(Engine):
         self.requests: list[Request] = []
         self.adapters: dict[int, Path] = {}
         """Folder of each loaded adapter by number."""
+        self.steps = 0
+        """Tokens of the longest reply of each call so far."""
+        self.asleep: set[str] = set()
+        """Parts of the memory that `sleep` has freed: `weights`, `kv_cache`."""
+        self.prefix_resets = 0
+        """How often `forget_prefixes` was called."""
         self.is_shut_down = False
 
     @override
@@ -96,9 +102,11 @@ class ScriptedEngine(Engine):
 
         Raises:
             ValueError: If `adapter` is not loaded.
+            RuntimeError: If the engine sleeps.
         """
         if adapter is not None and adapter not in self.adapters:
             raise ValueError(f"adapter {adapter} is not loaded")
+        self._check_awake()
         rollouts = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             for index in range(n):
@@ -116,11 +124,43 @@ class ScriptedEngine(Engine):
                     policy_version=policy_version,
                 )
                 rollouts.append(rollout)
+        self.steps += max((len(rollout.response_ids) for rollout in rollouts), default=0)
         return rollouts
+
+    @override
+    def generate_from(
+        self,
+        take: Callable[[int], Sequence[tuple[PromptExample, int]]],
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        policy_version: int,
+        adapter: int | None = None,
+    ) -> list[list[Rollout]]:
+        """Take one prompt after another, and return `n` rollouts for each. Arguments as for the real
+        engine.
+        """
+        sampled = []
+        while taken := take(1):
+            for prompt, seed in taken:
+                rollouts = self.generate(
+                    [prompt],
+                    n=n,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    seeds=[seed],
+                    policy_version=policy_version,
+                    adapter=adapter,
+                )
+                sampled.append(rollouts)
+        return sampled
 
     @override
     def choose(self, prompts: Sequence[Sequence[int]], choices: Sequence[int]) -> list[int]:
         """Return the first token of the reply to each prompt. The prompt of its request has only tokens."""
+        self._check_awake()
+        self.steps += 1
         chosen = []
         for prompt in prompts:
             example = PromptExample("", "", tuple(prompt), {})
@@ -132,6 +172,22 @@ class ScriptedEngine(Engine):
     @override
     def load_adapter(self, number: int, folder: Path) -> None:
         self.adapters[number] = folder
+
+    @override
+    def forget_prefixes(self) -> None:
+        self.prefix_resets += 1
+
+    @override
+    def sleep(self) -> None:
+        self.asleep = {"weights", "kv_cache"}
+
+    @override
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        self.asleep.discard(part)
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise RuntimeError(f"the engine sleeps: wake {' and '.join(sorted(self.asleep))} first")
 
     @override
     def shutdown(self) -> None:
