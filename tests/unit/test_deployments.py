@@ -6,7 +6,7 @@ Kubernetes      every field exists in the locked client's models; names agree be
                 not root, have few rights, and have shared memory; Ray's version is that of the lock
 Prefect         the deployment's parameters load, and its variables are those of the work pool
 Dockerfile      not root, packages by hash only, all copied files exist
-Slurm           the script is valid, and Ray's options exist
+Slurm           the script is valid, and Ray's options and variables exist
 requirements    cluster.txt completes the lock with `ray[default]`, and is no part of it
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import client
+from kubernetes.utils.quantity import parse_quantity
 
 from rlhf_core.config.load import load_config
 
@@ -87,6 +88,11 @@ def test_ports_are_on_loopback_and_stores_have_none(compose: dict[str, Any]) -> 
     for name in ("postgres", "s3"):
         assert compose["services"][name]["networks"] == ["internal"]
     assert compose["networks"]["internal"] == {"internal": True}
+
+
+def test_postgres_is_healthy_when_its_databases_exist(compose: dict[str, Any]) -> None:
+    """During the start, a temporary server answers at the socket, and not by TCP."""
+    assert "--host=127.0.0.1" in compose["services"]["postgres"]["healthcheck"]["test"]
 
 
 def test_secrets_come_from_the_env_file(compose: dict[str, Any]) -> None:
@@ -299,6 +305,44 @@ def test_a_flow_has_the_rights_that_the_executor_uses() -> None:
     assert needed | {("pods", "list"), ("pods/log", "get")} <= rights
 
 
+def test_the_worker_watches_what_its_role_allows() -> None:
+    [role] = [
+        item for item in objects() if (item["kind"], item["metadata"]["name"]) == ("Role", "rlhf-worker")
+    ]
+    watched = {
+        resource for rule in role["rules"] if "watch" in rule["verbs"] for resource in rule["resources"]
+    }
+    assert {"pods", "jobs"} <= watched
+    environment = {entry["name"]: entry for entry in pods()["worker"]["containers"][0]["env"]}
+    namespaces = environment["PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES"]
+    assert namespaces["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
+
+
+def test_pods_of_a_queued_cluster_may_run_where_kueue_sends_them() -> None:
+    """Kueue gives a pod the first flavor whose quota has all its requests, and its labels and tolerations."""
+    items = list(yaml.safe_load_all((KUBERNETES / "kueue.yaml").read_text(encoding="utf-8")))
+    specs = {
+        item["metadata"]["name"]: item.get("spec", {}) for item in items if item["kind"] == "ResourceFlavor"
+    }
+    [queue] = [item for item in items if item["kind"] == "ClusterQueue"]
+    [group] = queue["spec"]["resourceGroups"]
+    for flavor in group["flavors"]:
+        assert [each["name"] for each in flavor["resources"]] == group["coveredResources"]
+    given = {}
+    for name in ("head", "ranks"):
+        pod = pods()[name]
+        requests = pod["containers"][0]["resources"]["requests"]
+        for flavor in group["flavors"]:
+            quotas = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}
+            if all(parse_quantity(quotas[what]) >= parse_quantity(asked) for what, asked in requests.items()):
+                given[name] = flavor["name"]
+                break
+        tolerated = [*pod.get("tolerations", []), *specs[given[name]].get("tolerations", [])]
+        on_gpu_nodes = "nvidia.com/gpu.present" in specs[given[name]].get("nodeLabels", {})
+        assert not on_gpu_nodes or "nvidia.com/gpu" in [each["key"] for each in tolerated], name
+    assert given == {"head": "cpu-nodes", "ranks": "gpu-nodes"}
+
+
 # -- Prefect --
 
 
@@ -385,7 +429,11 @@ def test_the_batch_script_is_valid() -> None:
     script = DEPLOYMENTS / "slurm" / "rlhf.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
     text = script.read_text(encoding="utf-8")
+    from ray.scripts import symmetric_run
     from ray.scripts.scripts import start
+
+    assert "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT" in inspect.getsource(symmetric_run)
+    assert "export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300" in text
 
     known = {option for parameter in start.params for option in (*parameter.opts, *parameter.secondary_opts)}
     call = text[text.rindex("ray symmetric-run") : text.index("-- env")]
