@@ -81,7 +81,7 @@ elif command == "scancel":
     if job.is_dir() and state_of(job).split("|")[0] not in ("COMPLETED", "FAILED"):
         (job / "state").write_text("CANCELLED by 0|None")
 elif command == "scontrol":
-    print("node1\nnode2")
+    print("node1\nlocalhost")
 elif command in ("srun", "ray"):
     start = arguments.index("--") + 1 if command == "ray" else 0
     while command == "srun" and arguments[start].startswith("--"):
