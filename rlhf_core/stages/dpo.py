@@ -32,7 +32,7 @@ from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import train_epochs
+from rlhf_core.stages.epochs import Training, train_epochs, train_on_ranks
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, StageContext, StageResult
@@ -51,22 +51,15 @@ class ReferencedPair:
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Train over `dpo.deepspeed.ranks` ranks."""
-    from rlhf_core.cluster.ranks import run_ranks
-    from rlhf_core.engines.distributed import resolve_device
-
-    metrics: dict[str, float] = run_ranks(
+    metrics = train_on_ranks(
         _train,
-        config.dpo.deepspeed.ranks,
-        resolve_device(config.run.device),
+        config.dpo.deepspeed,
         config,
+        context,
         context.inputs["data"],
         context.inputs["sft"],
         context.scratch,
         context.output,
-        rank_zero=context,
-        config=config,
-        monitor=context.monitor,
-        neighbours=config.dpo.deepspeed.hpz,
     )
     shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "policy", dirs_exist_ok=True)
     context.metrics.flush()
@@ -98,16 +91,9 @@ def _train(
     pad_id = load_decoder(data).pad
     add_adapter(policy, dpo.lora)
     engine = TrainingEngine(policy, dpo.deepspeed, dpo.optimizer, rank)
-    metrics = train_dpo(
-        engine,
-        training_pairs(config, data, "dpo"),
-        load_pairs(data, "eval"),
-        dpo,
-        seed=derive_seed(config.run.seed, "dpo"),
-        pad_id=pad_id,
-        work=work,
-        context=context,
-    )
+    train, held_out = training_pairs(config, data, "dpo"), load_pairs(data, "eval")
+    training = Training("dpo", derive_seed(config.run.seed, "dpo"), pad_id, work, context)
+    metrics = train_dpo(engine, train, held_out, dpo, training)
     # Rounding a merged adapter would lose a part of a small update, as in PPO.
     engine.save_model(out / "policy", policy.save, dtype=None if dpo.lora is None else torch.float32)
     engine.save_adapter(
@@ -125,11 +111,7 @@ def train_dpo(
     train: Sequence[PairExample],
     held_out: Sequence[PairExample],
     config: DPOConfig,
-    *,
-    seed: int,
-    pad_id: int,
-    work: Path,
-    context: StageContext | None,
+    training: Training,
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one.
 
@@ -138,15 +120,13 @@ def train_dpo(
         train: The training set.
         held_out: The set that is evaluated on.
         config: Settings of the stage.
-        seed: Determines the order of the pairs.
-        pad_id: The token that fills rows.
-        work: A folder for checkpoints that are not committed yet.
-        context: The stage's context on rank 0, otherwise None.
+        training: Stage, seed, padding, folder and context.
 
     Returns:
         Held-out `accuracy`, `margin`, `eval_loss`, `rewards/chosen` and `rewards/rejected`, the number of
         held-out `pairs`, and `tokens_per_s`.
     """
+    pad_id = training.pad_id
     # Before a checkpoint is loaded: the engine still is the reference.
     referenced = with_reference(engine, train, config, pad_id)
     held_out_referenced = with_reference(engine, held_out, config, pad_id)
@@ -154,19 +134,16 @@ def train_dpo(
         engine,
         referenced,
         config,
-        "dpo",
+        training,
         step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
         evaluate=lambda: evaluate_dpo(engine, held_out_referenced, config, pad_id),
         evaluate_every=config.eval_every,
         tokens_of=lambda row: pair_tokens(row.pair),
         table_row=lambda row: table_row(row.pair),
-        seed=seed,
-        work=work,
-        context=context,
     )
     final = evaluate_dpo(engine, held_out_referenced, config, pad_id)
-    if context is not None:
-        context.metrics.log_metrics(final, trained.steps)
+    if training.context is not None:
+        training.context.metrics.log_metrics(final, trained.steps)
     return {
         "accuracy": final["eval/accuracy"],
         "margin": final["eval/margin"],

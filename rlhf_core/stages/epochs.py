@@ -1,4 +1,6 @@
-"""The training loop of `sft`, `reward` and `dpo`: epochs of shuffled batches, evaluations, checkpoints."""
+"""The training of `sft`, `reward` and `dpo`: the start of the ranks, and the loop with epochs of shuffled
+batches, evaluations and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.training import (
+    DeepSpeedConfig,
+    DPOConfig,
+    EarlyStopConfig,
+    RewardConfig,
+    SFTConfig,
+)
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
@@ -23,6 +32,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Training:
+    """What a training needs besides its model, data and settings."""
+
+    stage: StageName
+    """For progress and failpoints."""
+    seed: int
+    """Determines the order of the rows."""
+    pad_id: int
+    """The token that fills rows."""
+    work: Path
+    """A folder for checkpoints that are not committed yet."""
+    context: StageContext | None
+    """The stage's context on rank 0, otherwise None."""
+
+
+@dataclass(frozen=True)
 class Trained:
     """A training at its end."""
 
@@ -33,20 +58,51 @@ class Trained:
     tokens_per_s: float
 
 
+def train_on_ranks(
+    train: Callable[..., dict[str, float]],
+    deepspeed: DeepSpeedConfig,
+    config: PipelineConfig,
+    context: StageContext,
+    *args: Any,
+) -> dict[str, float]:
+    """Call `train(rank, config, *args, context)` on every rank of `deepspeed`, and return the metrics of
+    rank 0. `context` is None on the other ranks.
+
+    Args:
+        train: The training of a stage. It must be picklable.
+        deepspeed: Has the number of ranks.
+        config: The configuration.
+        context: Of the stage.
+        args: Further arguments of `train`. They must be picklable.
+    """
+    from rlhf_core.cluster.ranks import run_ranks
+    from rlhf_core.engines.distributed import resolve_device
+
+    metrics: dict[str, float] = run_ranks(
+        train,
+        deepspeed.ranks,
+        resolve_device(config.run.device),
+        config,
+        *args,
+        rank_zero=context,
+        config=config,
+        monitor=context.monitor,
+        neighbours=deepspeed.hpz,
+    )
+    return metrics
+
+
 def train_epochs(
     engine: TrainingEngine,
     rows: Sequence[T],
     config: SFTConfig | RewardConfig | DPOConfig,
-    stage: StageName,
+    training: Training,
     *,
     step_of: Callable[[Sequence[T], int], dict[str, float]],
     evaluate: Callable[[], dict[str, float]],
     evaluate_every: int | None,
     tokens_of: Callable[[T], int],
     table_row: Callable[[T], dict[str, Any]],
-    seed: int,
-    work: Path,
-    context: StageContext | None,
     early_stop: EarlyStopConfig | None = None,
 ) -> Trained:
     """Train to the end, from the last checkpoint if there is one.
@@ -57,18 +113,16 @@ def train_epochs(
         engine: The model with its optimizer.
         rows: The training set.
         config: Settings of the stage.
-        stage: Its name, for progress and failpoints.
+        training: Stage, seed, folder and context.
         step_of: Makes one optimizer step with a batch and the number of all steps, and returns its metrics.
         evaluate: Returns metrics of the held-out set with `eval/loss`. The finite ones are logged.
         evaluate_every: Optimizer steps between evaluations, if there is no `early_stop`; None for no
             evaluation. The caller evaluates the weights at the end.
         tokens_of: Returns the tokens of a row.
         table_row: Converts a row for the table of a skipped batch.
-        seed: Determines the order of the rows.
-        work: A folder for checkpoints that are not committed yet.
-        context: The stage's context on rank 0, otherwise None.
         early_stop: When the training ends early; None for the last weights of all epochs.
     """
+    context = training.context
     per_epoch = math.ceil(len(rows) / config.batch_size)
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
@@ -79,10 +133,11 @@ def train_epochs(
         while step < total and not best.is_final(early_stop):
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
-            batch = [rows[i] for i in epoch_batches(len(rows), config.batch_size, seed, epoch)[index]]
+            batches = epoch_batches(len(rows), config.batch_size, training.seed, epoch)
+            batch = [rows[i] for i in batches[index]]
             with log_skipped_batch(engine, context, step + 1, batch, table_row):
                 metrics = step_of(batch, total)
-            failpoint(f"{stage}.step")
+            failpoint(f"{training.stage}.step")
             step += 1
             tokens += sum(map(tokens_of, batch))
             seconds += time.monotonic() - started
@@ -104,9 +159,9 @@ def train_epochs(
                     for name in ("loss", "accuracy")
                     if f"train/{name}" in metrics
                 }
-                context.progress(stage, step, total, "steps", **shown)
+                context.progress(training.stage, step, total, "steps", **shown)
             checkpointing.after_step(
-                engine, context, work, step, every=config.checkpoint_every, total=total,
+                engine, context, training.work, step, every=config.checkpoint_every, total=total,
                 state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
                 score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
             )  # fmt: skip

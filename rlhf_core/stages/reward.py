@@ -38,7 +38,7 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import train_epochs
+from rlhf_core.stages.epochs import Training, train_epochs, train_on_ranks
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
@@ -61,23 +61,16 @@ def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
 
 
 def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
-    from rlhf_core.cluster.ranks import run_ranks
-    from rlhf_core.engines.distributed import resolve_device
-
-    metrics: dict[str, float] = run_ranks(
+    metrics = train_on_ranks(
         _train,
-        config.reward.deepspeed.ranks,
-        resolve_device(config.run.device),
+        config.reward.deepspeed,
         config,
+        context,
         context.inputs["data"],
         context.inputs["sft"],
         context.scratch,
         context.output,
         stage,
-        rank_zero=context,
-        config=config,
-        monitor=context.monitor,
-        neighbours=config.reward.deepspeed.hpz,
     )
     for folder in member_folders(context.output / "model"):
         shutil.copytree(context.inputs["data"] / "tokenizer", folder, dirs_exist_ok=True)
@@ -157,10 +150,8 @@ def _train_member(
     engine = TrainingEngine(
         model, reward.deepspeed, reward.optimizer, rank, keep_best=reward.early_stop is not None
     )
-    seed = inputs.seed(number)
-    metrics = train_reward(
-        engine, inputs.train, held_out, reward, seed=seed, pad_id=pad_id, work=work, context=context
-    )
+    training = Training(inputs.stage, inputs.seed(number), pad_id, work, context)
+    metrics = train_reward(engine, inputs.train, held_out, reward, training)
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
     statistics = model.statistics = ScoreStatistics.of(scores)
     exchanged = exchange_pairs(held_out)
@@ -261,11 +252,7 @@ def train_reward(
     train: Sequence[PairExample],
     held_out: Sequence[PairExample],
     config: RewardConfig,
-    *,
-    seed: int,
-    pad_id: int,
-    work: Path,
-    context: StageContext | None,
+    training: Training,
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one.
 
@@ -276,27 +263,22 @@ def train_reward(
         train: The training set.
         held_out: The set that is evaluated on.
         config: Settings of the stage.
-        seed: Determines the order of the rows.
-        pad_id: The token that fills rows.
-        work: A folder for checkpoints that are not committed yet.
-        context: The stage's context on rank 0, otherwise None.
+        training: Stage, seed, padding, folder and context.
 
     Returns:
         `tokens_per_s`, and `best_step` with `early_stop`.
     """
+    pad_id = training.pad_id
     trained = train_epochs(
         engine,
         train,
         config,
-        "reward",
+        training,
         step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
         evaluate=lambda: evaluate_reward(engine, held_out, config, pad_id)[0],
         evaluate_every=None,
         tokens_of=pair_tokens,
         table_row=table_row,
-        seed=seed,
-        work=work,
-        context=context,
         early_stop=config.early_stop,
     )
     result = {"tokens_per_s": trained.tokens_per_s}

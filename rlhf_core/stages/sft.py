@@ -35,7 +35,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import train_epochs
+from rlhf_core.stages.epochs import Training, train_epochs, train_on_ranks
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import StageContext, StageResult
 
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and log some sampled answers."""
-    from rlhf_core.cluster.ranks import run_ranks
     from rlhf_core.data.hub import fetch_model
     from rlhf_core.data.sources import model_digests, model_state, require_unchanged
     from rlhf_core.engines.distributed import resolve_device
@@ -59,19 +58,15 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     # other.
     state = model_state(config)
     require_unchanged(model_digests(config), context.sources, config)
-    metrics = run_ranks(
+    metrics = train_on_ranks(
         _train,
-        config.sft.deepspeed.ranks,
-        device,
+        config.sft.deepspeed,
         config,
+        context,
         context.inputs["data"],
         context.scratch,
         context.output,
         state,
-        rank_zero=context,
-        config=config,
-        monitor=context.monitor,
-        neighbours=config.sft.deepspeed.hpz,
     )
     shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
     context.metrics.log_table("sft_samples", _samples(config, context, device))
@@ -126,16 +121,9 @@ def _train(
     add_adapter(policy, sft.lora)
     engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank, keep_best=sft.early_stop is not None)
     held_out = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")]
-    metrics = train_sft(
-        engine,
-        [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")],
-        held_out,
-        sft,
-        seed=derive_seed(config.run.seed, "sft"),
-        pad_id=ids.pad,
-        work=work,
-        context=context,
-    )
+    train = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")]
+    training = Training("sft", derive_seed(config.run.seed, "sft"), ids.pad, work, context)
+    metrics = train_sft(engine, train, held_out, sft, training)
     engine.save_model(out / "model", policy.save)
     engine.save_adapter(out / "adapter", str(folder), revision)
     saved: dict[str, float] | None = None
@@ -209,11 +197,7 @@ def train_sft(
     train: Sequence[TokenSequence],
     held_out: Sequence[TokenSequence],
     config: SFTConfig,
-    *,
-    seed: int,
-    pad_id: int,
-    work: Path,
-    context: StageContext | None,
+    training: Training,
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one.
 
@@ -224,32 +208,27 @@ def train_sft(
         train: The training set.
         held_out: The set that is evaluated on.
         config: Settings of the stage.
-        seed: Determines the order of the rows.
-        pad_id: The token that fills rows.
-        work: A folder for checkpoints that are not committed yet.
-        context: The stage's context on rank 0, otherwise None.
+        training: Stage, seed, padding, folder and context.
 
     Returns:
         `eval_loss`, `perplexity`, `tokens_per_s`, and `best_step` with `early_stop`.
     """
+    pad_id = training.pad_id
     trained = train_epochs(
         engine,
         train,
         config,
-        "sft",
+        training,
         step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
         evaluate=lambda: evaluate_sft(engine, held_out, config, pad_id),
         evaluate_every=config.eval_every,
         tokens_of=len,
         table_row=_table_row,
-        seed=seed,
-        work=work,
-        context=context,
         early_stop=config.early_stop,
     )
     final = evaluate_sft(engine, held_out, config, pad_id)
-    if context is not None:
-        context.metrics.log_metrics(final, trained.steps)
+    if training.context is not None:
+        training.context.metrics.log_metrics(final, trained.steps)
     result = {
         "eval_loss": final["eval/loss"],
         "perplexity": final["eval/perplexity"],

@@ -2,9 +2,10 @@
 
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 
+context = stage_context(tmp_path)
 trainer = ScriptedTrainer(forward=lambda batch: TokenOutputs(-batch.labels_N / 10.0, None))
 with single_rank():
-    metrics = train_sft(trainer, rows, held_out, config, context=stage_context(tmp_path), ...)
+    metrics = train_sft(trainer, rows, held_out, config, Training("sft", 0, 0, tmp_path, context))
 assert trainer.steps_done == 3
 """
 

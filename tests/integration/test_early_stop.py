@@ -22,6 +22,7 @@ import pytest
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models.batching import TokenSequence
+from rlhf_core.stages.epochs import Training
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import free_port
@@ -99,11 +100,11 @@ def train(rank: Rank, kind: str, stage: int, folder: Path, dies_after: int | Non
     metrics: dict[str, float] = {}
     with contextlib.suppress(_Killed), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, evaluated)
-        common: dict[str, Any] = {"seed": 0, "pad_id": 0, "work": folder, "context": context}
+        training = Training("reward" if kind == "reward" else "sft", 0, 0, folder, context)
         if kind == "reward":
-            metrics = reward.train_reward(engine, pairs(24, 0), pairs(24, 1), REWARD, **common)
+            metrics = reward.train_reward(engine, pairs(24, 0), pairs(24, 1), REWARD, training)
         else:
-            metrics = sft.train_sft(engine, sequences(24, 0), sequences(24, 1), SFT, **common)
+            metrics = sft.train_sft(engine, sequences(24, 0), sequences(24, 1), SFT, training)
     best = metrics.get("best_step")
     return {
         "weights": digest(engine),

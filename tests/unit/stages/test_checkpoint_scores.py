@@ -3,6 +3,7 @@
 - the score of a checkpoint is the negative held-out loss, if measured and finite
 - with `early_stop` SFT ends in the weights of the lowest loss, of the earlier one of two equal ones, also
   after a kill; without a `patience` it trains to the end
+- progress and failpoints of the judge have the name of its stage
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 
 from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.models.batching import TokenSequence
-from rlhf_core.stages import reward, sft
-from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, stage_context
+from rlhf_core.stages import epochs, reward, sft
+from rlhf_core.stages.epochs import Training
+from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
 
@@ -44,14 +46,30 @@ def test_score_is_the_negative_held_out_loss(
     with single_rank():
         if stage == "sft":
             rows = [TokenSequence((1, 2), (0, 1))] * 6
-            sft.train_sft(trainer, rows, rows, SFT, seed=0, pad_id=0, work=context.scratch, context=context)
+            sft.train_sft(trainer, rows, rows, SFT, Training("sft", 0, 0, context.scratch, context))
         else:
             pairs = [PairExample("", "", (1,), (2,), (3,))] * 6
-            reward.train_reward(
-                trainer, pairs, pairs, REWARD, seed=0, pad_id=0, work=context.scratch, context=context
-            )
+            training = Training("reward", 0, 0, context.scratch, context)
+            reward.train_reward(trainer, pairs, pairs, REWARD, training)
     # Six steps with an evaluation after every second one. The last step has no checkpoint.
     assert checkpoints.scores == {1: None, 2: -0.9, 3: None, 4: -0.4, 5: None}
+
+
+def test_progress_and_failpoints_of_the_judge_have_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward, "train_step", lambda *_: {})
+    monkeypatch.setattr(reward, "evaluate_reward", lambda *_: ({"eval/loss": 0.5}, torch.zeros(0, 2)))
+    failpoints: list[str] = []
+    monkeypatch.setattr(epochs, "failpoint", failpoints.append)
+    progress = RecordingProgress()
+    context = stage_context(tmp_path, progress=progress)
+    pairs = [PairExample("", "", (1,), (2,), (3,))] * 2
+    with single_rank():
+        training = Training("judge", 0, 0, context.scratch, context)
+        reward.train_reward(ScriptedTrainer(), pairs, pairs, REWARD, training)
+    assert failpoints == ["judge.step"] * 2
+    assert [report[:3] for report in progress.reports] == [("judge", 1, 2), ("judge", 2, 2)]
 
 
 def test_a_held_out_loss_that_is_not_finite_is_no_score_and_not_logged(
@@ -65,9 +83,7 @@ def test_a_held_out_loss_that_is_not_finite_is_no_score_and_not_logged(
     context = stage_context(tmp_path, metrics=metrics, checkpoints=checkpoints)
     rows = [TokenSequence((1, 2), (0, 1))] * 6
     with single_rank():
-        sft.train_sft(
-            ScriptedTrainer(), rows, rows, SFT, seed=0, pad_id=0, work=context.scratch, context=context
-        )
+        sft.train_sft(ScriptedTrainer(), rows, rows, SFT, Training("sft", 0, 0, context.scratch, context))
     assert checkpoints.scores == {1: None, 2: None, 3: None, 4: -0.4, 5: None}
     assert metrics.column("eval/loss") == [0.4, 0.6]
     assert metrics.column("eval/perplexity") == [1.0, 1.0, 1.0]
@@ -108,7 +124,7 @@ def test_sft_keeps_the_weights_of_the_lowest_loss(
         context = stage_context(tmp_path, checkpoints=checkpoints)
         with single_rank():
             found = sft.train_sft(
-                trainer, rows, rows, config, seed=0, pad_id=0, work=context.scratch, context=context
+                trainer, rows, rows, config, Training("sft", 0, 0, context.scratch, context)
             )
         return trainer, found
 

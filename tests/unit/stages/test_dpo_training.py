@@ -26,6 +26,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages.dpo import ReferencedPair, evaluate_dpo, train_dpo, train_step, with_reference
+from rlhf_core.stages.epochs import Training
 from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
@@ -119,9 +120,7 @@ def test_the_reference_is_the_model_before_the_first_step(tmp_path: Path) -> Non
     context = stage_context(tmp_path, checkpoints=checkpoints)
 
     def train(trainer: ScriptedTrainer) -> dict[str, float]:
-        return train_dpo(
-            trainer, PAIRS, PAIRS, config, seed=0, pad_id=0, work=context.scratch, context=context
-        )
+        return train_dpo(trainer, PAIRS, PAIRS, config, Training("dpo", 0, 0, context.scratch, context))
 
     with single_rank():
         assert [row.reference for row in with_reference(Drifting(), PAIRS, config, 0)] == [
@@ -145,9 +144,7 @@ def test_without_held_out_pairs_it_trains_to_the_end(tmp_path: Path) -> None:
     checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
     context = stage_context(tmp_path, checkpoints=checkpoints)
     with single_rank():
-        found = train_dpo(
-            Drifting(), PAIRS, [], config, seed=0, pad_id=0, work=context.scratch, context=context
-        )
+        found = train_dpo(Drifting(), PAIRS, [], config, Training("dpo", 0, 0, context.scratch, context))
     assert found["pairs"] == 0 and math.isnan(found["accuracy"]) and math.isnan(found["eval_loss"])
     assert checkpoints.scores == {1: None, 2: None}
 

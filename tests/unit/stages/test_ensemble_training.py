@@ -30,6 +30,7 @@ from rlhf_core.errors import ConfigError, GateFailed
 from rlhf_core.models.ensemble import load_ensemble, member_folder
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages import reward
+from rlhf_core.stages.epochs import Training
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
@@ -211,10 +212,10 @@ def test_first_member_is_the_model_of_a_run_without_ensemble(
 ) -> None:
     save_tiny_llama(tmp_path / "sft" / "model")
     monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", ScriptedTrainer)
-    seeds: list[int] = []
+    trainings: list[Training] = []
 
-    def note_seed(*_given: Any, seed: int, **_more: Any) -> dict[str, float]:
-        seeds.append(seed)
+    def note_training(*given: Any) -> dict[str, float]:
+        trainings.append(given[-1])
         return {}
 
     for module in ("reward", "pairs"):
@@ -222,7 +223,7 @@ def test_first_member_is_the_model_of_a_run_without_ensemble(
     decoder: Any = SimpleNamespace(pad=0)
     monkeypatch.setattr("rlhf_core.stages.reward.load_decoder", lambda folder: decoder)
     monkeypatch.setattr("rlhf_core.stages.reward.all_ranks_pack", lambda model, *_given: model.packs)
-    monkeypatch.setattr(reward, "train_reward", note_seed)
+    monkeypatch.setattr(reward, "train_reward", note_training)
     monkeypatch.setattr(reward, "_table", lambda *_given: [])
     outputs = {}
     for name, ensemble in (("plain", None), ("ensemble", {"members": 3})):
@@ -234,6 +235,8 @@ def test_first_member_is_the_model_of_a_run_without_ensemble(
                 Rank(), config, tmp_path, tmp_path / "sft", context.scratch, context.output, "reward", context
             )
         outputs[name] = context.output
+    assert {training.stage for training in trainings} == {"reward"}
+    seeds = [training.seed for training in trainings]
     assert seeds[:2] == [derive_seed(0, "reward")] * 2 and len(set(seeds)) == 3
     plain = {path.name: path.read_bytes() for path in (outputs["plain"] / "model").iterdir()}
     members = outputs["ensemble"] / "model"

@@ -19,6 +19,7 @@ from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.batching import TokenBatch, TokenSequence
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.models.saving import WeightStream
+from rlhf_core.stages.epochs import Training
 from rlhf_core.stages.sft import train_sft
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine, scripted_engines
@@ -38,9 +39,7 @@ def train(folder: Path, metrics: RecordingMetrics) -> tuple[ScriptedTrainer, dic
     trainer = ScriptedTrainer(forward=tenths)
     context = stage_context(folder, metrics=metrics)
     with single_rank():
-        result = train_sft(
-            trainer, ROWS, ROWS, CONFIG, seed=0, pad_id=0, work=context.scratch, context=context
-        )
+        result = train_sft(trainer, ROWS, ROWS, CONFIG, Training("sft", 0, 0, context.scratch, context))
     return trainer, result
 
 
