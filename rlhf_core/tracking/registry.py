@@ -2,21 +2,20 @@
 evaluated one.
 
 `tracking.gate` decides whether a candidate becomes champion, based on a match against the current champion.
-The match itself runs in another module. `tracking.champions` moves the alias and keeps the history.
+The match itself runs in another module. `tracking.promotion_tests` keeps the levels that the tests spent, and
+`tracking.champions` moves the alias and keeps the history.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.evaluation.evidence import Spent, next_level
 from rlhf_core.evaluation.statistics import fallen
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.champions import (
@@ -30,6 +29,14 @@ from rlhf_core.tracking.champions import (
 )
 from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
+from rlhf_core.tracking.promotion_tests import (
+    OUTCOME,
+    PromotionTest,
+    all_tests,
+    next_test,
+    read_outcome,
+    record_test,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +47,7 @@ POLICY = "rlhf.policy_digest"
 WEIGHTS = "rlhf.weights_sha256"
 """Tag with the digest of its weights."""
 
-_EVALUATION, _OUTCOME = "rlhf.evaluation", "rlhf.outcome"
+_EVALUATION = "rlhf.evaluation"
 
 RunMatch = Callable[[Mapping[str, str]], Match | NoMatch]
 """Runs a match against the version with these tags."""
@@ -116,11 +123,10 @@ def register(
         match = None if revoked else _match(candidate, champion, gate, run_match)
         with registry_errors(mlflow, action):
             # The match can take long, and other versions may have been tested in the meantime.
-            tags_by_version = {each.version: each.tags for each in mlflow.versions(model)}
-            own = _tests(tags_by_version.get(version.version, {}))
-            all_tests = [test for tags in tags_by_version.values() for test in _tests(tags)]
+            tests = all_tests(mlflow, model)
+            own, others = tests.get(version.version, []), [each for some in tests.values() for each in some]
             opponent = champion.version if champion else None
-            test = _test(candidate, match, opponent, own, all_tests, gate)
+            test = next_test(candidate.evaluation, match, opponent, own, others, gate)
             refusal = revoked or _champion_is_missing(mlflow, model, champion)
             decision = refusal or _decide(candidate, champion, match, gate, test.level)
             if decision.tested:
@@ -131,6 +137,9 @@ def register(
                 champion = now
                 continue
             # Before the alias, so that a retry after a kill in between makes the same decision.
+            if decision.tested:
+                record_test(mlflow, model, version.version, test)
+                failpoint("register.tested")
             mlflow.tag_version(model, version.version, outcome.tags(own))
             failpoint("register.decided")
             if decision.champion:
@@ -175,65 +184,6 @@ def _champion_is_missing(mlflow: Mlflow, model: str, champion: ModelVersion | No
     return None
 
 
-@dataclass(frozen=True)
-class _Test:
-    """A test that a version was subject to, as stored in its tags."""
-
-    time: float
-    """Seconds since 1970."""
-    level: float
-    champion: str | None
-    """The champion that the version was compared with; None: its own SFT model."""
-    judge: str | None
-    """Digest of the judge."""
-    prompts: int
-    outcomes: str
-    """Digest of the outcomes of these prompts."""
-
-
-def _test(
-    candidate: Candidate,
-    match: Match | NoMatch | None,
-    opponent: str | None,
-    own: list[_Test],
-    all_tests: list[_Test],
-    gate: Gate,
-) -> _Test:
-    """Return the test that is to be made, with its level.
-
-    A match that repeats the outcomes of an earlier one and adds prompts continues its test, at the same
-    level. A process that was killed after it recorded a test therefore makes the same decision again.
-
-    Args:
-        candidate: The policy.
-        match: Its match, if there was one.
-        opponent: Version of the champion.
-        own: Earlier tests of the candidate.
-        all_tests: Tests of all versions of the model.
-        gate: Requirements for a champion.
-    """
-
-    def digest(prompts: int) -> str | None:
-        if isinstance(match, Match):
-            return match.digest(prompts)
-        return hashlib.sha256(candidate.evaluation.to_json().encode()).hexdigest()[:16]
-
-    if isinstance(match, Match):
-        prompts, judge = match.prompts, match.judge_digest
-    else:
-        prompts, judge = candidate.evaluation.verdicts.prompts, candidate.evaluation.judge_digest
-    for test in own:
-        if (test.champion, test.judge, test.outcomes) == (opponent, judge, digest(test.prompts)):
-            return _Test(test.time, test.level, opponent, judge, prompts, digest(prompts) or "")
-    now = time.time()
-    if opponent is None:
-        level = gate.first_level(1 + sum(test.champion is None for test in all_tests))
-    else:
-        spent = [Spent(test.time, test.level) for test in all_tests if test.champion is not None]
-        level = next_level(spent, now, gate.alpha)
-    return _Test(now, level, opponent, judge, prompts, digest(prompts) or "")
-
-
 class _Outcome(NamedTuple):
     """A decision of the gate, as stored in the tags of a version."""
 
@@ -242,11 +192,11 @@ class _Outcome(NamedTuple):
     """Version that was champion at that time."""
     match: Match | None
 
-    def tags(self, tests: list[_Test]) -> dict[str, str]:
+    def tags(self, tests: list[PromotionTest]) -> dict[str, str]:
         return {
             "rlhf.gate": self.decision.rule,
             "rlhf.gate_reason": self.decision.reason,
-            _OUTCOME: json.dumps(
+            OUTCOME: json.dumps(
                 {
                     "champion": self.decision.champion,
                     "met": self.opponent,
@@ -260,7 +210,7 @@ class _Outcome(NamedTuple):
     @classmethod
     def of(cls, tags: Mapping[str, str]) -> _Outcome:
         """Read how the champion with these tags became champion; the reason can be unknown."""
-        kept = _outcome(tags)
+        kept = read_outcome(tags)
         try:
             match = Match(**kept["match"]) if kept["match"] else None
             decision = Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"], bool(kept["tested"]))
@@ -269,31 +219,6 @@ class _Outcome(NamedTuple):
         except (KeyError, TypeError):
             pass  # the tags were written by another program or edited by hand
         return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
-
-
-def _tests(tags: Mapping[str, str]) -> list[_Test]:
-    """Return all tests of the version with `tags`. Unreadable entries are ignored."""
-    entries = _outcome(tags).get("tests")
-    tests = []
-    for entry in entries if isinstance(entries, list) else []:
-        try:
-            test = _Test(**entry)
-        except TypeError:
-            continue
-        if isinstance(test.level, float) and isinstance(test.time, float) and 0 < test.level < 1:
-            tests.append(test)
-    return tests
-
-
-def _outcome(tags: Mapping[str, str]) -> dict[str, Any]:
-    """Return the outcome written by `_Outcome.tags`. Empty if it is missing or invalid, because tags can be
-    edited.
-    """
-    try:
-        kept = json.loads(tags.get(_OUTCOME, "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
 
 
 def _match(

@@ -247,8 +247,8 @@ def test_a_killed_promotion_is_finished_by_the_same_command(
 
 @pytest.mark.parametrize(
     "point",
-    ["register.created", "register.decided", "champion.recorded", "champion.moved", "champion.done",
-        "register.crowned"],
+    ["register.created", "register.tested", "register.decided", "champion.recorded", "champion.moved",
+        "champion.done", "register.crowned"],
 )  # fmt: skip
 def test_a_killed_registration_is_finished_by_the_same_command(
     point: str, database: Path, mlflow: Mlflow, model: str
@@ -262,6 +262,8 @@ def test_a_killed_registration_is_finished_by_the_same_command(
     assert [(each.version, each.state) for each in moves] == [(v, "done") for v in "1234"]
     outcome = json.loads({e.version: e.tags for e in mlflow.versions(model)}["4"]["rlhf.outcome"])
     assert len(outcome["tests"]) == 1, "the test that was repeated spends its level once"
+    tags = mlflow.model_tags(model) or {}
+    assert sorted(name.rpartition(".")[2] for name in tags if name.startswith("rlhf.test.")) == list("1234")
 
 
 WRITES = (

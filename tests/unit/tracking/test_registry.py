@@ -1,8 +1,8 @@
 """The registry: one version per policy, and a champion only by a better recorded evaluation. Real MLflow on
 SQLite.
 
-Locks: aliases, the levels of tests, no second version of a policy, lineage, the stage from its inputs to its
-file.
+Locks: aliases, the levels of tests, which a deleted version does not give back, no second version of a
+policy, lineage, the stage from its inputs to its file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.evaluation.evidence import YEAR, log_evidence
 from rlhf_core.stages import register as register_stage
-from rlhf_core.tracking import champions, registry
+from rlhf_core.tracking import champions, promotion_tests
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
 from rlhf_core.tracking.registry import Candidate, register
@@ -112,7 +112,7 @@ def test_new_champion_during_the_match_is_the_next_opponent(mlflow: Mlflow) -> N
 
 def test_each_test_spends_of_the_budget_of_a_year(mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1e9
-    monkeypatch.setattr(registry, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(promotion_tests, "time", SimpleNamespace(time=lambda: now))
 
     def enter(digest: str, wins: int) -> Any:
         policy = candidate(digest, note=digest)
@@ -133,6 +133,42 @@ def test_each_test_spends_of_the_budget_of_a_year(mlflow: Mlflow, monkeypatch: p
     enter("e", 50)
     assert recorded_tests(mlflow, "m9", "9")[0]["level"] == pytest.approx(0.0025)
     assert aliases(mlflow, "m9")["champion"] == "7"
+
+
+def test_a_deleted_version_gives_back_nothing_of_the_budget(mlflow: Mlflow) -> None:
+    def enter(digest: str, wins: int = 50) -> str:
+        policy = candidate(digest, 0.8 if wins else 0.55)
+        return register(mlflow, model, policy, gate=GATE, run_match=lambda tags: won(wins)).version
+
+    model = "deleted first"
+    for number in range(3):
+        version = enter(f"f{number}", 0)
+        level = recorded_tests(mlflow, model, version)[0]["level"]
+        assert level == pytest.approx(GATE.first_level(1 + number))
+        mlflow._client.delete_model_version(model, version)
+    model = "deleted later"
+    enter("a")
+    for number in range(4):
+        version = enter(f"b{number}")
+        level = recorded_tests(mlflow, model, version)[0]["level"]
+        assert level == pytest.approx(0.0025 * 0.75**number, rel=1e-4)
+        mlflow._client.delete_model_version(model, version)
+
+
+def test_a_test_that_only_the_version_has_counts_also_after_the_version_is_deleted(mlflow: Mlflow) -> None:
+    def enter(digest: str) -> float:
+        done = register(mlflow, model, candidate(digest), gate=GATE, run_match=lambda tags: won(50))
+        return float(recorded_tests(mlflow, model, done.version)[0]["level"])
+
+    model = "recorded by an earlier release"
+    for digest in "ab":
+        enter(digest)
+    for name in mlflow.model_tags(model) or {}:
+        if name.startswith("rlhf.test."):
+            mlflow._client.delete_registered_model_tag(model, name)
+    assert enter("c") == pytest.approx(0.0025 * 0.75, rel=1e-4)
+    mlflow._client.delete_model_version(model, "2")
+    assert enter("d") == pytest.approx(0.0025 * 0.75**2, rel=1e-4)
 
 
 def test_a_match_with_more_prompts_continues_its_test(mlflow: Mlflow) -> None:
@@ -204,6 +240,8 @@ def test_an_outcome_that_cannot_be_read_counts_as_no_test(mlflow: Mlflow, tag: s
         policy = candidate(digest, note=digest)
         register(mlflow, model, policy, gate=GATE, run_match=lambda tags: won(50))
     mlflow.tag_version(model, "2", {"rlhf.outcome": tag})
+    names = [name for name in mlflow.model_tags(model) or {} if name.startswith("rlhf.test.")]
+    mlflow.tag_model(model, dict.fromkeys(names, tag))
     register(mlflow, model, candidate("c", note="c"), gate=GATE, run_match=lambda tags: won(50))
     assert recorded_tests(mlflow, model, "3")[0]["level"] == pytest.approx(0.0025)
     mlflow.tag_version(model, "1", {"rlhf.outcome": tag})

@@ -1,0 +1,142 @@
+"""The tests of candidates for champion, and the level that each of them spent.
+
+A test is recorded in two places: the tag `rlhf.outcome` of its version, and a tag of the registered model,
+which remains if the version is deleted. Both are read, and a test that is in both counts once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhf_core.evaluation.evidence import Spent, next_level
+from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
+from rlhf_core.tracking.mlflow_client import Mlflow
+
+OUTCOME = "rlhf.outcome"
+"""Tag of a version with the outcome of its last registration, and all its tests."""
+_TEST = "rlhf.test."
+"""Prefix of the tags of the registered model with one test each."""
+
+
+@dataclass(frozen=True)
+class PromotionTest:
+    """A test that a version was subject to."""
+
+    time: float
+    """Seconds since 1970."""
+    level: float
+    champion: str | None
+    """The champion that the version was compared with; None: its own SFT model."""
+    judge: str | None
+    """Digest of the judge."""
+    prompts: int
+    outcomes: str
+    """Digest of the outcomes of these prompts."""
+
+
+def all_tests(mlflow: Mlflow, model: str) -> dict[str, list[PromotionTest]]:
+    """Return the tests of `model` by version, also of versions that were deleted.
+
+    A test that only its version has, because an earlier release recorded it, is added to the tags of the
+    model.
+    """
+    # By tag of the model. A test has one time and one level, also if more prompts continue it.
+    tests: dict[str, tuple[str, PromotionTest]] = {}
+    tags = mlflow.model_tags(model) or {}
+    for name, text in tags.items():
+        if name.startswith(_TEST) and (test := _read(_parsed(text))) is not None:
+            tests[name] = (name.rpartition(".")[2], test)
+    for version in mlflow.versions(model):
+        entries = read_outcome(version.tags).get("tests")
+        for entry in entries if isinstance(entries, list) else []:
+            test = _read(entry)
+            if test is not None and _tag(version.version, test) not in tests:
+                record_test(mlflow, model, version.version, test)
+                tests[_tag(version.version, test)] = (version.version, test)
+    by_version: dict[str, list[PromotionTest]] = {}
+    for number, test in sorted(tests.values(), key=lambda entry: entry[1].time):
+        by_version.setdefault(number, []).append(test)
+    return by_version
+
+
+def record_test(mlflow: Mlflow, model: str, version: str, test: PromotionTest) -> None:
+    """Record a test of a version in the tags of the model."""
+    mlflow.tag_model(model, {_tag(version, test): json.dumps(asdict(test))})
+
+
+def next_test(
+    evaluation: Evaluation,
+    match: Match | NoMatch | None,
+    opponent: str | None,
+    own: Iterable[PromotionTest],
+    others: Iterable[PromotionTest],
+    gate: Gate,
+) -> PromotionTest:
+    """Return the test that is to be made, with its level.
+
+    A match that repeats the outcomes of an earlier one and adds prompts continues its test, at the same
+    level. A process that was killed after it recorded a test therefore makes the same decision again.
+
+    Args:
+        evaluation: Of the candidate.
+        match: Its match, if there was one.
+        opponent: Version of the champion.
+        own: Earlier tests of the candidate.
+        others: Tests of all versions of the model.
+        gate: Requirements for a champion.
+    """
+
+    def digest(prompts: int) -> str | None:
+        if isinstance(match, Match):
+            return match.digest(prompts)
+        return hashlib.sha256(evaluation.to_json().encode()).hexdigest()[:16]
+
+    if isinstance(match, Match):
+        prompts, judge = match.prompts, match.judge_digest
+    else:
+        prompts, judge = evaluation.verdicts.prompts, evaluation.judge_digest
+    for test in own:
+        if (test.champion, test.judge, test.outcomes) == (opponent, judge, digest(test.prompts)):
+            return PromotionTest(test.time, test.level, opponent, judge, prompts, digest(prompts) or "")
+    now = time.time()
+    if opponent is None:
+        level = gate.first_level(1 + sum(test.champion is None for test in others))
+    else:
+        spent = [Spent(test.time, test.level) for test in others if test.champion is not None]
+        level = next_level(spent, now, gate.alpha)
+    return PromotionTest(now, level, opponent, judge, prompts, digest(prompts) or "")
+
+
+def read_outcome(tags: Mapping[str, str]) -> dict[str, Any]:
+    """Return the content of the tag `OUTCOME`. Empty if it is missing or invalid, because tags can be
+    edited.
+    """
+    kept = _parsed(tags.get(OUTCOME, "{}"))
+    return kept if isinstance(kept, dict) else {}
+
+
+def _tag(version: str, test: PromotionTest) -> str:
+    return f"{_TEST}{round(test.time * 1e6):020d}.{version}"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read(entry: Any) -> PromotionTest | None:
+    """Return the test in an entry of a tag; None if it cannot be read."""
+    try:
+        test = PromotionTest(**entry)
+    except TypeError:
+        return None
+    if isinstance(test.level, float) and isinstance(test.time, float) and 0 < test.level < 1:
+        return test
+    return None
