@@ -70,13 +70,13 @@ class GuardsConfig(Section):
     score_clip_share: Fraction = execution(0.01, "Raised above this share of the scores")
     overoptimization: GuardAction = execution(
         "warn",
-        "The reward model's score rises on the held-out prompts, and the score of the judge (`reward.judge`)"
-        " does not follow",
+        "On the held-out prompts, the scores of the reward model and the judge (`reward.judge`) no longer"
+        " agree",
     )
     overoptimization_ratio: Fraction = execution(
-        0.3,
-        "Raised if the judge's score rises by less than this share of the rise of the reward model's score"
-        " between any two evaluations",
+        0.5,
+        "Raised if the slope of the judge's score over the reward model's score is below this multiple of"
+        " that of the SFT model's responses",
     )
 
     @field_validator("entropy_explosion_ratio", "length_drift_ratio")

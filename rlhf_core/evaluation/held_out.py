@@ -18,10 +18,11 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.scoring import has_gold, score_gold
 from rlhf_core.evaluation.statistics import distinct_n, preference
 from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.divergence import SLOPE, SLOPE_ERROR, regression_slope
 from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import Collector, RewardInputs
-from rlhf_core.ppo.selection import KL, OBJECTIVE
+from rlhf_core.ppo.selection import KL, OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardComposer, source_name, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import PromptExample
@@ -65,8 +66,8 @@ class HeldOutEvaluation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sft_scores = [float(score) for score in state["sft_scores"]]
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Return the metrics `eval/...` of policy `version`."""
+    def evaluate(self, version: int) -> HeldOutResult:
+        """Evaluate policy `version`, which the engines hold."""
         batch = self._collector.sample(self._prompts, version, 0, version)
         columns, texts, usage = self._fleet.retry_after_restart(
             lambda: self._measure(batch), "the evaluation"
@@ -76,10 +77,14 @@ class HeldOutEvaluation:
             self._sft_scores = decisive
         metrics = {f"eval/{name}": value for name, value in _means(columns).items()}
         metrics |= {f"eval/rewards/{name}": value for name, value in usage.items()}
-        metrics[OBJECTIVE] = _mean(decisive) - self._ppo.kl.coef * metrics[KL]
+        price = self._ppo.kl.coef
+        metrics[OBJECTIVE] = _mean(decisive) - price * metrics[KL]
         for name in ("score", "reward_model", "judge"):
             if name in columns:
                 metrics[f"eval/{name}_error"] = _standard_error(columns[name])
+        if "reward_model" in columns and "judge" in columns:
+            slope = regression_slope(columns["reward_model"], columns["judge"])
+            metrics[SLOPE], metrics[SLOPE_ERROR] = slope
         wins = [
             math.nan if math.isnan(a + b) else preference(a, b)
             for a, b in zip(decisive, self._sft_scores, strict=True)
@@ -89,7 +94,11 @@ class HeldOutEvaluation:
         for source, indices in self._by_source().items():
             selected = {name: [values[i] for i in indices] for name, values in columns.items()}
             metrics |= {f"eval/by_source/{source}/{name}": mean for name, mean in _means(selected).items()}
-        return {name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)}
+        metrics = {
+            name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)
+        }
+        objectives = [score - price * kl for score, kl in zip(decisive, columns["kl"], strict=True)]
+        return HeldOutResult(metrics, objectives)
 
     def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str], dict[str, float]]:
         """Return the columns of all measures, the texts of the responses, and what the rewards cost."""

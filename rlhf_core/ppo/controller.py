@@ -47,7 +47,7 @@ from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.guards import check_divergence
 from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
-from rlhf_core.ppo.selection import Selection
+from rlhf_core.ppo.selection import HeldOutResult, Selection
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.update import CriticWarmup, Updater
 from rlhf_core.ppo.utilisation import Utilisation
@@ -65,7 +65,7 @@ Metrics = dict[str, float]
 class Evaluation(Protocol):
     """Evaluates the policy version that the engines hold. Its state is part of the checkpoint."""
 
-    def evaluate(self, version: int) -> Metrics: ...
+    def evaluate(self, version: int) -> HeldOutResult: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -178,15 +178,15 @@ class PPOController:
         if self._evaluation is None or not self.selection.is_due(version):
             return
         started = time.monotonic()
-        metrics = self._evaluation.evaluate(version)
+        found = self._evaluation.evaluate(version)
         failpoint("ppo.after_evaluation")
-        if self.selection.add(version, metrics) and self._ppo.publish == "best":
+        if self.selection.add(version, found) and self._ppo.publish == "best":
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._scores = self.selection.scores()
         self._utilisation.begin()
-        found = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
-        failure = check_divergence(self._ppo.guards, self.selection.evaluations, found)
-        self._context.metrics.log_metrics(found, version)
+        metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
+        failure = check_divergence(self._ppo.guards, self.selection.divergence, metrics)
+        self._context.metrics.log_metrics(metrics, version)
         if failure:
             hint = self._checks.best_hint()
             raise GateFailed(f"{failure}; ppo.guards is set to stop, which ends the run{hint}")

@@ -1,8 +1,14 @@
-"""Whether the scores of the reward model that PPO maximises and of an independent one diverge. This is a sign
-of over-optimisation (Gao et al. 2022, Scaling Laws for Reward Model Overoptimization).
+"""Whether the reward model that PPO maximises still agrees with an independent one, the judge. If it does
+not, the policy is over-optimised (Gao et al. 2022, Scaling Laws for Reward Model Overoptimization).
 
-    evaluations: version -> means and standard errors over the same prompts
-    -> the rise of the reward model's score that the judge's does not follow
+    scores of the responses to the held-out prompts: judge's = intercept + slope x reward model's
+    -> the slope of the present version, compared with that of the SFT model's responses
+
+A policy that is tilted further towards the reward model, p(y) exp(t r(y)), changes the mean score of the
+judge by Cov(judge, r) for each unit of t, and that of the reward model by Var(r). So the slope, which is the
+ratio of both, is the rise of the judge's score for each unit of the reward model's that more training brings.
+It falls before the judge's mean does, and one evaluation measures it, where a difference of two means has the
+noise of both.
 
 Both scores are those of one reward model each, normalised in the same way, without weights and penalties.
 """
@@ -10,56 +16,66 @@ Both scores are those of one reward model each, normalised in the same way, with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 Evaluations = Mapping[int, Mapping[str, float]]
 """Metrics `eval/...` by policy version, in order."""
 
-SCORE, REWARD_MODEL, JUDGE = "eval/score", "eval/reward_model", "eval/judge"
-_SIGNIFICANT = 2.0
-"""Standard errors by which the reward model's score must have risen."""
+SCORE = "eval/score"
+SLOPE, SLOPE_ERROR = "eval/judge_slope", "eval/judge_slope_error"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A rise of the reward model's score that the judge's score does not follow."""
+    """A slope that has fallen too far."""
 
-    since: int
-    """Version of the earlier evaluation."""
     version: int
     """Version of the last evaluation."""
-    score: float
-    """Rise of the reward model's score between them."""
-    judge: float
-    """Change of the judge's score between them."""
+    slope: float
+    """Of its responses."""
+    initial: float
+    """Of the SFT model's responses."""
+
+
+def regression_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Return the slope of the least-squares line of `y` over `x` and its standard error, which does not
+    assume equal variances (White 1980). Points with a NaN are left out. NaN with fewer than three points or
+    equal `x`.
+    """
+    points = np.asarray([x, y], dtype=np.float64)
+    x_n, y_n = points[:, np.isfinite(points).all(axis=0)]
+    if len(x_n) < 3:
+        return math.nan, math.nan
+    deviation = x_n - x_n.mean()
+    spread = float(deviation @ deviation)
+    if spread <= 0:
+        return math.nan, math.nan
+    slope = float(deviation @ (y_n - y_n.mean())) / spread
+    residual = y_n - y_n.mean() - slope * deviation
+    return slope, math.sqrt(float(((deviation * residual) ** 2).sum())) / spread
 
 
 def divergence(evaluations: Evaluations, ratio: float) -> Divergence | None:
-    """Compare the last evaluation with each earlier one, and return the largest rise of the reward model's
-    score that is significant, and of which the judge's score has followed by less than `ratio`, by more than
-    one standard error. None if there is no such rise, no reward model, or no judge.
+    """Return the slope of the last evaluation if it is below `ratio` times that of the SFT model's responses,
+    by more than one standard error. None otherwise, without a reward model or judge, and if the two do not
+    agree on the SFT model's responses either.
     """
-    if not evaluations:
+    if len(evaluations) < 2:
         return None
-    *earlier, version = sorted(evaluations)
-    found: Divergence | None = None
-    for since in earlier:
-        score, score_error = _change(evaluations, REWARD_MODEL, since, version)
-        judge, judge_error = _change(evaluations, JUDGE, since, version)
-        risen = score > _SIGNIFICANT * score_error
-        # Comparisons with NaN, of an evaluation without one of the models, are false.
-        if risen and judge + judge_error < ratio * score and (found is None or score > found.score):
-            found = Divergence(since, version, score, judge)
-    return found
+    first, *_, last = sorted(evaluations)
+    initial, initial_error = _slope(evaluations[first])
+    slope, error = _slope(evaluations[last])
+    # Comparisons with NaN, of an evaluation without one of the models, are false.
+    if initial > 2 * initial_error and slope + error < ratio * initial:
+        return Divergence(last, slope, initial)
+    return None
 
 
-def _change(evaluations: Evaluations, name: str, since: int, version: int) -> tuple[float, float]:
-    """Return the change of a mean between two versions, and its standard error."""
-    before, after = evaluations[since], evaluations[version]
-    change = after.get(name, math.nan) - before.get(name, math.nan)
-    errors = [found.get(f"{name}_error", math.nan) for found in (before, after)]
-    return change, math.hypot(*errors)
+def _slope(found: Mapping[str, float]) -> tuple[float, float]:
+    return found.get(SLOPE, math.nan), found.get(SLOPE_ERROR, math.nan)
 
 
 def in_words(evaluations: Evaluations, measure: str, label: str) -> str:

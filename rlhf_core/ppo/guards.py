@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.divergence import Evaluations, divergence
+from rlhf_core.ppo.divergence import Divergence
 
 log = logging.getLogger(__name__)
 
@@ -40,22 +40,22 @@ def alarm(name: str, text: str) -> None:
     log.warning("%s", text, extra={"guard": name})
 
 
-def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
-    """Check the guard `overoptimization` after an evaluation. It has no counter, because each evaluation is a
-    mean over many prompts.
+def check_divergence(guards: GuardsConfig, found: Divergence | None, metrics: dict[str, float]) -> str | None:
+    """Raise the guard `overoptimization` after an evaluation with a divergence. It has no counter, because
+    each evaluation has many responses.
 
     Adds `guards/overoptimization` to `metrics`. Returns a sentence if the guard must end the run.
     """
     if guards.overoptimization == "off":
         return None
-    found = divergence(evaluations, guards.overoptimization_ratio)
     metrics["guards/overoptimization"] = float(found is not None)
     if found is None:
         return None
     text = (
-        f"step {found.version}: the reward model's score has risen by {found.score:.2f} since step"
-        f" {found.since} on the held-out prompts, and the judge's score by {found.judge:.2f}: the reward"
-        " model is over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
+        f"step {found.version}: among the responses to the held-out prompts, the judge's score rises by"
+        f" {found.slope:.2f} for each unit of the reward model's score, and by {found.initial:.2f} for the"
+        " SFT model's responses: the reward model is over-optimised; raise ppo.kl.coef, or set"
+        " ppo.publish=best and ppo.stop_patience"
     )
     alarm("overoptimization", text)
     return text if guards.overoptimization == "stop" else None

@@ -1,24 +1,57 @@
 """Which version of the policy is the best, by its evaluations during training, and when training ends early.
 
-    candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`
+    candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`, before the guard
+                 `overoptimization` was raised
     objective    mean score of the judge if there is one, otherwise of the training reward with its penalties,
                  minus `ppo.kl.coef` x KL
-    best         the candidate with the highest objective; of equal ones the earliest
+    best         a candidate replaces the best one so far if its objective is higher by more than the standard
+                 error of the difference, over the same prompts
 
-Version 0, the SFT model, is evaluated for comparison and is no candidate.
+The standard error counts because the highest of many noisy means is too late: under over-optimisation the
+objective hardly changes for many steps, and of equal policies the earlier one has the lower KL.
+After the guard was raised, reward model and judge do not agree on the responses, so a higher score of the
+judge is no evidence of a better policy. Version 0, the SFT model, is evaluated for comparison and is no
+candidate.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.divergence import Divergence, divergence
 
 OBJECTIVE, KL = "eval/objective", "eval/kl"
+Column = Sequence[float]
+"""(prompts,) one value for each held-out prompt; NaN if it is not known."""
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """The evaluation of one version."""
+
+    metrics: Mapping[str, float]
+    """`eval/...`, means over the prompts."""
+    objectives: Column
+    """The objective of each prompt, whose mean is `eval/objective`."""
+
+
+def paired_change(before: Column, after: Column) -> tuple[float, float]:
+    """Return the mean difference `after - before` over the prompts that have both values, and its standard
+    error; NaN with fewer than two such prompts.
+    """
+    difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    difference = difference[np.isfinite(difference)]
+    if len(difference) < 2:
+        return math.nan, math.nan
+    return float(difference.mean()), float(difference.std(ddof=1) / math.sqrt(len(difference)))
 
 
 class Selection:
@@ -30,15 +63,27 @@ class Selection:
         """Metrics of each evaluation by policy version, in order."""
         self.best: int | None = None
         """The best version; None if there is no candidate yet."""
+        self._best_objectives: list[float] = []
+        """(prompts,) of the best version."""
+        self.divergence: Divergence | None = None
+        """Of the last evaluation; None if reward model and judge agree, or are not known."""
+        self._has_diverged = False
         self._without_gain = 0
 
     def state_dict(self) -> dict[str, Any]:
-        evaluations = {str(version): metrics for version, metrics in self.evaluations.items()}
-        return {"evaluations": evaluations, "best": self.best, "without_gain": self._without_gain}
+        return {
+            "evaluations": {str(version): metrics for version, metrics in self.evaluations.items()},
+            "best": self.best,
+            "best_objectives": self._best_objectives,
+            "has_diverged": self._has_diverged,
+            "without_gain": self._without_gain,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.evaluations = {int(version): dict(found) for version, found in state["evaluations"].items()}
         self.best, self._without_gain = state["best"], int(state["without_gain"])
+        self._best_objectives = [float(value) for value in state["best_objectives"]]
+        self._has_diverged = bool(state["has_diverged"])
 
     def is_due(self, version: int) -> bool:
         """Return whether `version` must be evaluated now."""
@@ -47,24 +92,33 @@ class Selection:
             return False
         return version % every == 0 or version == self._ppo.steps
 
-    def add(self, version: int, metrics: Mapping[str, float]) -> bool:
+    def add(self, version: int, found: HeldOutResult) -> bool:
         """Add the evaluation of a version, and return whether it is the best so far."""
-        self.evaluations[version] = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.evaluations[version] = {
+            name: value for name, value in found.metrics.items() if math.isfinite(value)
+        }
+        guards = self._ppo.guards
+        if guards.overoptimization != "off":
+            self.divergence = divergence(self.evaluations, guards.overoptimization_ratio)
+            self._has_diverged |= self.divergence is not None
         if version == 0:
             return False
-        better = self._is_better(metrics)
+        better = self._is_better(found)
         if better:
             self.best, self._without_gain = version, 0
+            self._best_objectives = list(found.objectives)
         else:
             self._without_gain += 1
         return better
 
-    def _is_better(self, metrics: Mapping[str, float]) -> bool:
-        objective, kl = metrics[OBJECTIVE], metrics.get(KL, math.nan)
-        limit = self._ppo.publish_kl_limit
-        if not math.isfinite(objective) or not kl <= limit:
+    def _is_better(self, found: HeldOutResult) -> bool:
+        objective, kl = found.metrics[OBJECTIVE], found.metrics.get(KL, math.nan)
+        if self._has_diverged or not math.isfinite(objective) or not kl <= self._ppo.publish_kl_limit:
             return False
-        return self.best is None or objective > self.evaluations[self.best][OBJECTIVE]
+        if self.best is None:
+            return True
+        gain, error = paired_change(self._best_objectives, found.objectives)
+        return gain > error
 
     @property
     def is_finished(self) -> bool:

@@ -23,7 +23,7 @@ from rlhf_core.config.placement import plan
 from rlhf_core.evaluation.held_out import HeldOutEvaluation
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.selection import OBJECTIVE
+from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
@@ -42,10 +42,11 @@ class FallingScore(HeldOutEvaluation):
 
     killed_at: int | None = None
 
-    def evaluate(self, version: int) -> dict[str, float]:
+    def evaluate(self, version: int) -> HeldOutResult:
         if version == self.killed_at:
             raise Killed
-        return {**super().evaluate(version), OBJECTIVE: float(-version)}
+        found, objective = super().evaluate(version), float(-version)
+        return HeldOutResult({**found.metrics, OBJECTIVE: objective}, [objective] * len(found.objectives))
 
 
 @contextmanager

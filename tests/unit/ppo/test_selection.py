@@ -1,8 +1,11 @@
 """The choice of the best policy version.
 
 - evaluations are due before the first step, after the last one and every `ppo.evaluate_every` steps between
-- the best version has the highest objective; of equal ones the earliest; never version 0, which is the SFT
-  model, and none above the KL limit or without a finite objective
+- a version replaces the best one if its objective is higher by more than the standard error of the difference
+  over the same prompts; never version 0, which is the SFT model, and none above the KL limit or without a
+  finite objective
+- no version is the best after reward model and judge did not agree any more
+- the highest of many noisy means does not replace an earlier version that is as good
 - training ends after `ppo.stop_patience` evaluations without a gain
 - a restart keeps evaluations, best version and counter
 """
@@ -10,22 +13,28 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.selection import Selection
+from rlhf_core.ppo.selection import HeldOutResult, Selection, paired_change
 
 
 def selection(**ppo: Any) -> Selection:
     return Selection(config_from_tree({"ppo": {"steps": 25, **ppo}}, "test").ppo)
 
 
-def evaluation(objective: float, kl: float = 1.0) -> dict[str, float]:
-    return {"eval/objective": objective, "eval/kl": kl}
+def evaluation(objective: float, kl: float | None = 1.0, noise: Sequence[float] = ()) -> HeldOutResult:
+    """The evaluation of a version over four prompts; `noise` is added to their values."""
+    values = [objective + error for error in noise or (0.0, 0.0, 0.0, 0.0)]
+    metrics = {"eval/objective": sum(values) / len(values)}
+    return HeldOutResult(metrics if kl is None else {**metrics, "eval/kl": kl}, values)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +59,7 @@ def test_a_version_is_evaluated_once() -> None:
 
 def test_the_best_has_the_highest_objective_and_ties_go_to_the_earlier() -> None:
     chosen = selection(publish="best")
-    steps = [(0, 9.0), (2, 0.5), (4, 0.7), (6, 0.7), (8, float("nan")), (10, 0.6)]
+    steps = [(0, 9.0), (2, 0.5), (4, 0.7), (6, 0.7), (8, math.nan), (10, 0.6)]
     assert [chosen.add(version, evaluation(objective)) for version, objective in steps] == [
         False, True, True, False, False, False,
     ]  # fmt: skip
@@ -58,9 +67,64 @@ def test_the_best_has_the_highest_objective_and_ties_go_to_the_earlier() -> None
     assert chosen.scores() == {0: 9.0, 2: 0.5, 4: 0.7, 6: 0.7, 10: 0.6}
 
 
+def test_a_gain_within_the_standard_error_does_not_replace_an_earlier_version() -> None:
+    noise = (0.3, -0.3, 0.1, -0.1)  # the differences have a standard error of 0.129
+    chosen = selection(publish="best")
+    chosen.add(2, evaluation(0.5))
+    assert not chosen.add(4, evaluation(0.62, noise=noise)) and chosen.best == 2
+    assert chosen.add(6, evaluation(0.64, noise=noise)) and chosen.best == 6
+
+
+def test_the_same_noise_on_the_same_prompts_hides_no_gain() -> None:
+    noise = (3.0, -3.0, 1.0, -1.0)
+    chosen = selection(publish="best")
+    chosen.add(2, evaluation(0.5, noise=noise))
+    assert chosen.add(4, evaluation(0.51, noise=noise))
+
+
+def test_the_highest_of_many_noisy_means_is_not_later_than_the_gain() -> None:
+    """The objective rises until version 10 and then stays; the highest mean is usually much later."""
+    draws, chosen = np.random.default_rng(0), selection(publish="best", evaluate_every=1)
+    highest = 1
+    for version in range(1, 26):
+        found = evaluation(0.1 * min(version, 10), noise=draws.normal(0.0, 0.5, 400).tolist())
+        chosen.add(version, found)
+        objectives = {step: metrics["eval/objective"] for step, metrics in chosen.evaluations.items()}
+        highest = max(objectives, key=lambda step: objectives[step])
+    assert chosen.best is not None and 9 <= chosen.best <= 12 < highest
+
+
+def with_slope(objective: float, slope: float) -> HeldOutResult:
+    found = evaluation(objective)
+    slopes = {"eval/judge_slope": slope, "eval/judge_slope_error": 0.02}
+    return HeldOutResult({**found.metrics, **slopes}, found.objectives)
+
+
+def test_versions_after_a_divergence_are_not_the_best_although_the_judge_scores_them_higher() -> None:
+    rows = [(0, 0.0, 0.8), (2, 0.5, 0.6), (4, 0.7, 0.2), (6, 1.5, 0.7)]
+    first, off = selection(publish="best"), selection(publish="best", guards={"overoptimization": "off"})
+    for version, objective, slope in rows:
+        first.add(version, with_slope(objective, slope))
+        off.add(version, with_slope(objective, slope))
+        if version == 4:
+            assert first.divergence is not None and first.divergence.version == 4
+            state = json.loads(json.dumps(first.state_dict()))
+            first = selection(publish="best")
+            first.load_state_dict(state)
+    assert first.divergence is None  # the last evaluation is sound again
+    assert (first.best, off.best) == (2, 6)
+
+
+def test_a_difference_is_over_the_prompts_that_both_versions_have() -> None:
+    nan = math.nan
+    # Differences 1, 2 and 3: mean 2, standard deviation 1.
+    assert paired_change([0.0, 0.0, 0.0, nan, 9.0], [1.0, 2.0, 3.0, 9.0, nan]) == (2.0, 1 / math.sqrt(3))
+    assert all(math.isnan(value) for value in paired_change([0.0, nan], [1.0, 1.0]))
+
+
 def test_a_version_whose_kl_is_not_known_is_not_the_best() -> None:
     chosen = selection(publish="best")
-    assert not chosen.add(2, {"eval/objective": 9.0})
+    assert not chosen.add(2, evaluation(9.0, kl=None))
     assert chosen.add(4, evaluation(0.0)) and chosen.best == 4
 
 

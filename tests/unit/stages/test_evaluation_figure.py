@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.evaluation.plots import to_png
-from rlhf_core.ppo.selection import Selection
+from rlhf_core.ppo.selection import HeldOutResult, Selection
 from rlhf_core.stages.evaluate import _evaluations
 
 
@@ -26,7 +26,7 @@ def test_the_caption_says_where_the_judge_falls(tmp_path: Path) -> None:
     chosen = Selection(config_from_tree({"ppo": {"publish": "best"}}, "test").ppo)
     for version, score, judge, kl in ((0, 0.0, 0.1, 0.0), (10, 1.0, 0.6, 4.0), (20, 1.5, 0.2, 30.0)):
         found = {"eval/score": score, "eval/judge": judge, "eval/kl": kl, "eval/objective": judge}
-        chosen.add(version, found)
+        chosen.add(version, HeldOutResult(found, [judge, judge]))
     chosen.write(tmp_path / "evaluations.jsonl")
     assert [json.loads(line)["best"] for line in (tmp_path / "evaluations.jsonl").open()] == [
         False, True, False,
