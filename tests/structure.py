@@ -21,16 +21,16 @@ Definitions:
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import re
 import statistics
 import subprocess
-import sys
 import tarfile
 import tempfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.source_tree import PACKAGES, Module, SourceTree, cycles
@@ -247,8 +247,17 @@ def measure_commit(commit: str) -> Measures:
         return measure(SourceTree(Path(folder)))
 
 
-def main(commits: list[str]) -> None:
-    columns = {commit: measure_commit(commit) for commit in commits or ["."]}
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.structure", description="Print measures of the code's structure."
+    )
+    parser.add_argument(
+        "commits", nargs="*", default=["."], help="commits of this repository; `.` are the files on disk"
+    )
+    try:
+        columns = {commit: measure_commit(commit) for commit in parser.parse_args(arguments).commits}
+    except subprocess.CalledProcessError as error:
+        parser.error(error.stderr.decode(errors="replace").strip())
     print("| measure | " + " | ".join("on disk" if name == "." else name for name in columns) + " |")
     print("|---|" + "---|" * len(columns))
     for row in next(iter(columns.values())):
@@ -256,4 +265,4 @@ def main(commits: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -3,13 +3,16 @@
 - import cycles are found inside packages, and lazy imports are told apart
 - the PPO step follows functions, methods, remote method names and re-exported names
 - comments are counted without directives
+- the script prints its help, and names a commit that does not exist
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.structure import comment_lines, files_of_ppo_step, files_with_string
+import pytest
+
+from tests.structure import comment_lines, files_of_ppo_step, files_with_string, main
 from tests.support.source_tree import SourceTree, cycles
 
 FILES = {
@@ -69,3 +72,14 @@ def test_comments_and_stage_names_are_counted(tmp_path: Path) -> None:
     source = tree(tmp_path)
     assert comment_lines(source.modules["rlhf_core.ppo.fleet"]) == 1
     assert files_with_string(source, "register") == 1
+
+
+@pytest.mark.parametrize(("argument", "code", "message"), [("--help", 0, "usage"), ("nothing", 2, "nothing")])
+def test_arguments_that_are_no_commits(
+    argument: str, code: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([argument])
+    assert ended.value.code == code
+    output = capfd.readouterr()
+    assert message in (output.err if code else output.out) and "Traceback" not in output.err
