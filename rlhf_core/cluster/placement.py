@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.cluster.rpc import Pending
-from rlhf_core.errors import ConfigError
+from rlhf_core.cluster.rpc import Pending, ready
+from rlhf_core.errors import ConfigError, WorkerStuck
+
+log = logging.getLogger(__name__)
+
+_SHOWN_NODES = 8
+"""Nodes that a message lists."""
+_PATIENCE_SECONDS = 5.0
+"""A wait that takes longer is logged."""
 
 
 @dataclass(frozen=True)
@@ -65,25 +74,107 @@ def reserve_ranks(
         neighbours: Each group of this number of consecutive ranks must be on one node.
         wait: Waits for Ray.
 
+    Raises the errors of `reserve`.
+    """
+    groups = f" in groups of {neighbours} on one node (hpz)" if neighbours > 1 else ""
+    fix = "lower their number"
+    if neighbours > 1:
+        fix = "use a smaller hpz"
+    elif gpus_per_rank > 1:
+        fix = "lower ppo.engine.tensor_parallel"
+    bundle: dict[str, float] = {"CPU": neighbours, "GPU": neighbours * gpus_per_rank}
+    group = reserve([bundle] * (ranks // neighbours), f"{ranks} {label}s{groups}", fix, wait)
+    return RankPlacement(group, bundles_by_node(group), neighbours, gpus_per_rank, ranks)
+
+
+def reserve(
+    bundles: Sequence[Mapping[str, float]],
+    what: str,
+    fix: str,
+    wait: Callable[[list[Pending[Any]], str], Any],
+) -> Any:
+    """Return a placement group of these bundles. A bundle is never split over nodes.
+
+    Args:
+        bundles: Amounts of "CPU" and "GPU".
+        what: Names the processes in messages.
+        fix: What the user can change if they do not fit.
+        wait: Waits for Ray.
+
     Raises:
-        ConfigError: The cluster has too few CPUs or GPUs. Ray would wait for them without a limit.
+        ConfigError: The nodes cannot hold the bundles, also if nothing else uses them. Ray would wait for
+            that without a limit.
+        WorkerStuck: Others use what the nodes have.
     """
     import ray
     from ray.util.placement_group import placement_group
 
-    available = ray.cluster_resources()
-    for resource, needed in (("CPU", ranks), ("GPU", ranks * gpus_per_rank)):
-        if needed > available.get(resource, 0):
+    # Ray refuses a bundle with 0 of a resource.
+    bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    check_room(bundles, nodes, what, fix)
+    needed = _amounts(_sum(bundles))
+    group = placement_group(bundles, strategy="PACK")
+    reserved: Pending[Any] = Pending(group.ready())
+    if not all(ready([reserved], _PATIENCE_SECONDS)):
+        log.warning("%s need %s, and wait for them: %s", what, needed, _free())
+    try:
+        wait([reserved], f"Ray to reserve devices for {what}")
+    except WorkerStuck as error:
+        raise WorkerStuck(
+            f"{what} need {needed}, and Ray could not reserve them in time: {_free()}; if another run uses"
+            " the cluster, wait until it has ended"
+        ) from error
+    return group
+
+
+def check_room(
+    bundles: Sequence[Mapping[str, float]],
+    nodes: Sequence[tuple[str, Mapping[str, float]]],
+    what: str,
+    fix: str,
+) -> None:
+    """Raise ConfigError if the nodes cannot hold all bundles.
+
+    Args:
+        bundles: See `reserve`.
+        nodes: Name and resources of each node.
+        what: See `reserve`.
+        fix: See `reserve`.
+    """
+    needed, total = _sum(bundles), _sum([resources for _, resources in nodes])
+    if any(amount > total[name] for name, amount in needed.items()):
+        raise ConfigError(f"{what} need {_amounts(needed)}, but the Ray cluster has {_amounts(total)}; {fix}")
+    for kind, count in Counter(tuple(sorted(bundle.items())) for bundle in bundles).items():
+        # Ray's amounts have four decimal places.
+        room = sum(min(int(node.get(name, 0) / each + 1e-6) for name, each in kind) for _, node in nodes)
+        if room < count:
+            shown = [f"{name}: {_amounts(resources)}" for name, resources in nodes[:_SHOWN_NODES]]
+            more = [] if len(nodes) <= _SHOWN_NODES else ["..."]
             raise ConfigError(
-                f"{ranks} {label}s need {needed} {resource}s, but the Ray cluster has"
-                f" {available.get(resource, 0):g}; lower their number"
+                f"{what} need {count} times {_amounts(dict(kind))}, each on one node, but the Ray cluster has"
+                f" room for {room} ({'; '.join([*shown, *more])}); {fix}"
             )
-    bundle = {"CPU": neighbours, "GPU": neighbours * gpus_per_rank}
-    # A bundle is never split over nodes. Ray refuses one with 0 of a resource.
-    bundle = {name: amount for name, amount in bundle.items() if amount}
-    group = placement_group([bundle] * (ranks // neighbours), strategy="PACK")
-    wait([Pending(group.ready())], f"Ray to reserve devices for the {label}s")
-    return RankPlacement(group, bundles_by_node(group), neighbours, gpus_per_rank, ranks)
+
+
+def _sum(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(each.get(name, 0) for each in resources) for name in ("CPU", "GPU")}
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    """Return such as `4 CPUs and 2 GPUs`."""
+    amounts = [f"{resources[name]:g} {name}s" for name in ("CPU", "GPU") if resources.get(name)]
+    return " and ".join(amounts) or "nothing"
+
+
+def _free() -> str:
+    """Return such as `3 of 4 CPUs and 0 of 2 GPUs are free`."""
+    import ray
+
+    free, total = ray.available_resources(), ray.cluster_resources()
+    names = [name for name in ("CPU", "GPU") if name in total]
+    amounts = [f"{free.get(name, 0):g} of {total[name]:g} {name}s" for name in names]
+    return f"{' and '.join(amounts)} are free"
 
 
 def bundles_by_node(placement_group: Any) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.cluster.placement import node_ids
+from rlhf_core.cluster.placement import node_ids, reserve
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
@@ -84,11 +84,10 @@ def reserve_bundles(
         gpus: Whether ranks and engines use GPUs.
         wait: Waits for Ray.
 
-    Raises:
-        ConfigError: The cluster has too few CPUs or GPUs. Ray would wait for them without a limit.
+    Raises the errors of `cluster.placement.reserve`.
     """
     import ray
-    from ray.util.placement_group import placement_group, placement_group_table
+    from ray.util.placement_group import placement_group_table
 
     colocated = plan.colocated and gpus
     ranks = sum(group.ranks for group in plan.groups)
@@ -97,20 +96,10 @@ def reserve_bundles(
     else:
         bundles = [{"CPU": 1, "GPU": gpus * plan.gpus_per_rank}] * ranks
         bundles += [{"CPU": 1, "GPU": gpus * plan.gpus_per_engine}] * plan.engines
-    available = ray.cluster_resources()
-    for resource in ("CPU", "GPU"):
-        needed = sum(bundle.get(resource, 0) for bundle in bundles)
-        if needed > available.get(resource, 0):
-            raise ConfigError(
-                f"ppo needs {needed:g} {resource}s ({plan.describe()}), but the Ray cluster has "
-                f"{available.get(resource, 0):g}; lower the ranks or ppo.engine.count, or colocate models"
-            )
     largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
     check_engine_size(plan, largest if gpus else None)
-    # Ray refuses a bundle with 0 of a resource.
-    bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-    group = placement_group(bundles, strategy="PACK")
-    wait([Pending(group.ready())], "Ray to reserve its devices")
+    fix = "lower the ranks or ppo.engine.count, or colocate models"
+    group = reserve(bundles, f"the processes of ppo ({plan.describe()})", fix, wait)
     node_of_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     nodes = [node_of_bundle[bundle] for bundle in range(len(bundles))]
     of_rank, of_engine = assign(plan, neighbours, nodes, gpus=gpus)
