@@ -53,10 +53,13 @@ def register() -> None:
         if borders is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         kwargs["is_causal"] = True
+        runs = list(_runs(borders))
+        # Not slices: the backward of each slice writes zeros for the whole row.
+        sizes = [count * length for count, length in runs]
+        cut = [x.split_with_sizes(sizes, dim=2) for x in (query, key, value)]
         parts = []
-        for start, count, length in _runs(borders):
-            run = slice(start, start + count * length)
-            q, k, v = (_to_batch(x[:, :, run], count) for x in (query, key, value))
+        for (count, length), *inputs in zip(runs, *cut, strict=True):
+            q, k, v = (_to_batch(x, count) for x in inputs)
             output = sdpa_attention_forward(module, q, k, v, None, **kwargs)[0]
             parts.append(output.reshape(1, count * length, *output.shape[2:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
@@ -137,19 +140,16 @@ def _refuse_what_is_not_computed(module: Any, borders: Sequence[int], kwargs: Ma
         )
 
 
-def _runs(borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, count, length) of adjacent sequences with equal length, which share a call."""
+def _runs(borders: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (count, length) of adjacent sequences with equal length, which share a call."""
     lengths = [b - a for a, b in itertools.pairwise(borders)]
-    start = borders[0]
     for length, same in itertools.groupby(lengths):
-        count = len(list(same))
-        yield start, count, length
-        start += count * length
+        yield len(list(same)), length
 
 
 def _to_batch(x: torch.Tensor, count: int) -> torch.Tensor:
     """(1, heads, count * length, d) -> (count, heads, length, d), a view."""
-    return x[0].view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1)
+    return x.squeeze(0).view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1)
 
 
 def implementation(attention: str) -> str:
