@@ -351,8 +351,9 @@ class ClusterNodes:
         share = size // (1 + len(hosts))
         self._wait([host.call(NodeAgent.prepare, folder, share) for host in hosts])
 
-    def add(self, prefix: str, folder: Path, name: str) -> list[tuple[FileEntry, ...]]:
-        return self._parts([host.call(NodeAgent.add, prefix, folder, name) for host in self._with_files()])
+    def add(self, prefix: str, folder: Path, name: str) -> Callable[[], list[tuple[FileEntry, ...]]]:
+        calls = [host.call(NodeAgent.add, prefix, folder, name) for host in self._with_files()]
+        return lambda: self._parts(calls)
 
     def pending(self, prefix: str, name: str) -> list[tuple[FileEntry, ...]]:
         return self._parts([host.call(NodeAgent.pending, prefix, name) for host in self._with_files()])

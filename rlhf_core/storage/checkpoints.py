@@ -67,9 +67,9 @@ class HostParts(Protocol):
     def prepare(self, folder: Path, size: int) -> None:
         """Create the empty `folder`. Raises StoreError unless its disk has `size` free bytes."""
 
-    def add(self, prefix: str, folder: Path, name: str) -> Sequence[Sequence[FileEntry]]:
-        """Take the files of `folder` for the folder `name` of the bundle `prefix`; return those of each
-        host.
+    def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
+        """Start to hash and take the files of `folder` for the folder `name` of the bundle `prefix`. The
+        result waits for the end and returns the files of each host.
         """
 
     def pending(self, prefix: str, name: str) -> Sequence[Sequence[FileEntry]]:
@@ -239,10 +239,12 @@ class CheckpointStore:
         started = time.monotonic()
         if self._outbox is None:
             self._may_commit()
-        # DeepSpeed adds a script to each of its checkpoints. Programs are never stored in a bucket.
-        files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
         prefix = self._prefix(step)
+        wait_for_others = None if self._hosts is None else self._hosts.add(prefix, folder, name)
+        # DeepSpeed adds a script to each of its checkpoints. Programs are never stored in a bucket.
+        files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
+        parts = () if wait_for_others is None else wait_for_others()
         body: dict[str, Any] = {
             "step": step,
             "score": score if score is not None and math.isfinite(score) else None,
@@ -251,7 +253,6 @@ class CheckpointStore:
             "made_with": _made_with(),
             "settings": self._settings,
         }
-        parts = self._hosts.add(prefix, folder, name) if self._hosts is not None else ()
         if parts:
             body[_PARTS] = [digest_of(part) for part in parts]
         if self._outbox is None:

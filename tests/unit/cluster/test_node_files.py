@@ -1,7 +1,8 @@
 """What each host has of a checkpoint, and what the driver makes of the parts.
 
 - a rank's own files are fetched only where that rank runs, all files if another number of ranks continues
-- hosts hash and upload their parts, and one manifest commits them all; without one part nothing is committed
+- hosts hash and upload their parts at the same time, and one manifest commits them all; without one part
+  nothing is committed
 - a part that was not uploaded is uploaded by the next attempt; if its host is gone, the checkpoint before it
   is used
 - a part on a host that runs the driver later is not taken for a checkpoint
@@ -11,7 +12,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +114,9 @@ class OneOtherHost:
     def prepare(self, folder: Path, size: int) -> None:
         self.agent.prepare(self.there(folder), size)
 
-    def add(self, prefix: str, folder: Path, name: str) -> Sequence[Sequence[FileEntry]]:
-        return [self.agent.add(prefix, self.there(folder), name)]
+    def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
+        part = self.agent.add(prefix, self.there(folder), name)
+        return lambda: [part]
 
     def pending(self, prefix: str, name: str) -> Sequence[Sequence[FileEntry]]:
         return [part for part in [self.agent.pending(prefix, name)] if part]
@@ -176,6 +180,30 @@ def test_one_manifest_commits_the_parts_of_all_hosts(tmp_path: Path, store: Stor
         assert not (latest[1] / "rank1").exists()
         there = first.other.there(latest[1])
         assert sorted(path.name for path in there.iterdir()) == ["latest", "rank1"]
+
+
+def test_hosts_hash_their_parts_at_the_same_time(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Attempt(tmp_path, store)
+    both = threading.Barrier(2, timeout=10)
+    original = bundles.hash_folder
+
+    def hash_folder(folder: Path, **options: Any) -> tuple[FileEntry, ...]:
+        both.wait()  # breaks if one begins after the other has ended
+        return original(folder, **options)
+
+    def add(host: OneOtherHost, prefix: str, folder: Path, name: str) -> Any:
+        with_agent = ThreadPoolExecutor(1)
+        part = with_agent.submit(host.agent.add, prefix, host.there(folder), name)
+        return lambda: [part.result()]
+
+    monkeypatch.setattr(bundles, "hash_folder", hash_folder)
+    monkeypatch.setattr(OneOtherHost, "add", add)
+    first.save(3)
+    first.checkpoints.finish()
+    manifest = bundles.read(store, "checkpoints/k/step-00000003")
+    assert manifest is not None and len(manifest.files) == 3
 
 
 def test_part_that_cannot_be_uploaded_prevents_the_commit(
