@@ -17,7 +17,7 @@ from rlhf_core.config.base import (
     execution,
     result,
 )
-from rlhf_core.config.hosts import host_of, hosts_problem, is_listed, url_problem
+from rlhf_core.config.hosts import ALLOWED_HOSTS, AllowedHosts
 from rlhf_core.config.redact import is_secret_variable
 
 
@@ -35,11 +35,7 @@ class ChatServiceConfig(Section):
         pattern=r"^[^\x00-\x1f\x7f]{1,200}$",
         form="1 to 200 characters on one line",
     )
-    allowed_hosts: tuple[str, ...] = execution(
-        (),
-        "Hosts that may receive requests. If a name resolves to a private or loopback address, that address,"
-        " or a network such as 10.0.0.0/8, must be listed as well",
-    )
+    allowed_hosts: AllowedHosts = execution((), ALLOWED_HOSTS)
     api_key_env: str | None = execution(
         None,
         "Name of the environment variable that has the key of the server; null: no key",
@@ -72,13 +68,6 @@ class ChatServiceConfig(Section):
         within=PAUSE,
     )
 
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _check_hosts(cls, allowed: tuple[str, ...]) -> tuple[str, ...]:
-        if problem := hosts_problem(allowed):
-            raise ValueError(f"allowed_hosts must hold {problem}")
-        return allowed
-
     @field_validator("api_key_env")
     @classmethod
     def _check_key(cls, name: str | None) -> str | None:
@@ -88,16 +77,3 @@ class ChatServiceConfig(Section):
                 " JUDGE_API_KEY"
             )
         return name
-
-
-def check_address(url: str, allowed_hosts: tuple[str, ...], field: str) -> None:
-    """Raise ValueError unless `url` is a plain HTTP address of a listed host. `field` is its name in the
-    message, which does not contain the address.
-    """
-    if problem := url_problem(url, "the variable in api_key_env"):
-        raise ValueError(f"{field}: {problem}")
-    if not is_listed(host_of(url), allowed_hosts):
-        raise ValueError(
-            f"{field} must lead to allowed_hosts ({', '.join(allowed_hosts) or 'none'}); got {host_of(url)};"
-            " add it there"
-        )

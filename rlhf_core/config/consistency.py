@@ -72,11 +72,6 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
                 f"{name}.early_stop: needs held-out rows, but data.eval_fraction is 0; raise it, or leave"
                 f" {name}.early_stop out"
             )
-    if config.sft.deepspeed.ranks > config.sft.batch_size:
-        yield ConfigError(
-            f"sft.deepspeed.ranks: must be at most sft.batch_size ({config.sft.batch_size}); "
-            f"got {config.sft.deepspeed.ranks}; lower it or raise the batch"
-        )
     if ppo.colocate == "all" and ppo.uses_critic and ppo.policy_deepspeed.hpz != ppo.critic_deepspeed.hpz:
         yield ConfigError(
             f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both"

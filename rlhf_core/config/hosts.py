@@ -11,7 +11,10 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from typing import Annotated
 from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -108,16 +111,47 @@ def is_listed(host: str, allowed: Sequence[str]) -> bool:
     return _holds(own.network_address, allowed)
 
 
-def hosts_problem(allowed: Sequence[str]) -> str | None:
-    """Return what the entries of an allow-list must be, if one of them is something else, or None."""
+def _check_allowed_hosts(allowed: tuple[str, ...]) -> tuple[str, ...]:
     for entry in allowed:
         try:
             is_name = as_network(entry) is None
         except ValueError as error:
-            return f"networks without host bits; {error}"
+            raise ValueError(f"allowed_hosts must hold networks without host bits; {error}") from None
         if is_name and not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", entry):
-            return f"host names, addresses or networks; got {entry!r}; leave scheme, port and path out"
-    return None
+            raise ValueError(
+                f"allowed_hosts must hold host names, addresses or networks; got {entry!r}; leave scheme,"
+                " port and path out"
+            )
+    return allowed
+
+
+AllowedHosts = Annotated[tuple[str, ...], AfterValidator(_check_allowed_hosts)]
+"""An allow-list: host names, addresses and networks."""
+ALLOWED_HOSTS = (
+    "Hosts that may receive requests. If a name resolves to a private or loopback address, that address, or a"
+    " network such as 10.0.0.0/8, must be listed as well"
+)
+"""The description of a field of this type."""
+
+
+def check_url(
+    url: str, allowed: Sequence[str], field: str, token: str = "the variable in api_key_env"
+) -> None:
+    """Raise ValueError unless `url` is a plain HTTP address of a listed host.
+
+    Args:
+        url: The address. The message contains its host only.
+        allowed: The allow-list.
+        field: Name of the address in the message.
+        token: Where the token of the service is given, for the message.
+    """
+    if problem := url_problem(url, token):
+        raise ValueError(f"{field}: {problem}")
+    if not is_listed(host_of(url), allowed):
+        raise ValueError(
+            f"{field} must lead to allowed_hosts ({', '.join(allowed) or 'none'}); got {host_of(url)}; add it"
+            " there"
+        )
 
 
 def forbidden(host: str, addresses: Sequence[str], allowed: Sequence[str]) -> str | None:

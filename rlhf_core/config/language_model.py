@@ -7,7 +7,8 @@ from typing import Self
 from pydantic import model_validator
 
 from rlhf_core.config.base import PositiveFloat, PositiveInt, Range, UserPath, content, execution, result
-from rlhf_core.config.chat_service import ChatServiceConfig, check_address
+from rlhf_core.config.chat_service import ChatServiceConfig
+from rlhf_core.config.hosts import check_url
 
 
 class LanguageModelConfig(ChatServiceConfig):
@@ -50,5 +51,5 @@ class LanguageModelConfig(ChatServiceConfig):
             return self
         if self.model is None:
             raise ValueError(f"{field}.url needs {field}.model, the name of the model there")
-        check_address(self.url, self.allowed_hosts, f"{field}.url")
+        check_url(self.url, self.allowed_hosts, f"{field}.url")
         return self

@@ -411,6 +411,16 @@ class PipelineConfig(Section):
         return self.data.max_prompt_tokens + self.ppo.max_new_tokens
 
     @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        for name, section in (("sft", self.sft), ("reward", self.reward), ("dpo", self.dpo)):
+            if section.deepspeed.ranks > section.batch_size:
+                raise ValueError(
+                    f"{name}.deepspeed.ranks must be at most {name}.batch_size ({section.batch_size}); got"
+                    f" {section.deepspeed.ranks}; lower it or raise the batch"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_reward_model(self) -> Self:
         if self.ppo.uses_reward_model and not (self.reward.enabled and self.data.preference):
             raise ValueError(

@@ -19,7 +19,6 @@ from rlhf_core.config.base import (
     PositiveFloat,
     PositiveInt,
     Range,
-    Section,
     divisors_near,
     execution,
     result,
@@ -29,7 +28,14 @@ from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncCon
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.ppo_parts import DynamicFilteringConfig, KLConfig, OverlongConfig, PTXConfig
 from rlhf_core.config.rewards import AnyReward, ModelReward
-from rlhf_core.config.training import PACK, DeepSpeedConfig, LoraConfig, OptimizerConfig, Packing
+from rlhf_core.config.training import (
+    PACK,
+    DeepSpeedConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PackedSection,
+    Packing,
+)
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
 """The same as in `rlhf_core.algo.losses`, which imports torch."""
@@ -40,7 +46,7 @@ ConfiguredAggregation = Literal[
 """`-norm` is `seq-mean-token-sum` with a constant divisor (`PPOConfig.loss_divisor`)."""
 
 
-class PPOConfig(Section):
+class PPOConfig(PackedSection):
     """Proximal policy optimization, and related algorithms without a critic."""
 
     algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = result(
@@ -215,6 +221,12 @@ class PPOConfig(Section):
         " `kl.target`, or no limit without a target",
         later=True,
     )
+    publish_min_agreement: Fraction = result(
+        0.5,
+        "With `reward.judge`: the best policy is from before the first evaluation in which the slope of the"
+        " judge's score over the reward model's is below this multiple of that of the SFT model's responses",
+        later=True,
+    )
     stop_patience: PositiveInt | None = result(
         None,
         "Number of consecutive evaluations without a better policy after which the training ends; null: all"
@@ -239,11 +251,6 @@ class PPOConfig(Section):
     def minibatch_size(self) -> int:
         """Responses of one optimizer step, over all ranks."""
         return self.rollout_batch_size // self.minibatches
-
-    @property
-    def packs(self) -> bool:
-        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
-        return self.pack is True
 
     @property
     def uses_reward_model(self) -> bool:

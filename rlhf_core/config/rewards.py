@@ -20,8 +20,8 @@ from rlhf_core.config.base import (
     execution,
     result,
 )
-from rlhf_core.config.chat_service import ChatServiceConfig, check_address
-from rlhf_core.config.hosts import host_of, hosts_problem, is_listed, url_problem
+from rlhf_core.config.chat_service import ChatServiceConfig
+from rlhf_core.config.hosts import ALLOWED_HOSTS, AllowedHosts, check_url
 from rlhf_core.config.patterns import pattern_problem
 from rlhf_core.config.redact import shown
 
@@ -177,12 +177,7 @@ class RemoteReward(ExternalReward):
         "`http(s)://host[:port]/path` of each replica; requests go to the least busy one",
         min_length=1,
     )
-    allowed_hosts: tuple[str, ...] = execution(
-        ...,
-        "Hosts that may receive requests. If a name resolves to a private or loopback address, that address,"
-        " or a network such as 10.0.0.0/8, must be listed as well",
-        min_length=1,
-    )
+    allowed_hosts: AllowedHosts = execution(..., ALLOWED_HOSTS, min_length=1)
     items_per_request: PositiveInt = execution(
         64,
         "Responses in one request",
@@ -215,24 +210,10 @@ class RemoteReward(ExternalReward):
         within=PAUSE,
     )
 
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _check_hosts(cls, allowed: tuple[str, ...]) -> tuple[str, ...]:
-        if problem := hosts_problem(allowed):
-            raise ValueError(f"allowed_hosts must hold {problem}")
-        return allowed
-
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
-        for url in self.urls:
-            problem = url_problem(url, "RLHF_REWARD_TOKEN")
-            if problem:
-                raise ValueError(f"urls: {problem}; correct url {self.urls.index(url)}")
-            if not is_listed(host_of(url), self.allowed_hosts):
-                raise ValueError(
-                    f"urls must lead to allowed_hosts ({', '.join(self.allowed_hosts)}); got {host_of(url)};"
-                    " add it there"
-                )
+        for index, url in enumerate(self.urls):
+            check_url(url, self.allowed_hosts, f"urls.{index}", token="RLHF_REWARD_TOKEN")
         return self
 
 
@@ -262,7 +243,7 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:
-        check_address(self.url, self.allowed_hosts, "url")
+        check_url(self.url, self.allowed_hosts, "url")
         return self
 
 

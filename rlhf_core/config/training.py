@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
@@ -40,6 +40,18 @@ PACK = (
     " rows are packed if the model supports it, which is tested when it is loaded. `true`: a model that does"
     " not support it is refused"
 )
+
+
+class PackedSection(Section):
+    """A section with a field `pack`. Each declares the field itself, because it determines the order."""
+
+    if TYPE_CHECKING:
+        pack: Packing
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
+        return self.pack is True
 
 
 class OptimizerConfig(Section):
@@ -151,7 +163,7 @@ class EarlyStopConfig(Section):
     )
 
 
-class SFTConfig(Section):
+class SFTConfig(PackedSection):
     """Supervised fine-tuning."""
 
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5), "AdamW and its schedule")
@@ -176,11 +188,6 @@ class SFTConfig(Section):
     )
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
     samples: PositiveInt = result(8, "Held-out prompts whose responses are logged at the end")
-
-    @property
-    def packs(self) -> bool:
-        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
-        return self.pack is True
 
 
 class JudgeConfig(Section):
@@ -221,7 +228,7 @@ class EnsembleConfig(Section):
     )
 
 
-class RewardConfig(Section):
+class RewardConfig(PackedSection):
     """Bradley-Terry reward model, from the SFT model."""
 
     enabled: bool = result(True, "False: no reward model is trained; PPO then needs rule rewards")
@@ -263,20 +270,6 @@ class RewardConfig(Section):
     )
 
     @property
-    def packs(self) -> bool:
-        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
-        return self.pack is True
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        if self.deepspeed.ranks > self.batch_size:
-            raise ValueError(
-                f"reward.deepspeed.ranks must be at most reward.batch_size ({self.batch_size}); got"
-                f" {self.deepspeed.ranks}"
-            )
-        return self
-
-    @property
     def members(self) -> int:
         """Number of reward models, without the judge."""
         return 1 if self.ensemble is None else self.ensemble.members
@@ -297,7 +290,7 @@ class RewardConfig(Section):
         return self
 
 
-class DPOConfig(Section):
+class DPOConfig(PackedSection):
     """Direct preference optimisation (Rafailov et al. 2023) from the SFT model: a policy that is trained on
     the pairs without a reward model and without sampling, for comparison with that of PPO.
     """
@@ -328,17 +321,3 @@ class DPOConfig(Section):
     pack: Packing = result("auto", PACK)
     eval_every: PositiveInt = execution(50, "Optimizer steps between evaluations on the held-out pairs")
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
-
-    @property
-    def packs(self) -> bool:
-        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
-        return self.pack is True
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        if self.deepspeed.ranks > self.batch_size:
-            raise ValueError(
-                f"dpo.deepspeed.ranks must be at most dpo.batch_size ({self.batch_size}); got"
-                f" {self.deepspeed.ranks}"
-            )
-        return self

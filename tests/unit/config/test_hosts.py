@@ -4,6 +4,7 @@
 - a host is listed by its name in any case, its address, or a network around its address
 - private, loopback, link-local, mapped and multicast addresses are forbidden unless the address itself is
   listed: a listed name is not enough, but for localhost
+- the message about an address in a list has its index
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.config.hosts import forbidden, host_of, is_listed, is_public, url_problem
+from rlhf_core.config.rewards import RemoteReward
 
 
 @pytest.mark.parametrize(
@@ -84,3 +86,15 @@ def test_localhost_is_loopback_by_its_name_and_nothing_else() -> None:
 def test_public_addresses_are_allowed() -> None:
     addresses = ["93.184.215.14", "2606:2800:21f::1", "64:ff9b::93.184.215.14"]
     assert forbidden("a.example", addresses, ("a.example",)) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://one/x?key=1", "urls.1: it must have no user, .* give a token by RLHF_REWARD_TOKEN"),
+        ("http://two/x", r"urls.1 must lead to allowed_hosts \(one\); got two"),
+    ],
+)
+def test_the_address_of_a_reward_service_is_checked(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RemoteReward(type="remote", urls=("http://one/x", url), allowed_hosts=("one",))
