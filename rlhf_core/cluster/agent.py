@@ -3,7 +3,7 @@
     driver (`rlhf_core.cluster.nodes`)        agent, one per other host
     ------------------------------------      ------------------------------------------------------------
     join                                  ->  fetches and verifies the stage's inputs, once per host
-    once per second: report               ->  last observations of the monitor of this host
+    at intervals: report                  ->  last observations of the monitor of this host
     save_stacks, kill                     ->  of the processes of this host
     add, upload                           ->  hashes and uploads this host's part of a checkpoint
     fetch                                 ->  what the ranks of this host need of a checkpoint

@@ -1,7 +1,7 @@
 """The other hosts of a stage, as its driver sees them: an agent on each (`rlhf_core.cluster.agent`).
 
     join     one agent per node of the stage other than the driver's; they fetch the inputs
-    monitor  asks each agent once per second what its processes do (`heartbeat.OtherHosts`)
+    monitor  asks each agent what its processes do, once per second on a few hosts (`heartbeat.OtherHosts`)
     parts    of checkpoints: each agent hashes, uploads and fetches its own (`checkpoints.HostParts`)
     gather   moves what processes have written on other hosts to this one
     share    copies a folder of this host to the others
@@ -40,8 +40,9 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 30.0
 """A host whose agent has not answered for this long is lost."""
-_REPORT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+_WAIT_SECONDS = 1.0
+"""How often a wait looks whether a host is lost."""
 _FRESH_SECONDS = 3.0
 """Longest wait for a report after a call has failed."""
 _LAST_SECONDS = 15.0
@@ -81,20 +82,15 @@ class _Host:
         if self.pending is None and not self.lost:
             self.pending, self.asked = self.call(NodeAgent.report), 0.0
 
-    def receive(self, passed: float) -> None:
-        """Take the report if it has come; `passed`: seconds since the last call of this method."""
-        self.silent += passed
-        self.asked += passed
-        if self.pending is None:
-            return
+    def receive(self, report: Pending[list[Participant]]) -> None:
+        """Take a report that has come."""
         try:
-            self.participants = fetch([self.pending], _POLL_SECONDS)[0]
+            self.participants = fetch([report], _POLL_SECONDS)[0]
             self.silent, self.pending = 0.0, None
         except TimeoutError:
-            self.lost = self.silent > SILENT_SECONDS
+            return  # the next time
         except RLHFError as error:
-            if not self.lost:
-                log.warning("host %s is lost: %s", self.name, error)
+            log.warning("host %s is lost: %s", self.name, error)
             self.lost = True
 
     def observed(self) -> list[Participant]:
@@ -287,7 +283,7 @@ class ClusterNodes:
         """Return the answers of agents, however long they take. Raises WorkerDied if a host is lost."""
         while True:
             try:
-                return fetch(pending, _REPORT_SECONDS)
+                return fetch(pending, _WAIT_SECONDS)
             except TimeoutError:
                 lost = [host.name for host in self._hosts if host.lost]
                 if lost:
@@ -300,20 +296,30 @@ class ClusterNodes:
     def participants(self, passed: float, *, fresh: bool) -> list[Participant]:
         with self._lock:
             for host in self._hosts:
-                host.receive(passed)
-                if host.asked >= _REPORT_SECONDS:
+                host.silent += passed
+                host.asked += passed
+            self._receive_reports(_POLL_SECONDS)
+            interval = report_seconds(len(self._hosts))
+            for host in self._hosts:
+                if host.pending is not None and host.silent > SILENT_SECONDS:
+                    host.lost = True  # and stays so
+                if host.asked >= interval:
                     host.ask()
             if fresh:
-                self._await_reports()  # those that were under way may be older than this call
+                self._receive_reports(_FRESH_SECONDS)  # those that were under way may be older than this call
                 for host in self._hosts:
                     host.ask()
-                self._await_reports()
+                self._receive_reports(_FRESH_SECONDS)
             return [each for host in self._hosts for each in host.observed()]
 
-    def _await_reports(self) -> None:
-        _await([host.pending for host in self._hosts if host.pending is not None], _FRESH_SECONDS)
-        for host in self._hosts:
-            host.receive(0.0)
+    def _receive_reports(self, seconds: float) -> None:
+        """Take the reports that come within this time."""
+        asked = [(host, host.pending) for host in self._hosts if host.pending is not None and not host.lost]
+        for (host, report), has_come in zip(
+            asked, _await([report for _, report in asked], seconds), strict=True
+        ):
+            if has_come:
+                host.receive(report)
 
     def save_stacks(self) -> dict[str, str]:
         stacks: dict[str, str] = {}
@@ -383,6 +389,13 @@ class ClusterNodes:
 
     def _parts(self, calls: Sequence[Pending[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
         return [part for part in self._wait(calls) if part]
+
+
+def report_seconds(hosts: int) -> float:
+    """Return the time between two reports of a host: 20 per second of all hosts, which cost the driver 1 % of
+    a core or less. With the longest, a host still misses two reports before it is lost.
+    """
+    return min(max(1.0, hosts / 20), SILENT_SECONDS / 3)
 
 
 def needed_files(

@@ -1,0 +1,93 @@
+"""Reports of the agents of other hosts, as the driver asks for them. Ray is scripted here.
+
+- a host that does not answer within the limit is lost with its processes, and is not waited for again
+- a report that comes late is taken, and the host is not lost
+- the more hosts there are, the more rarely each is asked, but often enough to notice the loss of one
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rlhf_core.cluster import nodes as nodes_module
+from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes, report_seconds
+from rlhf_core.cluster.rpc import Pending
+from rlhf_core.config import PipelineConfig
+from rlhf_core.system.heartbeat import Monitor, Participant
+from rlhf_core.system.processes import ProcessId
+
+
+class Agent:
+    """Answers at once while `answers`."""
+
+    def __init__(self, host: str) -> None:
+        self.answers = True
+        self.asked = 0
+        self._participants = [Participant(f"rank on {host}", ProcessId(1, 0), host, 1, 600.0, "step")]
+
+    def call(self, *_method: Any) -> Pending[Any]:
+        self.asked += 1
+        return Pending(self)
+
+    def result(self) -> list[Participant]:
+        return self._participants
+
+
+@pytest.fixture
+def agents() -> list[Agent]:
+    return [Agent(f"host-{number}") for number in (2, 3)]
+
+
+@pytest.fixture
+def nodes(agents: list[Agent], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> ClusterNodes:
+    def ready(pending: Sequence[Pending[Agent]], seconds: float) -> list[bool]:
+        ended = [call.reference.answers for call in pending]
+        if not all(ended):
+            time.sleep(seconds)
+        return ended
+
+    monkeypatch.setattr(nodes_module, "ready", ready)
+    monkeypatch.setattr(
+        nodes_module, "fetch", lambda pending, _: [call.reference.result() for call in pending]
+    )
+    found = ClusterNodes(PipelineConfig(), tmp_path, [], Monitor(tmp_path / "stacks"))
+    for number, agent in enumerate(agents):
+        actor: Any = agent
+        found._hosts.append(nodes_module._Host(str(number), actor, f"host-{number + 2}"))
+    return found
+
+
+def states(nodes: ClusterNodes, passed: float = 1.0, *, fresh: bool = False) -> list[str]:
+    return [participant.state for participant in nodes.participants(passed, fresh=fresh)]
+
+
+def test_a_lost_host_is_not_waited_for(nodes: ClusterNodes, agents: list[Agent]) -> None:
+    assert states(nodes, fresh=True) == ["running", "running"]
+    agents[1].answers = False
+    assert states(nodes) == ["running", "running"], "asked, but not silent for long"
+    assert states(nodes, SILENT_SECONDS) == ["running", "lost"]
+    started, asked = time.monotonic(), [agent.asked for agent in agents]
+    assert states(nodes, fresh=True) == ["running", "lost"]
+    assert time.monotonic() - started < 1.0
+    assert agents[0].asked > asked[0] and agents[1].asked == asked[1]
+
+
+def test_a_late_report_is_taken(nodes: ClusterNodes, agents: list[Agent]) -> None:
+    states(nodes, fresh=True)
+    agents[1].answers = False
+    for _ in range(int(SILENT_SECONDS) - 2):
+        assert states(nodes) == ["running", "running"]
+    [_, waiting] = nodes.participants(0.0, fresh=False)
+    assert waiting.seconds > SILENT_SECONDS - 4
+    agents[1].answers = True
+    [_, answered] = nodes.participants(1.0, fresh=False)
+    assert (answered.state, answered.seconds) == ("running", 0.0)
+
+
+def test_many_hosts_are_asked_more_rarely() -> None:
+    assert [report_seconds(hosts) for hosts in (1, 20, 125)] == [1.0, 1.0, 6.25]
+    assert report_seconds(10_000) * 3 <= SILENT_SECONDS
