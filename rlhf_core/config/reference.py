@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -40,23 +41,36 @@ The column "affects" says what a change of the field does:
 `run.home` and `tracking.uri` decide to which registry `register` writes, so this stage runs again if they
 change.
 
-This page is made from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
+This page is generated from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
 """
 
 
 _RANGES = """## Ranges
 
-Numbers outside these ranges are refused, even if their type would allow them (`*` is an index).
+Numbers outside these ranges are refused, even if their type would allow them (`*` is an index). A section
+with the same fields as another one has the ranges of that section.
 """
+
+
+@dataclass(frozen=True)
+class _Printed:
+    """A section that the page already has."""
+
+    path: str
+    rows: list[str]
+
+
+_PrintedSections = dict[tuple[str, ...], _Printed]
 
 
 def markdown() -> str:
     """Return the whole page."""
-    parts = [_HEAD]
     defaults = PipelineConfig()
-    for attribute, info in PipelineConfig.model_fields.items():
-        name = info.alias or attribute
-        parts += _section_parts(name, _field(root(), name), getattr(defaults, attribute))
+    names = {info.alias or attribute: attribute for attribute, info in PipelineConfig.model_fields.items()}
+    parts = [_HEAD, "Sections: " + ", ".join(_link(name) for name in names) + ".\n"]
+    printed: _PrintedSections = {}
+    for name, attribute in names.items():
+        parts += _section_parts(name, _field(root(), name), getattr(defaults, attribute), printed)
     parts.append("## Items of `data.sft`, `data.preference` and `data.prompts`\n")
     source = _field(_field(_field(root(), "data"), "sft"), 0)
     parts.append(_table(source, source["properties"]))
@@ -69,7 +83,7 @@ def markdown() -> str:
     parts.append(_table(regression, ("name", "reward", "margin")))
     parts.append(_RANGES)
     parts.append("| field | from | to | why |\n|---|---|---|---|")
-    parts += _range_rows(root(), "")
+    parts += _range_rows(root(), "", set())
     parts.append("")
     return "\n".join(parts)
 
@@ -80,13 +94,21 @@ def _field(schema: Schema, step: str | int) -> Schema:
     return field
 
 
-def _section_parts(path: str, schema: Schema, defaults: BaseModel | None) -> list[str]:
+def _section_parts(
+    path: str, schema: Schema, defaults: BaseModel | None, printed: _PrintedSections
+) -> list[str]:
     """Return the heading and the table of a section, and of the sections in it.
 
-    `defaults` is the section with the default values; None for a section that is absent by default.
+    A section with the same fields as an earlier one gets a link to it, and the rows that differ.
+
+    Args:
+        path: The section's name in a configuration, such as `sft.optimizer`.
+        schema: Its schema.
+        defaults: The section with the default values; None if it, or the section around it, is absent by
+            default.
+        printed: The earlier sections; this one is added.
     """
-    absent = "" if defaults is not None else " Absent (`null`) by default."
-    parts = [f"## `{path}`\n\n{_summary(schema)}{absent}\n"]
+    absent = " Absent (`null`) by default." if schema.get("default", {}) is None else ""
     sections = {}
     values = []
     for name in schema["properties"]:
@@ -95,11 +117,29 @@ def _section_parts(path: str, schema: Schema, defaults: BaseModel | None) -> lis
             sections[name] = field
         else:
             values.append(name)
-    if values:
-        parts.append(_table(schema, values, defaults))
+    rows = [_row(schema, name, defaults) for name in values]
+    earlier = printed.setdefault(_fields_of(schema), _Printed(path, rows))
+    if earlier.path == path:
+        summary = f"{_summary(schema)}{absent}"
+    else:
+        rows = [row for row in rows if row not in earlier.rows]
+        differ = " Some defaults differ." if rows else ""
+        summary = f"The same fields as {_link(earlier.path)}.{differ}{absent}"
+    parts = [f"## `{path}`\n\n{summary}\n"]
+    if rows:
+        parts.append(_table_of(rows))
     for name, section in sections.items():
-        parts += _section_parts(f"{path}.{name}", section, _default_of(defaults, name))
+        parts += _section_parts(f"{path}.{name}", section, _default_of(defaults, name), printed)
     return parts
+
+
+def _fields_of(schema: Schema) -> tuple[str, ...]:
+    """Return what all sections of one class have in common: the description and the names of the fields."""
+    return (schema.get("summary", ""), *schema["properties"])
+
+
+def _link(path: str) -> str:
+    return f"[`{path}`](#{path.replace('.', '')})"
 
 
 def _default_of(defaults: BaseModel | None, name: str) -> Any:
@@ -122,18 +162,21 @@ def _reward_parts() -> list[str]:
     return parts
 
 
-def _range_rows(schema: Schema, path: str) -> list[str]:
+def _range_rows(schema: Schema, path: str, seen: set[tuple[str, ...]]) -> list[str]:
+    """Return the rows of a field, or of all fields of a section that is not among those seen."""
     rows: list[str] = []
     if "within" in schema:
         low, high, reason = schema["within"]
         rows.append(f"| `{path}` | {number(low)} | {number(high)} | {reason} |")
-    for name in schema.get("properties", ()):
-        rows += _range_rows(_field(schema, name), f"{path}.{name}".removeprefix("."))
+    if "properties" in schema and _fields_of(schema) not in seen:
+        seen.add(_fields_of(schema))
+        for name in schema["properties"]:
+            rows += _range_rows(_field(schema, name), f"{path}.{name}".removeprefix("."), seen)
     if "items" in schema:
         item = _field(schema, 0)
         # Rewards of several types have the same fields, with the same ranges.
         for section in variants(item).values():
-            rows += [row for row in _range_rows(section, f"{path}.*") if row not in rows]
+            rows += [row for row in _range_rows(section, f"{path}.*", seen) if row not in rows]
     return rows
 
 
@@ -141,15 +184,21 @@ def _summary(schema: Schema) -> str:
     return " ".join(schema["summary"].split())
 
 
-def _table(schema: Schema, names: Iterable[str], defaults: BaseModel | None = None) -> str:
-    lines = ["| field | type | default | affects | meaning |", "|---|---|---|---|---|"]
-    for name in names:
-        field = _field(schema, name)
-        default = field.get("default") if defaults is None else getattr(defaults, name)
-        shown = "required" if name in schema.get("required", ()) else _value(default)
-        meaning = _cell(field["description"])
-        lines.append(f"| `{name}` | {_cell(_type(field))} | {shown} | {field['affects']} | {meaning} |")
-    return "\n".join(lines) + "\n"
+def _table(schema: Schema, names: Iterable[str]) -> str:
+    return _table_of(_row(schema, name, None) for name in names)
+
+
+def _table_of(rows: Iterable[str]) -> str:
+    head = ["| field | type | default | affects | meaning |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _row(schema: Schema, name: str, defaults: BaseModel | None) -> str:
+    field = _field(schema, name)
+    default = field.get("default") if defaults is None else getattr(defaults, name)
+    shown = "required" if name in schema.get("required", ()) else _value(default)
+    meaning = _cell(field["description"])
+    return f"| `{name}` | {_cell(_type(field))} | {shown} | {field['affects']} | {meaning} |"
 
 
 def _type(field: Schema) -> str:

@@ -1,14 +1,16 @@
 """docs/configuration.md.
 
-Locked here: the page is up to date with the schema, every field has a row, and every field has a
-description and declares what it affects.
+Locked here: the page is up to date with the schema, every field has a row, no table is there twice, and every
+field has a description and declares what it affects.
 """
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from pathlib import Path
 
-from rlhf_core.config.messages import all_fields, locate, variants
+from rlhf_core.config.messages import all_fields, locate, number, variants
 from rlhf_core.config.reference import markdown
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
@@ -20,16 +22,59 @@ def test_the_page_is_current() -> None:
     )
 
 
+@cache
+def section_texts() -> dict[str, str]:
+    """Return the text of each section of a configuration by its name."""
+    parts = (part for part in markdown().split("\n## ") if part.startswith("`"))
+    return {part.split("`")[1]: part for part in parts}
+
+
+@cache
+def section_with_the_table(name: str) -> str:
+    """Return `name`, or the section that the text of `name` refers to."""
+    link = re.search(r"^The same fields as \[`([\w.]+)`\]", section_texts()[name], re.MULTILINE)
+    return link[1] if link else name
+
+
 def test_every_field_has_a_row() -> None:
-    tables = {part.split("`")[1]: part for part in markdown().split("\n## ") if part.startswith("`")}
+    texts = section_texts()
     missing = []
     for path in all_fields():
         schema = locate(path).schema
         assert schema is not None
         is_section = "properties" in schema
-        table = tables.get(".".join(path if is_section else path[:-1]))
-        if table is None or (not is_section and f"| `{path[-1]}` |" not in table):
+        name = ".".join(path if is_section else path[:-1])
+        if name not in texts or (
+            not is_section and f"| `{path[-1]}` |" not in texts[section_with_the_table(name)]
+        ):
             missing.append(".".join(path))
+    assert missing == []
+
+
+def test_sections_with_the_same_fields_have_one_table() -> None:
+    texts = section_texts()
+    tables = [text.partition("\n\n")[2] for text in texts.values() if "| field |" in text]
+    assert len(tables) == len(set(tables))
+    links = [name for name in texts if section_with_the_table(name) != name]
+    assert {"run.resources.ppo", "reward.lora", "ppo.critic_deepspeed"} <= set(links)
+    for name in links:
+        fields = [
+            list((locate(tuple(path.split("."))).schema or {})["properties"])
+            for path in (name, section_with_the_table(name))
+        ]
+        assert fields[0] == fields[1], name
+
+
+def test_every_range_has_a_row() -> None:
+    ranges = markdown().partition("## Ranges")[2]
+    missing = []
+    for path in all_fields():
+        schema = locate(path).schema or {}
+        if "within" in schema:
+            name = f"{section_with_the_table('.'.join(path[:-1]))}.{path[-1]}"
+            low, high, _ = schema["within"]
+            if f"| `{name}` | {number(low)} | {number(high)} |" not in ranges:
+                missing.append(".".join(path))
     assert missing == []
 
 
@@ -45,8 +90,10 @@ def test_every_field_declares_its_description_and_effect() -> None:
 
 
 def test_defaults_are_those_of_the_section() -> None:
-    policy = next(part for part in markdown().split("\n## ") if part.startswith("`ppo.policy`"))
-    assert "| `learning_rate` | number above 0 | `1e-06` |" in policy
+    texts = section_texts()
+    assert "| `learning_rate` | number above 0 | `1e-06` |" in texts["ppo.policy"]
+    assert "Absent (`null`) by default." in texts["drift"]
+    assert "Absent" not in texts["drift.warn"]
 
 
 def test_general_limits_are_not_shown() -> None:
