@@ -70,17 +70,14 @@ class PPOConfig(PackedSection):
     )
     max_new_tokens: PositiveInt = result(64, "Length limit of a response", within=TOKENS)
     temperature: PositiveFloat = result(
-        1.0,
-        "Sampling temperature; every log-probability uses it",
-        within=TEMPERATURE,
+        1.0, "Sampling temperature; every log-probability uses it", within=TEMPERATURE
     )
     epochs: PositiveInt = result(1, "Passes over each rollout batch")
     minibatches: PositiveInt = result(4, "Optimizer steps per epoch", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(16384, "Tokens per forward pass of one rank", within=TOKENS)
     pack: Packing = result("auto", PACK)
     policy: OptimizerConfig = result(
-        OptimizerConfig(learning_rate=1e-6, schedule="constant"),
-        "Policy optimizer",
+        OptimizerConfig(learning_rate=1e-6, schedule="constant"), "Policy optimizer"
     )
     critic: OptimizerConfig = result(
         OptimizerConfig(learning_rate=5e-6, warmup_ratio=0.0, schedule="constant"),
@@ -123,8 +120,7 @@ class PPOConfig(PackedSection):
     )
     overlong: OverlongConfig | None = result(None, "Soft penalty close to the length limit; null: none")
     dynamic_filtering: DynamicFilteringConfig | None = result(
-        None,
-        "Replace prompts whose samples all have the same score; null: keep them",
+        None, "Replace prompts whose samples all have the same score; null: keep them"
     )
     score_clip: PositiveFloat | None = result(
         5.0,
@@ -192,9 +188,8 @@ class PPOConfig(PackedSection):
     published_loss_limit: PositiveFloat = execution(
         0.1,
         "With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the"
-        " files that evaluation loads, relative to the change by training (both on the last rollouts). If it"
-        " is exceeded, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update"
-        " (docs/decisions/0018)",
+        " files that evaluation loads, relative to the change by training (both on the last rollouts). Above"
+        " it, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update (decision 18)",
     )
     evaluate_every: PositiveInt | None = result(
         None,
@@ -211,8 +206,8 @@ class PPOConfig(PackedSection):
     publish: Literal["last", "best", "average"] = result(
         "last",
         "The policy that the stage publishes: that of the last step, the best evaluated one, or the moving"
-        " average at the last step (`ema_decay`). The best has the highest mean score on the held-out prompts"
-        " minus `kl.coef` times the KL; of equal ones the earliest",
+        " average at the last step (`ema_decay`). A version replaces the best one if its mean score on the"
+        " held-out prompts minus `kl.coef` times the KL is higher by more than one standard error",
         later=True,
     )
     publish_max_kl: PositiveFloat | None = result(

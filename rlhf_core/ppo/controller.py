@@ -185,7 +185,7 @@ class PPOController:
         self._scores = self.selection.scores()
         self._utilisation.begin()
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
-        failure = check_divergence(self._ppo.guards, self.selection.divergence, metrics)
+        failure = check_divergence(self._ppo.guards, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
         if failure:
             hint = self._checks.best_hint()

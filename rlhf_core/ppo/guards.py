@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.divergence import Divergence
+from rlhf_core.ppo.divergence import Evaluations, divergence
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,15 @@ def alarm(name: str, text: str) -> None:
     log.warning("%s", text, extra={"guard": name})
 
 
-def check_divergence(guards: GuardsConfig, found: Divergence | None, metrics: dict[str, float]) -> str | None:
-    """Raise the guard `overoptimization` after an evaluation with a divergence. It has no counter, because
-    each evaluation has many responses.
+def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
+    """Check the guard `overoptimization` after an evaluation. It has no counter, because each evaluation has
+    many responses.
 
     Adds `guards/overoptimization` to `metrics`. Returns a sentence if the guard must end the run.
     """
     if guards.overoptimization == "off":
         return None
+    found = divergence(evaluations, guards.overoptimization_ratio)
     metrics["guards/overoptimization"] = float(found is not None)
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """Which version of the policy is the best, by its evaluations during training, and when training ends early.
 
-    candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`, before the guard
-                 `overoptimization` was raised
+    candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`, before the first one on whose
+                 responses reward model and judge do not agree any more (`ppo.publish_min_agreement`)
     objective    mean score of the judge if there is one, otherwise of the training reward with its penalties,
                  minus `ppo.kl.coef` x KL
     best         a candidate replaces the best one so far if its objective is higher by more than the standard
@@ -9,9 +9,9 @@
 
 The standard error counts because the highest of many noisy means is too late: under over-optimisation the
 objective hardly changes for many steps, and of equal policies the earlier one has the lower KL.
-After the guard was raised, reward model and judge do not agree on the responses, so a higher score of the
-judge is no evidence of a better policy. Version 0, the SFT model, is evaluated for comparison and is no
-candidate.
+Where reward model and judge do not agree on the responses, the policy has left what both were trained on, and
+a higher score of the judge is no evidence of a better policy. They may agree again later, on responses that
+both score too high. Version 0, the SFT model, is evaluated for comparison and is no candidate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.divergence import Divergence, divergence
+from rlhf_core.ppo.divergence import divergence
 
 OBJECTIVE, KL = "eval/objective", "eval/kl"
 Column = Sequence[float]
@@ -65,9 +65,8 @@ class Selection:
         """The best version; None if there is no candidate yet."""
         self._best_objectives: list[float] = []
         """(prompts,) of the best version."""
-        self.divergence: Divergence | None = None
-        """Of the last evaluation; None if reward model and judge agree, or are not known."""
         self._has_diverged = False
+        """Whether reward model and judge did not agree on the responses of some version."""
         self._without_gain = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,10 +96,7 @@ class Selection:
         self.evaluations[version] = {
             name: value for name, value in found.metrics.items() if math.isfinite(value)
         }
-        guards = self._ppo.guards
-        if guards.overoptimization != "off":
-            self.divergence = divergence(self.evaluations, guards.overoptimization_ratio)
-            self._has_diverged |= self.divergence is not None
+        self._has_diverged |= divergence(self.evaluations, self._ppo.publish_min_agreement) is not None
         if version == 0:
             return False
         better = self._is_better(found)

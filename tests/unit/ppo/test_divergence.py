@@ -85,7 +85,7 @@ def test_sound_and_unknown_evaluations_are_no_divergence(found: Found) -> None:
 
 def test_the_guard_warns_and_stops_where_it_is_set_to(caplog: pytest.LogCaptureFixture) -> None:
     metrics: dict[str, float] = {}
-    fallen = Divergence(20, 0.3, 0.8)
+    fallen, sound = evaluations(0.8, 0.6, 0.3), evaluations(0.8, 0.6)
     with caplog.at_level(logging.WARNING):
         assert check_divergence(GuardsConfig(), fallen, metrics) is None
     assert metrics == {"guards/overoptimization": 1.0}
@@ -93,7 +93,7 @@ def test_the_guard_warns_and_stops_where_it_is_set_to(caplog: pytest.LogCaptureF
     assert "step 20" in caplog.text and "rises by 0.30 for each unit" in caplog.text
     stopped = check_divergence(GuardsConfig(overoptimization="stop"), fallen, metrics)
     assert stopped is not None and "raise ppo.kl.coef" in stopped
-    assert check_divergence(GuardsConfig(), None, metrics) is None
+    assert check_divergence(GuardsConfig(), sound, metrics) is None
     assert metrics == {"guards/overoptimization": 0.0}
     assert check_divergence(GuardsConfig(overoptimization="off"), fallen, off := {}) is None and off == {}
 

@@ -102,16 +102,14 @@ def with_slope(objective: float, slope: float) -> HeldOutResult:
 
 def test_versions_after_a_divergence_are_not_the_best_although_the_judge_scores_them_higher() -> None:
     rows = [(0, 0.0, 0.8), (2, 0.5, 0.6), (4, 0.7, 0.2), (6, 1.5, 0.7)]
-    first, off = selection(publish="best"), selection(publish="best", guards={"overoptimization": "off"})
+    first, off = selection(publish="best"), selection(publish="best", publish_min_agreement=0.0)
     for version, objective, slope in rows:
         first.add(version, with_slope(objective, slope))
         off.add(version, with_slope(objective, slope))
         if version == 4:
-            assert first.divergence is not None and first.divergence.version == 4
             state = json.loads(json.dumps(first.state_dict()))
             first = selection(publish="best")
             first.load_state_dict(state)
-    assert first.divergence is None  # the last evaluation is sound again
     assert (first.best, off.best) == (2, 6)
 
 
