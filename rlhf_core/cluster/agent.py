@@ -2,7 +2,8 @@
 
     driver (`rlhf_core.cluster.nodes`)        agent, one per other host
     ------------------------------------      ------------------------------------------------------------
-    join                                  ->  fetches and verifies the stage's inputs, once per host
+    join                                  ->  fetches and verifies the stage's inputs, once per host; deletes
+                                              old parts of checkpoints
     at intervals: report                  ->  last observations of the monitor of this host
     save_stacks, kill                     ->  of the processes of this host
     add, upload                           ->  hashes and uploads this host's part of a checkpoint
@@ -31,6 +32,7 @@ from rlhf_core.models.folder import is_hub_model
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
+from rlhf_core.storage.checkpoints import discard_old_parts
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
@@ -164,6 +166,12 @@ class NodeAgent:
                 f"model.path={path} has other files on host {socket.gethostname()} than on {self._driver};"
                 " copy the folder to every host"
             )
+
+    @_served
+    def discard_old_parts(self) -> None:
+        """Delete the parts of earlier attempts that are not needed any more."""
+        if self._outbox is not None:
+            discard_old_parts(self._store, self._outbox)
 
     @_served
     def prepare(self, folder: Path, size: int) -> None:

@@ -172,6 +172,7 @@ class ClusterNodes:
         self._monitor.include(self)
         with_files = [host for host in added if host.files_of == host.node_id]
         fetching = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
+        fetching += [host.call(NodeAgent.discard_old_parts) for host in with_files]
         if self._base_model is not None:
             fetching += [host.call(NodeAgent.fetch_base_model, self._base_model) for host in added]
         self._wait(fetching)

@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol
 
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact
+from rlhf_core.pipeline import STAGES
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import MANIFEST, FileEntry, Manifest, checksum_of, digest_of
 from rlhf_core.storage.fencing import Fence
@@ -41,8 +42,12 @@ from rlhf_core.storage.versions import versions
 
 log = logging.getLogger(__name__)
 
+_FOLDER = "checkpoints"
+"""Of the checkpoints of all stage keys."""
 _PARTS = "parts"
 """Entry of a manifest with the digests of the parts of other hosts."""
+_KEPT_SECONDS = 7 * 86_400.0
+"""How long a part is kept that no attempt has asked for."""
 LAST_SECONDS = 10.0
 """How long the end of a stage waits for an upload. The next attempt uploads the rest from the outbox."""
 
@@ -88,6 +93,24 @@ class HostParts(Protocol):
         """Return whether the ranks of this host need a file."""
 
 
+def discard_old_parts(store: Store, parts: Outbox) -> None:
+    """Delete the parts of checkpoints that no attempt will commit: of stages that are finished, of steps that
+    a committed checkpoint has passed, and those that were left a week ago.
+
+    Args:
+        store: the store that the parts are for.
+        parts: those of this host, of all stage keys.
+    """
+    for prefix in parts.pending(_FOLDER):
+        _, key, name = prefix.split("/")
+        finished = any(store.exists(f"artifacts/{stage}/{key}/{MANIFEST}") for stage in STAGES)
+        committed = [_COMMITTED.search(path) for path in store.list(f"{_FOLDER}/{key}")]
+        newest = max((int(match[1]) for match in committed if match), default=-1)
+        if finished or int(name.rpartition("-")[2]) <= newest or parts.age(prefix) > _KEPT_SECONDS:
+            log.info("the part %s of an earlier attempt is not needed any more", prefix)
+            parts.discard(prefix)
+
+
 class CheckpointStore:
     """Implements `Checkpoints` of types.py. For one thread; at most one upload runs in the background."""
 
@@ -119,7 +142,7 @@ class CheckpointStore:
                 committed.
         """
         self._store = store
-        self._root = f"checkpoints/{stage_key}"
+        self._root = f"{_FOLDER}/{stage_key}"
         self._work = work
         self._policy = policy
         self._fence = fence

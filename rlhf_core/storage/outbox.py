@@ -9,6 +9,7 @@ A bundle that a killed or failed attempt could not upload stays here, and the sa
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,12 @@ class Outbox:
             record = bundles.mark_damaged(self._pending, prefix, error.message)
             log.error("%s It cannot be uploaded and is marked as damaged: %s", error.message, record)
             return None
+
+    def age(self, prefix: str) -> float:
+        """Return the seconds since the pending bundle was added."""
+        path = self._pending.local_path(f"{prefix}/{MANIFEST}")
+        assert path is not None
+        return time.time() - path.stat().st_mtime
 
     def discard_all(self, root: str) -> None:
         """Delete the pending bundles at or below the folder `root`."""

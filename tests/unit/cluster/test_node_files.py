@@ -6,11 +6,13 @@
 - a part that was not uploaded is uploaded by the next attempt; if its host is gone, the checkpoint before it
   is used
 - a part on a host that runs the driver later is not taken for a checkpoint
+- an agent deletes parts of finished stages, of steps that were passed, and old ones
 - a folder is copied to another host, and back, in parts; a file that changes on its way is noticed
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -260,6 +262,34 @@ def test_part_of_a_host_that_becomes_the_driver_is_not_a_checkpoint(
     latest = second.latest()
     assert latest is not None and latest[0] == 2
     assert sorted(path.name for path in latest[1].iterdir()) == ["latest", "rank0", "rank1"]
+
+
+def test_parts_that_are_not_needed_any_more_are_deleted(tmp_path: Path) -> None:
+    store = bucket(tmp_path)
+    agent = OneOtherHost(tmp_path / "two", store).agent
+    parts = Outbox(store, Home.of(tmp_path / "two" / "home").parts)
+
+    def leave(key: str, step: int) -> str:
+        part = tmp_path / "part"
+        part.mkdir()
+        (part / "rank1").write_text("a part")
+        prefix = f"checkpoints/{key}/step-{step:08d}"
+        agent.add(prefix, part, "000001-a")
+        return prefix
+
+    finished = leave("finished", 4)
+    store.put_bytes("artifacts/sft/finished/manifest.json", b"{}")
+    passed, next_one = leave("passed", 4), leave("passed", 6)
+    store.put_bytes("checkpoints/passed/step-00000005/manifest.json", b"{}")
+    store.put_bytes("checkpoints/passed/step-00000007/000001-a/rank0", b"not committed")
+    young, old = leave("young", 1), leave("old", 1)
+    manifest = tmp_path / "two" / "home" / "parts" / old / "manifest.json"
+    a_week_ago = manifest.stat().st_mtime - 8 * 86_400
+    os.utime(manifest, (a_week_ago, a_week_ago))
+    assert set(parts.pending("checkpoints")) == {finished, passed, next_one, young, old}
+    agent.discard_old_parts()
+    assert set(parts.pending("checkpoints")) == {next_one, young}
+    assert not (tmp_path / "two" / "home" / "parts" / finished).exists()
 
 
 def test_pending_bundle_without_the_step_is_not_committed(
