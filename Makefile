@@ -43,8 +43,10 @@ $(CLUSTER): requirements/cluster.txt | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(CLUSTER) --require-hashes --no-deps -r $< \
 	  && touch $(CLUSTER) || { rm -rf $(CLUSTER); echo "The tests of Ray jobs are skipped: their packages cannot be installed."; }
 
+# The integration tests mostly wait for processes to start, so two of them run at a time. The tests of a file share
+# what they set up, and stay in one process.
 test: test-unit $(CLUSTER)
-	$(BIN)/pytest -m "not slow and not gpu" tests/integration
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/integration
 
 test-unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" tests/unit
