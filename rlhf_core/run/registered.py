@@ -25,9 +25,8 @@ from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
 from rlhf_core.system.api_key import API_KEY
 from rlhf_core.system.home import Home
-from rlhf_core.tracking.champions import CHAMPION, REVOKED, find_version
+from rlhf_core.tracking.champions import CHAMPION, WEIGHTS, usable_version
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, sqlite_path
-from rlhf_core.tracking.registry import WEIGHTS
 from rlhf_core.tracking.tracker import open_tracking
 
 _SOURCE = re.compile(r"^(?:local-store://)?(?P<store>.+)/artifacts/ppo/[0-9a-f]{16}/.+$")
@@ -110,11 +109,7 @@ def find_artifacts(
         InputError: There is no such version, it was revoked, or this pipeline did not register it.
     """
     name, _, wanted = address.partition("@")
-    version = find_version(mlflow, name, wanted or CHAMPION)
-    if REVOKED in version.tags:
-        raise InputError(
-            f"version {version.version} of {name} was revoked: {version.tags[REVOKED]}; choose another one"
-        )
+    version = usable_version(mlflow, name, wanted or CHAMPION)
     source = _SOURCE.match(version.source)
     if source is None:
         raise InputError(

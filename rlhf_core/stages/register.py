@@ -24,9 +24,10 @@ from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest,
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
+from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
 from rlhf_core.tracking.mlflow_client import clean_name
-from rlhf_core.tracking.registry import WEIGHTS, Candidate, register
+from rlhf_core.tracking.registry import Candidate, register
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -29,7 +29,13 @@ CHAMPION = "champion"
 NONE = "none"
 """Target of a rollback after which there is no champion."""
 REVOKED = "rlhf.revoked"
-"""Tag of a version that was rolled back, with the reason. It never becomes champion again."""
+"""Tag of a version that was rolled back, with the reason. Its policy never becomes champion again, see
+`revocation`.
+"""
+POLICY = "rlhf.policy_digest"
+"""Tag that identifies a version: digest of the PPO artifact. Registering the same policy again finds it."""
+WEIGHTS = "rlhf.weights_sha256"
+"""Tag with the digest of its weights."""
 
 MAX_REASON = 1000
 """Largest number of characters of a reason."""
@@ -55,12 +61,61 @@ class Move:
     evidence: Mapping[str, Any] | None = None
     """The match that decided; None without one."""
     state: Literal["started", "done", "overtaken"] = "started"
-    """`overtaken`: someone else moved the alias before this move was finished."""
+    """`overtaken`: someone else moved the alias, or revoked or deleted the version, before this move was
+    finished.
+    """
+    digests: Mapping[str, str] | None = None
+    """Of a rollback: the tags `POLICY` and `WEIGHTS` of the version that it revokes, which can be deleted."""
 
     @property
     def key(self) -> str:
         """Name of its tag. The names sort by time."""
         return f"{_MOVE}{round(self.time * 1e6):020d}"
+
+
+@dataclass(frozen=True)
+class Revocation:
+    """A version that was rolled back."""
+
+    version: str
+    reason: str
+    digests: frozenset[str]
+    """Of its policy and weights."""
+    tag: str
+    """The tag that says so."""
+
+
+def revocation(
+    version: ModelVersion, versions: Collection[ModelVersion], moves: Iterable[Move]
+) -> Revocation | None:
+    """Return why a version must not become champion, or None if it may.
+
+    It must not if it was rolled back, or another version with the same weights or the same policy was. A
+    version that was rolled back and then deleted counts as well.
+
+    Args:
+        version: The version.
+        versions: All versions of the model.
+        moves: The history of its champions.
+    """
+    found = [
+        Revocation(each.version, each.tags[REVOKED], _digests(each.tags), f"{REVOKED} of the version")
+        for each in versions
+        if REVOKED in each.tags
+    ]
+    existing = {each.version for each in versions}
+    for move in moves:
+        if move.digests and move.previous not in existing and move.state != "overtaken":
+            tag = f"{move.key} of the registered model"
+            found.append(Revocation(str(move.previous), move.reason, _digests(move.digests), tag))
+    for each in found:
+        if each.version == version.version or each.digests & _digests(version.tags):
+            return each
+    return None
+
+
+def _digests(tags: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(tags[name] for name in (POLICY, WEIGHTS) if name in tags)
 
 
 @contextmanager
@@ -88,8 +143,10 @@ def history(mlflow: Mlflow, model: str) -> list[Move]:
 
 
 def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
-    """Make `move.version` champion, or nobody if it is None, in the order of the module's docstring, and
-    return the finished move.
+    """Make `move.version` champion, or nobody if it is None, in the order of the module's docstring.
+
+    Return the move as it was recorded: `done`, or `overtaken` if the version was revoked or deleted in the
+    meantime. Then the alias was not moved.
     """
     earlier = history(mlflow, model)
     if earlier and move.time <= earlier[-1].time:
@@ -97,8 +154,7 @@ def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
         move = replace(move, time=earlier[-1].time + 1e-5)
     _record(mlflow, model, move)
     failpoint("champion.recorded")
-    _finish(mlflow, model, move)
-    return replace(move, state="done")
+    return _finish(mlflow, model, move)
 
 
 def settle(mlflow: Mlflow, model: str) -> None:
@@ -114,13 +170,16 @@ def settle(mlflow: Mlflow, model: str) -> None:
             _record(mlflow, model, replace(move, state="overtaken"))
 
 
-def _finish(mlflow: Mlflow, model: str, move: Move) -> None:
-    tags = {each.version: each.tags for each in mlflow.versions(model)}
-    if move.version is not None and REVOKED in tags.get(move.version, {REVOKED: ""}):
-        # It was deleted or rolled back in the meantime.
-        _record(mlflow, model, replace(move, state="overtaken"))
-        return
-    if move.action == "rolled_back" and move.previous in tags:
+def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
+    """Do what is left of a move, and return it as it was recorded."""
+    versions = {each.version: each for each in mlflow.versions(model)}
+    if move.version is not None:
+        version = versions.get(move.version)
+        if version is None or revocation(version, versions.values(), history(mlflow, model)):
+            overtaken = replace(move, state="overtaken")
+            _record(mlflow, model, overtaken)
+            return overtaken
+    if move.action == "rolled_back" and move.previous in versions:
         assert move.previous is not None
         mlflow.tag_version(model, move.previous, {REVOKED: move.reason})
         failpoint("champion.revoked")
@@ -129,8 +188,10 @@ def _finish(mlflow: Mlflow, model: str, move: Move) -> None:
     else:
         mlflow.set_alias(model, CHAMPION, move.version)
     failpoint("champion.moved")
-    _record(mlflow, model, replace(move, state="done"))
+    done = replace(move, state="done")
+    _record(mlflow, model, done)
     failpoint("champion.done")
+    return done
 
 
 def _record(mlflow: Mlflow, model: str, move: Move) -> None:
@@ -164,9 +225,9 @@ def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Move:
             if last is not None and last.version == version:
                 return last
             raise InputError(f"version {version} of {model} is the champion already")
-        _require_usable(mlflow, model, version)
+        usable_version(mlflow, model, version)
         move = Move(time.time(), "promoted", version, champion.version if champion else None, reason)
-        return move_champion(mlflow, model, move)
+        return _require_done(model, move_champion(mlflow, model, move))
 
 
 def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> Move:
@@ -198,10 +259,16 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
             raise InputError(f"--to: version {to} of {model} is the champion; choose an earlier one")
         version = None
         if to != NONE:
-            version = to or _earlier_champion(mlflow, model, champion.version)
-            _require_usable(mlflow, model, version)
-        move = Move(time.time(), "rolled_back", version, champion.version, reason)
-        return move_champion(mlflow, model, move)
+            version = to or _earlier_champion(mlflow, model, champion, reason)
+            if _digests(find_version(mlflow, model, version).tags) & _digests(champion.tags):
+                raise InputError(
+                    f"--to: version {version} of {model} has the same policy as the champion, version"
+                    f" {champion.version}; choose another one"
+                )
+            usable_version(mlflow, model, version)
+        digests = {name: champion.tags[name] for name in (POLICY, WEIGHTS) if name in champion.tags}
+        move = Move(time.time(), "rolled_back", version, champion.version, reason, digests=digests)
+        return _require_done(model, move_champion(mlflow, model, move))
 
 
 def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVersion:
@@ -216,6 +283,24 @@ def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVer
         raise InputError(
             f"{model} has no version {wanted}; its versions are"
             f" {', '.join(sorted((each.version for each in versions), key=int)) or 'none'}"
+        )
+
+
+def usable_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVersion:
+    """Return a version by its number or alias, see `revocation`. Raises InputError if there is none, or if it
+    must not become champion.
+    """
+    with registry_errors(mlflow, f"find {model}@{wanted}"):
+        version = find_version(mlflow, model, wanted)
+        revoked = revocation(version, mlflow.versions(model), history(mlflow, model))
+        if revoked is None:
+            return version
+        text = f"version {version.version} of {model} "
+        if revoked.version != version.version:
+            text += f"has the same policy as version {revoked.version}, which "
+        raise InputError(
+            f"{text}was revoked: {revoked.reason}; choose another one, or remove the tag {revoked.tag} in"
+            " MLflow if that was an error"
         )
 
 
@@ -246,13 +331,13 @@ def _require_model(mlflow: Mlflow, model: str) -> None:
         )
 
 
-def _require_usable(mlflow: Mlflow, model: str, version: str) -> None:
-    tags = find_version(mlflow, model, version).tags
-    if REVOKED in tags:
+def _require_done(model: str, move: Move) -> Move:
+    if move.state != "done":
         raise InputError(
-            f"version {version} of {model} was revoked: {tags[REVOKED]}; choose another one, or remove its"
-            f" tag {REVOKED} in MLflow if that was an error"
+            f"version {move.version} of {model} was revoked or deleted in the meantime; nothing was changed;"
+            f" see `rlhf champions {model}`, and name another version"
         )
+    return move
 
 
 def _last(mlflow: Mlflow, model: str) -> Move | None:
@@ -260,10 +345,15 @@ def _last(mlflow: Mlflow, model: str) -> Move | None:
     return done[-1] if done else None
 
 
-def _earlier_champion(mlflow: Mlflow, model: str, champion: str) -> str:
-    """Return the last version that was champion before, and that exists and is not revoked."""
-    usable = {each.version for each in mlflow.versions(model) if REVOKED not in each.tags} - {champion}
-    for move in reversed(history(mlflow, model)):
+def _earlier_champion(mlflow: Mlflow, model: str, champion: ModelVersion, reason: str) -> str:
+    """Return the last version that was champion before, that exists, and that is usable after the champion
+    is revoked.
+    """
+    moves, versions = history(mlflow, model), mlflow.versions(model)
+    after = [each for each in versions if each.version != champion.version]
+    after.append(replace(champion, tags={**champion.tags, REVOKED: reason}))
+    usable = {each.version for each in after if revocation(each, after, moves) is None}
+    for move in reversed(moves):
         for version in (move.version, move.previous):
             if move.state == "done" and version is not None and version in usable:
                 return version

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from rlhf_core.config.redact import has_credentials
@@ -20,11 +20,13 @@ from rlhf_core.evaluation.statistics import fallen
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.champions import (
     CHAMPION,
-    REVOKED,
+    POLICY,
+    WEIGHTS,
     Move,
     history,
     move_champion,
     registry_errors,
+    revocation,
     settle,
 )
 from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide
@@ -41,12 +43,6 @@ from rlhf_core.tracking.promotion_tests import (
 log = logging.getLogger(__name__)
 
 CANDIDATE = "candidate"
-POLICY = "rlhf.policy_digest"
-"""Tag that identifies a version: digest of the PPO artifact. Registering the same policy again finds it."""
-
-WEIGHTS = "rlhf.weights_sha256"
-"""Tag with the digest of its weights."""
-
 _EVALUATION = "rlhf.evaluation"
 
 RunMatch = Callable[[Mapping[str, str]], Match | NoMatch]
@@ -118,8 +114,9 @@ def register(
         _log_model(mlflow, model, version.version, candidate)
         mlflow.set_alias(model, CANDIDATE, version.version)
         champion = mlflow.by_alias(model, CHAMPION)
-        revoked = _revoked(mlflow.versions(model), candidate)
     while champion is None or champion.version != version.version:
+        with registry_errors(mlflow, action):
+            revoked = _revoked(mlflow, model, version)
         match = None if revoked else _match(candidate, champion, gate, run_match)
         with registry_errors(mlflow, action):
             # The match can take long, and other versions may have been tested in the meantime.
@@ -147,7 +144,9 @@ def register(
                 move = Move(
                     time.time(), "crowned", version.version, outcome.opponent, decision.reason, evidence
                 )
-                move_champion(mlflow, model, move)
+                if move_champion(mlflow, model, move).state != "done":  # revoked in the meantime
+                    champion = mlflow.by_alias(model, CHAMPION)
+                    continue
             failpoint("register.crowned")
         return Registration(model, version.version, created, *outcome)
     return Registration(model, version.version, created, *_Outcome.of(champion.tags), already_champion=True)
@@ -158,16 +157,14 @@ def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:
     return any(version.tags.get(WEIGHTS) == weights_sha256 for version in mlflow.versions(model))
 
 
-def _revoked(versions: Iterable[ModelVersion], candidate: Candidate) -> Decision | None:
-    """Return the refusal if the candidate, or a version with the same weights, was rolled back."""
-    weights = candidate.tags.get(WEIGHTS)
-    for version in versions:
-        same_weights = weights is not None and version.tags.get(WEIGHTS) == weights
-        same = same_weights or version.tags.get(POLICY) == candidate.policy_digest
-        if same and REVOKED in version.tags:
-            text = f"version {version.version} has this policy and was revoked: {version.tags[REVOKED]}"
-            return Decision(False, "revoked", text)
-    return None
+def _revoked(mlflow: Mlflow, model: str, version: ModelVersion) -> Decision | None:
+    """Return the refusal if the version, or another one with the same policy, was rolled back."""
+    found = revocation(version, mlflow.versions(model), history(mlflow, model))
+    if found is None:
+        return None
+    return Decision(
+        False, "revoked", f"version {found.version} has this policy and was revoked: {found.reason}"
+    )
 
 
 def _champion_is_missing(mlflow: Mlflow, model: str, champion: ModelVersion | None) -> Decision | None:
@@ -255,7 +252,7 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
     for version in mlflow.versions(model):
         if version.tags.get(POLICY) == candidate.policy_digest:
             mlflow.tag_version(model, version.version, tags)
-            return version, False
+            return replace(version, tags={**version.tags, **tags}), False
     source = candidate.source
     if mlflow.uri.startswith("http") and "://" not in source:
         # A server refuses a local path as a source, because it would serve the files. This scheme keeps the

@@ -22,7 +22,7 @@ import pytest
 from flows.servers import HOME_VARIABLE
 from rlhf_core.system.local_http import get
 from rlhf_core.system.processes import processes_with_env
-from rlhf_core.tracking.registry import WEIGHTS
+from rlhf_core.tracking.champions import WEIGHTS
 from tests.chaos.harness import CONFIG
 from tests.chaos.servers import Servers, wait
 

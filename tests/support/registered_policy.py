@@ -10,9 +10,8 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
-from rlhf_core.tracking.champions import Move, move_champion
+from rlhf_core.tracking.champions import WEIGHTS, Move, move_champion
 from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.registry import WEIGHTS
 from tests.support.tiny_llama import save_tiny_llama
 
 EVALUATION = {

@@ -48,7 +48,7 @@ def test_history_rollback_and_promotion(model: str, capsys: pytest.CaptureFixtur
         assert "rolled back from version 2 to 1: it insults people" in capsys.readouterr().out
     assert rlhf("promote", model, "2", "--reason", "it does not") == 2
     error = capsys.readouterr().err
-    assert "was revoked: it insults people" in error and "remove its tag rlhf.revoked" in error
+    assert "was revoked: it insults people" in error and "remove the tag rlhf.revoked" in error
     assert rlhf("champions") == 0
     assert f"{model}: champion is version 1" in capsys.readouterr().out
 

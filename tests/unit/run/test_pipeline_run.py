@@ -47,8 +47,8 @@ from rlhf_core.run.summary import (
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
-from rlhf_core.tracking.registry import WEIGHTS
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 

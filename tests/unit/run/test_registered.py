@@ -26,7 +26,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.run.publish import base_licence, model_card, publish
 from rlhf_core.run.registered import RegisteredPolicy, open_policy, serve_command
 from rlhf_core.storage.bundles import weights_sha256
-from rlhf_core.tracking.champions import rollback
+from rlhf_core.tracking.champions import WEIGHTS, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
 from tests.support.registered_policy import EVALUATION, register_policy
 
@@ -347,6 +347,12 @@ def test_files_that_are_not_the_registered_ones_are_refused(
     rollback(mlflow, "altered", "bad")
     with pytest.raises(InputError, match="version 2 of altered was revoked: bad"):
         open_policy("altered@2", str(tmp_path))
+    [second] = [each for each in mlflow.versions("altered") if each.version == "2"]
+    twin = mlflow.create_version(
+        "altered", source=second.source, run_id=None, tags={WEIGHTS: second.tags[WEIGHTS]}, description=""
+    )
+    with pytest.raises(InputError, match=f"version {twin.version} .* policy as version 2, which was revoked"):
+        open_policy(f"altered@{twin.version}", str(tmp_path))
     [file] = (tmp_path / "store").rglob("ppo/*1/*/policy/model.safetensors")
     file.chmod(0o600)
     file.write_bytes(b"0" * file.stat().st_size)

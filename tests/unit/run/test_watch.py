@@ -29,8 +29,8 @@ from rlhf_core.run import watch as module
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.watch import Watch, finished_registration
 from rlhf_core.storage.artifacts import Provenance
+from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.registry import WEIGHTS
 from tests.conftest import S3Server
 
 DIGEST = "a" * 64

@@ -2,7 +2,8 @@
 
 - a rollback revokes the champion and restores the last one that is not revoked; the next match is against it
 - a rollback to none leaves no champion, and the next candidate is tested as the first one was
-- a revoked policy, and the same weights in another version, never becomes champion again
+- a revoked policy, and the same weights in another version, never becomes champion again, neither by a match
+  nor by a person nor by a rollback, also after the revoked version was deleted
 - killed between any two writes, the same command ends in the same state, and there is one champion
 - moves by hand in MLflow are not undone
 """
@@ -22,10 +23,10 @@ from mlflow import MlflowClient
 from rlhf_core.errors import InfrastructureError, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.tracking import champions, registry
-from rlhf_core.tracking.champions import REVOKED, Move, history, promote, rollback, settle
+from rlhf_core.tracking.champions import REVOKED, WEIGHTS, Move, history, promote, rollback, settle
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.registry import WEIGHTS, Candidate, register
+from rlhf_core.tracking.registry import Candidate, register
 
 OUTCOMES = [-1] * 10 + [1] * 90
 WON = Match(
@@ -129,6 +130,57 @@ def test_a_revoked_policy_is_never_crowned_again(mlflow: Mlflow, model: str) -> 
     assert (done.decision.champion, met) == (True, ["weights of b"])
     with pytest.raises(InputError, match="was revoked"):
         promote(mlflow, model, "3", "I like it")
+
+
+def test_a_rollback_does_not_restore_the_weights_that_it_revokes(mlflow: Mlflow, model: str) -> None:
+    enter(mlflow, model, "d", "weights of c")
+    assert champion(mlflow, model) == "4"
+    with pytest.raises(InputError, match=r"version 3 of .* has the same policy as the champion, version 4"):
+        rollback(mlflow, model, "bad", "3")
+    assert rollback(mlflow, model, "bad").version == "2"
+    for action in (promote, rollback):
+        with pytest.raises(InputError, match="has the same policy as version 4, which was revoked: bad"):
+            action(mlflow, model, *(("3", "good") if action is promote else ("worse", "3")))
+    with pytest.raises(InputError, match=r"version 4 .* was revoked: bad; .* remove the tag rlhf.revoked of"):
+        promote(mlflow, model, "4", "good")
+    assert champion(mlflow, model) == "2"
+
+
+def test_weights_stay_revoked_after_their_version_was_deleted(mlflow: Mlflow, model: str) -> None:
+    move = rollback(mlflow, model, "bad")
+    mlflow._client.delete_model_version(model, "3")
+    done, met = enter(mlflow, model, "c")
+    assert (done.version, done.decision.rule, met) == ("4", "revoked", [])
+    assert "version 3 has this policy and was revoked: bad" in done.decision.reason
+    with pytest.raises(InputError, match=f"remove the tag {move.key} of the registered model"):
+        promote(mlflow, model, "4", "good")
+
+
+def test_a_candidate_that_is_revoked_during_its_match_is_no_champion(mlflow: Mlflow, model: str) -> None:
+    def play(tags: Any) -> Match:
+        mlflow.tag_version(model, "4", {REVOKED: "insults"})
+        return WON
+
+    policy = Candidate("/d", "d", None, {WEIGHTS: "weights of d"}, Evaluation(0.8, 80, 20))
+    done = register(mlflow, model, policy, gate=Gate(0.5), run_match=play)
+    assert (done.decision.champion, done.decision.rule, done.previous) == (False, "revoked", "3")
+    assert champion(mlflow, model) == "3"
+    assert history(mlflow, model)[-1].state == "overtaken"
+    tags = {each.version: each.tags for each in mlflow.versions(model)}["4"]
+    assert (tags["rlhf.gate"], json.loads(tags["rlhf.outcome"])["champion"]) == ("revoked", False)
+
+
+def test_a_command_says_that_its_version_was_revoked_in_the_meantime(
+    mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def revoked_meanwhile(name: str) -> None:
+        if name == "champion.recorded":
+            mlflow.tag_version(model, "2", {REVOKED: "insults"})
+
+    monkeypatch.setattr(champions, "failpoint", revoked_meanwhile)
+    with pytest.raises(InputError, match=r"version 2 of .* was revoked or deleted in the meantime; nothing"):
+        rollback(mlflow, model, "bad")
+    assert champion(mlflow, model) == "3" and revoked(mlflow, model) == {"2": "insults"}
 
 
 def test_promotion_by_a_person(mlflow: Mlflow, model: str) -> None:
@@ -268,6 +320,7 @@ def test_a_killed_registration_is_finished_by_the_same_command(
 
 WRITES = (
     "create_model_version",
+    "delete_registered_model_alias",
     "set_registered_model_alias",
     "set_registered_model_tag",
     "set_model_version_tag",
@@ -299,7 +352,7 @@ def killed_before_write(number: int, mlflow: Mlflow, action: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["rollback", "promote", "register"])
+@pytest.mark.parametrize("what", ["rollback", "rollback to none", "promote", "register"])
 def test_a_kill_between_any_two_writes_leaves_one_end(what: str, database: Path, mlflow: Mlflow) -> None:
     ends, number = [], 1
     while True:
@@ -310,13 +363,15 @@ def test_a_kill_between_any_two_writes_leaves_one_end(what: str, database: Path,
         def act(mlflow: Mlflow, model: str = model) -> None:
             if what == "rollback":
                 rollback(mlflow, model, "bad")
+            elif what == "rollback to none":
+                rollback(mlflow, model, "bad", "none")
             elif what == "promote":
                 promote(mlflow, model, "1", "good")
             else:
                 enter(mlflow, model, "d")
 
         killed = killed_before_write(number, Mlflow(f"sqlite:///{database}", "champions"), act)
-        assert champion(mlflow, model) in ("1", "2", "3", "4")
+        assert champion(mlflow, model) in ("1", "2", "3", "4", None)
         act(mlflow)
         moves = [(each.action, each.version, each.previous, each.state) for each in history(mlflow, model)]
         ends.append((champion(mlflow, model), revoked(mlflow, model), moves))
