@@ -37,7 +37,7 @@ def run(ranks: int, folder: Path, *arguments: str) -> tuple[int, str]:
         env={**os.environ, **TORCHRUN, "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -60,6 +60,7 @@ def test_a_rank_never_holds_the_whole_model_while_loading(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_a_model_larger_than_the_memory_of_a_rank_is_trained(tmp_path: Path) -> None:
     weights = make_model(tmp_path, layers=14, hidden=1024)

@@ -36,10 +36,11 @@ from tests.support.hosts import (
 pytestmark = [
     pytest.mark.skipif(missing_right() is not None, reason=str(missing_right())),
     pytest.mark.slow,  # five starts of PPO
+    pytest.mark.timeout(3600),
 ]
 
 CONFIG = """
-run: {name: hosts, device: cpu, threads: 2, retry_delay: 1, timeouts: {start: 120, stall: 40, sync: 40}}
+run: {name: hosts, device: cpu, threads: 2, retry_delay: 1, timeouts: {start: 400, stall: 90, sync: 90}}
 store: {url: s3://rlhf-test/x}
 tracking: {system_metrics: false}
 model:
@@ -89,7 +90,7 @@ class Hosts:
     def run(self, host: int, home: str, *overrides: str, **environment: str) -> tuple[int, str]:
         process = self.start(host, home, *overrides, **environment)
         try:
-            code = process.wait(400)
+            code = process.wait(1200)
         except subprocess.TimeoutExpired:
             raise AssertionError(self.explain(host, home)) from None
         return code, self.explain(host, home)
@@ -155,7 +156,7 @@ def test_suspended_rank_of_another_host_is_named_and_the_next_attempt_gives_the_
     assert code == 0, output
     assert "on host host-2) has been suspended (SIGSTOP)" in output, output
     assert any("rank_0" in path.name and path.stat().st_size for path in stacks(two, "resumed"))
-    assert "ppo continues after step 1" in output
+    assert "ppo: continues after step 1" in output
     assert two.digest(0, "resumed") == on_one_host
 
 
@@ -170,24 +171,29 @@ def test_checkpoint_of_two_hosts_is_continued_on_one(two: Hosts, on_one_host: st
     assert code != 0 and "on host host-2) has been suspended (SIGSTOP)" in output, output
     code, output = two.run(0, "continued")
     assert code == 0, output
-    assert "ppo continues after step 1" in output
+    assert "ppo: continues after step 1" in output
     assert two.digest(0, "continued") == on_one_host
 
 
 def test_second_host_with_the_same_command_waits_and_reuses(two: Hosts) -> None:
     fault = {"RLHF_FAIL": "data.encoded:1:stop", "RLHF_FAIL_TRACE": "/tmp/home/trace"}
-    url = "store.url=s3://rlhf-test/same"
-    first = two.start(0, "first", url, until="data", **fault)
+    # The first one is suspended until the second one waits for it; its guard must not kill it before.
+    settings = ("store.url=s3://rlhf-test/same", "run.timeouts.stall=600")
+    first = two.start(0, "first", *settings, until="data", **fault)
     marker = two.hosts[0].home / "trace" / fault["RLHF_FAIL"]
-    wait_until(lambda: marker.exists() and marker.read_text(), 120)
-    second = two.start(1, "second", url, until="data")
+    wait_until(lambda: marker.exists() and marker.read_text(), 400, lambda: two.explain(0, "first"))
+    second = two.start(1, "second", *settings, until="data")
     logs = two.hosts[1].home / "second" / "logs"
-    wait_until(lambda: any("is held by" in log.read_text() for log in logs.rglob("data*.log")), 120)
+    wait_until(
+        lambda: any("is held by" in log.read_text() for log in logs.rglob("data*.log")),
+        400,
+        lambda: two.explain(1, "second"),
+    )
     (held,) = [log.read_text() for log in logs.rglob("data*.log")]
     assert f"process {marker.read_text().split()[1]} of host host-1, running since" in held
     os.kill(int(marker.read_text().split()[1]), signal.SIGCONT)
-    assert first.wait(120) == 0, two.hosts[0].output("first")
-    assert second.wait(120) == 0, two.hosts[1].output("second")
+    assert first.wait(400) == 0, two.hosts[0].output("first")
+    assert second.wait(400) == 0, two.hosts[1].output("second")
     made, reused = (
         json.loads(next((host.home / home / "runs").glob("*/summary.json")).read_text())["stages"]["data"]
         for host, home in zip(two.hosts, ("first", "second"), strict=True)
