@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from rlhf_core.config.base import (
@@ -19,6 +20,9 @@ from rlhf_core.config.base import (
 
 _EXAMPLES = Range(1, 2_000_000, "examples are held in memory, about 2 KiB each")
 
+SetName = Literal["sft", "preference", "prompts"]
+SETS: tuple[SetName, ...] = ("sft", "preference", "prompts")
+"""The sets of rows that the sources of `data` are read into."""
 Format = Literal["auto", "text", "messages", "completion", "preference", "prompt"]
 
 
@@ -121,3 +125,10 @@ class DataConfig(Section):
         "Fewer usable rows in a set stop the run",
         within=Range(0, 10**8, "rows are held in memory"),
     )
+
+    def sources(self) -> Iterator[tuple[SetName, int, Source]]:
+        """Yield every source with its set and its index in it."""
+        for name in SETS:
+            sources: tuple[Source, ...] = getattr(self, name)
+            for index, source in enumerate(sources):
+                yield name, index, source

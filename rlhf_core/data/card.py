@@ -11,10 +11,10 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_core.config.data import Source
+from rlhf_core.config.data import SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
-from rlhf_core.data.examples import EncodedRecord, SetCounts, SetName, split_key
+from rlhf_core.data.examples import EncodedRecord, SetCounts, split_key
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 _SAMPLES = 3
@@ -66,11 +66,9 @@ def build_card(
 
 def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[str, str]]:
     rows = []
-    for name in ("sft", "preference", "prompts"):
-        sources: tuple[Source, ...] = getattr(config.data, name)
-        for index, source in enumerate(sources):
-            field = f"data.{name}[{index}]"
-            rows.append({"field": field, "path": source.path, "digest": digests.get(field, "")})
+    for name, index, source in config.data.sources():
+        field = f"data.{name}[{index}]"
+        rows.append({"field": field, "path": source.path, "digest": digests.get(field, "")})
     rows += [
         {"field": name, "path": "", "digest": digest}
         for name, digest in digests.items()

@@ -25,10 +25,9 @@ _FILES_OF_A_FOLDER = 3
 def check_data(config: PipelineConfig) -> Iterator[Finding]:
     """Check every source of the three sets and of regression sets, and the chat template."""
     data = config.data
-    for name, sources in (("sft", data.sft), ("preference", data.preference), ("prompts", data.prompts)):
-        for index, source in enumerate(sources):
-            field = f"data.{name}.{index}"
-            yield from guarded(f"{field}.path", check_source(field, source))
+    for name, index, source in data.sources():
+        field = f"data.{name}.{index}"
+        yield from guarded(f"{field}.path", check_source(field, source))
     for index, source in enumerate(config.evaluate.regression):
         field = f"evaluate.regression.{index}"
         yield from guarded(f"{field}.path", check_source(field, source))

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rlhf_core.config.data import DataConfig, Source
+from rlhf_core.config.data import DataConfig, SetName, Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Record, RowError, normalise
@@ -26,9 +26,6 @@ from rlhf_core.errors import DataError
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 log = logging.getLogger(__name__)
-
-SetName = Literal["sft", "preference", "prompts"]
-SETS: tuple[SetName, ...] = ("sft", "preference", "prompts")
 
 PROMPT_TOO_LONG = "prompt longer than data.max_prompt_tokens"
 RESPONSE_TOO_LONG = "response longer than data.max_response_tokens"

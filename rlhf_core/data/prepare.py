@@ -13,16 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import build_card, card_markdown
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
 from rlhf_core.data.examples import (
-    SETS,
     EncodedRecord,
     Quarantine,
     RecordDropped,
     SetCounts,
-    SetName,
     SourceRecord,
     check_bad_share,
     drop_repeats,

@@ -23,7 +23,7 @@ from tempfile import NamedTemporaryFile
 from typing import IO, Any, TypeVar, cast
 
 from rlhf_core.config.address import AddressKind, parse_address
-from rlhf_core.config.data import Source
+from rlhf_core.config.data import SETS, Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import BadRow, Row, list_files, read_file, suffix_of
 from rlhf_core.data.hub import resolve_revision
@@ -42,8 +42,6 @@ _CHANGED = (
 _AWS = StoreConfig()
 _T = TypeVar("_T")
 _AnySource = TypeVar("_AnySource", bound=Source)
-
-_SETS = ("sft", "preference", "prompts")
 
 
 def source_name(source: Source) -> str:
@@ -99,11 +97,7 @@ def regression_contents(config: PipelineConfig) -> dict[str, Contents]:
 
 
 def _data_sources(config: PipelineConfig) -> dict[str, Source]:
-    return {
-        f"data.{name}[{index}]": source
-        for name in _SETS
-        for index, source in enumerate(getattr(config.data, name))
-    }
+    return {f"data.{name}[{index}]": source for name, index, source in config.data.sources()}
 
 
 def _regression_sources(config: PipelineConfig) -> dict[str, Source]:
@@ -202,7 +196,7 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
             update={"revision": resolve_revision(source.path, "dataset", source.revision)}
         )
 
-    data = {name: tuple(map(commit_of, getattr(config.data, name))) for name in _SETS}
+    data: dict[str, Any] = {name: tuple(map(commit_of, getattr(config.data, name))) for name in SETS}
     model = {}
     if config.model.path is not None and is_hub_model(config.model.path):
         model = {"revision": resolve_revision(config.model.path, "model", config.model.revision)}

@@ -19,9 +19,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
-from rlhf_core.config.data import SyntheticConfig
+from rlhf_core.config.data import SetName, SyntheticConfig
 from rlhf_core.errors import DataError
 from rlhf_core.seeds import derive_seed
 
@@ -144,9 +144,7 @@ def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
     return (raw - _RAW_MEAN) / _RAW_STD
 
 
-def generate(
-    config: SyntheticConfig, seed: int, kind: Literal["sft", "preference", "prompts"]
-) -> Iterator[dict[str, Any]]:
+def generate(config: SyntheticConfig, seed: int, kind: SetName) -> Iterator[dict[str, Any]]:
     """Rows of one set, in the formats of files: `prompt`+`completion`, `prompt`+`chosen`+`rejected`, or
     `prompt`.
 

@@ -59,19 +59,14 @@ def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSe
     `digests` uses the names of `source_digests`.
     """
     found = []
-    for section in ("sft", "preference", "prompts"):
-        sources: tuple[Source, ...] = getattr(config.data, section)
-        for index, source in enumerate(sources):
-            place = f"data.{section}[{index}]"
-            kind, address = _address(source)
-            # Files have a sha256. The digests of hub data sets and of the demo task are names that can be too
-            # long for MLflow.
-            digest = (
-                digests[place]
-                if kind in ("local", "s3")
-                else hashlib.sha256(digests[place].encode()).hexdigest()
-            )
-            found.append(DataSet(f"{place} {source_name(source)}", digest, kind, address))
+    for name, index, source in config.data.sources():
+        place = f"data.{name}[{index}]"
+        kind, address = _address(source)
+        digest = digests[place]
+        if kind not in ("local", "s3"):
+            # The digests of hub data sets and of the demo task are names, which can be too long for MLflow.
+            digest = hashlib.sha256(digest.encode()).hexdigest()
+        found.append(DataSet(f"{place} {source_name(source)}", digest, kind, address))
     return found
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_reference
+from rlhf_core.config.data import SETS
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.pipeline import STAGES, StageName
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MODEL = "model.path"
-_SETS = ("sft", "preference", "prompts")
 _KEY = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[\w.-]{1,100}")
 _FORMS_OF_MODELS = "champion:NAME, registry://NAME/VERSION or artifact://STAGE/KEY/FOLDER"
@@ -135,9 +135,8 @@ def _addresses(config: PipelineConfig) -> Iterator[tuple[str, str]]:
     """Yield the address of the model and of each source with its field."""
     if config.model.path is not None:
         yield _MODEL, config.model.path
-    for name in _SETS:
-        for index, source in enumerate(getattr(config.data, name)):
-            yield f"data.{name}.{index}.path", source.path
+    for name, index, source in config.data.sources():
+        yield f"data.{name}.{index}.path", source.path
     for index, item in enumerate(config.evaluate.regression):
         yield f"evaluate.regression.{index}.path", item.path
 
@@ -149,7 +148,7 @@ def _with_paths(config: PipelineConfig, paths: dict[str, str]) -> PipelineConfig
             for index, source in enumerate(sources)
         )
 
-    sets = {name: replaced(f"data.{name}", getattr(config.data, name)) for name in _SETS}
+    sets: dict[str, Any] = {name: replaced(f"data.{name}", getattr(config.data, name)) for name in SETS}
     regression = replaced("evaluate.regression", config.evaluate.regression)
     model = {"path": paths.get(_MODEL, config.model.path)}
     return config.model_copy(
