@@ -8,6 +8,7 @@ for the registry it is an error.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -20,6 +21,8 @@ from urllib.parse import urlsplit
 
 from rlhf_core.config.redact import is_secret, printable, scrubbed
 from rlhf_core.tracking.database import artifacts_of, ensure_database
+
+log = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
@@ -35,6 +38,8 @@ _LAST_SECONDS = 3
 _POINTS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
 _NAME = re.compile(r"[^\w\-./: ]")
+_NAME_LENGTH, _DIGEST_LENGTH = 250, 12
+"""Maximum length of a name, and length of the digest at the end of a name that would be longer."""
 _MODEL_NAME = re.compile(r"[/:.%\"']")
 """Characters that are not allowed in the name of a logged model."""
 _VERSIONS = "mlflow.modelVersions"
@@ -107,6 +112,8 @@ class Mlflow:
     def __init__(self, uri: str, experiment: str) -> None:
         self.uri = uri
         self._experiment = experiment
+        self._refused: set[str] = set()
+        """Metrics that MLflow does not accept."""
 
     @functools.cached_property
     def _client(self) -> Any:
@@ -226,12 +233,45 @@ class Mlflow:
             self._client.log_batch(run_id, params=items[start : start + _PARAMS_PER_CALL])
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
-        """Log metrics. A point that the run has already, bit by bit, is not added again."""
+        """Log metrics. A point that the run has already, bit by bit, is not added again.
+
+        MLflow refuses a whole batch for one metric. That metric is left out with a warning, and the others
+        are logged.
+        """
+        accepted = [point for point in points if point.key not in self._refused]
+        for start in range(0, len(accepted), _POINTS_PER_CALL):
+            batch = accepted[start : start + _POINTS_PER_CALL]
+            try:
+                self._log_batch(run_id, batch)
+            except Exception as error:
+                if not _is_refused(error):
+                    raise
+                self._log_each_metric(run_id, batch, error)
+
+    def _log_each_metric(self, run_id: str, points: Sequence[Point], error: Exception) -> None:
+        """Log each metric by itself. Raises `error` if all are refused, because then the cause is the run."""
+        by_metric: dict[str, list[Point]] = {}
+        for point in points:
+            by_metric.setdefault(point.key, []).append(point)
+        reasons: dict[str, str] = {}
+        for name, of_metric in by_metric.items():
+            try:
+                self._log_batch(run_id, of_metric)
+            except Exception as reason:
+                if not _is_refused(reason):
+                    raise
+                reasons[name] = short_reason(reason)
+        if len(reasons) == len(by_metric):
+            raise error
+        for name, text in reasons.items():
+            log.warning("MLflow refuses the metric %r (%s); it is not logged.", name, text)
+        self._refused.update(reasons)
+
+    def _log_batch(self, run_id: str, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
 
         metrics = [Metric(point.key, point.value, point.timestamp, point.step) for point in points]
-        for start in range(0, len(metrics), _POINTS_PER_CALL):
-            self._client.log_batch(run_id, metrics=metrics[start : start + _POINTS_PER_CALL])
+        self._client.log_batch(run_id, metrics=metrics)
 
     def log_file(self, run_id: str, path: Path, folder: str) -> None:
         """Log a local file as an artifact, replacing one of the same name."""
@@ -438,8 +478,26 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def clean_name(name: str) -> str:
-    """Return the name with characters that MLflow does not accept replaced, at most 250 long."""
-    return _NAME.sub("_", name)[:250].strip() or "_"
+    """Return the name of a metric, parameter or tag with everything replaced that MLflow does not accept.
+
+    MLflow treats names as relative paths. The end of a long name is replaced by a digest of the whole name.
+    """
+    parts = _NAME.sub("_", name).strip().split("/")
+    cleaned = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in parts)
+    if len(cleaned) <= _NAME_LENGTH:
+        return cleaned
+    digest = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:_DIGEST_LENGTH]
+    return f"{cleaned[: _NAME_LENGTH - _DIGEST_LENGTH - 1]}-{digest}"
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return whether the tracker answered that the content of a request is invalid."""
+    return _status(error) == 400
+
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status of MLflow's error; 0 for other errors."""
+    return int(getattr(error, "get_http_status_code", lambda: 0)())
 
 
 def short_reason(error: BaseException) -> str:
@@ -453,7 +511,7 @@ def describe_failure(error: BaseException) -> str:
 
     It follows "MLflow at ADDRESS" in a message.
     """
-    status = getattr(error, "get_http_status_code", lambda: 0)()
+    status = _status(error)
     code = getattr(error, "error_code", "")
     if status in (401, 403) or code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED"):
         fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
