@@ -45,10 +45,14 @@ _AnySource = TypeVar("_AnySource", bound=Source)
 
 
 def source_name(source: Source) -> str:
-    """Return a short name of a source, for `PairExample.source` and the data card."""
-    if parse_address(source.path).kind in ("synthetic", "hub"):
+    """Return a short name of a source, for `PairExample.source`, the data card and metrics."""
+    address = parse_address(source.path)
+    if address.kind in ("synthetic", "hub"):
         return source.path
-    return source.path.rstrip("/").rsplit("/", 1)[-1]
+    name = source.path.rstrip("/").rsplit("/", 1)[-1]
+    if address.kind == "local" and name in ("", ".", ".."):
+        return address.path.resolve().name or "/"
+    return name
 
 
 @dataclass(frozen=True)

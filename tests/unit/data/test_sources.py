@@ -7,6 +7,7 @@ Locked here:
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
 - a missing local path is never taken for a hub id;
 - digests follow contents, not names or times;
+- the name of a folder that is given as `.` or `..` is that of the folder;
 - a file that is written to or replaced after its digest was taken is an error that names it, however the
   reading ends.
 """
@@ -26,7 +27,13 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.sources import read_rows, require_unchanged, source_contents, source_digests
+from rlhf_core.data.sources import (
+    read_rows,
+    require_unchanged,
+    source_contents,
+    source_digests,
+    source_name,
+)
 from rlhf_core.errors import DataError, ModelError
 
 ROWS = [{"prompt": 'ä, "b"', "completion": "c\nd"}, {"prompt": "e", "completion": "f"}]
@@ -162,6 +169,30 @@ def test_any_bytes_as_jsonl_end_in_rows_or_one_error(tmp_path: Path, content: by
     except DataError:
         return
     assert all(isinstance(row, Row) or row.reason for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (".", "pairs"),
+        ("./", "pairs"),
+        ("..", "corpus"),
+        ("old/..", "pairs"),
+        ("file://.", "pairs"),
+        ("/", "/"),
+        ("link", "link"),
+        ("old/a.jsonl", "a.jsonl"),
+        ("s3://bucket/pairs/", "pairs"),
+    ],
+)
+def test_the_name_of_a_folder_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, name: str
+) -> None:
+    folder = tmp_path / "corpus" / "pairs"
+    (folder / "old").mkdir(parents=True)
+    (folder / "link").symlink_to("old")
+    monkeypatch.chdir(folder)
+    assert source_name(Source(path=path)) == name
 
 
 def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
