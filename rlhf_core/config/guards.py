@@ -71,7 +71,7 @@ class GuardsConfig(Section):
     overoptimization: GuardAction = execution(
         "warn",
         "On the held-out prompts, the scores of the reward model and the judge (`reward.judge`) no longer"
-        " agree",
+        " agree, and the policy still moves away from the SFT model",
     )
     overoptimization_ratio: Fraction = execution(
         0.5,

@@ -218,8 +218,8 @@ class PPOConfig(PackedSection):
     )
     publish_min_agreement: Fraction = result(
         0.5,
-        "With `reward.judge`: the best policy is from before the first evaluation in which the slope of the"
-        " judge's score over the reward model's is below this multiple of that of the SFT model's responses",
+        "With `reward.judge`: the best policy is from before the first evaluation that raises the guard"
+        " `overoptimization` with this value as `overoptimization_ratio`",
         later=True,
     )
     stop_patience: PositiveInt | None = result(

@@ -18,11 +18,11 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.scoring import has_gold, score_gold
 from rlhf_core.evaluation.statistics import distinct_n, preference
 from rlhf_core.ppo.batch import RolloutBatch
-from rlhf_core.ppo.divergence import SLOPE, SLOPE_ERROR, regression_slope
+from rlhf_core.ppo.divergence import KL, SLOPE, SLOPE_ERROR, regression_slope
 from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import Collector, RewardInputs
-from rlhf_core.ppo.selection import KL, OBJECTIVE, HeldOutResult
+from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardComposer, source_name, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import PromptExample

@@ -1,14 +1,18 @@
-"""Whether the reward model that PPO maximises still agrees with an independent one, the judge. If it does
-not, the policy is over-optimised (Gao et al. 2022, Scaling Laws for Reward Model Overoptimization).
+"""Whether PPO over-optimises the reward model (Gao et al. 2022, Scaling Laws for Reward Model
+Overoptimization): an independent reward model, the judge, does not agree with it any more, and the policy
+still moves away.
 
     scores of the responses to the held-out prompts: judge's = intercept + slope x reward model's
-    -> the slope of the present version, compared with that of the SFT model's responses
+    agreement    the slope of the present version, compared with that of the SFT model's responses
+    movement     the rise of the square root of the KL per step since the last evaluation, compared with its
+                 mean over all steps so far
 
 A policy that is tilted further towards the reward model, p(y) exp(t r(y)), changes the mean score of the
 judge by Cov(judge, r) for each unit of t, and that of the reward model by Var(r). So the slope, which is the
 ratio of both, is the rise of the judge's score for each unit of the reward model's that more training brings.
 It falls before the judge's mean does, and one evaluation measures it, where a difference of two means has the
-noise of both.
+noise of both. The slope also falls in a sound run, after the policy has learned what both models agree on.
+But there the KL penalty holds the policy, and it moves more slowly than before.
 
 Both scores are those of one reward model each, normalised in the same way, without weights and penalties.
 """
@@ -24,13 +28,13 @@ import numpy as np
 Evaluations = Mapping[int, Mapping[str, float]]
 """Metrics `eval/...` by policy version, in order."""
 
-SCORE = "eval/score"
+SCORE, KL = "eval/score", "eval/kl"
 SLOPE, SLOPE_ERROR = "eval/judge_slope", "eval/judge_slope_error"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A slope that has fallen too far."""
+    """Reward model and judge do not agree on the responses of a policy that still moves."""
 
     version: int
     """Version of the last evaluation."""
@@ -38,6 +42,8 @@ class Divergence:
     """Of its responses."""
     initial: float
     """Of the SFT model's responses."""
+    kl: float
+    """Of the version, in nats per response."""
 
 
 def regression_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -59,9 +65,11 @@ def regression_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
 
 
 def divergence(evaluations: Evaluations, ratio: float) -> Divergence | None:
-    """Return the slope of the last evaluation if it is below `ratio` times that of the SFT model's responses,
-    by more than one standard error. None otherwise, without a reward model or judge, and if the two do not
-    agree on the SFT model's responses either.
+    """Return what the last evaluation shows, or None if it shows no over-optimisation.
+
+    Its slope must be below `ratio` times that of the SFT model's responses by more than one standard error,
+    and the policy must not move more slowly than before. None also without a reward model or judge, and if
+    the two do not agree on the SFT model's responses either.
     """
     if len(evaluations) < 2:
         return None
@@ -69,13 +77,24 @@ def divergence(evaluations: Evaluations, ratio: float) -> Divergence | None:
     initial, initial_error = _slope(evaluations[first])
     slope, error = _slope(evaluations[last])
     # Comparisons with NaN, of an evaluation without one of the models, are false.
-    if initial > 2 * initial_error and slope + error < ratio * initial:
-        return Divergence(last, slope, initial)
+    agreed = initial > 2 * initial_error
+    if agreed and slope + error < ratio * initial and _moves(evaluations):
+        return Divergence(last, slope, initial, evaluations[last][KL])
     return None
 
 
 def _slope(found: Mapping[str, float]) -> tuple[float, float]:
     return found.get(SLOPE, math.nan), found.get(SLOPE_ERROR, math.nan)
+
+
+def _moves(evaluations: Evaluations) -> bool:
+    """Return whether the square root of the KL has risen per step since the last evaluation as much as in the
+    mean of all steps.
+    """
+    *_, before, last = sorted(evaluations)
+    distance = {version: math.sqrt(max(evaluations[version].get(KL, 0.0), 0.0)) for version in (before, last)}
+    speed = (distance[last] - distance[before]) / (last - before)
+    return speed >= distance[last] / last > 0
 
 
 def in_words(evaluations: Evaluations, measure: str, label: str) -> str:

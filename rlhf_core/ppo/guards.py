@@ -55,8 +55,8 @@ def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: di
     text = (
         f"step {found.version}: among the responses to the held-out prompts, the judge's score rises by"
         f" {found.slope:.2f} for each unit of the reward model's score, and by {found.initial:.2f} for the"
-        " SFT model's responses: the reward model is over-optimised; raise ppo.kl.coef, or set"
-        " ppo.publish=best and ppo.stop_patience"
+        f" SFT model's responses, and the policy still moves away from it (KL {found.kl:.1f}): the reward"
+        " model is over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
     )
     alarm("overoptimization", text)
     return text if guards.overoptimization == "stop" else None

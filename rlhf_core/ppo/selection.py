@@ -1,7 +1,7 @@
 """Which version of the policy is the best, by its evaluations during training, and when training ends early.
 
-    candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`, before the first one on whose
-                 responses reward model and judge do not agree any more (`ppo.publish_min_agreement`)
+    candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`, before the first one that
+                 over-optimises the reward model (`ppo.publish_min_agreement`, see `rlhf_core.ppo.divergence`)
     objective    mean score of the judge if there is one, otherwise of the training reward with its penalties,
                  minus `ppo.kl.coef` x KL
     best         a candidate replaces the best one so far if its objective is higher by more than the standard
@@ -9,9 +9,9 @@
 
 The standard error counts because the highest of many noisy means is too late: under over-optimisation the
 objective hardly changes for many steps, and of equal policies the earlier one has the lower KL.
-Where reward model and judge do not agree on the responses, the policy has left what both were trained on, and
-a higher score of the judge is no evidence of a better policy. They may agree again later, on responses that
-both score too high. Version 0, the SFT model, is evaluated for comparison and is no candidate.
+After a policy has moved to responses on which reward model and judge do not agree, a higher score of the
+judge is no evidence of a better policy. They may agree again later, on responses that both score too high.
+Version 0, the SFT model, is evaluated for comparison and is no candidate.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.divergence import divergence
+from rlhf_core.ppo.divergence import KL, divergence
 
-OBJECTIVE, KL = "eval/objective", "eval/kl"
+OBJECTIVE = "eval/objective"
 Column = Sequence[float]
 """(prompts,) one value for each held-out prompt; NaN if it is not known."""
 
@@ -66,7 +66,7 @@ class Selection:
         self._best_objectives: list[float] = []
         """(prompts,) of the best version."""
         self._has_diverged = False
-        """Whether reward model and judge did not agree on the responses of some version."""
+        """Whether some version over-optimised the reward model."""
         self._without_gain = 0
 
     def state_dict(self) -> dict[str, Any]:

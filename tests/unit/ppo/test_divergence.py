@@ -3,8 +3,8 @@
 - the slope of the judge's score over the reward model's, and its standard error, have the values worked out
   by hand; responses without one of the scores are left out
 - on responses of a tilted policy, the slope is the ratio of the rises that further tilting brings
-- a slope far below that of the SFT model's responses is found; one within its error, evaluations without a
-  judge, and a judge that never agreed are not
+- a slope far below that of the SFT model's responses is found if the KL still rises; one within its error, a
+  policy that slows down, evaluations without a judge, and a judge that never agreed are not
 - the guard warns for each such evaluation, sets its metric, and ends the run if it is set to `stop`
 - the sentence of the report says where the true reward or the judge is highest and what followed
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -54,16 +55,16 @@ def test_the_slope_is_the_ratio_of_the_rises_that_more_tilting_brings() -> None:
     assert slope == pytest.approx(rise_of_judge / rise_of_reward, rel=1e-3)
 
 
-def evaluations(*slopes: float, error: float = 0.05) -> Found:
-    """Of the versions 0, 10, 20, ..."""
+def evaluations(*slopes: float, kl: Sequence[float] = (0.0, 1.0, 4.0)) -> Found:
+    """Of the versions 0, 10, 20."""
     return {
-        10 * number: {"eval/judge_slope": slope, "eval/judge_slope_error": error}
+        10 * number: {"eval/judge_slope": slope, "eval/judge_slope_error": 0.05, "eval/kl": kl[number]}
         for number, slope in enumerate(slopes)
     }
 
 
 def test_a_slope_that_falls_is_found() -> None:
-    assert divergence(evaluations(0.8, 0.6, 0.3), 0.5) == Divergence(20, 0.3, 0.8)
+    assert divergence(evaluations(0.8, 0.6, 0.3), 0.5) == Divergence(20, 0.3, 0.8, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +74,12 @@ def test_a_slope_that_falls_is_found() -> None:
         evaluations(0.8),
         evaluations(0.8, 0.6, 0.45),
         evaluations(0.8, 0.6, 0.36),  # 0.36 + 0.05 is not below 0.4
+        evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, 3.9)),  # 0.97 in ten steps after 1 in ten steps
+        evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, -0.1)),
         evaluations(0.8, 0.3, 0.6),  # of the last evaluation only
         evaluations(0.09, -0.4),  # did not agree on the SFT model's responses
         evaluations(0.8, math.nan),
-        {version: {"eval/score": 1.0} for version in (0, 10)},
+        {version: {"eval/score": 1.0, "eval/kl": version} for version in (0, 10)},
     ],
 )
 def test_sound_and_unknown_evaluations_are_no_divergence(found: Found) -> None:
