@@ -18,7 +18,6 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
@@ -28,6 +27,8 @@ from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied, class
 from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
 
 POLL_SECONDS = 1.0
+FEW = 16
+"""Results that are taken as they arrive."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -185,8 +186,9 @@ def fetch(pending: Sequence[Pending[R]], seconds: float) -> list[R]:
 def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
     """Add the results that arrive within `seconds` to `received`, by their index in `pending`.
 
-    Returns as soon as all are there, and raises the first error that arrives, as `fetch` does. Loading an
-    object that is on this host can take longer.
+    Returns as soon as all are there, and raises the first error that arrives, as `fetch` does; of more than
+    `FEW` results, an error can be found `POLL_SECONDS` later. Loading an object that is on this host can take
+    longer.
     """
     import ray
 
@@ -197,17 +199,21 @@ def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: floa
         # `ray.get` with a timeout cancels the transfer from another host at the timeout, so the next call
         # begins it again. `ray.wait` lets it continue. All objects that it returns are on this host.
         left = max(0.0, deadline - time.monotonic())
-        ended, _ = ray.wait(list(missing), num_returns=1, timeout=left, fetch_local=True)
-        if not ended:
-            return
-        ended, _ = ray.wait(list(missing), num_returns=len(missing), timeout=0, fetch_local=True)
+        # Each wait passes all references to Ray: waiting for one result after the other is quadratic.
+        count = 1 if len(missing) <= FEW else len(missing)
+        ended, _ = ray.wait(
+            list(missing), num_returns=count, timeout=min(left, POLL_SECONDS), fetch_local=True
+        )
+        if ended and count == 1:
+            ended, _ = ray.wait(list(missing), num_returns=len(missing), timeout=0, fetch_local=True)
         for reference in ended:
-            # Under memory pressure Ray may have evicted the copy; then it arrives in a later call.
-            with suppress(TimeoutError):
+            try:
                 received[missing[reference]] = _get(reference, min(seconds, POLL_SECONDS))
-            in_time = time.monotonic() < deadline
-            if not in_time:
-                break
+            except TimeoutError:
+                # Under memory pressure Ray may have evicted the copy; then it arrives in a later call.
+                if time.monotonic() >= deadline:
+                    return
+        in_time = time.monotonic() < deadline
 
 
 def _get(reference: Any, seconds: float) -> Any:

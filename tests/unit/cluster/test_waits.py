@@ -1,6 +1,7 @@
 """Waits for actors end in time, and say who did not answer. Ray is scripted here.
 
 - results that Ray evicts again and again do not keep the caller beyond its limit
+- many results are received in a few waits; an error among them is found within a second
 - engines that do not answer a call of the weight sync, and senders that do not finish, are named with their
   hosts and the setting that limits them
 """
@@ -13,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
-from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, receive
-from rlhf_core.errors import WeightSyncError, WorkerStuck
+from rlhf_core.cluster.rpc import POLL_SECONDS, Pending, RemoteActor, fetch, receive
+from rlhf_core.errors import WeightSyncError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.engine_actor import RayEngineClient
 from rlhf_core.weight_sync.sender_group import SenderGroup
 
@@ -60,6 +61,52 @@ def test_evicted_results_do_not_extend_the_limit(scripted_ray: Any) -> None:
         fetch(calls("a", "c", "c"), 0.3)
     scripted_ray({"a", "b", "c"}, set())
     assert fetch(calls("a", "b", "c"), 0.3) == ["A", "B", "C"], "in a later call"
+
+
+def test_many_results_are_not_waited_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"r{number}" for number in range(1000)]
+    started = time.monotonic()
+    waits: list[int] = []
+
+    def wait(references: Sequence[str], *, num_returns: int, timeout: float, **_: Any) -> Any:
+        """A result arrives every 0.2 ms."""
+        waits.append(len(references))
+        until = time.monotonic() + timeout
+        while True:
+            arrived = names[: int((time.monotonic() - started) / 2e-4)]
+            found = [reference for reference in references if reference in arrived]
+            if len(found) >= num_returns or time.monotonic() >= until:
+                return found[:num_returns], []
+            time.sleep(1e-3)
+
+    monkeypatch.setattr("ray.wait", wait)
+    monkeypatch.setattr("ray.get", lambda reference, *, timeout: reference.upper())
+    assert fetch(calls(*names), 30.0) == [name.upper() for name in names]
+    assert len(waits) < 20
+
+
+def test_an_error_among_many_results_is_found_within_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(references: Sequence[str], *, num_returns: int, timeout: float, **_: Any) -> Any:
+        time.sleep(timeout)  # all but one never arrive
+        return ["r7"], []
+
+    def get(_reference: str, *, timeout: float) -> Any:
+        raise RayActorError
+
+    monkeypatch.setattr("ray.wait", wait)
+    monkeypatch.setattr("ray.get", get)
+    started = time.monotonic()
+    with pytest.raises(WorkerDied):
+        fetch(calls(*(f"r{number}" for number in range(100))), 30.0)
+    assert time.monotonic() - started < 3 * POLL_SECONDS
+
+
+def test_results_that_have_arrived_are_taken_at_the_limit(scripted_ray: Any) -> None:
+    names = [f"r{number}" for number in range(50)]
+    scripted_ray(set(names[:49]), set())
+    received: dict[int, str] = {}
+    receive(calls(*names), received, 0.1)
+    assert len(received) == 49
 
 
 def test_engines_that_do_not_answer_are_named(scripted_ray: Any) -> None:
