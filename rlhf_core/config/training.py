@@ -42,6 +42,10 @@ PACK = (
 )
 
 
+THREADS = "CPU threads of a rank; null: `run.threads`. Changing it can change bits on the CPU"
+_MOST_THREADS = Range(1, 4096, "more threads than cores are slower")
+
+
 class PackedSection(Section):
     """A section with a field `pack`. Each declares the field itself, because it determines the order."""
 
@@ -177,6 +181,7 @@ class SFTConfig(PackedSection):
         within=TOKENS,
     )
     pack: Packing = result("auto", PACK)
+    threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
     early_stop: EarlyStopConfig | None = result(
         None,
         "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
@@ -239,6 +244,7 @@ class RewardConfig(PackedSection):
     batch_size: PositiveInt = result(64, "Pairs per optimizer step, over all ranks", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(8192, "Tokens per forward pass of one rank", within=TOKENS)
     pack: Packing = result("auto", PACK)
+    threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
     center: NonNegativeFloat = result(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0")
     margin: Literal["none", "constant", "field"] = result(
         "none",
@@ -319,5 +325,6 @@ class DPOConfig(PackedSection):
         within=TOKENS,
     )
     pack: Packing = result("auto", PACK)
+    threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
     eval_every: PositiveInt = execution(50, "Optimizer steps between evaluations on the held-out pairs")
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")

@@ -53,7 +53,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Train over `dpo.deepspeed.ranks` ranks."""
     metrics = train_on_ranks(
         _train,
-        config.dpo.deepspeed,
+        config.dpo,
         config,
         context,
         context.inputs["data"],

@@ -11,14 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.training import (
-    DeepSpeedConfig,
-    DPOConfig,
-    EarlyStopConfig,
-    RewardConfig,
-    SFTConfig,
-)
+from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
@@ -60,17 +56,17 @@ class Trained:
 
 def train_on_ranks(
     train: Callable[..., dict[str, float]],
-    deepspeed: DeepSpeedConfig,
+    settings: SFTConfig | RewardConfig | DPOConfig,
     config: PipelineConfig,
     context: StageContext,
     *args: Any,
 ) -> dict[str, float]:
-    """Call `train(rank, config, *args, context)` on every rank of `deepspeed`, and return the metrics of
-    rank 0. `context` is None on the other ranks.
+    """Call `train(rank, config, *args, context)` on every rank, and return the metrics of rank 0. `context`
+    is None on the other ranks.
 
     Args:
         train: The training of a stage. It must be picklable.
-        deepspeed: Has the number of ranks.
+        settings: Of the stage: ranks and threads.
         config: The configuration.
         context: Of the stage.
         args: Further arguments of `train`. They must be picklable.
@@ -79,17 +75,32 @@ def train_on_ranks(
     from rlhf_core.engines.distributed import resolve_device
 
     metrics: dict[str, float] = run_ranks(
-        train,
-        deepspeed.ranks,
+        train_with_threads,
+        settings.deepspeed.ranks,
         resolve_device(config.run.device),
+        train,
+        settings.threads,
         config,
         *args,
         rank_zero=context,
         config=config,
         monitor=context.monitor,
-        neighbours=deepspeed.hpz,
+        neighbours=settings.deepspeed.hpz,
     )
     return metrics
+
+
+def train_with_threads(rank: Any, train: Callable[..., T], threads: int | None, *args: Any) -> T:
+    """Return `train(rank, *args)`, computed with this number of threads; None for that of the process.
+
+    One rank runs in the process of the stage, which continues with its own number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return train(rank, *args)
+    finally:
+        torch.set_num_threads(before)
 
 
 def train_epochs(

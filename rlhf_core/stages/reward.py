@@ -63,7 +63,7 @@ def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
 def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
     metrics = train_on_ranks(
         _train,
-        config.reward.deepspeed,
+        config.reward,
         config,
         context,
         context.inputs["data"],

@@ -60,7 +60,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     require_unchanged(model_digests(config), context.sources, config)
     metrics = train_on_ranks(
         _train,
-        config.sft.deepspeed,
+        config.sft,
         config,
         context,
         context.inputs["data"],

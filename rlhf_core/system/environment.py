@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf_core.system.launch import SAFE_PATH
+
 
 def _has_intel_cpu() -> bool:
     try:
@@ -25,17 +27,21 @@ NO_TELEMETRY = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-STAGE_SETTINGS = {
+STAGE_PROCESS = {
+    **{name: value for name, value in NO_TELEMETRY.items() if not name.startswith("PREFECT_")},
     **STRICT_MKL,
+    **SAFE_PATH,
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "MPLBACKEND": "Agg",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait stall each other on a busy machine
     "PYTHONFAULTHANDLER": "1",
     "PYTHONHASHSEED": "0",
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
 }
+"""Variables of every process of a stage. Those of Prefect are left out, because no such process uses it."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

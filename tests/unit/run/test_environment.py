@@ -26,6 +26,11 @@ def test_stage_has_its_threads_and_no_prefect_variables() -> None:
     )
 
 
+def test_threads_sleep_while_they_wait() -> None:
+    """On a busy machine, a step with two threads that spin takes ten times as long."""
+    assert stage_environment(PipelineConfig(), {})["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
 def test_memory_of_gpus_is_in_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "PYTORCH_ALLOC_CONF"
     assert name not in stage_environment(PipelineConfig(), {})

@@ -1,0 +1,36 @@
+"""A stage trains with its own number of threads, and goes on with that of its process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.cluster import ranks
+from rlhf_core.config import PipelineConfig
+from rlhf_core.stages.epochs import train_on_ranks
+from rlhf_core.testing import stage_context
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(3, 3), (None, 1)])
+def test_a_stage_trains_with_its_own_threads(
+    threads: int | None, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_here(target: Any, _ranks: int, _device: str, *args: Any, rank_zero: Any, **_options: Any) -> Any:
+        return target(None, *args, rank_zero)
+
+    def train(_rank: Any, _config: PipelineConfig, _context: Any) -> dict[str, float]:
+        return {"threads": float(torch.get_num_threads())}
+
+    monkeypatch.setattr(ranks, "run_ranks", run_here)
+    config = PipelineConfig()
+    settings = config.sft.model_copy(update={"threads": threads})
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = train_on_ranks(train, settings, config, stage_context(tmp_path))
+        assert (found, torch.get_num_threads()) == ({"threads": expected}, 1)
+    finally:
+        torch.set_num_threads(before)
