@@ -50,7 +50,7 @@ from flows.servers import (
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
 from rlhf_core.run.environment import past_proxies
-from rlhf_core.run.logs import LINE, rotate_logs
+from rlhf_core.run.logs import LOG_FORMAT, rotate_logs
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
@@ -365,7 +365,7 @@ class Supervisor:
 def main() -> int:
     """Entry point of the supervisor's process: `python -m flows.supervisor HOME`."""
     handler = logging.StreamHandler()
-    handler.setFormatter(ScrubbingFormatter(LINE))
+    handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     supervisor = Supervisor(Home.of(sys.argv[1]))
 

@@ -20,7 +20,7 @@ from rlhf_core.config.pipeline import RunConfig
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.drift import compare_with_champion
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.retries import MAX_DOUBLINGS, RetryPolicy
+from rlhf_core.run.retries import RetryPolicy, retry_delays
 from rlhf_core.run.stage_runner import find_or_make
 from rlhf_core.types import ArtifactRef
 
@@ -51,7 +51,7 @@ def stage_task(stage: StageName, settings: RunConfig, policy: RetryPolicy) -> An
         name=stage,
         task_run_name=stage,
         retries=MAX_RETRIES,
-        retry_delay_seconds=[settings.retry_delay * 2**n for n in range(MAX_DOUBLINGS + 1)],
+        retry_delay_seconds=retry_delays(settings.retry_delay),
         # Prefect accepts only a plain function, and takes every other callable for a "no".
         retry_condition_fn=lambda task, task_run, state: policy.should_retry(_error_of(state)),
     )

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
-from rlhf_core.system.launch import SAFE_PATH
+from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 
 _FORWARDED = ("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "RLHF_FAIL", "RLHF_FAIL_TRACE")
 """Variables of this process that other hosts get: where the store is, and the faults of tests."""
@@ -26,8 +25,7 @@ def rank_environment(
     them in its API and logs. Every node has the credentials of the store itself. Variables of this host such
     as NCCL_SOCKET_IFNAME are not sent either, because they may be wrong on another host.
     """
-    environment = {**NO_TELEMETRY, **STAGE_SETTINGS, **SAFE_PATH}
-    environment = {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
+    environment = dict(STAGE_PROCESS)
     environment |= {name: environ[name] for name in _FORWARDED if name in environ}
     if config.run.threads:
         environment |= dict.fromkeys(THREAD_VARIABLES, str(config.run.threads))

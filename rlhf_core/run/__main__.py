@@ -22,7 +22,6 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError
 from rlhf_core.run.events import (
     PARENT_VARIABLE,
@@ -33,20 +32,17 @@ from rlhf_core.run.events import (
     Warnings,
 )
 from rlhf_core.run.guard import fork_guard
+from rlhf_core.run.logs import log_to_stderr
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
 from rlhf_core.tracking.mlflow_client import shorten_timeouts
-
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main() -> int:
     """Run the stage of the spec named on the command line; the exit code."""
     events = _startup()
     pipe = os.environ.pop(WAIT_VARIABLE, "")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ScrubbingFormatter(_LOG_FORMAT))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    log_to_stderr()
     logging.getLogger("rlhf_core").addHandler(Warnings(events))
     stop = StopRequest()
 

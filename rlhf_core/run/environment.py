@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
-from rlhf_core.system.launch import SAFE_PATH
+from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 
 
 def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -36,11 +35,9 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     """
     threads = str(config.run.threads or len(os.sched_getaffinity(0)))
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
-    child |= {name: value for name, value in NO_TELEMETRY.items() if not name.startswith("PREFECT_")}
-    child |= SAFE_PATH
+    child |= STAGE_PROCESS
     child |= past_proxies(environ)
     child |= dict.fromkeys(THREAD_VARIABLES, threads)
-    child |= STAGE_SETTINGS
     if runs_on_gpu(config):
         child = WITH_GPU | child
     else:

@@ -1,4 +1,4 @@
-"""Logging of the commands, and rotation of the logs of servers."""
+"""Logging of the commands and of their child processes, and rotation of the logs of servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_core.system.home import Home
 if TYPE_CHECKING:
     from rich.console import Console
 
-LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOG_BYTES = 10_000_000
 """Maximum size of a log file before it is rotated. One old file is kept, because `rlhf up` may run for
 months.
@@ -38,7 +38,7 @@ def set_up_logging(home: Home) -> Console:
     console = Console(stderr=True)
     home.logs.mkdir(parents=True, exist_ok=True)
     file = RotatingFileHandler(home.logs / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")
-    file.setFormatter(ScrubbingFormatter(LINE))
+    file.setFormatter(ScrubbingFormatter(LOG_FORMAT))
     terminal: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal:
         terminal = RichHandler(
@@ -52,6 +52,13 @@ def set_up_logging(home: Home) -> Console:
         logger.addHandler(file)
         logger.addHandler(terminal)
     return console
+
+
+def log_to_stderr() -> None:
+    """Log to standard error, without secrets. The parent of the process writes it to a file."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def rotate_logs(folder: Path, max_bytes: int = LOG_BYTES) -> None:

@@ -20,11 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_core.config.redact import ScrubbingFormatter, scrubbed
+from rlhf_core.config.redact import scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, StoreError, to_record
 from rlhf_core.run.child import run_child
 from rlhf_core.run.environment import stage_environment
 from rlhf_core.run.executors.job_files import LOG_BYTES, JobFiles
+from rlhf_core.run.logs import log_to_stderr
 from rlhf_core.storage.store import Store
 from rlhf_core.system.stopping import EXIT_STOPPED
 
@@ -188,7 +189,5 @@ class _Reporter:
 if __name__ == "__main__":
     if not 4 <= len(sys.argv) <= 5:
         sys.exit("usage: python -m rlhf_core.run.remote STORE_URL STAGE_KEY NUMBER [ENDPOINT]")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    log_to_stderr()
     sys.exit(main(*sys.argv[1:]))

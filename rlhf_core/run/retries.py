@@ -29,8 +29,12 @@ NEVER_RETRIED = (
 deterministic failure.
 """
 
-MAX_DOUBLINGS = 5
-"""The delay before a retry starts at `run.retry_delay` and is doubled this often at most."""
+_MAX_DOUBLINGS = 5
+
+
+def retry_delays(first: float) -> list[float]:
+    """Return the seconds before each retry, from `run.retry_delay`. The last one is for all further ones."""
+    return [first * 2**n for n in range(_MAX_DOUBLINGS + 1)]
 
 
 class RetryPolicy:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tenacity import Retrying, retry_if_exception, wait_exponential
+from tenacity import Retrying, retry_if_exception, wait_chain, wait_fixed
 
 from rlhf_core.errors import StageHeld, Superseded
 from rlhf_core.pipeline import StageName
@@ -27,7 +27,7 @@ from rlhf_core.run.environment import stage_environment
 from rlhf_core.run.executors.choose import open_scheduler
 from rlhf_core.run.executors.follow import run_remote
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.retries import MAX_DOUBLINGS, RetryPolicy
+from rlhf_core.run.retries import RetryPolicy, retry_delays
 from rlhf_core.run.spec import StageRecord, StageSpec
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
@@ -43,10 +43,9 @@ def make_with_retries(
     configuration says.
     """
     policy = RetryPolicy(run.config.run.retries)
-    delay = run.config.run.retry_delay
     retrying = Retrying(
         retry=retry_if_exception(policy.should_retry),
-        wait=wait_exponential(multiplier=delay, max=delay * 2**MAX_DOUBLINGS),
+        wait=wait_chain(*map(wait_fixed, retry_delays(run.config.run.retry_delay))),
         reraise=True,
     )
     return retrying(find_or_make, run, stage, inputs, policy)
