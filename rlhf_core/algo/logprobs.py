@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_core.algo.masking import as_float
-
-_CPU_CHUNK = 1 << 19  # elements: 2 MB of float32, about one core's L2 cache
-_DEVICE_CHUNK = 1 << 26  # elements: 256 MB of float32, enough to fill an accelerator
+from rlhf_core.config.constants import LOSS_CHUNK
 
 
 def token_logprobs(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0) -> Tensor:
@@ -134,7 +132,7 @@ def _flat(logits: Tensor) -> Tensor:
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Slices of the first axis, each of about one chunk of elements."""
-    size = _CPU_CHUNK if logits.device.type == "cpu" else _DEVICE_CHUNK
+    size = LOSS_CHUNK["cpu" if logits.device.type == "cpu" else "cuda"]
     step = max(1, size // max(1, math.prod(logits.shape[1:])))
     for start in range(0, logits.shape[0], step):
         yield slice(start, start + step)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
+from rlhf_core.config.constants import HEAD_CHUNK
 from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError
 from rlhf_core.models.batching import TokenBatch
@@ -28,11 +29,6 @@ from rlhf_core.models.weights import (
     refuse_non_finite,
     self_test_context,
 )
-
-HEAD_CHUNK = 1 << 27
-"""Logits that are alive at a time, in elements: 256 MiB of bfloat16. What is more is made in parts, and made
-again in the backward pass, so that memory does not grow with vocabulary x tokens.
-"""
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -20,13 +20,12 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from rlhf_core.config.constants import HEAD_CHUNK, LOSS_CHUNK, REDUCE_BUCKET
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import GIB, Device
 
-REDUCE_BUCKET = 500_000_000
-"""Gradients that ZeRO 1-3 reduce at a time, at most (`engines.deepspeed`); the buffer is allocated whole."""
 LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 holds gathered at a time, at most (stage3_max_live_parameters)."""
 SUB_GROUP = 1_000_000_000
@@ -43,10 +42,6 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a parameter of a quantized linear layer: 4 bits, a byte of scale for 64 of them, a float for 256
 scales.
 """
-HEAD_CHUNK = 1 << 27
-"""Logits of a micro-batch that are in memory at a time (`models.policy`)."""
-LOSS_CHUNK = {"cuda": 1 << 26, "cpu": 1 << 19}
-"""Logits that `algo.logprobs` converts to float32 at a time."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.constants import MAX_AUTO_SENDERS
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.models.shape import ModelShape
@@ -43,8 +44,6 @@ HOST_ADAM = 4e9
 """Parameters a second that Adam updates on the CPUs of a host: 10 billion in 2.6 s (ZeRO-Offload, arXiv
 2101.06840, table 4).
 """
-MAX_AUTO_SENDERS = 16
-"""Policy ranks that send weights over gloo if `ppo.weight_sync.senders` is auto (`ppo.fleet`)."""
 MAX_M2N_SENDERS = 16
 """Shards of a tensor that vLLM's `nccl_m2n` sends without a gather."""
 

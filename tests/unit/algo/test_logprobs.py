@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algo import logprobs as module
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
+from rlhf_core.config.constants import LOSS_CHUNK
 
 B, T, V = 3, 5, 11
 
@@ -98,7 +98,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
 
     whole = run()
     for size in (1, 2 * V, 4 * V + 1):
-        monkeypatch.setattr(module, "_CPU_CHUNK", size)
+        monkeypatch.setitem(LOSS_CHUNK, "cpu", size)
         for a, b in zip(whole, run(), strict=True):
             assert torch.equal(a, b)
 

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.algo import logprobs
-from rlhf_core.engines import deepspeed as engine
 from rlhf_core.models import policy as module
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import Policy
-from rlhf_core.planning import memory
 
 VOCABULARY = 53
 TOKENS = 24
@@ -93,9 +90,3 @@ def test_ranks_that_share_the_weight_call_the_head_equally_often(
     assert calls[:5] == [8, 8, 8, 0, 0]
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-12, atol=1e-12)
-
-
-def test_the_plan_counts_on_it() -> None:
-    assert memory.HEAD_CHUNK == module.HEAD_CHUNK
-    assert memory.LOSS_CHUNK == {"cuda": logprobs._DEVICE_CHUNK, "cpu": logprobs._CPU_CHUNK}
-    assert memory.REDUCE_BUCKET == engine.REDUCE_BUCKET

@@ -1,0 +1,18 @@
+"""Sizes that are no settings: the code uses them, and `rlhf plan` computes memory and time with them."""
+
+from __future__ import annotations
+
+HEAD_CHUNK = 1 << 27
+"""Logits of a micro-batch that are in memory at a time, in elements: 256 MiB of bfloat16. More are computed
+in parts, and again in the backward pass, so that memory does not grow with vocabulary x tokens.
+"""
+LOSS_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Logits that are converted to float32 at a time, in elements. On a CPU they are 2 MB, about one core's L2
+cache; on a GPU 256 MB, enough to fill it.
+"""
+REDUCE_BUCKET = 500_000_000
+"""Gradients that ZeRO 1-3 reduce at a time, at most. The buffer is allocated as a whole."""
+MAX_AUTO_SENDERS = 16
+"""Policy ranks that send weights over gloo if `ppo.weight_sync.senders` is auto, at most: an engine has
+connections to all others for each sender.
+"""
