@@ -28,6 +28,8 @@ MAX_FILES = 50_000
 """Maximum number of files of any kind in a folder. With more, it is probably not a folder of data."""
 MAX_ROW_BYTES = 16 * 2**20
 """A longer line is a bad row: it is no text for a language model, and parsing it could exhaust the memory."""
+MAX_ARRAY_BYTES = 2 * 2**30
+"""Maximum size of a .json file. Its array is parsed as a whole, which needs several times its size."""
 BEGINNING_ROWS = 20
 """Number of bad lines without a good one after which `check_beginning` refuses a file."""
 _BEGINNING_BYTES = 40_000_000
@@ -166,6 +168,7 @@ _ROW_FIX = {
     ".json": "write an array of JSON objects",
     ".csv": "give each line a cell for each field, in UTF-8",
 }
+_AS_LINES = "write it as .jsonl, one object per line"
 _NO_ROWS = {
     ".jsonl": "only blank lines",
     ".jsonl.gz": "only blank lines",
@@ -214,13 +217,22 @@ def _read_text(file: str, suffix: str, stream: IO[bytes]) -> Iterator[Row | BadR
 
 
 def _checked_suffix(file: str, stream: IO[bytes]) -> str:
-    """Return the suffix of a file if its first bytes agree with it. The stream is at its start afterwards."""
+    """Return the suffix of a file if its first bytes and its size agree with it.
+
+    The stream is at its start afterwards.
+    """
     suffix = suffix_of(file)
     if suffix is None:
         raise DataError(f"{file}: unknown kind of file; name it {', '.join(DATA_SUFFIXES)}")
     problem = content_mismatch(suffix, stream.read(256))
     if problem is not None:
         raise DataError(f"{file}: {problem}")
+    size = stream.seek(0, io.SEEK_END)
+    if suffix == ".json" and size > MAX_ARRAY_BYTES:
+        raise DataError(
+            f"{file}: an array of {size / 2**30:.1f} GiB cannot be read, because a .json file may have at"
+            f" most {MAX_ARRAY_BYTES // 2**30} GiB; {_AS_LINES}"
+        )
     stream.seek(0)
     return suffix
 
@@ -345,9 +357,9 @@ def _require_array(file: str, head: bytes) -> None:
 
 
 def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
-    content = stream.read()
-    _require_array(file, content)
     try:
+        content = stream.read()
+        _require_array(file, content)
         value = json.loads(
             content.decode("utf-8-sig"),
             parse_constant=_refuse_constant,
@@ -359,6 +371,8 @@ def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         raise DataError(f"{file}:{error.lineno}: not valid JSON: {error.msg}; correct it") from error
     except RecursionError as error:
         raise DataError(f"{file}: nested too deeply; flatten it") from error
+    except MemoryError as error:
+        raise DataError(f"{file}: the array does not fit in memory; {_AS_LINES}") from error
     except ValueError as error:
         raise DataError(f"{file}: {error}") from error
     for index, item in enumerate(value, start=1):

@@ -2,16 +2,19 @@
 
 Tested here:
 - bad rows before good ones are left to the data stage, which counts them;
-- an array may follow any number of blanks.
+- an array may follow any number of blanks;
+- an array that is too large for the memory is refused, also by the reader.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from rlhf_core.data.files import check_beginning
+from rlhf_core.data.files import MAX_ARRAY_BYTES, check_beginning, read_file
+from rlhf_core.errors import DataError
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,31 @@ def test_beginning_with_some_bad_rows_is_accepted(name: str, bad: str, good: str
 def test_beginning_of_blanks_before_an_array_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(" " * 1000 + '[{"prompt": "x"}]')
     check_beginning(tmp_path / "a.json")
+
+
+def test_an_array_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    array, lines = tmp_path / "a.json", tmp_path / "a.jsonl"
+    for file, start in ((array, '[{"prompt": "x"},'), (lines, '{"prompt": "x"}\n')):
+        with file.open("w") as writer:
+            writer.write(start)
+            writer.truncate(MAX_ARRAY_BYTES + 1)  # a hole, which needs no space on the disk
+    expected = r"a\.json: an array of 2\.0 GiB .*write it as \.jsonl"
+    with pytest.raises(DataError, match=expected):
+        check_beginning(array)
+    with array.open("rb") as stream, pytest.raises(DataError, match=expected):
+        next(read_file(str(array), stream))
+    check_beginning(lines)
+
+
+def test_an_array_that_does_not_fit_in_memory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('[{"prompt": "x"}]')
+
+    def exhaust(*_args: object, **_options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(json, "loads", exhaust)
+    with file.open("rb") as stream, pytest.raises(DataError, match=r"does not fit in memory; write it as"):
+        next(read_file(str(file), stream))
