@@ -138,29 +138,24 @@ def _read(response: Response) -> bytes:
     return bytes(content)
 
 
-def _use(connection: HTTPConnection) -> None:
-    if (call := getattr(_here, "call", None)) is not None:
-        call.use(connection)
-
-
 class _HTTPConnection(HTTPConnection):
+    """Registers itself with the call of its thread, when it connects and when it is used again."""
+
     def _new_conn(self) -> socket.socket:
-        _use(self)
+        self._register()
         return super()._new_conn()
 
     def request(self, *args: Any, **kwargs: Any) -> None:
-        _use(self)
+        self._register()
         super().request(*args, **kwargs)
 
+    def _register(self) -> None:
+        if (call := getattr(_here, "call", None)) is not None:
+            call.use(self)
 
-class _HTTPSConnection(HTTPSConnection):
-    def _new_conn(self) -> socket.socket:
-        _use(self)
-        return super()._new_conn()
 
-    def request(self, *args: Any, **kwargs: Any) -> None:
-        _use(self)
-        super().request(*args, **kwargs)
+class _HTTPSConnection(_HTTPConnection, HTTPSConnection):
+    pass
 
 
 class HTTPPool(HTTPConnectionPool):
