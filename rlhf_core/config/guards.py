@@ -74,9 +74,9 @@ class GuardsConfig(Section):
         " agree, and the policy still moves away from the SFT model",
     )
     overoptimization_ratio: Fraction = execution(
-        0.5,
-        "Raised if the slope of the judge's score over the reward model's score is below this multiple of"
-        " that of the SFT model's responses",
+        0.65,
+        "Raised if the correlation of both scores is below this multiple of that over the SFT model's"
+        " responses",
     )
 
     @field_validator("entropy_explosion_ratio", "length_drift_ratio")

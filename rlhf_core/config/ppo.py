@@ -217,7 +217,7 @@ class PPOConfig(PackedSection):
         later=True,
     )
     publish_min_agreement: Fraction = result(
-        0.5,
+        0.65,
         "With `reward.judge`: the best policy is from before the first evaluation that raises the guard"
         " `overoptimization` with this value as `overoptimization_ratio`",
         later=True,

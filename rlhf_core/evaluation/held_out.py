@@ -18,7 +18,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.scoring import has_gold, score_gold
 from rlhf_core.evaluation.statistics import distinct_n, preference
 from rlhf_core.ppo.batch import RolloutBatch
-from rlhf_core.ppo.divergence import KL, SLOPE, SLOPE_ERROR, regression_slope
+from rlhf_core.ppo.divergence import CORRELATION, CORRELATION_ERROR, KL, correlation
 from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import Collector, RewardInputs
@@ -83,8 +83,8 @@ class HeldOutEvaluation:
             if name in columns:
                 metrics[f"eval/{name}_error"] = _standard_error(columns[name])
         if "reward_model" in columns and "judge" in columns:
-            slope = regression_slope(columns["reward_model"], columns["judge"])
-            metrics[SLOPE], metrics[SLOPE_ERROR] = slope
+            agreement = correlation(columns["reward_model"], columns["judge"])
+            metrics[CORRELATION], metrics[CORRELATION_ERROR] = agreement
         wins = [
             math.nan if math.isnan(a + b) else preference(a, b)
             for a, b in zip(decisive, self._sft_scores, strict=True)

@@ -2,17 +2,17 @@
 Overoptimization): an independent reward model, the judge, does not agree with it any more, and the policy
 still moves away.
 
-    scores of the responses to the held-out prompts: judge's = intercept + slope x reward model's
-    agreement    the slope of the present version, compared with that of the SFT model's responses
+    agreement    the correlation of both scores over the responses to the held-out prompts, compared with that
+                 over the SFT model's responses
     movement     the rise of the square root of the KL per step since the last evaluation, compared with its
                  mean over all steps so far
 
 A policy that is tilted further towards the reward model, p(y) exp(t r(y)), changes the mean score of the
-judge by Cov(judge, r) for each unit of t, and that of the reward model by Var(r). So the slope, which is the
-ratio of both, is the rise of the judge's score for each unit of the reward model's that more training brings.
-It falls before the judge's mean does, and one evaluation measures it, where a difference of two means has the
-noise of both. The slope also falls in a sound run, after the policy has learned what both models agree on.
-But there the KL penalty holds the policy, and it moves more slowly than before.
+judge by Cov(judge, r) for each unit of t, and that of the reward model by Var(r). So the correlation is the
+rise of the judge's mean for each rise of the reward model's mean that more training brings, both in standard
+deviations. It falls before the judge's mean does, and one evaluation measures it, where a difference of two
+means has the noise of both. It also falls in a sound run, after the policy has learned what both models agree
+on. But there the KL penalty holds the policy, and it moves more slowly than before.
 
 Both scores are those of one reward model each, normalised in the same way, without weights and penalties.
 """
@@ -29,7 +29,7 @@ Evaluations = Mapping[int, Mapping[str, float]]
 """Metrics `eval/...` by policy version, in order."""
 
 SCORE, KL = "eval/score", "eval/kl"
-SLOPE, SLOPE_ERROR = "eval/judge_slope", "eval/judge_slope_error"
+CORRELATION, CORRELATION_ERROR = "eval/judge_correlation", "eval/judge_correlation_error"
 
 
 @dataclass(frozen=True)
@@ -38,53 +38,48 @@ class Divergence:
 
     version: int
     """Version of the last evaluation."""
-    slope: float
-    """Of its responses."""
+    correlation: float
+    """Over its responses."""
     initial: float
-    """Of the SFT model's responses."""
+    """Over the SFT model's responses."""
     kl: float
     """Of the version, in nats per response."""
 
 
-def regression_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return the slope of the least-squares line of `y` over `x` and its standard error, which does not
-    assume equal variances (White 1980). Points with a NaN are left out. NaN with fewer than three points or
-    equal `x`.
+def correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Return the Pearson correlation and its standard error (1 - r^2) / sqrt(n - 1). Points with a NaN are
+    left out. NaN with fewer than three points, or if all values of one side are equal.
     """
     points = np.asarray([x, y], dtype=np.float64)
-    x_n, y_n = points[:, np.isfinite(points).all(axis=0)]
-    if len(x_n) < 3:
+    points = points[:, np.isfinite(points).all(axis=0)]
+    count = points.shape[1]
+    if count < 3 or (np.ptp(points, axis=1) == 0).any():
         return math.nan, math.nan
-    deviation = x_n - x_n.mean()
-    spread = float(deviation @ deviation)
-    if spread <= 0:
-        return math.nan, math.nan
-    slope = float(deviation @ (y_n - y_n.mean())) / spread
-    residual = y_n - y_n.mean() - slope * deviation
-    return slope, math.sqrt(float(((deviation * residual) ** 2).sum())) / spread
+    value = float(np.corrcoef(points)[0, 1])
+    return value, (1 - value**2) / math.sqrt(count - 1)
 
 
 def divergence(evaluations: Evaluations, ratio: float) -> Divergence | None:
     """Return what the last evaluation shows, or None if it shows no over-optimisation.
 
-    Its slope must be below `ratio` times that of the SFT model's responses by more than one standard error,
-    and the policy must not move more slowly than before. None also without a reward model or judge, and if
-    the two do not agree on the SFT model's responses either.
+    Its correlation must be below `ratio` times that of the SFT model's responses by more than one standard
+    error, and the policy must not move more slowly than before. None also without a reward model or judge,
+    and if the two do not agree on the SFT model's responses either.
     """
     if len(evaluations) < 2:
         return None
     first, *_, last = sorted(evaluations)
-    initial, initial_error = _slope(evaluations[first])
-    slope, error = _slope(evaluations[last])
+    initial, initial_error = _correlation(evaluations[first])
+    value, error = _correlation(evaluations[last])
     # Comparisons with NaN, of an evaluation without one of the models, are false.
     agreed = initial > 2 * initial_error
-    if agreed and slope + error < ratio * initial and _moves(evaluations):
-        return Divergence(last, slope, initial, evaluations[last][KL])
+    if agreed and value + error < ratio * initial and _moves(evaluations):
+        return Divergence(last, value, initial, evaluations[last][KL])
     return None
 
 
-def _slope(found: Mapping[str, float]) -> tuple[float, float]:
-    return found.get(SLOPE, math.nan), found.get(SLOPE_ERROR, math.nan)
+def _correlation(found: Mapping[str, float]) -> tuple[float, float]:
+    return found.get(CORRELATION, math.nan), found.get(CORRELATION_ERROR, math.nan)
 
 
 def _moves(evaluations: Evaluations) -> bool:

@@ -53,10 +53,10 @@ def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: di
     if found is None:
         return None
     text = (
-        f"step {found.version}: among the responses to the held-out prompts, the judge's score rises by"
-        f" {found.slope:.2f} for each unit of the reward model's score, and by {found.initial:.2f} for the"
-        f" SFT model's responses, and the policy still moves away from it (KL {found.kl:.1f}): the reward"
-        " model is over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
+        f"step {found.version}: the scores of reward model and judge have a correlation of"
+        f" {found.correlation:.2f} over the responses to the held-out prompts, and {found.initial:.2f} over"
+        f" the SFT model's, and the policy still moves away from it (KL {found.kl:.1f}): the reward model is"
+        " over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
     )
     alarm("overoptimization", text)
     return text if guards.overoptimization == "stop" else None

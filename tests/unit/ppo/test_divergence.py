@@ -1,10 +1,10 @@
 """Over-optimisation in the evaluations during PPO.
 
-- the slope of the judge's score over the reward model's, and its standard error, have the values worked out
-  by hand; responses without one of the scores are left out
-- on responses of a tilted policy, the slope is the ratio of the rises that further tilting brings
-- a slope far below that of the SFT model's responses is found if the KL still rises; one within its error, a
-  policy that slows down, evaluations without a judge, and a judge that never agreed are not
+- the correlation of two scores and its standard error have the values worked out by hand; responses without
+  one of the scores are left out
+- on responses of a tilted policy, it is the ratio of the rises that further tilting brings
+- a correlation far below that over the SFT model's responses is found if the KL still rises; one within its
+  error, a policy that slows down, evaluations without a judge, and a judge that never agreed are not
 - the guard warns for each such evaluation, sets its metric, and ends the run if it is set to `stop`
 - the sentence of the report says where the true reward or the judge is highest and what followed
 """
@@ -19,51 +19,58 @@ import numpy as np
 import pytest
 
 from rlhf_core.config.guards import GuardsConfig
-from rlhf_core.ppo.divergence import Divergence, divergence, in_words, regression_slope
+from rlhf_core.ppo.divergence import Divergence, correlation, divergence, in_words
 from rlhf_core.ppo.guards import check_divergence
 
 Found = dict[int, dict[str, float]]
 
 
-def test_the_slope_has_the_value_worked_out_by_hand() -> None:
-    # Deviations of x: -1, 0, 1, of y: -1, -1, 2. Slope (1 + 0 + 2) / 2 = 1.5.
-    # Residuals: -1 + 1.5 = 0.5, -1, 2 - 1.5 = 0.5. Error sqrt(0.25 + 0 + 0.25) / 2.
-    slope, error = regression_slope([1.0, 2.0, 3.0, math.nan, 9.0], [0.0, 0.0, 3.0, 5.0, math.nan])
-    assert (slope, error) == (pytest.approx(1.5), pytest.approx(math.sqrt(0.5) / 2))
+def test_the_correlation_has_the_value_worked_out_by_hand() -> None:
+    # Deviations of x: -1, 0, 1, of y: -1, -1, 2. Products 1 + 0 + 2 = 3, squares 2 and 6: 3 / sqrt(12).
+    value, error = correlation([1.0, 2.0, 3.0, math.nan, 9.0], [0.0, 0.0, 3.0, 5.0, math.nan])
+    assert value == pytest.approx(3 / math.sqrt(12))
+    assert error == pytest.approx((1 - 9 / 12) / math.sqrt(2))
 
 
 @pytest.mark.parametrize(("x", "y"), [([1.0, 2.0], [1.0, 2.0]), ([1.0] * 4, [1.0, 2.0, 3.0, 4.0]), ([], [])])
-def test_a_slope_that_is_not_defined_is_nan(x: list[float], y: list[float]) -> None:
-    assert all(math.isnan(value) for value in regression_slope(x, y))
+def test_a_correlation_that_is_not_defined_is_nan(x: list[float], y: list[float]) -> None:
+    assert all(math.isnan(value) for value in correlation(x, y))
 
 
-def test_the_slope_is_the_ratio_of_the_rises_that_more_tilting_brings() -> None:
-    """A policy over eight responses, tilted by exp(t r): exact means at t and t + dt."""
+def test_the_correlation_is_the_ratio_of_the_rises_that_more_tilting_brings() -> None:
+    """A policy over eight responses, tilted by exp(t r): exact means at t and t + dt, in standard
+    deviations.
+    """
     draws = np.random.default_rng(3)
-    reward, judge = draws.normal(size=(2, 8))
+    scores = draws.normal(size=(2, 8))  # of reward model and judge
     t, dt = 0.7, 1e-5
 
-    def means(tilt: float) -> np.ndarray:
-        weights = np.exp(tilt * reward)
-        return np.stack([reward, judge]) @ (weights / weights.sum())
+    def probabilities(tilt: float) -> np.ndarray:
+        weights = np.exp(tilt * scores[0])
+        return weights / weights.sum()
 
-    rise_of_reward, rise_of_judge = means(t + dt) - means(t)
+    now = probabilities(t)
+    deviation = np.sqrt(scores**2 @ now - (scores @ now) ** 2)
+    of_reward, of_judge = (scores @ probabilities(t + dt) - scores @ now) / deviation
     # Responses in the proportions of the tilted policy.
-    shares = np.exp(t * reward) / np.exp(t * reward).sum()
-    counts = np.round(shares * 200_000).astype(int)
-    slope, _ = regression_slope(np.repeat(reward, counts).tolist(), np.repeat(judge, counts).tolist())
-    assert slope == pytest.approx(rise_of_judge / rise_of_reward, rel=1e-3)
+    counts = np.round(now * 200_000).astype(int)
+    value, _ = correlation(np.repeat(scores[0], counts).tolist(), np.repeat(scores[1], counts).tolist())
+    assert value == pytest.approx(of_judge / of_reward, rel=1e-3)
 
 
-def evaluations(*slopes: float, kl: Sequence[float] = (0.0, 1.0, 4.0)) -> Found:
+def evaluations(*values: float, kl: Sequence[float] = (0.0, 1.0, 4.0)) -> Found:
     """Of the versions 0, 10, 20."""
     return {
-        10 * number: {"eval/judge_slope": slope, "eval/judge_slope_error": 0.05, "eval/kl": kl[number]}
-        for number, slope in enumerate(slopes)
+        10 * number: {
+            "eval/judge_correlation": value,
+            "eval/judge_correlation_error": 0.05,
+            "eval/kl": kl[number],
+        }
+        for number, value in enumerate(values)
     }
 
 
-def test_a_slope_that_falls_is_found() -> None:
+def test_a_correlation_that_falls_is_found() -> None:
     assert divergence(evaluations(0.8, 0.6, 0.3), 0.5) == Divergence(20, 0.3, 0.8, 4.0)
 
 
@@ -93,7 +100,7 @@ def test_the_guard_warns_and_stops_where_it_is_set_to(caplog: pytest.LogCaptureF
         assert check_divergence(GuardsConfig(), fallen, metrics) is None
     assert metrics == {"guards/overoptimization": 1.0}
     assert [record.guard for record in caplog.records] == ["overoptimization"]  # type: ignore[attr-defined]
-    assert "step 20" in caplog.text and "rises by 0.30 for each unit" in caplog.text
+    assert "step 20" in caplog.text and "a correlation of 0.30" in caplog.text
     stopped = check_divergence(GuardsConfig(overoptimization="stop"), fallen, metrics)
     assert stopped is not None and "raise ppo.kl.coef" in stopped
     assert check_divergence(GuardsConfig(), sound, metrics) is None

@@ -94,18 +94,18 @@ def test_the_highest_of_many_noisy_means_is_not_later_than_the_gain() -> None:
     assert chosen.best is not None and 9 <= chosen.best <= 12 < highest
 
 
-def with_slope(version: int, objective: float, slope: float) -> HeldOutResult:
+def with_correlation(version: int, objective: float, value: float) -> HeldOutResult:
     found = evaluation(objective, kl=float(version**2))
-    slopes = {"eval/judge_slope": slope, "eval/judge_slope_error": 0.02}
-    return HeldOutResult({**found.metrics, **slopes}, found.objectives)
+    agreement = {"eval/judge_correlation": value, "eval/judge_correlation_error": 0.02}
+    return HeldOutResult({**found.metrics, **agreement}, found.objectives)
 
 
 def test_versions_after_a_divergence_are_not_the_best_although_the_judge_scores_them_higher() -> None:
     rows = [(0, 0.0, 0.8), (2, 0.5, 0.6), (4, 0.7, 0.2), (6, 1.5, 0.7)]
     first, off = selection(publish="best"), selection(publish="best", publish_min_agreement=0.0)
-    for version, objective, slope in rows:
-        first.add(version, with_slope(version, objective, slope))
-        off.add(version, with_slope(version, objective, slope))
+    for version, objective, value in rows:
+        first.add(version, with_correlation(version, objective, value))
+        off.add(version, with_correlation(version, objective, value))
         if version == 4:
             state = json.loads(json.dumps(first.state_dict()))
             first = selection(publish="best")
