@@ -30,32 +30,12 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the content of `summary.json`. Values that a stage did not measure are left out.
 
-    seconds                                     of the whole command, from the start of its process
-    stages.<name>.{seconds,reused,key,artifact,metrics}  artifact: its address in the store
-    stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint), reused; null: unknown
-    reward.accuracy                             held-out accuracy of the reward model
-    reward.accuracy_exchanged                   the same with the prompts of the pairs exchanged
-    sample.{pairs,best}                         rows of the files of the stage sample
-    evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}
-                                                if a true reward exists; the same for reward_model and
-                                                rules/<name>; difference: paired by prompt, policy minus SFT
-    evaluate.gold_reward_exchanged              the same, with each response judged against another prompt
-    evaluate.win_rate.{mean,low,high}           policy against SFT
-    evaluate.win_rate_length_controlled         the same for responses of equal length
-    evaluate.win_rate_over_chosen.{sft,ppo,difference}
-                                                each model against the chosen answers of held-out pairs
-    evaluate.regression/<name>.{sft,ppo,difference}
-                                                mean of a regression set; the difference is paired
-    evaluate.fallen                             regression sets that fell, with their numbers
-    evaluate.<measure>.{dpo,ppo_minus_dpo}, evaluate.win_rate_dpo, evaluate.win_rate_ppo_over_dpo,
-    evaluate.kl_dpo                             of DPO's policy, if there is one
-    evaluate.judge, evaluate.judge_trained_on   the judge, and whether the policy was trained with it
-    evaluate.judge_agreement                    share of held-out pairs on which a language model agrees
-    evaluate.judge_inconsistent                 share of its verdicts that change with the order
-    evaluate.kl                                 nats per response
-    weights_sha256                              of the final policy's safetensors
-    mlflow_run_id                               of the run that contains the stages' runs
-    run, pipeline_key, where                    name and key of the run, and paths to its results
+    docs/outputs.md describes the fields.
+
+    Args:
+        records: The outcome of each stage.
+        seconds: Duration of the whole command, from the start of its process.
+        identity: Further fields that name the run.
     """
     summary: dict[str, Any] = {
         "seconds": round(seconds, 2),
