@@ -5,6 +5,7 @@ Axis: `B` responses.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +29,22 @@ class RankShare:
     """Of these responses, in a list of only these chunks."""
     micro_batches: list[list[int]]
     """Indices into `indices`."""
+
+
+@dataclass(frozen=True)
+class SentShare:
+    """What the controller sends to a rank of a batch, with the chunks. The rank keeps both for further calls
+    with this batch.
+    """
+
+    batch: int
+    """`RolloutBatch.number`."""
+    places: Places
+    """See `RankShare`."""
+    micro_batches: list[list[int]]
+
+
+_numbers = itertools.count()
 
 
 @dataclass
@@ -59,6 +76,8 @@ class RolloutBatch:
     """Policy version that sampled all responses."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)
     """Distribution over ranks by their number, once it is computed (`ppo.routes`)."""
+    number: int = field(default_factory=_numbers.__next__)
+    """No other batch of this process has it."""
 
     def __len__(self) -> int:
         return len(self.lengths_B)

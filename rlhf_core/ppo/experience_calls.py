@@ -28,7 +28,7 @@ from rlhf_core.ppo.experience import (
 )
 from rlhf_core.ppo.fleet import Fleet, Scattered
 from rlhf_core.ppo.rank_rows import ExperienceInputs
-from rlhf_core.ppo.routes import ObjectArguments, chunks_of
+from rlhf_core.ppo.routes import ObjectArguments
 from rlhf_core.ppo.worker import ModelWorker
 
 
@@ -82,9 +82,9 @@ def make_experience(
     advantages_B = response_advantages(scores_B, ppo)
     parts = []
     for rank, (share, worker) in enumerate(zip(old.shares, fleet.groups["policy"].workers, strict=True)):
-        indices, objects = share.indices, ObjectArguments(chunks_of(batch, share))
+        indices, objects = share.indices, ObjectArguments()
         inputs = ExperienceInputs(
-            share.places,
+            batch.number,
             old.add_rows(objects, rank, old.shares),
             ref.add_rows(objects, rank, old.shares),
             None if values is None else values.add_rows(objects, rank, old.shares),

@@ -27,12 +27,12 @@ from rlhf_core.cluster.rpc import (
     Pending,
     RemoteActor,
     Usage,
-    as_argument,
     dead_actors,
     fetch,
     ready,
 )
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.constants import MAX_AUTO_SENDERS
 from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.errors import InfrastructureError
@@ -44,7 +44,7 @@ from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.model_scores import ModelScores, in_batch_order
 from rlhf_core.ppo.placement import reserve_bundles
 from rlhf_core.ppo.prompt_queue import PromptQueue, start_queue
-from rlhf_core.ppo.routes import ObjectArguments, chunks_of, places_of, route
+from rlhf_core.ppo.routes import ObjectArguments, Sent, SentBatches, places_of, route
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.system.environment import THREAD_VARIABLES
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
@@ -60,8 +60,6 @@ T = TypeVar("T")
 
 FROZEN_RESTARTS = 3
 """Maximum number of restarts of frozen models for one call."""
-MAX_AUTO_SENDERS = 16
-"""An engine has connections to all others for each sender."""
 ENGINES = "engines"
 """Name of the engines, where the other names are those of groups."""
 _USAGE_SECONDS = 1.0
@@ -193,6 +191,7 @@ class Fleet:
         """Engines to which the policy is connected for weight sync."""
         self._starts: Counter[str] = Counter()
         """Starts of each group."""
+        self._sent = SentBatches()
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: EnginePool
         self.turns = DeviceTurns(
@@ -410,44 +409,35 @@ class Fleet:
         self, role: Literal["policy", "reference"], batch: RolloutBatch, *, with_entropy: bool
     ) -> Scattered:
         """Start `ModelWorker.logprobs` on the ranks of `role`."""
-        group, shares = self._route(role, batch)
-        parts = []
-        for worker, share in zip(group.workers, shares, strict=True):
-            arguments = [as_argument(chunk) for chunk in chunks_of(batch, share)]
-            parts.append(
-                worker.call_parts(
-                    2,
-                    ModelWorker.logprobs,
-                    role,
-                    share.places,
-                    share.micro_batches,
-                    with_entropy,
-                    *arguments,
-                )
-            )
+        group, shares, arguments = self._arguments(role, batch)
+        parts = [
+            worker.call_parts(2, ModelWorker.logprobs, role, with_entropy, share, *chunks)
+            for worker, (share, chunks) in zip(group.workers, arguments, strict=True)
+        ]
         return Scattered(self, f"{role}.logprobs", shares, parts)
 
     def values(self, batch: RolloutBatch) -> Scattered:
         """Start `ModelWorker.values` on the ranks of the critic."""
-        group, shares = self._route("critic", batch)
-        parts = []
-        for worker, share in zip(group.workers, shares, strict=True):
-            arguments = [as_argument(chunk) for chunk in chunks_of(batch, share)]
-            parts.append(
-                worker.call_parts(2, ModelWorker.values, share.places, share.micro_batches, *arguments)
-            )
+        group, shares, arguments = self._arguments("critic", batch)
+        parts = [
+            worker.call_parts(2, ModelWorker.values, share, *chunks)
+            for worker, (share, chunks) in zip(group.workers, arguments, strict=True)
+        ]
         return Scattered(self, "critic.values", shares, parts)
 
     def scores(self, batch: RolloutBatch, role: Literal["reward", "judge"] = "reward") -> ScatteredScores:
         """Start `ModelWorker.scores` on the ranks of the reward model, which also hold the judge."""
-        group, shares = self._route(role, batch)
-        pending = []
-        for worker, share in zip(group.workers, shares, strict=True):
-            arguments = [as_argument(chunk) for chunk in chunks_of(batch, share)]
-            pending.append(
-                worker.call(ModelWorker.scores, role, share.places, share.micro_batches, *arguments)
-            )
+        group, shares, arguments = self._arguments(role, batch)
+        pending = [
+            worker.call(ModelWorker.scores, role, share, *chunks)
+            for worker, (share, chunks) in zip(group.workers, arguments, strict=True)
+        ]
         return ScatteredScores(self, shares, pending)
+
+    def _arguments(self, role: Role, batch: RolloutBatch) -> tuple[WorkerGroup, list[RankShare], list[Sent]]:
+        """Return the ranks of `role`, the responses of each, and the arguments that say so."""
+        group, shares = self._route(role, batch)
+        return group, shares, self._sent.arguments(group.group.name, group.workers, batch, shares)
 
     def _route(self, role: Role, batch: RolloutBatch) -> tuple[WorkerGroup, list[RankShare]]:
         group = self.groups[role]
@@ -468,6 +458,7 @@ class Fleet:
             try:
                 return call()
             except InfrastructureError as error:
+                self._sent.forget()
                 unhealthy = self._unhealthy_groups()
                 if not restarts_left or not unhealthy or any(_trains(group) for group in unhealthy):
                     raise

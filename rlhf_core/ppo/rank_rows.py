@@ -20,6 +20,7 @@ import numpy as np
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.distributed import Rank
+from rlhf_core.ppo.batch import SentShare
 from rlhf_core.ppo.columns import (
     FloatArray,
     Indices,
@@ -34,12 +35,31 @@ from rlhf_core.ppo.loss_step import TrainSample
 
 
 @dataclass(frozen=True)
+class RankBatch:
+    """The responses of a batch on the rank that computes with them."""
+
+    share: SentShare
+    chunks: Sequence[RolloutColumns]
+
+    def tokens(self) -> tuple[list[IntArray], list[IntArray]]:
+        """Return prompt and response of each place of the share."""
+        prompts = [self.chunks[number].prompt(row) for number, row in self.share.places]
+        responses = [self.chunks[number].response(row) for number, row in self.share.places]
+        return prompts, responses
+
+    def rollout_logprobs(self) -> list[FloatArray]:
+        """Return the log-probabilities of each response by the engine."""
+        return [self.chunks[number].rollout_logprobs(row) for number, row in self.share.places]
+
+
+@dataclass(frozen=True)
 class ExperienceInputs:
     """Where the inputs of `ModelWorker.make_experience` are among its objects, and what the controller knows
     of the responses. One entry per response of the rank.
     """
 
-    chunks: Places
+    batch: int
+    """`RolloutBatch.number`; the rank has its responses."""
     policy: Places
     """`logprobs` and `entropy`."""
     reference: Places
@@ -57,7 +77,8 @@ class ExperienceInputs:
 class CriticInputs:
     """Where the inputs of `ModelWorker.update_critic` are among its objects, for each response."""
 
-    chunks: Places
+    batch: int
+    """`RolloutBatch.number`; the rank has its responses."""
     values: Places
     returns: Places
 
@@ -91,14 +112,13 @@ class RankExperience:
 
 
 def experience_of_rank(
-    inputs: ExperienceInputs, objects: Sequence[Any], ppo: PPOConfig
+    batch: RankBatch, inputs: ExperienceInputs, objects: Sequence[Any], ppo: PPOConfig
 ) -> tuple[RankExperience, ResponseSums]:
-    """Return the experience of the responses of `inputs`, and the sums of each."""
-    prompts, responses = _tokens(inputs.chunks, objects)
-    rollout_logprobs = [objects[number].rollout_logprobs(row) for number, row in inputs.chunks]
+    """Return the experience of the responses of `batch`, and the sums of each."""
+    prompts, responses = batch.tokens()
     rows = ModelRows(
         responses,
-        rollout_logprobs,
+        batch.rollout_logprobs(),
         _column(inputs.policy, objects, "logprobs"),
         _column(inputs.policy, objects, "entropy"),
         _column(inputs.reference, objects, "logprobs"),
@@ -136,10 +156,10 @@ def policy_samples(
 
 
 def critic_samples(
-    inputs: CriticInputs, objects: Sequence[Any], exchange: Exchange, rank: Rank
+    batch: RankBatch, inputs: CriticInputs, objects: Sequence[Any], exchange: Exchange, rank: Rank
 ) -> list[TrainSample]:
     """Return the samples that this critic rank trains on. This is a collective operation."""
-    prompts, responses = _tokens(inputs.chunks, objects)
+    prompts, responses = batch.tokens()
     values = _column(inputs.values, objects, "values")
     returns = _column(inputs.returns, objects, "returns")
     rows = [
@@ -150,16 +170,6 @@ def critic_samples(
         TrainSample(tuple(prompt.tolist()), tuple(response.tolist()), old_values=old, returns=target)
         for prompt, response, (old, target) in exchanged(rows, exchange, rank, 2)
     ]
-
-
-def _tokens(places: Places, objects: Sequence[Any]) -> tuple[list[IntArray], list[IntArray]]:
-    """Return prompt and response of each place."""
-    prompts, responses = [], []
-    for number, row in places:
-        chunk: RolloutColumns = objects[number]
-        prompts.append(chunk.prompt(row))
-        responses.append(chunk.response(row))
-    return prompts, responses
 
 
 def _column(places: Places, objects: Sequence[Any], name: str) -> list[FloatArray]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.cluster.rpc import Pending
+from rlhf_core.cluster.rpc import Pending, as_argument
 from rlhf_core.models.packing import estimated_cost, plan_ranks
-from rlhf_core.ppo.batch import RankShare, RolloutBatch
-from rlhf_core.ppo.columns import Indices, Places
+from rlhf_core.ppo.batch import RankShare, RolloutBatch, SentShare
+from rlhf_core.ppo.columns import Indices, Places, RolloutColumns
 
 
 def route(batch: RolloutBatch, ranks: int, micro_batch_tokens: int, *, pack: bool) -> list[RankShare]:
@@ -63,9 +63,46 @@ def places_of(shares: Sequence[RankShare]) -> Places:
     return places
 
 
-def chunks_of(batch: RolloutBatch, share: RankShare) -> list[Pending[Any]]:
-    """Return the chunks that `share.places` refers to."""
-    return [batch.chunks[chunk] for chunk in share.chunks.tolist()]
+Sent = tuple[SentShare | int, list[RolloutColumns]]
+"""Arguments of a call with a batch: the share of the rank and its chunks, or the number of a batch that the
+rank has.
+"""
+
+
+class SentBatches:
+    """Which actors have which batch. A rank keeps its share and its chunks until it gets those of another
+    batch, so that they are sent once and not for each of its models.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, tuple[Sequence[Any], int]] = {}
+        """By the name of a group: its actors, and the number of their batch."""
+
+    def forget(self) -> None:
+        """Send everything again: a call has failed."""
+        self._sent.clear()
+
+    def arguments(
+        self, group: str, actors: Sequence[Any], batch: RolloutBatch, shares: Sequence[RankShare]
+    ) -> list[Sent]:
+        """Return the arguments of the next call for each rank of a group.
+
+        Args:
+            group: Name of the group.
+            actors: Its present actors, which are others after a restart.
+            batch: The batch.
+            shares: Its distribution over these ranks.
+        """
+        if self._sent.get(group) == (actors, batch.number):
+            return [(batch.number, []) for _ in shares]
+        self._sent[group] = actors, batch.number
+        return [
+            (
+                SentShare(batch.number, share.places, share.micro_batches),
+                [as_argument(batch.chunks[chunk]) for chunk in share.chunks.tolist()],
+            )
+            for share in shares
+        ]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rlhf_core.ppo.experience_calls import Experience
 from rlhf_core.ppo.fleet import Fleet, reindex
 from rlhf_core.ppo.loss_step import OptimizerStep
 from rlhf_core.ppo.rank_rows import CriticInputs, Exchange
-from rlhf_core.ppo.routes import ObjectArguments, chunks_of, places_of
+from rlhf_core.ppo.routes import ObjectArguments, places_of
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.types import SFTExample
@@ -163,10 +163,10 @@ class Updater:
         assert experience.values is not None, "the critic has values"
         shares = experience.values.shares
         calls = []
-        for rank, (share, worker) in enumerate(zip(shares, workers, strict=True)):
-            objects = ObjectArguments(chunks_of(batch, share))
+        for rank, worker in enumerate(workers):
+            objects = ObjectArguments()
             inputs = CriticInputs(
-                share.places,
+                batch.number,
                 experience.values.add_rows(objects, rank, shares),
                 experience.returns.add_rows(objects, rank, shares),
             )

@@ -26,8 +26,10 @@ from rlhf_core.cluster.rpc import Actor, ParticipantSpec, RemoteActor, rpc
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.engines.distributed import Rank, join
+from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo import loss_step
-from rlhf_core.ppo.columns import Places, RolloutColumns, RowColumns, row_columns
+from rlhf_core.ppo.batch import SentShare
+from rlhf_core.ppo.columns import RolloutColumns, RowColumns, row_columns
 from rlhf_core.ppo.engine_actor import EngineActor, RayEngineClient
 from rlhf_core.ppo.experience import ResponseSums, Whitening
 from rlhf_core.ppo.loss_step import OptimizerStep
@@ -36,6 +38,7 @@ from rlhf_core.ppo.rank_rows import (
     CriticInputs,
     Exchange,
     ExperienceInputs,
+    RankBatch,
     RankExperience,
     critic_samples,
     experience_of_rank,
@@ -65,6 +68,8 @@ class ModelWorker(Actor):
         self._models: dict[Role, Any] = {}
         self._members: list[Any] = []
         """The reward models of an ensemble after the first."""
+        self._batch: RankBatch | None = None
+        """The responses that this rank got last."""
         self._experience: RankExperience
         """Of a policy rank in the present step."""
         self._listener: socket.socket | None = None
@@ -174,20 +179,14 @@ class ModelWorker(Actor):
 
     @rpc()
     def logprobs(
-        self,
-        role: Role,
-        places: Places,
-        micro_batches: list[list[int]],
-        with_entropy: bool,
-        *chunks: RolloutColumns,
+        self, role: Role, with_entropy: bool, share: SentShare | int, *chunks: RolloutColumns
     ) -> tuple[None, RowColumns]:
         """Return `logprobs` of each response token at the sampling temperature.
 
         Args:
             role: "policy" or "reference".
-            places: Responses of this rank in `chunks`.
-            micro_batches: Indices into `places`.
             with_entropy: Also return `entropy` at each token, in nats.
+            share: Responses of this rank in `chunks`; the number of the batch if this rank has both.
             chunks: Tokens.
         """
         from rlhf_core.models.scoring import sequence_logprobs
@@ -195,7 +194,7 @@ class ModelWorker(Actor):
         fault = failpoint(f"{role}.logprobs", "nan")
         logprobs, entropy = sequence_logprobs(
             self._models[role],
-            self._batches(places, chunks, micro_batches),
+            self._batches(share, chunks),
             self._config.ppo.temperature,
             with_entropy,
         )
@@ -207,25 +206,19 @@ class ModelWorker(Actor):
         return None, row_columns([len(row) for row in logprobs], **columns)
 
     @rpc()
-    def values(
-        self, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns
-    ) -> tuple[None, RowColumns]:
+    def values(self, share: SentShare | int, *chunks: RolloutColumns) -> tuple[None, RowColumns]:
         """Return `values` of the critic before each response token."""
         from rlhf_core.models.scoring import sequence_values
 
         fault = failpoint("critic.values", "nan")
-        values = sequence_values(self._models["critic"], self._batches(places, chunks, micro_batches))
+        values = sequence_values(self._models["critic"], self._batches(share, chunks))
         if fault == "nan":
             values[0][-1] = np.nan
         return None, row_columns([len(row) for row in values], values=[row.numpy() for row in values])
 
     @rpc()
     def scores(
-        self,
-        role: Literal["reward", "judge"],
-        places: Places,
-        micro_batches: list[list[int]],
-        *chunks: RolloutColumns,
+        self, role: Literal["reward", "judge"], share: SentShare | int, *chunks: RolloutColumns
     ) -> ModelScores:
         """Return the score of each response by the reward model or the judge, normalized by its stored
         statistics. The members of an ensemble score one after the other, and are combined here.
@@ -234,11 +227,11 @@ class ModelWorker(Actor):
         from rlhf_core.models.scoring import sequence_scores
 
         fault = failpoint(f"{role}.scores", "nan")
+        batches = self._batches(share, chunks)
         members = self._members if role == "reward" else []
         by_member = []
         for model in (self._models[role], *members):
             statistics = getattr(model, "module", model).statistics
-            batches = self._batches(places, chunks, micro_batches)
             by_member.append(sequence_scores(model, statistics, batches))
         if fault == "nan":
             by_member[0] = [np.nan] * len(by_member[0])
@@ -246,17 +239,25 @@ class ModelWorker(Actor):
             return ModelScores(by_member[0])
         return ModelScores(combined(self._ensemble, by_member), deviations(by_member))
 
-    def _batches(
-        self, places: Places, chunks: Sequence[RolloutColumns], micro_batches: list[list[int]]
-    ) -> Any:
+    def _batches(self, sent: SentShare | int, chunks: Sequence[RolloutColumns]) -> Any:
         from rlhf_core.models.scoring import Batches
 
+        if isinstance(sent, SentShare):
+            self._batch = RankBatch(sent, chunks)
+        batch = self._batch_of(sent if isinstance(sent, int) else sent.batch)
         sequences = [
-            (chunks[number].prompt(row).tolist(), chunks[number].response(row).tolist())
-            for number, row in places
+            (prompt.tolist(), response.tolist()) for prompt, response in zip(*batch.tokens(), strict=True)
         ]
         device, pack = self._rank.torch_device, self._config.ppo.packs
-        return Batches(sequences, micro_batches, pad_id=self._pad_id, device=device, pack=pack)
+        return Batches(sequences, batch.share.micro_batches, pad_id=self._pad_id, device=device, pack=pack)
+
+    def _batch_of(self, number: int) -> RankBatch:
+        """Return the responses of a batch that this rank has. Raises InfrastructureError if it has none."""
+        if self._batch is None or self._batch.share.batch != number:
+            raise InfrastructureError(
+                f"{self.participant.name} does not have the responses of batch {number}"
+            )
+        return self._batch
 
     @rpc()
     def make_experience(self, inputs: ExperienceInputs, *objects: Any) -> tuple[ResponseSums, RowColumns]:
@@ -264,7 +265,8 @@ class ModelWorker(Actor):
 
         Returns the sums of each response for the controller, and `returns` for the critic.
         """
-        self._experience, sums = experience_of_rank(inputs, objects, self._config.ppo)
+        batch = self._batch_of(inputs.batch)
+        self._experience, sums = experience_of_rank(batch, inputs, objects, self._config.ppo)
         values = {"returns": self._experience.columns.values["returns"]}
         return sums, RowColumns(self._experience.columns.offsets, values)
 
@@ -314,14 +316,14 @@ class ModelWorker(Actor):
         """Update the critic in the same way.
 
         Args:
-            inputs: Tokens, values and returns of this rank's responses.
+            inputs: Values and returns of this rank's responses.
             exchange: The responses that this rank trains on, and where they are.
             steps: Optimizer steps, with indices into these responses.
             clip_values: False during the warm-up of the critic.
             objects: What `inputs` has places of.
         """
         failpoint("critic.update")
-        samples = critic_samples(inputs, objects, exchange, self._rank)
+        samples = critic_samples(self._batch_of(inputs.batch), inputs, objects, exchange, self._rank)
         return loss_step.update_critic(
             self._models["critic"], samples, steps, self._config.ppo, self._pad_id, clip_values=clip_values
         )

@@ -30,7 +30,8 @@ from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
-from rlhf_core.ppo.columns import Places, RolloutHeader
+from rlhf_core.ppo.batch import SentShare
+from rlhf_core.ppo.columns import RolloutHeader
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.experience import ResponseSums
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
@@ -40,6 +41,7 @@ from rlhf_core.ppo.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
 from rlhf_core.weight_sync.sender import SyncReport
+from tests.support.scripted_actors import KeepsBatch
 from tests.support.small_ppo import local_context
 
 CASES = ((1, 512, 512), (8, 4096, 2048), (64, 16_384, 8192), (1000, 100_000, 8192))
@@ -89,16 +91,20 @@ class _Handle:
         return _Method(self._meter, getattr(self._actor, name))
 
 
-class _Rank:
-    """One rank of every role."""
+class _Rank(KeepsBatch):
+    """One rank of every role of its group."""
 
-    def logprobs(self, *_args: Any) -> list[Any]:
+    def logprobs(self, _role: str, _with_entropy: bool, share: SentShare | int, *chunks: Any) -> list[Any]:
+        self.batch(share, chunks)
         return [None, _Reference()]
 
-    values = logprobs
+    def values(self, share: SentShare | int, *chunks: Any) -> list[Any]:
+        self.batch(share, chunks)
+        return [None, _Reference()]
 
-    def scores(self, _role: str, places: Places, *_args: Any) -> ModelScores:
-        return ModelScores(np.random.default_rng(0).normal(size=len(places)).tolist())
+    def scores(self, _role: str, share: SentShare | int, *chunks: Any) -> ModelScores:
+        batch = self.batch(share, chunks)
+        return ModelScores(np.random.default_rng(0).normal(size=len(batch.share.places)).tolist())
 
     def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> list[Any]:
         sums = dict.fromkeys(ResponseSums.__dataclass_fields__, np.ones(len(inputs.scores)))

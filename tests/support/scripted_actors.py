@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
+from rlhf_core.ppo.batch import SentShare
+from rlhf_core.ppo.columns import RolloutColumns
+from rlhf_core.ppo.rank_rows import RankBatch
 
 
 class _Method:
@@ -32,6 +35,20 @@ class _Handle:
 
     def __getattr__(self, name: str) -> _Method:
         return _Method(getattr(self._actor, name))
+
+
+class KeepsBatch:
+    """A rank that keeps the responses that it got last, as `ModelWorker` does."""
+
+    _batch: RankBatch
+
+    def batch(self, sent: SentShare | int, chunks: Sequence[RolloutColumns] = ()) -> RankBatch:
+        """Return the responses that a call is about."""
+        if isinstance(sent, SentShare):
+            self._batch = RankBatch(sent, chunks)
+        else:
+            assert sent == self._batch.share.batch and not chunks
+        return self._batch
 
 
 def scripted(actor: Any) -> RemoteActor[Any]:

@@ -15,12 +15,12 @@ import pytest
 from rlhf_core.cluster.rpc import RemoteActor
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, plan
-from rlhf_core.ppo.columns import Places, RolloutColumns, row_columns
+from rlhf_core.ppo.columns import RolloutColumns, row_columns
 from rlhf_core.ppo.experience_calls import make_experience
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
-from rlhf_core.ppo.rank_rows import ExperienceInputs, experience_of_rank
+from rlhf_core.ppo.rank_rows import ExperienceInputs, RankBatch, experience_of_rank
 from rlhf_core.ppo.update import Updater
-from tests.support.scripted_actors import results, scripted
+from tests.support.scripted_actors import KeepsBatch, results, scripted
 from tests.unit.ppo.test_fleet import chunked
 
 COUNT = 40
@@ -36,27 +36,25 @@ def numbers_of(name: str, response: int) -> Any:
     return noise.normal(-2, 0.5, LENGTHS[response]).astype(np.float32)
 
 
-class _Rank:
+class _Rank(KeepsBatch):
     def __init__(self) -> None:
         self.returns: dict[int, bytes] = {}
         self.values_seen: dict[int, bytes] = {}
 
-    def _columns(self, names: dict[str, str], places: Places, chunks: tuple[RolloutColumns, ...]) -> Any:
-        responses = [int(chunks[number].response(row)[0]) for number, row in places]
+    def _columns(self, names: dict[str, str], batch: RankBatch) -> Any:
+        responses = [int(response[0]) for response in batch.tokens()[1]]
         rows = {column: [numbers_of(name, i) for i in responses] for column, name in names.items()}
         return None, row_columns([LENGTHS[i] for i in responses], **rows)
 
-    def logprobs(
-        self, role: str, places: Places, _micro: Any, with_entropy: bool, *chunks: RolloutColumns
-    ) -> Any:
+    def logprobs(self, role: str, with_entropy: bool, share: Any, *chunks: RolloutColumns) -> Any:
         names = {"logprobs": role} | ({"entropy": "entropy"} if with_entropy else {})
-        return self._columns(names, places, chunks)
+        return self._columns(names, self.batch(share, chunks))
 
-    def values(self, places: Places, _micro: Any, *chunks: RolloutColumns) -> Any:
-        return self._columns({"values": "values"}, places, chunks)
+    def values(self, share: Any, *chunks: RolloutColumns) -> Any:
+        return self._columns({"values": "values"}, self.batch(share, chunks))
 
     def make_experience(self, inputs: ExperienceInputs, *objects: Any) -> Any:
-        experience, sums = experience_of_rank(inputs, objects, PPO)
+        experience, sums = experience_of_rank(self.batch(inputs.batch), inputs, objects, PPO)
         returns = experience.columns.values["returns"]
         return sums, type(experience.columns)(experience.columns.offsets, {"returns": returns})
 
@@ -64,8 +62,8 @@ class _Rank:
         return {}
 
     def update_critic(self, inputs: Any, _exchange: Any, _steps: Any, _clip: bool, *objects: Any) -> Any:
-        for row, (number, chunk_row) in enumerate(inputs.chunks):
-            response = int(objects[number].response(chunk_row)[0])
+        for row, tokens in enumerate(self.batch(inputs.batch).tokens()[1]):
+            response = int(tokens[0])
             for seen, places, name in (
                 (self.returns, inputs.returns, "returns"),
                 (self.values_seen, inputs.values, "values"),

@@ -8,6 +8,7 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 - an engine that is lost in a broadcast over NCCL ends the attempt: the sender may wait for it without limit
 - an engine that no host has the GPUs for is refused
 - the usage of all processes is known only if all answer at once; a dead or suspended one is no error
+- the chunks of a batch are sent to an actor once; again after a restart or an error
 - gathered values are in the order of the responses, for any number of ranks and size of chunks
 - routes divide the work evenly, by whole chunks, with the same number of micro-batches on every rank
 """
@@ -27,13 +28,13 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
 from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
 from rlhf_core.ppo import fleet as module
-from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.batch import RolloutBatch, SentShare
 from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of, row_columns
 from rlhf_core.ppo.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
 from rlhf_core.ppo.placement import check_engine_size
 from rlhf_core.ppo.routes import places_of, route
 from rlhf_core.types import PromptExample, Rollout
-from tests.support.scripted_actors import results, scripted
+from tests.support.scripted_actors import KeepsBatch, results, scripted
 
 Made = tuple[Fleet, list[str], list[str]]
 
@@ -269,16 +270,21 @@ def chunked(lengths: list[int], rows: int) -> RolloutBatch:
     )
 
 
-class _CriticRank:
+class _CriticRank(KeepsBatch):
     """Returns the response tokens as values."""
 
     def __init__(self) -> None:
         self.rows = 0
+        self.got: list[int] = []
+        """Chunks of each call."""
 
-    def values(self, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns) -> Any:
-        self.rows += len(places)
-        assert sorted(i for micro_batch in micro_batches for i in micro_batch) == list(range(len(places)))
-        responses = [chunks[number].response(row) for number, row in places]
+    def values(self, share: SentShare | int, *chunks: RolloutColumns) -> Any:
+        batch = self.batch(share, chunks)
+        self.got.append(len(chunks))
+        self.rows += len(batch.share.places)
+        indices = sorted(i for micro_batch in batch.share.micro_batches for i in micro_batch)
+        assert indices == list(range(len(batch.share.places)))
+        _, responses = batch.tokens()
         return None, row_columns([len(r) for r in responses], values=responses)
 
 
@@ -297,6 +303,29 @@ def test_gather_restores_the_order_of_the_responses(
     gathered = fleet.values(batch).gather("values")
     assert [row.tolist() for row in gathered] == [[float(i)] * (1 + i % 4) for i in range(10)]
     assert sum(rank.rows for rank in critic) == 10
+
+
+def test_a_rank_gets_the_chunks_of_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PipelineConfig()
+    fleet = Fleet(config, plan(config.ppo), "cpu", {}, 0)
+    monkeypatch.setattr(fleet, "wait", results)
+
+    def start() -> _CriticRank:
+        rank = _CriticRank()
+        fleet.groups["critic"] = WorkerGroup(Group(("critic",), 1), (scripted(rank),))
+        return rank
+
+    rank = start()
+    batch, other = chunked([3, 4], 1), chunked([5], 1)
+    for each in (batch, batch, other, batch, batch):
+        assert len(fleet.values(each).gather("values")) == len(each)
+    assert rank.got == [2, 0, 1, 2, 0]
+    restarted = start()
+    fleet.values(batch)
+    assert restarted.got == [2]
+    fleet._sent.forget()
+    fleet.values(batch)
+    assert restarted.got == [2, 2], "after an error the rank may not have them"
 
 
 @pytest.mark.parametrize("pack", [True, False])

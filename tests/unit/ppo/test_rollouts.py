@@ -38,7 +38,7 @@ from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.errors import WeightSyncError, WorkerDied
-from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.batch import RolloutBatch, SentShare
 from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.model_scores import ModelScores
@@ -51,7 +51,7 @@ from rlhf_core.ppo.rollouts import (
 )
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
 from rlhf_core.types import PromptExample, RewardInput, Rollout
-from tests.support.scripted_actors import results, scripted
+from tests.support.scripted_actors import KeepsBatch, results, scripted
 
 SEED, VERSION, PLACES, SAMPLES = 7, 5, 4, 2
 PROMPTS = [PromptExample(f"p{i}", f"question {i}", (i,) * (1 + 3 * i % 7), {"answer": i}) for i in range(30)]
@@ -479,17 +479,16 @@ def test_rewards_get_each_rollout_with_its_prompt() -> None:
             assert s.response == f"text {s.response_ids}"
 
 
-class _RewardRank:
+class _RewardRank(KeepsBatch):
     def __init__(self) -> None:
         self.calls = 0
 
-    def scores(
-        self, role: str, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns
-    ) -> ModelScores:
+    def scores(self, role: str, share: SentShare | int, *chunks: RolloutColumns) -> ModelScores:
         assert role == "reward"
         self.calls += 1
-        assert sorted(chain(*micro_batches)) == list(range(len(places)))
-        return ModelScores([mark(chunks[number].response(row)) for number, row in places])
+        batch = self.batch(share, chunks)
+        assert sorted(chain(*batch.share.micro_batches)) == list(range(len(batch.share.places)))
+        return ModelScores([mark(response) for response in batch.tokens()[1]])
 
 
 def test_model_scores_keep_order_and_are_requested_again_after_a_restart(

@@ -102,7 +102,7 @@ class _Rank:
         clip_values: bool,
         *objects: Any,
     ) -> dict[str, float]:
-        assert len(inputs.chunks) == len(inputs.values) == len(inputs.returns)
+        assert len(inputs.values) == len(inputs.returns)
         return self._update(exchange, steps, {"clip_values": clip_values})
 
     def _update(
