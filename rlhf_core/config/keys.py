@@ -75,7 +75,7 @@ def stage_key(
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def roundings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
+def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
     """Return the settings of `stage` that affect rounding and are not in its key, by their full names."""
     settings: dict[str, str] = {}
     for name in STAGES[stage].sections:
@@ -113,14 +113,14 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
     is the same run.
     """
     text = json.dumps(
-        _decisive(config, source_digests), sort_keys=True, separators=(",", ":"), allow_nan=False
+        _key_payload(config, source_digests), sort_keys=True, separators=(",", ":"), allow_nan=False
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
+def key_fields(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
     """Return what the pipeline key is made from, by flat names such as `ppo.kl.coef`, to compare two runs."""
-    payload = _decisive(config, source_digests)
+    payload = _key_payload(config, source_digests)
     own = {"run.seed": payload.pop("seed"), "run.name": payload.pop("name")}
     settings = [leaf for name, part in payload.pop("config").items() for leaf in leaves(name, part)]
     return (
@@ -130,7 +130,7 @@ def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[
     )
 
 
-def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
+def _key_payload(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
     absent = {
         name for name, stage in STAGES.items() if not stage.always_in_key and not is_enabled(config, name)
     }

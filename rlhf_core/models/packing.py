@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-_ATTENTION_AS_DEAR = 24_576
+_ATTENTION_EQUALS_LINEAR = 24_576
 """Tokens of a sequence at which causal attention costs as much as all linear layers: six times the width of
 the model (Kaplan et al. 2020, table 1), here 4096. It only spreads the work, so it need not be exact.
 """
@@ -34,27 +34,28 @@ def plan_ranks(
     groups = (_packed if pack else _padded)([lengths[i] for i in order], ranks, budget)
     costs = [estimated_cost(lengths[i]) for i in order]
     groups.sort(key=lambda group: sum([costs[place] for place in group]), reverse=True)
-    # Dealt to and fro: what runs at the same time is alike, and the rank that was first is last in the next
-    # round.
-    rounds = [groups[start : start + ranks] for start in range(0, len(groups), ranks)]
-    return [
-        [
-            [order[place] for place in row[rank if turn % 2 == 0 else -1 - rank]]
-            for turn, row in enumerate(rounds)
-        ]
-        for rank in range(ranks)
-    ]
+    # In snake order: groups that run at the same time have similar costs, and the rank with the most
+    # expensive group of a round has the cheapest one of the next round.
+    plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for turn, start in enumerate(range(0, len(groups), ranks)):
+        row = groups[start : start + ranks]
+        if turn % 2 == 1:
+            row.reverse()
+        for rank, group in enumerate(row):
+            plan[rank].append([order[place] for place in group])
+    return plan
 
 
 def estimated_cost(length: int) -> int:
     """Return the cost of one sequence, in the unit of one token's linear layers."""
-    return length * (_ATTENTION_AS_DEAR + length)
+    return length * (_ATTENTION_EQUALS_LINEAR + length)
 
 
 def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
     """Return groups of nearly equal cost, as few as possible, in a multiple of `ranks`."""
-    crowded = sum([2 * length > budget for length in lengths])  # no two of these fit together
-    least = max(1, crowded, math.ceil(sum([min(length, budget) for length in lengths]) / budget))
+    # No two sequences that are longer than half the budget fit into one group.
+    long_sequences = sum([2 * length > budget for length in lengths])
+    least = max(1, long_sequences, math.ceil(sum([min(length, budget) for length in lengths]) / budget))
     count = math.ceil(least / ranks)
     costs = [estimated_cost(length) for length in lengths]
     while (groups := _filled(lengths, costs, count * ranks, budget)) is None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config.flat import flat
-from rlhf_core.config.keys import pipeline_name, roundings
+from rlhf_core.config.keys import pipeline_name, rounding_settings
 from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.events import Events
@@ -158,7 +158,7 @@ class _Attempt:
             fence=self.fence,
             outbox=outbox,
             hosts=nodes,
-            settings=roundings(spec.config, spec.stage),
+            settings=rounding_settings(spec.config, spec.stage),
             on_event=lambda event, step: self.events.send(event, step=step),
         )
         if nodes is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
-from rlhf_core.config.keys import decisive, is_enabled, pipeline_key, pipeline_name, stage_inputs, stage_key
+from rlhf_core.config.keys import is_enabled, key_fields, pipeline_key, pipeline_name, stage_inputs, stage_key
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.data.sources import pinned
 from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
@@ -214,7 +214,7 @@ class PipelineRun:
             "config": self.config_path,
             "updated": time.time(),
             "pipeline_key": self.key,
-            "decided_by": decisive(self.config, self.sources),
+            "decided_by": key_fields(self.config, self.sources),
             "mlflow_run_id": self.parent_run_id,
             "stages": stages,
             "making": self.making,
@@ -225,7 +225,7 @@ class PipelineRun:
         """Describe the unfinished run that this one does not continue; see `describe_unfinished`."""
         if (self.folder / "run.json").exists():
             return ""  # This run itself was started before, and continues.
-        return describe_unfinished(self.home, self.config_path, decisive(self.config, self.sources))
+        return describe_unfinished(self.home, self.config_path, key_fields(self.config, self.sources))
 
     def where(self, mlflow_run_id: str | None) -> dict[str, str]:
         """Return addresses for people: of the logs, of the MLflow run and of the report."""

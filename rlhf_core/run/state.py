@@ -43,7 +43,7 @@ def describe_unfinished(home: Home, config_path: str, key_fields: Mapping[str, A
     Args:
         home: Home of the runs.
         config_path: The configuration file, as it was given.
-        key_fields: What is in the key of the new run, by name. See `rlhf_core.config.keys.decisive`.
+        key_fields: What is in the key of the new run, by name. See `rlhf_core.config.keys.key_fields`.
 
     Returns an empty text if the last run finished, may still be running, or is too old to be compared.
     """

@@ -22,7 +22,7 @@ import pytest
 from rlhf_core.config import PipelineConfig, keys
 from rlhf_core.config.base import Section, result
 from rlhf_core.config.guards import GuardsConfig
-from rlhf_core.config.keys import pipeline_key, roundings, stage_key
+from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, locate, variants
 from rlhf_core.pipeline import STAGES, StageName
@@ -237,7 +237,7 @@ def test_renamed_fields_count_whatever_their_names() -> None:
 
 def test_roundings_are_the_rounding_settings_of_the_stage() -> None:
     config = config_from_tree({}, "test")
-    names = {name: set(roundings(config, name)) for name in STAGES}
+    names = {name: set(rounding_settings(config, name)) for name in STAGES}
     assert names["data"] == names["register"] == set()
     assert "sft.micro_batch_tokens" in names["sft"] and not any(
         name.startswith("ppo") for name in names["sft"]
