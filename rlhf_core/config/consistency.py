@@ -19,6 +19,8 @@ from rlhf_core.errors import ConfigError, Finding
 
 _USELESS_LIMIT = 10
 """A KL limit above this multiple of the target has no practical effect."""
+_LARGEST_INITIAL_WEIGHT = 0.1
+"""A published moving average in which the SFT model has a larger weight is hardly a trained policy."""
 _OFFLOAD_STAGES = {"optimizer": (1, 2, 3), "all": (3,)}
 """ZeRO stages that support each kind of offload."""
 
@@ -134,6 +136,7 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     ppo = config.ppo
     yield from _kl(ppo)
     yield from _critic(ppo)
+    yield from _average(ppo)
     yield from _merge(ppo)
     if ppo.publish == "best" and ppo.uses_reward_model and config.reward.judge is None:
         yield (
@@ -185,14 +188,15 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
                 " it out"
             )
         return
-    steps = ppo.steps - ppo.warmup_steps
+    steps = ppo.steps - ppo.longest_warmup
     log_most = steps * math.log1p(0.2 * ppo.rollout_batch_size / ppo.kl_horizon)
     if log_most < math.log(2):
+        after = "" if ppo.critic_warmup_max_steps is None else " after the longest warm-up of the critic"
+        fix = "use more steps" if kl.horizon is None else f"leave it out ({20 * ppo.rollout_batch_size})"
         yield (
             f"ppo.kl.horizon: {ppo.kl_horizon} responses are too many: the coefficient changes by a factor of"
-            f" {math.exp(log_most):.2f} at most in {steps} steps of {ppo.rollout_batch_size} responses and"
-            f" cannot follow ppo.kl.target; leave it out ({20 * ppo.rollout_batch_size}), or leave the"
-            " target out"
+            f" {math.exp(log_most):.2f} at most in {steps} steps of {ppo.rollout_batch_size}"
+            f" responses{after} and cannot follow ppo.kl.target; {fix}, or leave the target out"
         )
     if ppo.kl_limit > _USELESS_LIMIT * kl.target:
         yield (
@@ -202,13 +206,37 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
 
 
 def _critic(ppo: PPOConfig) -> Iterator[str]:
+    if ppo.critic_warmup_max_steps is None:
+        field, limit = "ppo.critic_warmup_steps", "only"
+    else:
+        field, limit = "ppo.critic_warmup_max_steps", "at most"
     rising_steps = round(ppo.critic.warmup_ratio * ppo.critic_optimizer_steps)
-    warmup_steps = ppo.warmup_steps * ppo.epochs * ppo.minibatches
+    warmup_steps = ppo.longest_warmup * ppo.epochs * ppo.minibatches
     if warmup_steps and rising_steps:
         yield (
             f"ppo.critic.warmup_ratio: {ppo.critic.warmup_ratio:g} increases the critic's learning rate over"
-            f" {rising_steps} optimizer steps, but the critic's warm-up (ppo.critic_warmup_steps) has only"
+            f" {rising_steps} optimizer steps, but the critic's warm-up ({field}) has {limit}"
             f" {warmup_steps}, so the critic learns little before the policy is trained; set it to 0"
+        )
+    if ppo.longest_warmup > ppo.steps / 2:
+        yield (
+            f"{field}: {ppo.longest_warmup} of {ppo.steps} steps can train the critic only, so the policy may"
+            f" be trained in no more than {ppo.steps - ppo.longest_warmup}; lower it"
+        )
+
+
+def _average(ppo: PPOConfig) -> Iterator[str]:
+    """Warn if the published moving average has a large part of the SFT model, with which it begins."""
+    if ppo.publish != "average" or ppo.ema_decay is None:
+        return
+    steps = ppo.policy_optimizer_steps
+    weight = ppo.ema_decay**steps
+    if weight > _LARGEST_INITIAL_WEIGHT:
+        largest = math.floor(1e5 * _LARGEST_INITIAL_WEIGHT ** (1 / steps)) / 1e5
+        yield (
+            f"ppo.ema_decay: {ppo.ema_decay:g} gives the SFT model a weight of {weight:.2g} in the average"
+            f" that is published (ppo.publish=average), because the policy makes {steps} optimizer steps; use"
+            f" at most {largest:g}, or ppo.publish=last"
         )
 
 

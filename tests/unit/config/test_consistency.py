@@ -47,6 +47,31 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"critic_warmup_steps": 5, "steps": 200},
     ),
     (
+        {"critic_warmup_max_steps": 50, "critic": {"warmup_ratio": 0.2}},
+        ("ppo.critic.warmup_ratio: 0.2", "(ppo.critic_warmup_max_steps) has at most 200", "set it to 0"),
+        {"critic_warmup_max_steps": 50},
+    ),
+    (
+        {"critic_warmup_max_steps": 99},
+        ("ppo.critic_warmup_max_steps: 99 of 100 steps", "in no more than 1;", "lower it"),
+        {"critic_warmup_max_steps": 50},
+    ),
+    (
+        {"critic_warmup_steps": 51},
+        ("ppo.critic_warmup_steps: 51 of 100 steps", "lower it"),
+        {"critic_warmup_steps": 50},
+    ),
+    (
+        {"critic_warmup_max_steps": 40, "kl": TARGET},
+        ("ppo.kl.horizon: 1280", "in 60 steps", "after the longest warm-up", "use more steps, or leave the"),
+        {"critic_warmup_max_steps": 20, "kl": TARGET},
+    ),
+    (
+        {"steps": 10, "publish": "average", "ema_decay": 0.99999},
+        ("ppo.ema_decay: 0.99999", "a weight of 1 in", "makes 40 optimizer steps", "use at most 0.94405"),
+        {"steps": 10, "publish": "average", "ema_decay": 0.94405},
+    ),
+    (
         {"kl": {"place": "loss", "estimator": "k3"}},
         ("ppo.kl.estimator: k3 in the loss", "for k2"),
         {"kl": {"place": "loss"}},
