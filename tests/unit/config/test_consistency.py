@@ -68,8 +68,8 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ),
     (
         {"steps": 10, "publish": "average", "ema_decay": 0.99999},
-        ("ppo.ema_decay: 0.99999", "a weight of 1 in", "makes 40 optimizer steps", "use at most 0.94405"),
-        {"steps": 10, "publish": "average", "ema_decay": 0.94405},
+        ("ppo.ema_decay: 0.99999", "a weight of 1 in", "makes 40 optimizer steps", "use at most 0.94406"),
+        {"steps": 10, "publish": "average", "ema_decay": 0.94406},
     ),
     (
         {"kl": {"place": "loss", "estimator": "k3"}},
