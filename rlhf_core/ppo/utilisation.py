@@ -31,7 +31,9 @@ _SAMPLING = ("sample", "sample_from")
 _SCORING = ("logprobs", "values", "scores", "make_experience")
 _TRAINING = ("update_policy", "update_critic")
 _SYNC = ("send_weights", "start_weight_update", "update_weights", "finish_weight_update", "acknowledge")
-_WORK = (*_SAMPLING, *_SCORING, *_TRAINING, *_SYNC)
+_MOVING = ("sleep", "wake", "offload_states", "reload_states")
+"""With `ppo.engine.sleep_level`, one after the other."""
+_WORK = (*_SAMPLING, *_SCORING, *_TRAINING, *_SYNC, *_MOVING)
 """Calls of one step. Checkpoints are saved between steps."""
 
 
@@ -76,13 +78,16 @@ class Utilisation:
         """
         usage = self._fleet.usage_by_group()
         before, self._last = self._last, usage
-        idle = self._idle_cores(usage, before)
+        measured = self._idle_cores(usage, before)
         if usage is None or before is None:
             return {}
         work = {name: _differences(before[name], usage[name]) for name in usage}
         groups = [workers.group for workers in self._fleet.distinct_groups]
+        moving = moving_seconds(work)
+        if moving:
+            measured["moving/share"] = moving / seconds
         return {
-            **idle,
+            **measured,
             **idle_shares(work, groups, seconds),
             **token_rates(work, groups, batch, sampled, self._epochs),
             **engine_metrics(work[ENGINES]),
@@ -158,7 +163,7 @@ def token_rates(
     tokens = int(batch.prompt_lengths_B.sum() + batch.lengths_B.sum())
     metrics: Metrics = {}
     if sampled is not None:
-        metrics |= _rate(ENGINES, int(sampled.lengths_B.sum()), work[ENGINES], "sample")
+        metrics |= _rate(ENGINES, int(sampled.lengths_B.sum()), work[ENGINES], *_SAMPLING)
     for group in groups:
         ranks = work[group.name]
         for role in group.roles:
@@ -173,8 +178,8 @@ def token_rates(
     return metrics
 
 
-def _rate(role: str, tokens: int, processes: Sequence[Counters], method: str) -> Metrics:
-    longest = max(seconds_of(process, (method,)) for process in processes)
+def _rate(role: str, tokens: int, processes: Sequence[Counters], *methods: str) -> Metrics:
+    longest = max(seconds_of(process, methods) for process in processes)
     return {f"tokens_per_s/{role}": tokens / longest} if longest > 0 else {}
 
 
@@ -211,7 +216,7 @@ def data_wait(
     work: Mapping[str, Sequence[Counters]], timings: Mapping[str, float], *, overlapped: bool
 ) -> float:
     """Return the seconds of a step in which no process has a call: the controller plans, rewards are
-    computed, and data is transferred.
+    computed, and data is transferred. They are part of a phase, as the moving of memory is.
 
     Args:
         work: Counters of the step, of each process by group.
@@ -227,7 +232,17 @@ def data_wait(
     for phase, methods in phases.items():
         longest = max(seconds_of(process, methods) for process in processes)
         waited += max(0.0, timings.get(f"timing/{phase}", 0.0) - longest)
-    return waited
+    return max(0.0, waited - moving_seconds(work))
+
+
+def moving_seconds(work: Mapping[str, Sequence[Counters]]) -> float:
+    """Return the seconds in which memory moves between devices and host (`ppo.device_turns`).
+
+    Args:
+        work: Counters of the step, of each process by group.
+    """
+    processes = [process for group in work.values() for process in group]
+    return sum(max(seconds_of(process, (method,)) for process in processes) for method in _MOVING)
 
 
 def seconds_of(process: Counters, methods: Sequence[str]) -> float:

@@ -128,9 +128,7 @@ def _summary(rows: list[dict[str, float]], peaks: list[int]) -> dict[str, Any]:
             "fastest_seconds": round(min(row["timing/step"] for row in rows), 4),
             "iterations": len(rows),
             "parts": {phase: {"seconds": seconds[phase], "cpu_seconds": cpu[phase]} for phase in PHASES},
-            "rollout_tokens_per_s": median(
-                [row.get("rollout/tokens_per_s", row["tokens_per_s/engines"]) for row in rows]
-            ),
+            "rollout_tokens_per_s": median([_rollout_rate(row) for row in rows]),
             "tokens_per_s": round(tokens / whole, 1),
             "peak_memory_bytes": {"largest_process": max(peaks), "all_workers": sum(peaks)},
             "utilisation": {
@@ -142,6 +140,12 @@ def _summary(rows: list[dict[str, float]], peaks: list[int]) -> dict[str, Any]:
             "logprob_gap": median([row["rollout/logprob_gap_mean"] for row in rows]),
         }
     }
+
+
+def _rollout_rate(row: dict[str, float]) -> float:
+    """Tokens per second; with staleness, those of the engines while they sample."""
+    name = "rollout/tokens_per_s"
+    return row[name if name in row else "tokens_per_s/engines"]
 
 
 def _table(result: dict[str, Any]) -> Table:

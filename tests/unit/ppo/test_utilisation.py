@@ -1,6 +1,8 @@
 """How busy the processes of PPO are, computed from scripted counters.
 
 - shares of idle time, tokens per second, the latency of a token and the time without any call, by hand
+- engines that take prompts from a queue have a rate of tokens too
+- the time in which memory moves between devices and host is a share of its own: it is neither idle nor wait
 - a process that was replaced counts from 0; without all counters there are no metrics
 - padded rows cost what their longest row costs; packed rows cost nothing
 """
@@ -106,6 +108,31 @@ def test_a_step_by_hand(fleet: Any) -> None:
             "data_wait/share": 0.1,
         }
     )
+
+
+def test_engines_with_a_queue_have_a_rate(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINE, "seconds/sample_from", ENGINE["seconds/sample"])
+    monkeypatch.delitem(ENGINE, "seconds/sample")
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    measured(utilisation)
+    found = measured(utilisation)
+    assert found["tokens_per_s/engines"] == pytest.approx(100 / 3.0)  # the second engine has both calls
+    assert found["rollout/token_latency"] == pytest.approx(5.0 / 200)
+
+
+def test_moving_memory_is_neither_idle_nor_wait(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"sleep": 0.5, "wake": 1.0}.items():
+        monkeypatch.setitem(ENGINE, f"seconds/{name}", seconds)
+    for name, seconds in {"offload_states": 0.25, "reload_states": 0.25}.items():
+        monkeypatch.setitem(POLICY, f"seconds/{name}", seconds)
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    timings = TIMINGS | {"timing/rollout": 4.0, "timing/sync": 1.5}  # 2 s more
+    utilisation.measure(12.0, timings, BATCH, BATCH)
+    found = utilisation.measure(12.0, timings, BATCH, BATCH)
+    assert found["moving/share"] == pytest.approx(2.0 / 12)
+    assert found["data_wait/share"] == pytest.approx(1.0 / 12), "as without"
+    assert found["idle/policy"] == pytest.approx(1 - (4.5 + 0.5) / 12)
+    assert found["idle/engines"] == pytest.approx(1 - (2.5 + 1.5) / 12)
 
 
 def test_a_replaced_engine_counts_from_zero(fleet: Any) -> None:
