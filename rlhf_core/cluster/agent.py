@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import model_digests
 from rlhf_core.errors import DataError, InputError, classified
-from rlhf_core.models.folder import is_hub_model
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest

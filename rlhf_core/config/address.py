@@ -65,3 +65,8 @@ def parse_address(text: str) -> Address:
     if local.looks_like_path or exists(text) or _HUB_ID.fullmatch(text) is None:
         return local
     return Address("hub", text)
+
+
+def is_hub_model(path: str) -> bool:
+    """Return whether `model.path` is an id of the Hugging Face hub. Otherwise it is a folder."""
+    return parse_address(path).kind == "hub"

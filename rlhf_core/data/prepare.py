@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import build_card, card_markdown
@@ -42,13 +43,7 @@ from rlhf_core.data.sources import (
 from rlhf_core.data.templates import EncodeError, Encoder, read_chat_template
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer, write_response_prefix
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.folder import (
-    base_model_config,
-    context_problem,
-    is_hub_model,
-    longest_sequence,
-    vocabulary_problem,
-)
+from rlhf_core.models.folder import base_model_config, context_problem, longest_sequence, vocabulary_problem
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PairExample, PromptExample
 

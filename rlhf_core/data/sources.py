@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, TypeVar, cast
 
-from rlhf_core.config.address import AddressKind, parse_address
+from rlhf_core.config.address import AddressKind, is_hub_model, parse_address
 from rlhf_core.config.data import SETS, Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import BadRow, Row, list_files, read_file, suffix_of
@@ -30,7 +30,6 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.models.folder import is_hub_model
 from rlhf_core.storage.s3 import filesystem, with_retries
 from rlhf_core.system.files import open_regular
 

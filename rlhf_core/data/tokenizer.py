@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.errors import ModelError
-from rlhf_core.models.folder import is_hub_model
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.address import parse_address
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig
 from rlhf_core.config.redact import shown
@@ -45,11 +45,6 @@ _LAYER_NUMBER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,6})\.")
 
 class UnreadableJSON(ValueError):
     """The file is missing, too large or no JSON object. The message names it."""
-
-
-def is_hub_model(path: str) -> bool:
-    """Return whether `model.path` is an id of the Hugging Face hub. Otherwise it is a folder."""
-    return parse_address(path).kind == "hub"
 
 
 class ModelFolder:

@@ -21,9 +21,10 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.errors import ModelError
 from rlhf_core.models.finite import is_finite
-from rlhf_core.models.folder import ModelFolder, is_hub_model
+from rlhf_core.models.folder import ModelFolder
 
 
 class Shards(Protocol):

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.errors import InputError
-from rlhf_core.models.folder import is_hub_model
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered import RegisteredPolicy
 from rlhf_core.storage.bundles import weights_sha256

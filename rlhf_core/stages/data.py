@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import sample_rows
 from rlhf_core.data.prepare import FILE_NAMES, prepare
-from rlhf_core.models.folder import is_hub_model
 from rlhf_core.types import StageContext, StageResult
 
 

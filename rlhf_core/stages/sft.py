@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data.dataset import load_prompts, load_sft
 from rlhf_core.data.sources import ModelState, require_same_state
@@ -47,7 +48,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     from rlhf_core.data.hub import fetch_model
     from rlhf_core.data.sources import model_digests, model_state, require_unchanged
     from rlhf_core.engines.distributed import resolve_device
-    from rlhf_core.models.folder import is_hub_model
 
     device = resolve_device(config.run.device)
     if config.model.path is not None and is_hub_model(config.model.path):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from data_samples import TEXTS
 
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.data.tokenizer import (
     load_tokenizer,
     require_bounded_growth,
@@ -23,7 +24,6 @@ from rlhf_core.data.tokenizer import (
     with_safe_specials,
 )
 from rlhf_core.errors import ModelError
-from rlhf_core.models.folder import is_hub_model
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "~/nowhere", "a/b/c"])
