@@ -44,7 +44,7 @@ from rlhf_core.ppo.columns import FloatArray
 from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.guards import check_divergence
+from rlhf_core.ppo.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
 from rlhf_core.ppo.selection import HeldOutResult, Selection
@@ -223,6 +223,7 @@ class PPOController:
         self._timings["timing/step"] = time.monotonic() - started
         self._timings |= self._measure(batch)
         metrics = {
+            TRAINS_POLICY: 0.0,  # of a skipped step
             **{name: value for name, value in experience.metrics.items() if math.isfinite(value)},
             **update,
             "sync/version": float(version),
@@ -364,8 +365,9 @@ class PPOController:
         responses = len(batch)
         try:
             if self._checks.is_finite(experience.metrics, responses, step):
-                self._checks.verify(experience.metrics, step)
                 trains_policy = self._warmup.is_over(experience.metrics, step)
+                experience.metrics[TRAINS_POLICY] = float(trains_policy)
+                self._checks.verify(experience.metrics, step)
                 with self._timed("training"):
                     update = self._updater.update(
                         batch, experience, step, self._kl.coef, trains_policy=trains_policy
@@ -394,13 +396,13 @@ class PPOController:
     def _log(self, metrics: Metrics) -> None:
         with self._metrics_file.open("a") as file:
             # Metrics of guards are not stored in the artifact, because their settings are not part of its
-            # key.
+            # key. Whether the policy was trained can be seen there from `loss/policy`.
             kept = {
                 name: value
                 for name, value in metrics.items()
                 if name not in self._timings
                 and not name.startswith("guards/")
-                and name != "rollout/logprob_gap_alarm"
+                and name not in ("rollout/logprob_gap_alarm", TRAINS_POLICY)
             }
             file.write(json.dumps({"step": self.completed_steps, **kept}) + "\n")
         self._context.metrics.log_metrics(metrics, self.completed_steps)

@@ -19,6 +19,8 @@ from rlhf_core.ppo.divergence import Evaluations, divergence
 
 log = logging.getLogger(__name__)
 
+TRAINS_POLICY = "ppo/trains_policy"
+"""1 in steps that train the policy, 0 in those that train the critic only and in skipped ones."""
 _INITIAL_METRICS = ("rollout/eos_rate", "policy/entropy", "rollout/length")
 NAMES = (
     "eos_loss",
@@ -153,13 +155,13 @@ class Guards:
             )
 
         # With equal scores, the returns only contain the KL and the critic's own values, and say nothing
-        # about the critic.
-        scores_vary = metrics.get("objective/scores_std", 1.0) > 0
+        # about the critic. The critic's warm-up has a warning of its own.
+        is_judged = metrics.get("objective/scores_std", 1.0) > 0 and metrics.get(TRAINS_POLICY, 1.0) > 0
         explained = metrics.get("value/explained_variance", 1.0)
-        if explained <= 0 and scores_vary:
+        if explained <= 0 and is_judged:
             met["blind_critic"] = (
                 f"the critic does not predict the returns (explained variance {explained:.2g}); raise"
-                " ppo.critic.learning_rate or ppo.critic_warmup_steps"
+                " ppo.critic.learning_rate, ppo.critic_warmup_steps or ppo.critic_warmup_max_steps"
             )
 
         clipped = metrics.get("objective/score_clipfrac", 0.0)

@@ -4,7 +4,8 @@
 - a skipped step is logged with its samples, and the run continues
 - metrics of guards are logged, but are not part of the artifact, because their settings are not part of its
   key
-- the counters of consecutive bad steps survive a restart
+- the counters of consecutive bad steps, and the end of the critic's warm-up, survive a restart
+- each step says whether it trains the policy; the artifact does not, because its digest is in later keys
 - the score of a checkpoint is that of its own policy: the mean score of the next step's responses minus
   ppo.kl.coef times their KL, for every place of the KL and every normalization of the scores
 """
@@ -95,6 +96,27 @@ def test_the_kl_coefficient_is_constant_during_the_warm_up(tmp_path: Path) -> No
     assert coefs == pytest.approx([0.1, 0.1, 0.098, 0.09604])
 
 
+def test_a_step_says_whether_it_trains_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = None
+    logged: list[dict[str, float]] = []
+    tracker: Any = SimpleNamespace(log_metrics=lambda metrics, _step: logged.append(metrics))
+    context = StageContext({}, tmp_path, tmp_path, nothing, tracker, lambda *_args, **_shown: None)
+    config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "critic_warmup_max_steps": 3}}, "test")
+    controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, context)
+    controller._updater = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
+    blind, skipped = {"value__explained_variance": -1.0}, {"objective__kl": float("nan")}
+    steps = [_Experience(**changed) for changed in (blind, skipped, blind, blind)]
+    monkeypatch.setattr(controller, "collect", lambda: replace(FORTY, from_cache=True))
+    monkeypatch.setattr(controller, "score", lambda _batch: steps[controller.completed_steps])
+    monkeypatch.setattr(controller, "sync", lambda: 1)
+    monkeypatch.setattr(controller, "_log_samples", lambda *_arguments: None)
+    controller._timings["timing/sync"] = 0.0
+    for _ in steps:
+        controller._log(controller.iterate())
+    assert [metrics["ppo/trains_policy"] for metrics in logged] == [0, 0, 0, 1]
+    assert "trains_policy" not in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_a_skipped_step_is_logged_and_the_run_continues(
     controller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +186,7 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
         context = StageContext(
             {}, work, work, CheckpointStore(Store(tmp_path / "store"), "key", work, keep(1)), tracker, nothing
         )
-        config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
+        config = config_from_tree({"ppo": {"max_kl": 20.0, "critic_warmup_max_steps": 9}}, "test")
         return PPOController(config, fleet, [], lambda ids: "", nothing, context)
 
     high, bad = _Experience(objective__kl=25.0), _Experience(policy__entropy=float("nan"))
@@ -172,6 +194,7 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
     for first.completed_steps in (4, 5):
         first._checks.verify(high.metrics, first.completed_steps)
         first._checks.is_finite(bad.metrics, 4, first.completed_steps)
+    assert first._warmup.is_over({"value/explained_variance": 0.5}, 5)
     first._checkpoint()
     first._record_score({"objective/net_score": 0.5}, 5)
     second = started("second")
@@ -181,6 +204,7 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
         second._checks.verify(high.metrics, 6)
     with pytest.raises(NonFiniteError, match="ppo steps 4 to 6 had to be skipped"):
         second._checks.is_finite(bad.metrics, 4, 6)
+    assert second._warmup.is_over({"value/explained_variance": -1.0}, 6), "a warm-up that is over stays so"
 
 
 def test_a_checkpoint_has_the_score_of_its_own_policy(

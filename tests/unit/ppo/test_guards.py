@@ -5,6 +5,7 @@
 - two failing steps, an interruption, and values within the limit give no alarm; a guard that is `off` is not
   checked
 - counters and initial values survive a restart
+- steps of the critic's warm-up do not count for the guard of the critic
 - docs/guards.md has a row for each guard, with the failure of this test
 """
 
@@ -122,6 +123,17 @@ def test_a_critic_is_not_judged_by_equal_scores(explained: Change) -> None:
         metrics = usual | {"objective/scores_std": 0.0} | explained
         checks.verify(metrics, step)
         assert metrics["guards/blind_critic"] == 0.0
+
+
+def test_a_critic_is_not_judged_during_its_warm_up(caplog: pytest.LogCaptureFixture) -> None:
+    checks = checks_of(blind_critic="stop")
+    blind = {"value/explained_variance": -0.2}
+    for step in range(1, 9):
+        assert not any(look(checks, step, blind | {"ppo/trains_policy": 0.0}).values())
+    for step in (9, 10):
+        assert not any(look(checks, step, blind | {"ppo/trains_policy": 1.0}).values())
+    with pytest.raises(GateFailed, match=r"step 11: guard blind_critic: .*ppo\.critic_warmup_max_steps"):
+        look(checks, 11, blind | {"ppo/trains_policy": 1.0})
 
 
 def test_every_guard_is_configured_and_documented() -> None:
