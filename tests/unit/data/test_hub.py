@@ -94,7 +94,7 @@ def test_the_model_is_fetched_before_the_ranks_start(
     config: Any = SimpleNamespace(
         model=SimpleNamespace(path=path, revision=COMMIT),
         run=SimpleNamespace(device="cpu", timeouts=None),
-        sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1, hpz=1)),
+        sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1, hpz=1), threads=None),
     )
     context: Any = SimpleNamespace(
         inputs={"data": tmp_path}, scratch=tmp_path, output=tmp_path, monitor=None, sources={}
