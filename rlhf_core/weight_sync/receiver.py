@@ -171,6 +171,20 @@ def _checksummed(base: Any) -> Any:
     return Checksummed
 
 
+def _ipc_receiver(base: Any) -> Any:
+    """Return vLLM's backend `ipc` with an inbox."""
+
+    class IPCReceiver(_checksummed(base)):  # type: ignore[misc]
+        _packed_importer: Any
+
+        def finish_weight_update(self) -> None:
+            super().finish_weight_update()
+            # vLLM does so after an update of the model. Until then the trainer cannot free its buffer.
+            self._packed_importer.close()
+
+    return IPCReceiver
+
+
 def _m2n_receiver(base: Any) -> Any:
     """Return vLLM's backend `nccl_m2n` with an inbox, for engines that are separate instances of vLLM."""
 
@@ -233,7 +247,7 @@ def _register() -> None:
 
     WeightTransferEngineFactory.register_engine("rlhf_gloo", GlooReceiver)
     WeightTransferEngineFactory.register_engine("rlhf_nccl", _checksummed(NCCLWeightTransferEngine))
-    WeightTransferEngineFactory.register_engine("rlhf_ipc", _checksummed(IPCWeightTransferEngine))
+    WeightTransferEngineFactory.register_engine("rlhf_ipc", _ipc_receiver(IPCWeightTransferEngine))
     WeightTransferEngineFactory.register_engine("rlhf_nccl_m2n", _m2n_receiver(M2NWeightTransferEngine))
 
 

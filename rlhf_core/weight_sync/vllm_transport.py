@@ -81,9 +81,9 @@ class VllmTransport:
                 IPCTrainerWeightTransferEngine,
             )
 
-            # Unlike the other backends, it refuses tensors that are larger than a bucket.
-            size = max(transport.bucket_bytes, *(spec.bytes for spec in specs))
-            ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=size)
+            ipc = IPCTrainerInitInfo(
+                packed=True, rank=rank, packed_buffer_size_bytes=_ipc_buffer(transport.bucket_bytes, specs)
+            )
             self._engine = IPCTrainerWeightTransferEngine.trainer_init(
                 ipc, client=self._client, source=Source()
             )
@@ -97,6 +97,15 @@ class VllmTransport:
         finally:
             self._sending.drain()
         self._client.raise_deferred()
+
+
+def _ipc_buffer(bucket_bytes: int, specs: list[TensorSpec]) -> int:
+    """Return the size of the buffer that a rank shares with its engine, which vLLM allocates as a whole.
+
+    Unlike the other backends, IPC refuses tensors that are larger than a bucket.
+    """
+    sizes = [spec.bytes for spec in specs]
+    return max(*sizes, min(bucket_bytes, sum(sizes)))
 
 
 def row_blocks(specs: list[TensorSpec], ranks: int) -> frozenset[str]:

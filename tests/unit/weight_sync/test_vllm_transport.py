@@ -2,6 +2,8 @@
 
 - buckets are sent on one stream, in order
 - an engine that fails leaves no rank in a gather, over NCCL or IPC; rank 0 raises the error of the engine
+- over IPC, the buffer holds a bucket or all tensors, and the engine releases it after each update, also that
+  of an adapter
 - while a broadcast without its engine hangs, the failure is reported with a limit of seconds
 """
 
@@ -17,7 +19,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 
-from rlhf_core.weight_sync import vllm_transport
+from rlhf_core.weight_sync import receiver, vllm_transport
 from rlhf_core.weight_sync.transport import TransportConfig
 from rlhf_core.weight_sync.vllm_transport import VllmTransport
 from rlhf_core.weight_sync.wire import TensorSpec
@@ -174,6 +176,33 @@ def test_the_ranks_are_ready_for_another_update_after_an_error(ipc: threading.Ba
             sender.send("2")
         other.join(20)
     assert engines.calls[-1] == "finish 2"
+
+
+@pytest.mark.parametrize(("bucket", "size"), [(512 << 20, 64), (40, 40), (4, 16)])
+def test_a_buffer_over_ipc_holds_a_bucket_or_all_tensors(
+    bucket: int, size: int, ipc: threading.Barrier
+) -> None:
+    config = TransportConfig("ipc", {0: ("127.0.0.1", 1)}, ("127.0.0.1",), 1, bucket, 10.0)
+    sender = VllmTransport(lambda: iter(()), SPECS, _Engines(), 0, config)
+    assert sender._engine.packed_buffer_size_bytes == size
+
+
+def test_an_engine_releases_the_buffer_after_an_update_of_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def receive(engine: Any, _update: Any) -> None:
+        engine._packed_importer._entry = (), torch.zeros(1)
+        engine.model.load_weights([("a", torch.ones(4))])
+
+    base = ipc_engine.IPCWeightTransferEngine
+    monkeypatch.setattr(base, "receive_weights", receive)
+    engine = receiver._ipc_receiver(base).__new__(receiver._ipc_receiver(base))
+    engine._packed_importer = packed_tensor.PackedBufferImporter()
+    engine.model, engine.vllm_config = torch.nn.Module(), SimpleNamespace(lora_config=object())
+    engine.start_weight_update()
+    engine.receive_weights(None)
+    assert engine._packed_importer._entry is not None
+    engine.finish_weight_update()
+    assert engine._packed_importer._entry is None
+    assert list(engine.inbox.adapter) == ["a"]
 
 
 def test_a_broadcast_that_hangs_without_its_engine_is_reported(
