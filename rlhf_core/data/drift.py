@@ -72,6 +72,9 @@ class Drift:
     """The largest one of all places; None if it was not measured."""
     place: str = ""
     """Where it is the largest."""
+    low: float | None = None
+    high: float | None = None
+    """Confidence interval of a value that is measured on few rows; None for the others."""
     changes: tuple[Change, ...] = ()
     """The categories that contribute most there."""
     note: str = ""
@@ -146,7 +149,7 @@ def compare(before: DataStatistics, after: DataStatistics) -> list[Drift]:
     rises = {place: after.duplicates[place] - before.duplicates[place] for place in sorted(places)}
     place = max(rises, key=lambda name: rises[name])
     change = Change("duplicates", before.duplicates[place], after.duplicates[place])
-    return [*found, Drift("duplicates", max(0.0, rises[place]), place, (change,))]
+    return [*found, Drift("duplicates", max(0.0, rises[place]), place, changes=(change,))]
 
 
 def _largest(measure: str, before: Counts, after: Counts) -> Drift:
@@ -157,7 +160,7 @@ def _largest(measure: str, before: Counts, after: Counts) -> Drift:
             continue
         value = divergence(old, new)
         if largest.value is None or value > largest.value:
-            largest = Drift(measure, value, place, _changes(old, new))
+            largest = Drift(measure, value, place, changes=_changes(old, new))
     return largest
 
 

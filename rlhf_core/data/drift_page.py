@@ -23,10 +23,12 @@ class Finding:
 
     @property
     def state(self) -> State:
-        """`stop` or `warn` if the value is above that limit."""
-        value = self.drift.value
-        if value is None:
+        """`stop` or `warn` if the value is above that limit. Where the value has an interval, its lower bound
+        must be above the limit, so that chance alone is not drift.
+        """
+        if self.drift.value is None:
             return "not measured"
+        value = self.drift.value if self.drift.low is None else self.drift.low
         if self.stop is not None and value > self.stop:
             return "stop"
         if self.warn is not None and value > self.warn:
@@ -39,7 +41,7 @@ class Finding:
         drift, state = self.drift, self.state
         if drift.value is None:
             return f"{drift.measure} was not measured: {drift.note}"
-        value = f"{drift.measure} {drift.value:.3g} ({drift.place})"
+        value = f"{drift.measure} {drift.value:.3g}{_interval(drift)} ({drift.place})"
         if state == "ok":
             return value
         limit = self.stop if state == "stop" else self.warn
@@ -70,14 +72,15 @@ def drift_markdown(found: Sequence[Finding], champion: str) -> str:
     ]
     for finding in found:
         drift = finding.drift
-        value = "" if drift.value is None else f"{drift.value:.3f}"
+        value = "" if drift.value is None else f"{drift.value:.3f}{_interval(drift)}"
         bounds = f"{_limit(finding.warn)} | {_limit(finding.stop)}"
         lines.append(f"| {drift.measure} | {value} | {drift.place} | {bounds} | {finding.state} |")
     lines += [
         "",
         "lengths, sources, scripts and vocabulary: Jensen-Shannon divergence in bits, 0 for equal and 1 for"
         " disjoint data. If a tenth of the new data is of a kind that the champion's data do not have, it is"
-        " 0.05, for a fifth 0.11, for half 0.31. duplicates and agreement: change of a share.",
+        " 0.05, for a fifth 0.11, for half 0.31. duplicates and agreement: change of a share. agreement is"
+        " above a limit if its whole interval is.",
     ]
     for finding in found:
         drift = finding.drift
@@ -91,6 +94,10 @@ def drift_markdown(found: Sequence[Finding], champion: str) -> str:
             category = markdown_cell(change.category)
             lines.append(f"| {category} | {change.before:.2%} | {change.after:.2%} |")
     return "\n".join(lines) + "\n"
+
+
+def _interval(drift: Drift) -> str:
+    return "" if drift.low is None else f" [{drift.low:.3f}, {drift.high:.3f}]"
 
 
 def _limit(value: float | None) -> str:

@@ -92,6 +92,29 @@ def wilson(share: float, count: int, confidence: float) -> Interval:
     return Interval(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
+def difference(share_a: float, count_a: int, share_b: float, count_b: int, confidence: float) -> Interval:
+    """Return `share_a` - `share_b` of two independent samples, with Newcombe's hybrid score interval (1998,
+    method 10):
+
+        low  = d - sqrt((a - low_a)^2 + (high_b - b)^2)
+        high = d + sqrt((high_a - a)^2 + (b - low_b)^2)
+
+    where the bounds of each share are Wilson's.
+
+    Args:
+        share_a: Share of the first sample, in [0, 1].
+        count_a: Its number of trials.
+        share_b: Share of the second sample.
+        count_b: Its number of trials.
+        confidence: Level of the interval, in [0, 1].
+    """
+    a, b = wilson(share_a, count_a, confidence), wilson(share_b, count_b, confidence)
+    mean = share_a - share_b
+    low = mean - math.hypot(share_a - a.low, b.high - share_b)
+    high = mean + math.hypot(a.high - share_a, share_b - b.low)
+    return Interval(mean, low, high)
+
+
 @dataclass(frozen=True)
 class Verdicts:
     """Numbers of prompts that were won, lost and tied."""

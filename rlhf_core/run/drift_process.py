@@ -17,6 +17,7 @@ from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.data.drift import Change, Drift, compare, statistics, to_json
 from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.evaluation.statistics import difference
 from rlhf_core.system.files import write_json
 
 
@@ -65,7 +66,11 @@ def main(path: Path) -> None:
 
 
 def agreement(config: PipelineConfig, request: DriftRequest) -> Drift:
-    """Return how much less the champion's reward model agrees with the labels of the new held-out pairs."""
+    """Return how much less the champion's reward model agrees with the labels of the new held-out pairs.
+
+    The interval, at the level `evaluate.confidence`, is that of a difference of two shares of independent
+    samples (Newcombe 1998, method 10).
+    """
     if request.reward_model is None:
         return Drift("agreement", None, note=request.note)
     data = Path(request.data)
@@ -78,9 +83,18 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> Drift:
     device = resolve_device(config.run.device)
     model = Path(request.reward_model)
     measures, _ = evaluate_saved(config, model, pairs, load_decoder(data).pad, device)
-    accuracy = measures["eval/accuracy"]
-    change = Change("pairs with the higher score for the chosen response", request.accuracy, accuracy)
-    return Drift("agreement", max(0.0, request.accuracy - accuracy), "held-out pairs", (change,))
+    before, after = request.accuracy, measures["eval/accuracy"]
+    before_count = len(load_pairs(Path(request.champion_data), "eval"))
+    loss = difference(before, before_count, after, len(pairs), config.evaluate.confidence)
+    category = "pairs with the higher score for the chosen response"
+    return Drift(
+        "agreement",
+        max(0.0, loss.mean),
+        f"{len(pairs)} held-out pairs, {before_count} of the champion",
+        loss.low,
+        loss.high,
+        (Change(category, before, after),),
+    )
 
 
 if __name__ == "__main__":

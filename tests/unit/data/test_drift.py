@@ -115,7 +115,7 @@ def test_a_value_above_a_limit_warns_or_stops(measure: str, value: float | None,
 
 def test_page_shows_limits_and_changes_without_markup_of_the_data() -> None:
     change = Change("<b>|лис", 0.0, 0.25)
-    drift = Drift("vocabulary", 0.4, "sft", (change,))
+    drift = Drift("vocabulary", 0.4, "sft", changes=(change,))
     found = [Finding(drift, 0.1, 0.3), Finding(Drift("agreement", None, note="no model"), 0.1, None)]
     page = drift_markdown(found, "fox-policy version 3")
     assert page.startswith("# Data drift: stop\n")
@@ -123,6 +123,15 @@ def test_page_shows_limits_and_changes_without_markup_of_the_data() -> None:
     assert "| &lt;b&gt;\\|лис | 0.00% | 25.00% |" in page
     assert "agreement was not measured: no model." in page
     assert found[0].sentence == "vocabulary 0.4 (sft), above drift.stop.vocabulary=0.3"
+
+
+@pytest.mark.parametrize(("low", "state"), [(0.31, "stop"), (0.3, "warn"), (0.1, "ok"), (-0.2, "ok")])
+def test_a_value_with_an_interval_is_above_a_limit_if_its_lower_bound_is(low: float, state: str) -> None:
+    found = Finding(Drift("agreement", 0.4, "9 pairs", low, 0.5), 0.1, 0.3)
+    assert found.state == state and f"agreement 0.4 [{low:.3f}, 0.500] (9 pairs)" in found.sentence
+    assert f"| agreement | 0.400 [{low:.3f}, 0.500] | 9 pairs | 0.1 | 0.3 | {state} |" in drift_markdown(
+        [found], "fox-policy version 3"
+    )
 
 
 def test_a_warning_above_the_stop_is_refused() -> None:

@@ -19,6 +19,7 @@ from rlhf_core.evaluation.statistics import (
     Verdicts,
     bootstrap_mean,
     compare,
+    difference,
     distinct_n,
     win_rate,
 )
@@ -96,6 +97,18 @@ def test_win_rates_of_both_models_sum_to_one() -> None:
 def test_answers_to_different_prompts_are_refused() -> None:
     with pytest.raises(DataError, match="same prompts"):
         compare(answers(1.0), answers(1.0, 2.0), "gold", **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("a", "of_a", "b", "of_b", "low", "high"),
+    # Newcombe (1998), table II, method 10.
+    [(56, 70, 48, 80, 0.0524, 0.3339), (9, 10, 3, 10, 0.1705, 0.8090), (0, 10, 0, 20, -0.1611, 0.2775)],
+)
+def test_a_difference_of_shares_has_the_published_interval(
+    a: int, of_a: int, b: int, of_b: int, low: float, high: float
+) -> None:
+    found = difference(a / of_a, of_a, b / of_b, of_b, 0.95)
+    assert (found.mean, found.low, found.high) == pytest.approx((a / of_a - b / of_b, low, high), abs=5e-5)
 
 
 def test_equal_verdicts_have_a_wilson_interval() -> None:

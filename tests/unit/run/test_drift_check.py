@@ -2,15 +2,18 @@
 
 - nothing is compared without the section, without a champion, with the same data, or if SFT is done
 - values above `warn` are logged, above `stop` they end the run; the page and the measures are written
-- agreement with the champion's reward model says why it was not measured
+- agreement with the champion's reward model says why it was not measured; it has an interval, and few pairs
+  with the same accuracy do not cross a limit
 - a comparison that fails ends the run only if there is a limit in `stop`
 - the section changes no key of a pipeline or a stage
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,11 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.drift import DriftConfig
+from rlhf_core.data.drift import Drift
+from rlhf_core.data.drift_page import findings
 from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
+from rlhf_core.evaluation.statistics import difference
 from rlhf_core.run import drift
 from rlhf_core.run.drift import _request, compare_with_champion
 from rlhf_core.run.drift_process import DriftRequest, agreement
@@ -183,11 +190,31 @@ def test_agreement_is_the_loss_of_accuracy(
     monkeypatch.setattr(reward, "evaluate_saved", evaluate)
     data = data_artifact(tmp_path / "data", TEXTS)
     (data / "pairs_train.parquet").rename(data / "pairs_eval.parquet")
-    request = DriftRequest({}, "fox", "", True, str(data), "/reward/model", accuracy, "", "")
+    champion = data_artifact(tmp_path / "champion", TEXTS)
+    (champion / "pairs_train.parquet").rename(champion / "pairs_eval.parquet")
+    request = DriftRequest({}, "fox", str(champion), True, str(data), "/reward/model", accuracy, "", "")
     config = PipelineConfig.model_validate({"run": {"device": "cpu"}})
     found = agreement(config, request)
     assert found.value == pytest.approx(loss)
     assert (found.changes[0].before, found.changes[0].after) == (accuracy, 0.5)
+    interval = difference(accuracy, len(TEXTS), 0.5, len(TEXTS), 0.95)
+    assert (found.low, found.high) == (interval.low, interval.high)
+
+
+def test_a_limit_of_agreement_is_not_crossed_by_chance() -> None:
+    """Both sides have 50 pairs and an accuracy of 0.85."""
+    pairs = 50
+    shares = [math.comb(pairs, k) * 0.85**k * 0.15 ** (pairs - k) for k in range(pairs + 1)]
+    limits = DriftConfig.model_validate({"stop": {"agreement": 0.1}})
+    above = stopped = 0.0
+    for before, after in itertools.product(range(pairs + 1), repeat=2):
+        if before - after > 0.1 * pairs:
+            share = shares[before] * shares[after]
+            interval = difference(before / pairs, pairs, after / pairs, pairs, 0.95)
+            drift = Drift("agreement", interval.mean, "pairs", interval.low, interval.high)
+            above += share
+            stopped += share * (findings([drift], limits)[0].state == "stop")
+    assert above == pytest.approx(0.061, abs=5e-4) and stopped < 0.001
 
 
 def test_the_section_changes_no_key(tmp_path: Path, database: Path) -> None:
