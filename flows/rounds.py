@@ -11,8 +11,7 @@ from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.run.parameters import DEFAULT_CONFIG
-from rlhf_core.run.references import resolve
-from rlhf_core.run.rounds import round_overrides
+from rlhf_core.run.rounds import pinned_rounds, round_overrides
 
 
 @flow(name="rlhf-rounds", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
@@ -30,10 +29,9 @@ def rounds(
         overrides: Other fields, each as `section.field=value`.
     """
     first = load_config(config, overrides)
-    # A policy of an earlier round can become the champion that `model.path` refers to.
-    given = (*overrides, *resolve(first).pins)
     summaries: list[dict[str, Any]] = []
-    for _ in range(number):
-        own = round_overrides(first, summaries)
-        summaries.append(rlhf(config=config, overrides=(*given, *own)))
+    with pinned_rounds(first) as pins:
+        for _ in range(number):
+            own = round_overrides(first, summaries)
+            summaries.append(rlhf(config=config, overrides=(*overrides, *pins, *own)))
     return summaries

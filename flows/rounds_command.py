@@ -30,15 +30,19 @@ def add_rounds_command(
 def _rounds(arguments: argparse.Namespace) -> int:
     from flows.start import with_prefect
     from rlhf_core.config.load import load_config
+    from rlhf_core.errors import checking
     from rlhf_core.run.checks import check_config, reuse_check
+    from rlhf_core.run.kept_versions import resolve_kept
     from rlhf_core.run.logs import set_up_logging
     from rlhf_core.run.rounds import check_rounds, round_overrides
     from rlhf_core.system.home import Home
 
     check_rounds(arguments.rounds)
     given = tuple(arguments.overrides)
-    first = round_overrides(load_config(arguments.config, given), ())
-    checked = check_config(arguments.config, (*given, *first))
+    config = load_config(arguments.config, given)
+    with checking(arguments.config):
+        resolved, _ = resolve_kept(config, "rounds")
+    checked = check_config(arguments.config, (*given, *resolved.pins, *round_overrides(config, ())))
     reuse_check(checked)
     console = set_up_logging(Home.of(checked.config.run.home))
     log.info("%s, seed %d: %d rounds", checked.config.run.name, checked.config.run.seed, arguments.rounds)

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, TypeVar, cast
 
-from rlhf_core.config.address import AddressKind, is_hub_model, parse_address
+from rlhf_core.config.address import AddressKind, is_hub_model, is_reference, parse_address
 from rlhf_core.config.data import SETS, Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import BadRow, Row, list_files, read_file, suffix_of
@@ -121,12 +121,13 @@ def source_marks(config: PipelineConfig) -> dict[str, str]:
     """Return a mark of each source, the chat template and the base model, without reading their files.
 
     Equal marks mean that nothing was written in between: names, sizes and times of files, ETags of objects,
-    commits of hub names.
+    commits of hub names. References have none (`rlhf_core.run.references.reference_marks`).
     """
     marks = template_digests(config)
     for name, source in (_data_sources(config) | _regression_sources(config)).items():
-        marks[name] = _mark(source, config.store)
-    if config.model.path is not None:
+        if not is_reference(source.path):
+            marks[name] = _mark(source, config.store)
+    if config.model.path is not None and not is_reference(config.model.path):
         hub = is_hub_model(config.model.path)
         files = model_state(config).files
         marks["model"] = model_digest(config.model.path, config.model.revision) if hub else str(files)

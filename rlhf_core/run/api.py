@@ -12,8 +12,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.checks import CheckedConfig, probe
 from rlhf_core.run.drift import compare_with_champion
+from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
-from rlhf_core.run.references import resolve
 from rlhf_core.run.stage_runner import make_with_retries
 from rlhf_core.types import ArtifactRef
 
@@ -67,9 +67,9 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     script = Path(sys.argv[0]).name if sys.argv else ""
     if script in ("", "-", "-c", "-m"):  # an interactive session, or code without a file
         script = "python"
-    resolved = resolve(config)
+    resolved, kept = resolve_kept(config)
     warnings = tuple(probe(resolved.config, "the configuration"))
-    checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags)
+    checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags, kept=kept)
     with open_run(checked, start, until, tags, started) as run:
         artifacts: dict[StageName, ArtifactRef] = {}
         for stage in STAGES:

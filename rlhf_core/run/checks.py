@@ -12,7 +12,7 @@ from rlhf_core.errors import ConfigError, InputError, checking, guarded
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.preflight import check
 from rlhf_core.run.executors.check import check_executors
-from rlhf_core.run.references import resolve
+from rlhf_core.run.kept_versions import KeptVersions, resolve_kept
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
 
@@ -29,6 +29,8 @@ class CheckedConfig:
     overrides: tuple[str, ...] = ()
     reference_tags: Mapping[str, str] = field(default_factory=dict)
     """Tags of the MLflow run that say what references stood for, see `Resolved.tags`."""
+    kept: KeptVersions = field(default_factory=KeptVersions)
+    """The versions that the references stand for until the run has finished."""
 
 
 _CHECKED: contextvars.ContextVar[CheckedConfig | None] = contextvars.ContextVar(
@@ -50,9 +52,9 @@ def check_config(path: str, overrides: Sequence[str], *, retry_store: bool = Fal
         StoreUnavailable: The store does not answer.
     """
     with checking(path):
-        resolved = resolve(load_config(path, overrides))
+        resolved, kept = resolve_kept(load_config(path, overrides))
         warnings = probe(resolved.config, path, retry_store=retry_store)
-    return CheckedConfig(resolved.config, tuple(warnings), path, tuple(overrides), resolved.tags)
+    return CheckedConfig(resolved.config, tuple(warnings), path, tuple(overrides), resolved.tags, kept)
 
 
 def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> list[str]:

@@ -19,7 +19,15 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
-from rlhf_core.config.keys import is_enabled, key_fields, pipeline_key, pipeline_name, stage_inputs, stage_key
+from rlhf_core.config.keys import (
+    given_tracking_uri,
+    is_enabled,
+    key_fields,
+    pipeline_key,
+    pipeline_name,
+    stage_inputs,
+    stage_key,
+)
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.data.sources import pinned
 from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
@@ -246,8 +254,10 @@ class PipelineRun:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of `summary.json`, see `summarize`."""
+        given = given_tracking_uri(self.config) is not None
         identity = {
             "mlflow_run_id": self.parent_run_id,
+            "tracking_uri": self.tracking.uri if given else None,
             "run": self.name,
             "pipeline_key": self.key,
             "where": self.where(self.parent_run_id),
@@ -302,11 +312,12 @@ def open_run(
     reused = False
     continued_elsewhere = False
     try:
-        yield run
-        state, status = "finished", "FINISHED"
-        run.ensure_parent()
-        summary = run.summary()
-        write_json(run.folder / "summary.json", summary)
+        with checked.kept.until_finished():
+            yield run
+            state, status = "finished", "FINISHED"
+            run.ensure_parent()
+            summary = run.summary()
+            write_json(run.folder / "summary.json", summary)
         run.tracking.log_results(run.key, run.metrics())
         reused = nothing_made(summary)
         sentence = reuse_sentence(summary, datetime.now(UTC)) if reused else ""

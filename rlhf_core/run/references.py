@@ -15,10 +15,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_reference
@@ -29,7 +29,7 @@ from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
-from rlhf_core.tracking.champions import CHAMPION
+from rlhf_core.tracking.champions import CHAMPION, WEIGHTS
 from rlhf_core.types import ArtifactRef
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _MODEL = "model.path"
 _KEY = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[\w.-]{1,100}")
@@ -91,44 +92,74 @@ class Resolved:
         }
 
 
-def resolve(config: PipelineConfig, *, only_model: bool = False) -> Resolved:
+def references_of(config: PipelineConfig) -> dict[str, str]:
+    """Return the references of a configuration by their fields."""
+    return {field: text for field, text in _addresses(config) if is_reference(text)}
+
+
+def resolve(
+    config: PipelineConfig, *, only_model: bool = False, kept: Mapping[str, str] | None = None
+) -> Resolved:
     """Return `config` with paths in place of references.
 
     Args:
         config: The configuration.
         only_model: Resolve only `model.path`.
+        kept: References by their fields that are resolved in place of those of the configuration.
 
     Raises:
         ConfigError: Every reference that is malformed, leads nowhere, or leads to damaged files.
         InfrastructureError: MLflow does not answer.
         StoreUnavailable: The store does not answer.
     """
-    texts = {field: text for field, text in _addresses(config) if is_reference(text)}
+    texts = references_of(config)
     if only_model:
         texts = {field: text for field, text in texts.items() if field == _MODEL}
     if not texts:
         return Resolved(config)
-    resolver = _Resolver(config)
-    references = []
+    references = _find_each(texts, kept or {}, _Resolver(config).reference)
+    references = {field: replace(found, text=texts[field]) for field, found in references.items()}
+    for field, reference in references.items():
+        log.info("%s: %s is %s", field, reference.text, reference.origin)
+    paths = {field: reference.path for field, reference in references.items()}
+    return Resolved(_with_paths(config, paths), tuple(references.values()))
+
+
+def reference_marks(config: PipelineConfig, kept: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return a mark of what each reference stands for, by its field, without reading the files.
+
+    A mark has the version, and the digest of its weights or of the artifact. Arguments and errors as for
+    `resolve`.
+    """
+    texts = references_of(config)
+    return _find_each(texts, kept or {}, _Resolver(config).mark) if texts else {}
+
+
+def _find_each(
+    texts: Mapping[str, str], kept: Mapping[str, str], find: Callable[[str, str], _T]
+) -> dict[str, _T]:
+    """Return what `find(field, reference)` returns for each field. Raises ConfigError with all problems."""
+    found: dict[str, _T] = {}
     problems = []
     for field, text in texts.items():
         try:
-            reference = resolver.model(text) if field == _MODEL else resolver.source(field, text)
+            if field in kept:
+                try:
+                    found[field] = find(field, kept[field])
+                    continue
+                except (InputError, CorruptArtifact) as error:
+                    log.warning("%s: %s cannot be used any more: %s", field, kept[field], error.message)
+            found[field] = find(field, text)
         except InputError as error:
             problems.append(f"{field}: {shown(text, limit=200)}: {error.message}")
-            continue
         except CorruptArtifact as error:
             problems.append(
                 f"{field}: {shown(text, limit=200)}: its files are damaged ({error.message}); run the"
                 " configuration that made it again, or choose another one"
             )
-            continue
-        log.info("%s: %s is %s", field, text, reference.origin)
-        references.append(reference)
     if problems:
         raise ConfigError("\n".join(problems))
-    paths = {reference.field: reference.path for reference in references}
-    return Resolved(_with_paths(config, paths), tuple(references))
+    return found
 
 
 def _addresses(config: PipelineConfig) -> Iterator[tuple[str, str]]:
@@ -167,7 +198,24 @@ class _Resolver:
         self._config = config
         self._home = Home.of(config.run.home)
 
-    def model(self, text: str) -> Reference:
+    def reference(self, field: str, text: str) -> Reference:
+        """Return what the reference of a field stands for."""
+        return self._model(text) if field == _MODEL else self._source(field, text)
+
+    def mark(self, field: str, text: str) -> str:
+        """Return the mark of a reference, see `reference_marks`."""
+        if text.startswith("artifact://"):
+            forms = _FORMS_OF_MODELS if field == _MODEL else _FORMS_OF_SOURCES
+            ref, path = self._artifact(ArtifactStore(open_store(self._config), self._home.cache), text, forms)
+            return f"{ref.kind}/{ref.key} {ref.digest} {path}"
+        if field == _MODEL:
+            name, wanted = _policy(text)
+            version, _ = self._find_artifacts(name, wanted)
+            return f"{name} {version.version} {version.tags.get(WEIGHTS)}"
+        name, version, _, ref, path = self._file_of_version(text)
+        return f"{name} {version.version} {ref.digest} {path}"
+
+    def _model(self, text: str) -> Reference:
         """Return the model folder that `text` refers to."""
         if self._config.model.revision is not None:
             raise InputError("model.revision is a commit of a hub model; leave it out with a reference")
@@ -195,12 +243,19 @@ class _Resolver:
             )
         return Reference(_MODEL, text, path, origin, pinned)
 
-    def source(self, field: str, text: str) -> Reference:
+    def _source(self, field: str, text: str) -> Reference:
         """Return the data file that `text` refers to."""
         if text.startswith("artifact://"):
             store = ArtifactStore(open_store(self._config), self._home.cache)
             ref, file = self._artifact(store, text, _FORMS_OF_SOURCES)
             return Reference(field, text, store.address(ref, file), f"artifact {ref.kind}/{ref.key}", text)
+        name, version, store, ref, file = self._file_of_version(text)
+        origin = f"{name} version {version.version}, artifact {ref.kind}/{ref.key}"
+        pinned = f"registry://{name}/{version.version}/{ref.kind}/{file}"
+        return Reference(field, text, store.address(ref, file), origin, pinned)
+
+    def _file_of_version(self, text: str) -> tuple[str, ModelVersion, ArtifactStore, ArtifactRef, str]:
+        """Return name, version, store, artifact and file of `registry://NAME/VERSION/STAGE/FILE`."""
         parts = text.removeprefix("registry://").split("/", 3)
         if not text.startswith("registry://") or len(parts) < 4:
             raise InputError(f"a source must be {_FORMS_OF_SOURCES}; correct it")
@@ -215,9 +270,7 @@ class _Resolver:
                 f"version {version.version} of {name} has no artifact of stage {stage} in its store; choose"
                 " another stage or version"
             )
-        origin = f"{name} version {version.version}, artifact {found.kind}/{found.key}"
-        pinned = f"registry://{name}/{version.version}/{stage}/{file}"
-        return Reference(field, text, store.address(found, file), origin, pinned)
+        return name, version, store, found, file
 
     def _load_policy(self, name: str, version: str) -> RegisteredPolicy:
         from rlhf_core.run.registered import load_policy, registry_of  # they import the evaluation

@@ -10,14 +10,15 @@ one is continued. Held-out prompts are the same in all rounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, InputError
 from rlhf_core.run.api import run_pipeline
-from rlhf_core.run.references import resolve
+from rlhf_core.run.kept_versions import resolve_kept
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,14 +43,25 @@ def run_rounds(
     """
     check_rounds(rounds)
     tree = config.model_dump(mode="json", by_alias=True)
-    # A policy of an earlier round can become the champion that `model.path` refers to.
-    pins = resolve(config).pins
     summaries: list[dict[str, Any]] = []
-    for _ in range(rounds):
-        overrides = [*pins, *round_overrides(config, summaries)]
-        own = config_from_tree(tree, "the configuration", overrides)
-        summaries.append(run_pipeline(own, tags=tags))
+    with pinned_rounds(config) as pins:
+        for _ in range(rounds):
+            overrides = [*pins, *round_overrides(config, summaries)]
+            own = config_from_tree(tree, "the configuration", overrides)
+            summaries.append(run_pipeline(own, tags=tags))
     return summaries
+
+
+@contextmanager
+def pinned_rounds(config: PipelineConfig) -> Iterator[list[str]]:
+    """Yield overrides that name the versions of references by their numbers: a policy of an earlier round can
+    become the champion that `model.path` refers to.
+
+    They are the same for rounds that were interrupted and are continued.
+    """
+    resolved, kept = resolve_kept(config, "rounds")
+    with kept.until_finished():
+        yield resolved.pins
 
 
 def check_rounds(rounds: int) -> None:

@@ -1,6 +1,7 @@
 """Decides whether a retraining is due: new data, enough rows, enough time since the last one.
 
-A look at the sources lists files with sizes and times, objects with their ETags, and commits of hub names.
+A look at the sources lists files with sizes and times, objects with their ETags, commits of hub names, and of
+references the versions with their digests.
 Contents are read only if a look differs from the one of the last finished retraining and from the last one
 that read them. These looks, their numbers of rows and the time of the last start are in a tag of the
 registered model, and the store says whether the pipeline has finished for these contents. It therefore does
@@ -13,7 +14,9 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, pipeline_key
@@ -21,8 +24,9 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.data.sources import count_rows, pinned, source_marks
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.external_inputs import reward_code_digests
+from rlhf_core.run.kept_versions import kept_versions
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.references import resolve
+from rlhf_core.run.references import reference_marks, resolve
 from rlhf_core.tracking.mlflow_client import describe_failure
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef
@@ -70,7 +74,9 @@ class Watch:
 
     def __init__(self, config: PipelineConfig, run: str = "") -> None:
         """Look at the sources. `run` is the id of the flow run, which continues its own retraining."""
-        self.config = config
+        self._given = config
+        self._kept: Mapping[str, str] = {}
+        """The versions of an unfinished run, which the retraining will continue."""
         self._run = run
         self._model = config.registered_model
         self._tag = _STATE + pipeline_key(config, {})
@@ -80,11 +86,19 @@ class Watch:
         self._state, versions = self._read()
         if self._failure:  # without MLflow, `champion:NAME` stands for nothing
             return
-        self.config = pinned(resolve(config).config)
-        marks = source_marks(self.config) | reward_code_digests(self.config)
+        self._given = pinned(config)
+        self._kept = kept_versions(config)
+        marks = source_marks(self._given) | reward_code_digests(config) | reference_marks(config, self._kept)
         self._marks = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
         # A new version may be a retraining by another program, for which the store must be asked again.
         self._look = f"{self._marks} {versions}"
+
+    @cached_property
+    def config(self) -> PipelineConfig:
+        """The configuration with the present commits of hub names, and without references: their files are
+        verified.
+        """
+        return resolve(self._given, kept=self._kept).config
 
     def look(self, *, min_new_rows: int, min_pause_hours: float) -> Verdict:
         """Return whether a retraining is due.

@@ -6,6 +6,7 @@ home/
 ├── work/<stage>-<key>/      scratch files of the attempts
 ├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
 ├── stacks/                  Python stacks of processes that stalled
+├── references/              versions that references of unfinished runs stand for
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
 ├── cache/                   local copies of remote artifacts
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
@@ -85,6 +86,10 @@ class Home:
     def summaries(self) -> Iterator[Path]:
         """Yield the `summary.json` of every run that finished its stages."""
         return self.runs.glob("*/summary.json")
+
+    def kept_versions(self, digest: str) -> Path:
+        """Return the file with the versions that the references of an unfinished run stand for."""
+        return self.path / "references" / f"{digest}.json"
 
     # -- logs --
 
