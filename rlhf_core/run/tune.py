@@ -27,11 +27,11 @@ from rlhf_core.errors import ConfigError, InputError, RLHFError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.search import Split
 from rlhf_core.run.checks import CheckedConfig, probe
+from rlhf_core.run.local_context import RecordingMetrics, stage_context
 from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import resolve
 from rlhf_core.run.stage_runner import make_with_retries
-from rlhf_core.testing.context import RecordingMetrics, stage_context
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
@@ -130,18 +130,24 @@ def candidates(
             if isinstance(split, Split) and split.stage == "ppo" and split.changes:
                 found.append(tuple(f"{field}={value}" for field, value in split.changes.items()))
     else:
-        cores = config.run.threads or len(os.sched_getaffinity(0))
+        # Not `run.threads`: with one thread, each engine and each rank still has a core of its own.
+        cores = len(os.sched_getaffinity(0))
         if cores != config.ppo.engine.count:
             found.append((f"ppo.engine.count={cores}",))
-    if config.ppo.staleness:
-        return found
-    for changes in list(found):
-        try:
-            load_config(config_path, [*overrides, *changes, "ppo.staleness=1"])
-        except ConfigError:  # engines on the devices of the ranks
-            continue
-        found.append((*changes, "ppo.staleness=1"))
-    return found
+    if not config.ppo.staleness:
+        found += [(*changes, "ppo.staleness=1") for changes in found]
+    return [changes for changes in found if _is_allowed(config_path, [*overrides, *changes])]
+
+
+def _is_allowed(config_path: str | Path, overrides: Sequence[str]) -> bool:
+    """With `ppo.colocate=all`, engines use the devices of the ranks: no more engines than ranks, and no
+    staleness.
+    """
+    try:
+        load_config(config_path, overrides)
+    except ConfigError:
+        return False
+    return True
 
 
 def _measure(

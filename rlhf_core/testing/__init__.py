@@ -26,7 +26,7 @@ The store needs no fake: `rlhf_core.storage.store.Store` on a local folder has t
 fencing as one on S3.
 """
 
-from rlhf_core.testing.context import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.run.local_context import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.rewards import reward_input, run_reward
 
 __all__ = [

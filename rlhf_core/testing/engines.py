@@ -18,7 +18,7 @@ from typing import Any, Literal
 from unittest import mock
 
 from rlhf_core.engines.vllm import Engine
-from rlhf_core.testing.overriding import override
+from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
 
 

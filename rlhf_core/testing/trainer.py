@@ -26,7 +26,7 @@ from torch import nn
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.deepspeed import TrainingEngine, learning_rate
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.testing.overriding import override
+from rlhf_core.system.overriding import override
 
 _FILE = "scripted_trainer.json"
 

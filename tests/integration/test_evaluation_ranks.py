@@ -21,7 +21,7 @@ from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.scoring import logprobs, score_reward_model
 from rlhf_core.models.score import load_score_model
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.testing.context import RecordingProgress, stage_context
+from rlhf_core.testing import RecordingProgress, stage_context
 from rlhf_core.types import PromptExample, RewardInput
 from tests.support.tiny_llama import save_tiny_llama
 

@@ -37,10 +37,10 @@ LAYERS = (
     ("rlhf_core.ppo",),
     ("rlhf_core.evaluation",),
     ("rlhf_core.tracking",),
-    ("rlhf_core.stages", "rlhf_core.testing"),
+    ("rlhf_core.stages",),
     ("rlhf_core.preflight",),
     ("rlhf_core.run",),
-    ("flows",),
+    ("rlhf_core.testing", "flows"),
 )
 """From the bottom up; an import goes down or stays level."""
 

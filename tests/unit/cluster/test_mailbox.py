@@ -21,7 +21,7 @@ import pytest
 from rlhf_core.cluster.mailbox import END, ContextServer, LogForwarder, Mailbox, Reply, portable
 from rlhf_core.errors import StoreError, UnexpectedError
 from rlhf_core.system.stopping import StopRequest
-from rlhf_core.testing.context import RecordingMetrics, stage_context
+from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.types import StageContext
 
 

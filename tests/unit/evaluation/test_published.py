@@ -31,7 +31,7 @@ from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, m
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.testing.context import stage_context
+from rlhf_core.testing import stage_context
 from tests.support.tiny_llama import save_tiny_llama
 from tests.support.weight_streams import stream_of
 

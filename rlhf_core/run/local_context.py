@@ -1,4 +1,7 @@
-"""A `StageContext` for tests, with metrics, progress and checkpoints that a test can inspect."""
+"""A `StageContext` in a local folder, outside of a run: for `rlhf tune`, and for tests.
+
+Its metrics, progress and checkpoints can be inspected.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.testing.overriding import override
+from rlhf_core.system.overriding import override
 from rlhf_core.types import Checkpoints, Lineage, MetricLogger, Progress, StageContext
 
 
