@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.files import read_bounded, read_json, write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.champions import registry_errors
-from rlhf_core.tracking.mlflow_client import Point
-from rlhf_core.tracking.tracker import open_tracking
+from rlhf_core.tracking.mlflow_client import Mlflow, Point
+from rlhf_core.tracking.tracker import open_tracking, public_uri
 from rlhf_core.types import ArtifactRef
 
 _ARTIFACT = re.compile(r"^(?P<store>.+)/artifacts/[a-z]+/(?P<key>[0-9a-f]{16})(/.*)?$")
@@ -154,9 +155,7 @@ def record_votes(review: Review, path: Path) -> Recorded:
 def _log(
     review: Review, run_id: str, result: ReviewResult, count: int, saved: int, files: list[Path]
 ) -> None:
-    tracking = {"uri": review.config.tracking.uri, "experiment": review.config.experiment}
-    tree = {"run": {"home": str(review.home.path)}, "tracking": tracking}
-    mlflow = open_tracking(PipelineConfig.model_validate(tree)).mlflow
+    mlflow = _tracker(review)
     prefix = f"review/against_{review.opponent}"
     metrics = {
         **{f"{prefix}/win_rate/{part}": value for part, value in result.win_rate.to_json().items()},
@@ -167,6 +166,19 @@ def _log(
         mlflow.log_points(run_id, [Point(name, value, 0, saved) for name, value in metrics.items()])
         for file in files:
             mlflow.log_file(run_id, file, "review")
+
+
+def _tracker(review: Review) -> Mlflow:
+    """Return the tracker of the run. A reused evaluation can be of a run that another tracker has."""
+    uri = review.config.tracking.uri  # for summaries of earlier releases
+    if "tracking_uri" in review.summary:
+        uri = review.summary["tracking_uri"] or f"sqlite:///{review.home.mlflow_database}"
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    if given and uri == public_uri(given):
+        uri = None  # the variable can have credentials, which the summary has not
+    tracking = {"uri": uri, "experiment": review.config.experiment}
+    tree = {"run": {"home": str(review.home.path)}, "tracking": tracking}
+    return open_tracking(PipelineConfig.model_validate(tree)).mlflow
 
 
 def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:

@@ -97,7 +97,7 @@ class Tracking:
     @property
     def uri(self) -> str:
         """The tracker's address without credentials."""
-        return _public_uri(self.mlflow.uri)
+        return public_uri(self.mlflow.uri)
 
     def warm_up(self) -> None:
         """Import MLflow, which takes seconds, and open its database if that is a file."""
@@ -379,7 +379,7 @@ def _stage_identity(parent_id: str | None, key: str) -> dict[str, str]:
     return {STAGE_KEY: key, **({PARENT: parent_id} if parent_id is not None else {})}
 
 
-def _public_uri(uri: str) -> str:
+def public_uri(uri: str) -> str:
     """Return the address without user, query and fragment, which may be secret. The path of a file is not
     changed.
     """

@@ -243,6 +243,15 @@ def test_the_summary_has_the_documented_fields() -> None:
     assert summary["mlflow_run_id"] == "m1"
 
 
+def test_the_summary_names_the_tracker_without_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert pipeline(tmp_path).summary()["tracking_uri"] is None, "the database in run.home can be moved"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:pass@127.0.0.1:9/mlflow?token=x")
+    assert pipeline(tmp_path).summary()["tracking_uri"] == "http://127.0.0.1:9/mlflow"
+
+
 def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
     made = {"sample": StageRecord(ref("sample", pairs=7.0, best=9.0), 1.0, False)}
     summary = summarize(made, 1.0, IDENTITY)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """`rlhf review` on a run in a store, with MLflow on SQLite.
 
 - the page is written for a run by its name or its summary; votes are kept, recorded once and become rows
+- votes are recorded in the tracker of the run, also if it reused the evaluation of another one
 - prompts that are more than one message have no row
 - runs without evaluation, and files that are no votes, are input errors
 """
@@ -8,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from rlhf_core.data.dataset import write
 from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
-from rlhf_core.run.review import open_review
+from rlhf_core.run.review import _tracker, open_review
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.mlflow_client import Mlflow
@@ -55,7 +57,12 @@ def run(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         for stage in ("data", "evaluate")
     }
     mlflow_run = Mlflow(f"sqlite:///{database}", "review").create_run("small", {}).run_id
-    summary = {"run": "small-seed0", "stages": stages, "mlflow_run_id": mlflow_run}
+    summary = {
+        "run": "small-seed0",
+        "stages": stages,
+        "mlflow_run_id": mlflow_run,
+        "tracking_uri": f"sqlite:///{database}",
+    }
     file = tmp_path / "runs" / "small-seed0" / "summary.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(summary))
@@ -107,6 +114,41 @@ def test_votes_are_counted_recorded_once_and_become_preferences(
     points = mlflow._client.get_metric_history(run_id, "review/against_sft/win_rate/mean")
     assert [point.value for point in points] == [0.625]
     assert len(mlflow._client.list_artifacts(run_id, "review")) == 2
+
+
+@pytest.mark.parametrize("where", ["another tracker", "the database in run.home", "an earlier release"])
+def test_votes_are_recorded_in_the_tracker_of_the_run(
+    where: str, run: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation was reused. Its own run had the tracker of the variable, or none."""
+    home = run.parent.parent.parent
+    summary = json.loads(run.read_text())
+    if where == "another tracker":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home}/unused.db")
+    elif where == "the database in run.home":
+        shutil.copy(database, home / "mlflow.db")
+        summary["tracking_uri"] = None
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home}/unused.db")
+        database = home / "mlflow.db"
+    else:
+        del summary["tracking_uri"]
+    run.write_text(json.dumps(summary))
+    assert rlhf("review", run, "--votes", saved_votes(run, {"p0": "ppo"}), "--home", home) == 0
+    mlflow = Mlflow(f"sqlite:///{database}", "review")
+    assert mlflow._client.get_metric_history(summary["mlflow_run_id"], "review/against_sft/votes")
+    assert not (home / "unused.db").exists()
+
+
+def test_the_variable_has_the_credentials_of_the_tracker(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = run.parent.parent.parent
+    summary = json.loads(run.read_text())
+    summary["tracking_uri"] = "http://127.0.0.1:9/mlflow"
+    run.write_text(json.dumps(summary))
+    review = open_review("small-seed0", str(home))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:pass@127.0.0.1:9/mlflow")
+    assert _tracker(review).uri == "http://ann:pass@127.0.0.1:9/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:pass@127.0.0.1:8/mlflow")
+    assert _tracker(review).uri == "http://127.0.0.1:9/mlflow"
 
 
 def test_what_cannot_be_reviewed_is_an_input_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
