@@ -1,7 +1,7 @@
 """`rlhf tune` with scripted stages.
 
-- candidates are the configuration, one engine for each core, and both with staleness; no others are tried
-  where they are refused or are the configuration already
+- candidates are the configuration, one engine for each core whatever `run.threads` is, and both with
+  staleness; none that is refused or is the configuration already
 - the fastest candidate is written with the user's overrides; an existing file is never overwritten
 - a candidate that fails is left out; if none runs, nothing is written
 - the first step is not counted, and with staleness the last one is not either
@@ -23,9 +23,11 @@ from rlhf_core.run.tune import candidates, tune
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration, on a machine with two cores."""
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _pid: {0, 1})
     path = tmp_path / "c.yaml"
-    path.write_text("run: {device: cpu, threads: 2}\nppo: {prompts_per_step: 8, minibatches: 2}\n")
+    path.write_text("run: {device: cpu, threads: 1}\nppo: {prompts_per_step: 8, minibatches: 2}\n")
     return path
 
 
@@ -38,7 +40,12 @@ def test_candidates_on_cpus(file: Path) -> None:
     assert found(file) == [(), (engines,), (stale,), (engines, stale)]
     assert found(file, engines) == [(), (stale,)]
     assert found(file, stale) == [(), (engines,)]
-    assert found(file, "ppo.colocate=all", "run.threads=1") == [()]
+    assert found(file, "ppo.colocate=all") == [()]
+
+
+def test_the_demo_is_tried_with_an_engine_for_each_core(file: Path) -> None:
+    demo = Path("deployments/configs/demo.yaml")
+    assert ("ppo.engine.count=2",) in candidates(load_config(demo), demo, [])
 
 
 class Stages:
