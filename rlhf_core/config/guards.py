@@ -64,7 +64,8 @@ class GuardsConfig(Section):
     blind_critic: GuardAction = execution("warn", "The critic does not predict the returns")
     blind_critic_steps: PositiveInt = execution(
         20,
-        "Number of consecutive steps with an explained variance of 0 or less; replaces `patience`",
+        "Number of consecutive steps with an explained variance of 0 or less after the critic's warm-up;"
+        " replaces `patience`",
     )
     score_clip: GuardAction = execution("warn", "Scores of the reward model are clipped (`ppo.score_clip`)")
     score_clip_share: Fraction = execution(0.01, "Raised above this share of the scores")

@@ -170,8 +170,8 @@ class PPOConfig(PackedSection):
     ptx: PTXConfig | None = result(None, "Pretraining loss in the policy's update; null: none")
     ema_decay: Decay | None = result(
         None,
-        "Decay per optimizer step of a moving average of the policy's weights, in float32. It is saved next"
-        " to the policy, or published (`publish: average`); null: none",
+        "Decay per optimizer step of a float32 moving average of the policy's weights. It is saved in the"
+        " policy's dtype, next to the policy or as the policy (`publish: average`); null: none",
     )
     logprob_gap_limit: PositiveFloat | None = execution(
         None,
