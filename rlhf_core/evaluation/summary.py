@@ -126,12 +126,43 @@ def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
+@dataclass(frozen=True)
+class JudgeFacts:
+    """What `evaluation.json` says about the judge."""
+
+    measure: str
+    """Name of the measure that decided the comparison."""
+    digests: Mapping[str, str]
+    """Digest of each measure that can be a judge. Only numbers with equal digests are comparable."""
+    trained_on: bool
+    """Whether the policy was trained with the judge."""
+    language_model: Mapping[str, Any] | None
+    """Numbers of the language model that judged; None for a comparison of scores."""
+
+
+@dataclass(frozen=True)
+class OtherResults:
+    """Results besides the comparison of the policy with the SFT model on the held-out prompts."""
+
+    dpo: Mapping[str, Any]
+    """See `dpo_json`; empty without a policy of DPO."""
+    gold_exchanged: Mapping[str, Any] | None
+    """See `exchanged_gold`."""
+    over_chosen: Mapping[str, Any] | None
+    """See `compare_with_chosen`."""
+    regression: Mapping[str, Any]
+    """See `compare_on_sets`; empty without regression sets."""
+    unscored: int
+    """Prompts that are left out, because a measure has no value for them."""
+
+
 def evaluation_json(
     responses: Mapping[str, list[RewardInput]],
     measured: Measured,
     comparison: Comparison,
-    judge: str,
+    judge: JudgeFacts,
     interval: Intervals,
+    others: OtherResults,
 ) -> dict[str, Any]:
     """Return the content of `evaluation.json`. Intervals are `{mean, low, high}`.
 
@@ -139,19 +170,32 @@ def evaluation_json(
         responses: (n,) responses of each model.
         measured: Their values.
         comparison: Policy against SFT model.
-        judge: Name of the measure that decided the comparison.
+        judge: The judge of the comparison.
         interval: Computes the confidence intervals.
+        others: Further results.
     """
-    return {
+    language_model = judge.language_model
+    evaluation = {
         **_numbers(responses, measured, comparison.preferences, interval),
         "verdicts": asdict(comparison.verdicts),
-        "judge": judge,
+        "judge": judge.measure,
         # Share of verdicts that depend on the order of the two answers. A comparison of scores has none.
-        "inconsistent": 0.0,
+        "inconsistent": 0.0 if language_model is None else language_model["inconsistent"],
         "distinct": _distinct(responses),
         "by_source": _by_source(responses, measured, comparison.preferences, interval),
         "confidence": interval.confidence,
+        **others.dpo,
+        "judge_digests": dict(judge.digests),
     }
+    if language_model is not None:
+        evaluation["language_model"] = language_model
+    evaluation["judge_trained_on"] = judge.trained_on
+    evaluation["gold_reward_exchanged"] = others.gold_exchanged
+    evaluation["over_chosen"] = others.over_chosen
+    if others.regression:
+        evaluation["regression"] = others.regression
+    evaluation["unscored"] = others.unscored
+    return evaluation
 
 
 def _numbers(

@@ -38,7 +38,9 @@ from rlhf_core.evaluation.statistics import Comparison, compare, differences, fa
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
+    JudgeFacts,
     Measured,
+    OtherResults,
     answers,
     dpo_json,
     evaluation_json,
@@ -115,33 +117,52 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         of_dpo = dpo_json(versus, measured, interval) if "dpo" in responses else {}
         # The last one: what is reported of the judge's consistency is of this comparison.
         comparison = versus("ppo", "sft", "win_rate")
-    evaluation = evaluation_json(responses, measured, comparison, judge, interval)
-    evaluation |= of_dpo
-    evaluation["judge_digests"] = scoring.judge_digests(
-        config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
+    facts = _judge_facts(config, context, judge, language_model, gold_known=gold_known)
+    others = OtherResults(
+        dpo=of_dpo,
+        gold_exchanged=exchanged_gold(responses, interval) if gold_known else None,
+        over_chosen=over_chosen,
+        regression=regression,
+        unscored=len(prompts) - len(measured.sources),
     )
-    if context.lineage is not None and "judge" in context.lineage.inputs:
-        evaluation["judge_digests"]["judge_model"] = context.lineage.inputs["judge"].digest
-    if language_model is not None:
-        evaluation["language_model"] = language_model.to_json()
-        evaluation["inconsistent"] = evaluation["language_model"]["inconsistent"]
-        evaluation["judge_digests"][MEASURE] = language_model.digest
-    evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
-    evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None
-    evaluation["over_chosen"] = over_chosen
-    if regression:
-        evaluation["regression"] = regression
-    evaluation["unscored"] = len(prompts) - len(measured.sources)
+    evaluation = evaluation_json(responses, measured, comparison, facts, interval, others)
     samples = sample_rows(found_answers, comparison, config.evaluate.samples)
     metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
     if language_model is not None:
         metrics |= language_model.metrics()
     _write(config, context, evaluation, samples, measured, metrics)
-    facts = {"prompts": len(prompts), "judge": scoring.judge_name(config, judge), "judge_trained_on": trained}
+    attributes = {
+        "prompts": len(prompts),
+        "judge": scoring.judge_name(config, judge),
+        "judge_trained_on": facts.trained_on,
+    }
     if fell := fallen(differences(regression)):
         log.warning("regression sets fell against the SFT model: %s", ", ".join(fell))
-        facts["fallen"] = ", ".join(fell)
-    return StageResult(metrics, facts)
+        attributes["fallen"] = ", ".join(fell)
+    return StageResult(metrics, attributes)
+
+
+def _judge_facts(
+    config: PipelineConfig,
+    context: StageContext,
+    judge: str,
+    language_model: LanguageModelJudge | None,
+    *,
+    gold_known: bool,
+) -> JudgeFacts:
+    digests = scoring.judge_digests(
+        config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
+    )
+    if context.lineage is not None and "judge" in context.lineage.inputs:
+        digests["judge_model"] = context.lineage.inputs["judge"].digest
+    if language_model is not None:
+        digests[MEASURE] = language_model.digest
+    return JudgeFacts(
+        judge,
+        digests,
+        scoring.trained_on(config, judge),
+        None if language_model is None else language_model.to_json(),
+    )
 
 
 def _held_out(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
