@@ -13,6 +13,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rlhf_core.config.constants import REDUCE_BUCKET
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
 from rlhf_core.engines import resharding
 from rlhf_core.engines.distributed import Rank, bound_collectives
@@ -27,14 +29,11 @@ from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
 from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter, trained_head_name
 from rlhf_core.models.quantized import dequantized, shape, value_dtype
-from rlhf_core.models.saving import WeightStream
+from rlhf_core.models.saving import WeightStream, as_in_checkpoint, unquantized
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 
 log = logging.getLogger(__name__)
-
-REDUCE_BUCKET = 500_000_000
-"""Largest number of gradients that ZeRO reduces at a time."""
 
 MOST_BFLOAT16_SUMS = 128
 """Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
@@ -237,19 +236,29 @@ class TrainingEngine:
                 parameter.grad = None  # then AdamW changes neither the parameters nor their moments
 
     def weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the Hugging Face model, full tensor), gathering one decoder layer at a time.
-        Adapters are merged.
+        """Yield (name in the model's files, full tensor), gathering one decoder layer at a time. Adapters are
+        merged.
 
         `dtype` is described in `merged`. Tied parameters are returned once. Under ZeRO-3 this is a collective
         operation: every rank must iterate to the end, in the same order.
         """
-        for group in self._gather_groups():
-            with self._gathered([parameter for _, parameter in group]):
-                values = {name: dequantized(parameter) for name, parameter in group}
-                yield from merged(values, self.lora, dtype)
+        for group in self._weight_groups(dtype=dtype):
+            yield from self._in_files(group).items()
+
+    def _in_files(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a group as they are in the model's files. If these are the same tensors, the
+        group is returned in its own order.
+        """
+        converted = as_in_checkpoint(self._saved_model, group)
+        is_same = all(converted.get(name) is tensor for name, tensor in group.items())
+        return group if is_same else converted
+
+    @cached_property
+    def _saved_model(self) -> Any:
+        return unquantized(self.module.lm, self.module.lm.dtype)
 
     def _weight_groups(self, *, dtype: torch.dtype | None) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors of `weights` by decoder layer."""
+        """Yield the merged tensors by decoder layer, under the names of the model's modules."""
         for group in self._gather_groups():
             with self._gathered([parameter for _, parameter in group]):
                 values = {name: dequantized(parameter) for name, parameter in group}
@@ -277,8 +286,14 @@ class TrainingEngine:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of each weight (ZeRO-3), and no adapter has to be merged into it."""
-        return self.zero_stage == 3 and self.lora is None
+        """Whether each rank holds a part of each tensor of `weights`: under ZeRO-3, unless an adapter has to
+        be merged, or the files of the model have other tensors than its modules.
+        """
+        return (
+            self.zero_stage == 3
+            and self.lora is None
+            and all(self._in_files(group) is group for group in self._weight_layout(None))
+        )
 
     def shards(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights in the order of `weights`: of those in `names` the elements that this rank holds,
@@ -299,14 +314,18 @@ class TrainingEngine:
 
     def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `weights` (or `adapter`) yields."""
-        rename = adapter_name if adapter else merged_name
-        shapes = []
-        for group in self._gather_groups():
-            for name, parameter in group:
-                new_name = rename(name)
-                if new_name:
-                    shapes.append((new_name, shape(parameter)))
-        return shapes
+        if not adapter:
+            return [
+                (name, tuple(tensor.shape))
+                for group in self._weight_layout(None)
+                for name, tensor in self._in_files(group).items()
+            ]
+        return [
+            (new_name, shape(parameter))
+            for group in self._gather_groups()
+            for name, parameter in group
+            if (new_name := adapter_name(name))
+        ]
 
     def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Return the parameters by decoder layer, so that gathering holds at most one layer."""

@@ -42,13 +42,12 @@ def save_model(lm: Any, folder: Path, weights: WeightStream) -> None:
     The configuration is that of a model with the data type of `weights`, without quantization.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
-    from transformers.core_model_loading import revert_weight_conversion
 
-    shell = _shell(lm, next(tensor.dtype for group in weights.layout for tensor in group.values()))
+    shell = unquantized(lm, next(tensor.dtype for group in weights.layout for tensor in group.values()))
     shell.save_pretrained(folder, state_dict={})  # configurations only
     layout: dict[str, torch.Tensor] = {}
     for group in weights.layout:
-        layout |= revert_weight_conversion(shell, _saved(shell, group))
+        layout |= as_in_checkpoint(shell, group)
     split = split_torch_state_dict_into_shards(
         layout, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_SIZE
     )
@@ -59,7 +58,7 @@ def save_model(lm: Any, folder: Path, weights: WeightStream) -> None:
     try:
         for values in weights.groups:
             heartbeat("save the model")
-            for name, tensor in revert_weight_conversion(shell, _saved(shell, values)).items():
+            for name, tensor in as_in_checkpoint(shell, values).items():
                 files[split.tensor_to_filename[name]].write(name, tensor)
         for file in files.values():
             file.finish()
@@ -77,7 +76,7 @@ def save_model(lm: Any, folder: Path, weights: WeightStream) -> None:
         )
 
 
-def _shell(lm: Any, dtype: torch.dtype) -> Any:
+def unquantized(lm: Any, dtype: torch.dtype) -> Any:
     """Return `lm`, or an empty model of its architecture if it is quantized or has another data type.
 
     A quantized model would always save its 4-bit weights, and a model in another precision would write its
@@ -96,9 +95,18 @@ def _shell(lm: Any, dtype: torch.dtype) -> Any:
     return shell
 
 
-def _saved(lm: Any, group: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_in_checkpoint(lm: Any, group: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of whole layers as they are in a file of the model.
+
+    Modules of transformers can have other names than the tensors of a file, and can hold several of them in
+    one, such as all experts of a layer. The order is that of `save_pretrained`.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
     ignored = lm._keys_to_ignore_on_save or ()
-    return {name: tensor for name, tensor in group.items() if name not in ignored}
+    saved = {name: tensor for name, tensor in group.items() if name not in ignored}
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(lm, saved)
+    return converted
 
 
 class _SafetensorsFile:

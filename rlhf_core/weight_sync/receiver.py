@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from rlhf_core.errors import ModelError
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.weight_sync.wire import GlooSource, Route, TensorSpec, receive_buckets, tensor_checksum
 
@@ -72,6 +73,7 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
 
         self.inbox = _Inbox(self.model, is_adapter=self.vllm_config.lora_config is not None)
         if not self.inbox.is_adapter:
+            _release_experts(self.model)
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -93,11 +95,52 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
 
         if self.inbox.is_adapter:
             return
+        _require_experts(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_embeddings(self.model)
 
     def shutdown(self) -> None:
         self._sources = []
+
+
+def _release_experts(model: torch.nn.Module) -> None:
+    """Let the update prepare the weights of experts in the same way as the first load.
+
+    On the CPU the kernel pads and packs the weights when it is created, and vLLM does not create it again in
+    an update. The experts would stay those of the old policy. Kernels for GPUs read the unquantized weights
+    of the layer in each call, and captured graphs need the kernel that they were captured with.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for experts in _experts(model):
+            experts.quant_method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _require_experts(model: torch.nn.Module) -> None:
+    """Raise ModelError if no weights of the experts of a layer arrived in this update.
+
+    vLLM's loaders of some models (gpt-oss) write into the parameters of experts directly. During an update
+    these have no memory, and the weights are lost. vLLM only logs a warning.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for experts in _experts(model):
+        info = get_layerwise_info(experts)
+        if info.can_load() and info.load_numel <= 0:
+            raise ModelError(
+                f"model.path: vLLM does not load the experts of {type(model).__name__} in a weight sync; use"
+                " another model (docs/architectures.md has a table)"
+            )
+
+
+def _experts(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules that hold the experts of a layer, if these are not quantized."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            yield module
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:
@@ -165,6 +208,7 @@ def _checksummed(base: Any) -> Any:
 
         def finish_weight_update(self) -> None:
             if not self.inbox.is_adapter:
+                _require_experts(self.model)
                 super().finish_weight_update()
 
     Checksummed.__name__ = f"Checksummed{base.__name__}"

@@ -6,6 +6,7 @@
 - on several GPUs, gradients are reduced during the backward pass, where DeepSpeed can do it; offloaded state
   is in pinned memory
 - `restore_average` replaces the weights that are saved by their moving average
+- engines get the tensors of the model's files: those of a Llama are its parameters, those of a Mixtral are not
 """
 
 from __future__ import annotations
@@ -111,3 +112,47 @@ def test_gradients_are_reduced_during_the_backward_pass(stage: Any, overlap: boo
     zero = deepspeed_config(settings, trained=10, clip=1.0, overlap=overlap)["zero_optimization"]
     assert zero["overlap_comm"] is overlaps
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_engines_get_the_parameters_of_a_llama_in_their_order(tied: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    lm = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    engine = engine_of(lm)
+    sent = list(engine.weights())
+    parameters = list(lm.named_parameters())
+    assert [name for name, _ in sent] == [name for name, _ in parameters]
+    assert all(
+        tensor.data_ptr() == p.data_ptr() for (_, tensor), (_, p) in zip(sent, parameters, strict=True)
+    )
+    assert engine.shapes() == [(name, tuple(p.shape)) for name, p in parameters]
+    engine.zero_stage = 3
+    assert engine.is_sharded
+
+
+def test_engines_get_the_experts_under_the_names_of_their_files(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    lm = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+    lm.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    engine = engine_of(lm)
+    sent = dict(engine.weights())
+    assert sent.keys() == expected.keys()
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in sent
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
+    assert engine.shapes() == [(name, tuple(tensor.shape)) for name, tensor in sent.items()]
+    engine.zero_stage = 3
+    assert not engine.is_sharded, "its shards are parts of other tensors"
