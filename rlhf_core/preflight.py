@@ -18,6 +18,7 @@ from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
 from rlhf_core.data.check import check_data
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_language_model, check_votes
+from rlhf_core.models.architectures import check_architecture
 from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.planning.devices import check_devices, check_disk
 from rlhf_core.ppo.check import check_ray_address, check_ray_authentication
@@ -49,6 +50,7 @@ def check(config: PipelineConfig) -> list[str]:
         ("environment", check_environment),
         ("data", check_data),
         ("model.path", check_model),
+        ("model.path", check_architecture),
         ("lora", check_adapters),
         ("ppo.rewards", check_rewards),
         ("evaluate.language_model", check_language_model),

@@ -42,8 +42,8 @@ from rlhf_core.data.sources import (
 )
 from rlhf_core.data.templates import EncodeError, Encoder, read_chat_template
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer, write_response_prefix
-from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.folder import base_model_config, context_problem, longest_sequence, vocabulary_problem
+from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.models.folder import base_model_config, length_problems, longest_sequence, vocabulary_problem
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PairExample, PromptExample
 
@@ -129,7 +129,13 @@ def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]
     """Return the tokenizer with the configured chat template, and the model's context length in tokens."""
     if config.model.path is None:
         texts = (text for items in records.values() for item in items for text in training_texts(item.record))
-        tokenizer = train_tokenizer(texts, config.model.tiny.vocab_size)
+        size = config.model.tiny.vocab_size
+        tokenizer = train_tokenizer(texts, size)
+        if len(tokenizer) > size:
+            raise ConfigError(
+                f"model.tiny.vocab_size must be at least {len(tokenizer)} with this data: special tokens,"
+                f" printable ASCII and other bytes of the texts have a token each; got {size}; raise it"
+            )
         positions = config.model.tiny.max_positions
     else:
         tokenizer = load_tokenizer(config.model.path, config.model.revision)
@@ -164,7 +170,7 @@ def _context_length(config: PipelineConfig, vocabulary: int) -> int:
         settings = {**settings, **text_settings}
     for problem in (
         vocabulary_problem(path, settings, vocabulary),
-        context_problem(path, settings, longest_sequence(config)),
+        *length_problems(path, settings, longest_sequence(config), config.model.attention),
     ):
         if problem is not None:
             raise problem

@@ -267,17 +267,15 @@ def check_model(config: PipelineConfig) -> Iterator[Finding]:
 def _folder(folder: ModelFolder, config: PipelineConfig) -> Iterator[Finding]:
     settings = folder.config
     yield from _fields(folder)
-    longest = longest_sequence(config)
-    problem = context_problem(str(folder.root), settings, longest)
-    if problem is not None:
-        yield problem
+    attention = config.model.attention
+    yield from length_problems(str(folder.root), settings, longest_sequence(config), attention)
     head_size = folder.head_size
     if not runs_on_gpu(config) and head_size is not None and head_size not in CPU_HEAD_SIZES:
         yield ModelError(
             f"model.path: {folder.root} has attention heads of size {head_size}; vLLM on the CPU needs one of"
             f" {', '.join(map(str, CPU_HEAD_SIZES))}; use another model or a GPU"
         )
-    yield from _arithmetic(folder, longest, sdpa=config.model.attention == "sdpa")
+    yield from _arithmetic(folder, sdpa=attention == "sdpa")
     if "auto_map" in settings:
         yield f"model.path: {folder.root}/config.json names code (auto_map); code of a model is never run"
     needs_template = config.data.template == "chat" and config.data.chat_template is None
@@ -291,16 +289,63 @@ def longest_sequence(config: PipelineConfig) -> int:
     return max(config.max_sequence_tokens, data.max_prompt_tokens + data.max_response_tokens)
 
 
-def context_problem(model: str, settings: Mapping[str, Any], tokens: int) -> ConfigError | None:
-    """Return the error if a sequence of `tokens` is longer than the context in `settings`, a config.json."""
+def length_problems(
+    model: str, settings: Mapping[str, Any], tokens: int, attention: str
+) -> Iterator[ConfigError]:
+    """Yield the errors if sequences of `tokens` are too long for the model of `settings`, a config.json.
+
+    Some limits are those of the model, others those of `attention`, which is `model.attention`.
+    """
+    fix = "lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens"
     context = settings.get("max_position_embeddings")
-    if not isinstance(context, int) or tokens <= context:
+    if isinstance(context, int) and context < tokens:
+        yield ConfigError(
+            f"model.path: the longest prompt and response are {tokens} tokens, but {model} has a context of"
+            f" {context} (max_position_embeddings); {fix}"
+        )
+    border = _longrope_border(settings)
+    if border is not None and border < tokens:
+        yield ConfigError(
+            f"model.path: {model} has positions of type longrope. If one sequence of a batch is longer than"
+            f" {border} tokens (original_max_position_embeddings), all sequences get other positions; the"
+            f" longest prompt and response are {tokens}; {fix}"
+        )
+    if attention == "eager":
+        return  # it has a mask for the following
+    chunk = settings.get("attention_chunk_size")
+    if isinstance(chunk, int) and chunk < tokens:
+        yield ConfigError(
+            f"model.path: {model} attends within chunks of {chunk} tokens (attention_chunk_size), which"
+            f" {attention} does not compute here, but the longest prompt and response are {tokens}; {fix}, or"
+            " set model.attention=eager"
+        )
+    window = settings.get("sliding_window")
+    # Qwen2 has a size in every config.json, and a second field that says whether it is used.
+    is_used = settings.get("use_sliding_window", True) and attention == "sdpa"
+    if is_used and isinstance(window, int) and window < tokens:
+        yield ConfigError(
+            f"model.path: {model} attends to a window of {window} tokens (sliding_window), but the longest"
+            f" prompt and response are {tokens}; {fix}, or set model.attention=eager"
+        )
+
+
+def _longrope_border(settings: Mapping[str, Any]) -> int | None:
+    """Return the length above which positions of type longrope differ, or None for other types.
+
+    The type `dynamic` changes above `max_position_embeddings`, which no sequence may exceed.
+    """
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling")
+    if not isinstance(rope, dict):
         return None
-    return ConfigError(
-        f"model.path: the longest prompt and response are {tokens} tokens, but {model} has a context of"
-        f" {context} (max_position_embeddings); lower data.max_prompt_tokens, data.max_response_tokens or"
-        " ppo.max_new_tokens"
-    )
+    # A model can have separate positions for each type of layer.
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        # `su` is the first name of this type, in files of Phi-3.
+        if part.get("rope_type", part.get("type")) in ("longrope", "su"):
+            border = settings.get("original_max_position_embeddings") or part.get(
+                "original_max_position_embeddings"
+            )
+            return border if isinstance(border, int) else None
+    return None
 
 
 def vocabulary_problem(model: str, settings: Mapping[str, Any], tokens: int) -> ModelError | None:
@@ -337,7 +382,7 @@ def _fields(folder: ModelFolder) -> Iterator[Finding]:
         )
 
 
-def _arithmetic(folder: ModelFolder, tokens: int, *, sdpa: bool) -> Iterator[Finding]:
+def _arithmetic(folder: ModelFolder, *, sdpa: bool) -> Iterator[Finding]:
     """Check for operations beyond plain causal attention and a plain head, which training would leave out."""
     settings = folder.config
     # The value with which each operation does nothing.
@@ -348,17 +393,8 @@ def _arithmetic(folder: ModelFolder, tokens: int, *, sdpa: bool) -> Iterator[Fin
                 " training here leaves out; use a model whose logits are its head's, such as Llama, Qwen or"
                 " Mistral"
             )
-    if not sdpa:
-        return  # eager attention of transformers computes both of the following
-    window = settings.get("sliding_window")
-    # Qwen2 has a size in every config.json, and a second field that says whether it is used.
-    if settings.get("use_sliding_window", True) and isinstance(window, int) and window < tokens:
-        yield ConfigError(
-            f"model.path: {folder.root} attends to a window of {window} tokens (sliding_window), but the"
-            f" longest prompt and response are {tokens}; lower data.max_prompt_tokens,"
-            " data.max_response_tokens or ppo.max_new_tokens, or set model.attention=eager"
-        )
-    if settings.get("attn_logit_softcapping") is not None:
+    # Eager attention of transformers caps its scores.
+    if sdpa and settings.get("attn_logit_softcapping") is not None:
         yield ConfigError(
             f"model.path: {folder.root} caps its attention scores (attn_logit_softcapping is"
             f" {settings['attn_logit_softcapping']}), which sdpa does not compute; set model.attention=eager"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import sample_rows
 from rlhf_core.data.prepare import FILE_NAMES, prepare
+from rlhf_core.errors import InputError
+from rlhf_core.models.architectures import architecture_problems
+from rlhf_core.models.folder import base_model_config
+from rlhf_core.stages.early_check import check_evaluation
 from rlhf_core.types import StageContext, StageResult
+
+log = logging.getLogger(__name__)
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -16,17 +23,15 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
     Reads no input artifact.
     """
-
-    if config.model.path is not None and not is_hub_model(config.model.path):
-        from rlhf_core.models.weights import check_headers
-
-        # The headers are checked before the rows are read. The next stage loads the model itself.
-        check_headers(Path(config.model.path), attention=config.model.attention)
+    if config.model.path is not None:
+        # Before the rows are read. The next stage loads the model itself.
+        _check_model(config.model.path, config)
 
     def report(done: int, total: int) -> None:
         context.progress("data", done, total, "rows")
 
     card = prepare(config, context.output, report, context.sources)
+    check_evaluation(config, context)
     metrics: dict[str, float] = {}
     for name, file_name in FILE_NAMES.items():
         count = card["counts"][name]
@@ -47,3 +52,19 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     context.metrics.flush()
     facts = {f"{row['field']}.digest": row["digest"] for row in card["sources"]}
     return StageResult(metrics, facts)
+
+
+def _check_model(path: str, config: PipelineConfig) -> None:
+    """Check what the preflight could not: weights against config.json, and the architecture of a hub model.
+
+    Raises ModelError or ConfigError.
+    """
+    if not is_hub_model(path):
+        from rlhf_core.models.weights import check_headers
+
+        check_headers(Path(path), attention=config.model.attention)
+        return
+    for finding in architecture_problems(path, base_model_config(config), config):
+        if isinstance(finding, InputError):
+            raise finding
+        log.warning("%s", finding)

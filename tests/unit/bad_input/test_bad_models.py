@@ -22,6 +22,7 @@ from tests.support.tiny_llama import save_tiny_llama
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 CONFIG = {"max_position_embeddings": 256, "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 2}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}
 
 
 def header(content: Any, behind: int = 0) -> bytes:
@@ -137,6 +138,33 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a context that is too short": ({"config__json": CONFIG | {"max_position_embeddings": 64}},
         ("128 tokens", "context of 64")),
+    "positions that change with the batch": (
+        {"config__json": {**CONFIG, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}},
+        ("longrope", "64 tokens (original_max_position_embeddings)", "are 128", "lower data.max_"),
+    ),
+    "positions of Phi-3's first files": (
+        {"config__json": {**CONFIG, "rope_scaling": {
+            "type": "su", "original_max_position_embeddings": 64}}},
+        ("longrope", "64 tokens (original_max_position_embeddings)"),
+    ),
+    "positions of one type of layer": (
+        {"config__json": {**CONFIG, "rope_parameters": {
+            "full_attention": {**LONGROPE, "original_max_position_embeddings": 64}}}},
+        ("longrope", "64 tokens (original_max_position_embeddings)"),
+    ),
+    "chunks that are too short": (
+        {"config__json": {**CONFIG, "attention_chunk_size": 64}},
+        ("chunks of 64 tokens (attention_chunk_size)", "are 128", "model.attention=eager"),
+    ),
+    "no model with a score": (
+        {"config__json": {**CONFIG, "model_type": "olmoe"}},
+        ("has the model_type olmoe, for which transformers has no model with a score", "reward.enabled=true",
+         "ppo.algorithm=ppo", "use another model"),
+    ),
+    "no engine": (
+        {"config__json": {**CONFIG, "model_type": "rwkv"}},
+        ("is a RwkvForCausalLM, which vLLM cannot sample from", "use another model"),
+    ),
 }  # fmt: skip
 
 
@@ -145,6 +173,13 @@ def test_a_model_folder_that_cannot_be_used_is_refused(command: Command, title: 
     changes, words = FOLDERS[title]
     model_folder(command.folder / "m", **changes)
     assert command.complaint(Bad(title, "model: {path: ./m}", words)).startswith("model.path: ")
+
+
+def test_an_adapter_for_engines_without_adapters_is_refused(command: Command) -> None:
+    model_folder(command.folder / "m", config__json={**CONFIG, "model_type": "stablelm"})
+    settings = "model: {path: ./m}\nppo: {lora: {r: 8}, weight_sync: {lora: adapter}}\n"
+    words = ("ppo.lora: vLLM has no adapters for StableLmForCausalLM", "set ppo.weight_sync.lora=merged")
+    assert command.complaint(Bad("an adapter", settings, words)).startswith("ppo.lora: ")
 
 
 PATHS = {
@@ -223,6 +258,13 @@ def test_a_chat_template_that_cannot_be_used_is_refused(
     message = command.complaint(Bad(title, SMALL, (word, "data.chat_template"), files={"t.jinja": content}))
     assert message.count("\n") == 0
     assert not (command.folder / "ran").exists()
+
+
+def test_a_vocabulary_that_is_too_small_for_single_bytes_is_refused(command: Command) -> None:
+    command.data_stage = True
+    settings = SMALL.replace(", chat_template: t.jinja", "") + "model: {tiny: {vocab_size: 1}}\n"
+    words = ("model.tiny.vocab_size must be at least 103", "got 1; raise it")
+    command.complaint(Bad("a vocabulary of 1", settings, words))
 
 
 def test_a_template_that_is_missing_or_a_folder_is_refused(command: Command) -> None:
