@@ -1,4 +1,8 @@
-"""Sample responses to prompts with vLLM engines: one in this process, several as Ray actors."""
+"""Sample responses to prompts with vLLM engines: one in this process, several as Ray actors.
+
+An engine that changes classes of transformers is an actor, too (`models.architectures`): this process loads
+the same model afterwards to score the responses.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
+from rlhf_core.models.architectures import engine_changes_classes
 from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -115,7 +120,8 @@ def sample_responses(
 ) -> list[Rollout]:
     """Return the responses to (n,) prompts, in the order of the prompts: (n * answers,).
 
-    A single engine runs in this process, several (`evaluate.engines`) or those of a cluster in actors.
+    A single engine runs in this process or in an actor (see above), several (`evaluate.engines`) or those of
+    a cluster in actors.
 
     Without `sampling`, there is one response per prompt and the temperature is
     `config.evaluation_temperature`, which depends on the sections `evaluate` and `ppo`: a stage that calls
@@ -146,7 +152,7 @@ def _sample_sets(
     done: Callable[[int], None],
     context: StageContext | None,
 ) -> list[list[Rollout]]:
-    if needs_actors(config.evaluate.engines):
+    if needs_actors(config.evaluate.engines) or engine_changes_classes(files.model):
         return _sample_on_actors(config, files, sets, sampling, device=device, done=done, context=context)
     return _sample_here(config, files, sets, sampling, device=device, done=done)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.cluster.ranks import map_ranks, needs_actors
@@ -18,6 +18,7 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ModelError
 from rlhf_core.evaluation.questions import LETTERS
+from rlhf_core.models.architectures import engine_changes_classes
 from rlhf_core.rewards.replies import Reply
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.heartbeat import heartbeat, idle
@@ -53,15 +54,14 @@ def ask_local(
     Raises:
         ModelError: The model cannot be used.
     """
-    tokenizer = load_tokenizer(str(folder))
-    encoder = Encoder(tokenizer, "chat" if tokenizer.chat_template else "plain", str(folder))
+    encoder = _encoder(folder)
     letters = _letter_tokens(encoder, folder)
     encoded: list[tuple[str, _Asked]] = []
-    for question in questions:
-        try:
-            encoded.append((question, encoder.prompt([Message("user", question)])))
-        except EncodeError:
+    for question, tokens in zip(questions, _tokens(encoder, questions), strict=True):
+        if tokens is None:
             keep(question, Reply("", 0, 0, 0.0))
+        else:
+            encoded.append((question, tokens))
     if not encoded:
         return
     prompts = [tokens for _, tokens in encoded]
@@ -73,7 +73,7 @@ def ask_local(
             text = LETTERS[letters.index(token)]
             keep(question, Reply(text, len(tokens), 1, seconds / len(chosen)))
 
-    if not needs_actors(config.evaluate.engines):
+    if not needs_actors(config.evaluate.engines) and not engine_changes_classes(folder):
         _choose(config, folder, prompts, letters, device, keep_part)
         return
     began = time.monotonic()
@@ -94,6 +94,30 @@ def ask_local(
     # Question i was in share i modulo the number of engines.
     chosen = [shares[i % len(shares)][i // len(shares)] for i in range(len(prompts))]
     keep_part(0, chosen, time.monotonic() - began)
+
+
+def require_context(folder: Path, questions: Sequence[str]) -> None:
+    """Raise ModelError if the model has no tokens for the letters, or a question is longer than its
+    context.
+    """
+    encoder = _encoder(folder)
+    _letter_tokens(encoder, folder)
+    lengths = [len(tokens) for tokens in _tokens(encoder, questions) if tokens is not None]
+    _check_length(folder, max(lengths, default=0) + 1)
+
+
+def _encoder(folder: Path) -> Encoder:
+    tokenizer = load_tokenizer(str(folder))
+    return Encoder(tokenizer, "chat" if tokenizer.chat_template else "plain", str(folder))
+
+
+def _tokens(encoder: Encoder, questions: Sequence[str]) -> Iterator[_Asked | None]:
+    """Yield the tokens of each question; None if it would contain a special token of the model."""
+    for question in questions:
+        try:
+            yield encoder.prompt([Message("user", question)])
+        except EncodeError:
+            yield None
 
 
 def _letter_tokens(encoder: Encoder, folder: Path) -> list[int]:

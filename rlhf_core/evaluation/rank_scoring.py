@@ -17,6 +17,7 @@ from rlhf_core.cluster.ranks import needs_actors, ray_session, run_ranks
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.models.architectures import engine_changes_classes
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.types import PromptAndResponse, StageContext
 
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evaluation_session(config: PipelineConfig, device: str, context: StageContext) -> Iterator[None]:
-    """Connect to Ray once for all ranks and engines of the body, if `evaluate.ranks` or `evaluate.engines`
-    are actors. Otherwise this does nothing.
+    """Connect to Ray once for all ranks and engines of the body, if they are actors. Otherwise this does
+    nothing.
     """
     largest = max(config.evaluate.ranks, config.evaluate.engines)
-    if not needs_actors(largest):
+    sft = context.inputs.get("sft")
+    has_engine_actor = sft is not None and engine_changes_classes(sft / "model")
+    if not needs_actors(largest) and not has_engine_actor:
         yield
         return
     with (

@@ -383,9 +383,17 @@ def test_missing_held_out_prompts_are_an_error(scripted: Any, context: StageCont
         evaluate.run(config_of(), context)
 
 
-@pytest.mark.parametrize(("ranks", "engines"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "engines", "changes_classes"),
+    [(1, 1, False), (2, 1, False), (1, 2, False), (1, 1, True)],
+)
 def test_ranks_and_engines_share_one_connection_to_ray(
-    ranks: int, engines: int, scripted: Any, context: StageContext, monkeypatch: pytest.MonkeyPatch
+    ranks: int,
+    engines: int,
+    changes_classes: bool,
+    scripted: Any,
+    context: StageContext,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
 
@@ -410,9 +418,14 @@ def test_ranks_and_engines_share_one_connection_to_ray(
     monkeypatch.setattr(rank_scoring, "ray_session", session)
     monkeypatch.setattr(generate, "map_ranks", shares)
     monkeypatch.setattr(scoring, "policy_kl", kl)
+    if changes_classes:
+        for folder in (context.inputs["sft"] / "model", context.inputs["ppo"] / "policy"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text('{"architectures": ["SmolLM3ForCausalLM"]}')
     evaluate.run(config_of(evaluate={"prompts": 6, "ranks": ranks, "engines": engines}), context)
-    work = ["engines", "engines", "ranks"] if engines > 1 else ["ranks"]
-    assert log == (["connected for 2", *work, "ended"] if max(ranks, engines) > 1 else work)
+    work = ["engines", "engines", "ranks"] if engines > 1 or changes_classes else ["ranks"]
+    session = [f"connected for {max(ranks, engines)}", *work, "ended"]
+    assert log == (session if max(ranks, engines) > 1 or changes_classes else work)
 
 
 def test_same_run_gives_the_same_bytes(scripted: Any, context: StageContext, tmp_path: Path) -> None:
