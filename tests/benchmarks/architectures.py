@@ -10,8 +10,6 @@ minutes on one core.
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.architectures import engine_backend, serves_adapters
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 
@@ -103,16 +102,28 @@ def tried(model_type: str) -> tuple[str, list[str]]:
         return name, [outcome(Path(folder), load, attention) for _, load, attention in COLUMNS]
 
 
-def known_to_vllm() -> set[str]:
-    """Return the classes in vLLM's registry.
+def engine(name: str, model_type: str) -> str:
+    """Return what an engine of vLLM runs, read from its source, because importing vLLM is slow."""
+    texts = {"vllm": "vLLM", "transformers": "transformers", "untested": "not in the registry", None: "no"}
+    return texts[engine_backend(name, model_type)]
 
-    They are read from its source, because importing vLLM is slow.
+
+def pipeline_use(outcomes: list[str], engine: str) -> str:
+    """Return which part of the pipeline an architecture can run with one `model.attention`.
+
+    Args:
+        outcomes: Of `COLUMNS`.
+        engine: A result of `engine`.
     """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return set()
-    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
-    return set(re.findall(r'"(\w+)":\s*\(', registry.read_text(encoding="utf-8")))
+    usable = [text in ("packed", "padded") for text in outcomes]
+    policies, scores = usable[:2], usable[2:]
+    if not any(policies):
+        return "nothing"
+    if engine == "no":
+        return "SFT"
+    uses_score = any(policy and score for policy, score in zip(policies, scores, strict=True))
+    stages = "all" if uses_score else "no reward model, no critic"
+    return stages if engine != "not in the registry" else f"{stages}, engine not tested"
 
 
 def main() -> None:
@@ -130,7 +141,6 @@ def survey(model_types: list[str]) -> str:
     transformers.logging.disable_progress_bar()
     notes: dict[str, int] = {}
     rows, impossible = [], []
-    served = known_to_vllm()
     for model_type in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         started = time.monotonic()
         try:
@@ -144,7 +154,9 @@ def survey(model_types: list[str]) -> str:
             text if text in ("packed", "padded") else f"refused [{notes.setdefault(text, len(notes) + 1)}]"
             for text in outcomes
         ]
-        rows.append([f"`{model_type}`", name, *cells, "yes" if name in served else "no"])
+        served = engine(name, model_type)
+        adapters = "no" if served == "no" or not serves_adapters(name) else "yes"
+        rows.append([f"`{model_type}`", name, *cells, served, adapters, pipeline_use(outcomes, served)])
     command = " ".join(["python -m tests.benchmarks.architectures", *model_types])
     return page(rows, notes, impossible, command, transformers.__version__)
 
@@ -153,16 +165,17 @@ def page(
     rows: list[list[str]], notes: dict[str, int], impossible: list[str], command: str, version: str
 ) -> str:
     """Return the text of `docs/architectures.md`."""
-    titles = ["model_type", "class", *(title for title, _, _ in COLUMNS), "in vLLM's registry"]
+    titles = ["model_type", "class", *(title for title, _, _ in COLUMNS), "engine", "adapters", "pipeline"]
     usable = sum(any(cell in ("packed", "padded") for cell in row[2:4]) for row in rows)
+    whole = sum(row[-1] == "all" for row in rows)
     lines = [
         "# Architectures",
         "",
         (
             f"This page lists {len(rows)} causal language models of transformers {version}. Each was created"
             f" with random weights and at most {LARGEST / 1e6:.0f} million parameters, and loaded in the same"
-            f" way as in every stage. {usable} of them can be used as a policy. The page is generated with"
-            f" `{command} > docs/architectures.md`."
+            f" way as in every stage. {usable} of them can be used as a policy, and {whole} in the whole"
+            f" pipeline. The page is generated with `{command} > docs/architectures.md`."
         ),
         "",
         "- **packed**: several sequences can share a row without influencing each other.",
@@ -175,8 +188,19 @@ def page(
         (
             "The result is found by running the loaded model and does not depend on its name (see [decision"
             " 16](decisions/0016-model-self-test.md)). `flash_attention_2` requires a GPU and is not in"
-            " the table. An architecture that is not in vLLM's registry can be used for SFT and as a reward"
-            " model, but not for rollouts."
+            " the table. The last three columns are read from the source code of vLLM:"
+        ),
+        "",
+        (
+            "- **engine**: **vLLM** has a class of its own, or its registry names the class of"
+            " **transformers**. It also tries that class for what is **not in the registry**, which has not"
+            " been tested. With **no**, that class cannot be used either."
+        ),
+        "- **adapters**: engines can load adapters (`ppo.weight_sync.lora: adapter`).",
+        (
+            "- **pipeline**: the stages that can use the architecture. Without a score model,"
+            " `reward.enabled: false` and a `ppo.algorithm` without a critic are needed. `rlhf run` refuses"
+            " what does not fit before it starts, and in the data stage for a model of the hub."
         ),
         "",
         f"| {' | '.join(titles)} |",

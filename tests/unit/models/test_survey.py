@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.architectures import known_to_vllm, tried
+from tests.benchmarks.architectures import engine, pipeline_use, tried
 
 SAMPLE = {
     "llama": ["packed"] * 4,
@@ -28,6 +28,19 @@ def test_a_sample_of_architectures_does_what_the_table_says(model_type: str) -> 
     assert [text if text in ("packed", "padded") else "refused" for text in outcomes] == SAMPLE[model_type]
 
 
-def test_the_registry_of_vllm_is_read_from_its_source() -> None:
-    found = known_to_vllm()
-    assert not found or {"LlamaForCausalLM", "Qwen2ForCausalLM"} <= found
+@pytest.mark.parametrize(
+    ("outcomes", "name", "model_type", "expected"),
+    [
+        (["packed"] * 4, "LlamaForCausalLM", "llama", "all"),
+        (["refused: a", "packed"] * 2, "Gemma2ForCausalLM", "gemma2", "all"),
+        (["packed", "x", "x", "packed"], "LlamaForCausalLM", "llama", "no reward model, no critic"),
+        (["packed", "packed", "x", "x"], "GraniteForCausalLM", "granite", "no reward model, no critic"),
+        (["packed"] * 4, "HeliumForCausalLM", "helium", "all, engine not tested"),
+        (["x"] * 4, "GPT2LMHeadModel", "gpt2", "nothing"),
+        (["packed"] * 4, "RwkvForCausalLM", "rwkv", "SFT"),
+    ],
+)
+def test_the_stages_that_can_use_an_architecture(
+    outcomes: list[str], name: str, model_type: str, expected: str
+) -> None:
+    assert pipeline_use(outcomes, engine(name, model_type)) == expected
