@@ -6,7 +6,7 @@
 - on several GPUs, gradients are reduced during the backward pass, where DeepSpeed can do it; offloaded state
   is in pinned memory
 - `restore_average` replaces the weights that are saved by their moving average
-- engines get the tensors of the model's files: those of a Llama are its parameters, those of a Mixtral are not
+- engines get the tensors of the model's files, which are not the parameters of a Mixtral
 """
 
 from __future__ import annotations
