@@ -23,7 +23,7 @@ from rlhf_core.config.devices import gpu_names, uses_gpu
 from rlhf_core.config.messages import Place, dotted, locate, out_of_range, sentences, unknown
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
-from rlhf_core.config.yaml import Document, Keys, parse, parse_value, read
+from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
 
 _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")
@@ -48,11 +48,6 @@ def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     for text in overrides:
         _override(tree, text)
     return tree
-
-
-def parse_config(data: bytes, name: str = "configuration", overrides: Sequence[str] = ()) -> PipelineConfig:
-    """As `load_config`, from bytes. `name` stands for the file in messages."""
-    return _build(parse(data, name), overrides)
 
 
 def config_from_tree(

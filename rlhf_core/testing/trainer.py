@@ -76,7 +76,6 @@ class ScriptedTrainer(TrainingEngine):
         self.best_step: int | None = None
         """Step of the last `snapshot_best`."""
         self.restored_best = False
-        self.restored_average = False
         self.is_closed = False
 
     @property
@@ -117,7 +116,7 @@ class ScriptedTrainer(TrainingEngine):
 
     @override
     def restore_average(self) -> None:
-        self.restored_average = True
+        """Do nothing: the weights never change, so they are their own average."""
 
     @override
     def save_checkpoint(self, folder: Path) -> None:

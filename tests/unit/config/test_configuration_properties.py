@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
-from rlhf_core.config.load import config_from_tree, parse_config
+from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import Schema, all_fields, locate
 from rlhf_core.errors import ConfigError
+from tests.support.parsed_config import parse_config
 
 NOT_FOR_USERS = ("Traceback", "pydantic", "input_value", "<class", "object at 0x", "NoneType")
 

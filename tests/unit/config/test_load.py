@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree, load_config, parse_config
+from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward
 from rlhf_core.config.yaml import parse, scalar
 from rlhf_core.errors import ConfigError
+from tests.support.parsed_config import parse_config
 
 
 @pytest.mark.parametrize(
