@@ -146,7 +146,7 @@ _TABLE = (
     Stage(
         "ppo",
         "rlhf_core.stages.ppo:run",
-        version=10,
+        version=11,
         sections=("ppo", "model"),
         inputs=("data", "sft", "reward", "judge"),
         sources=("ppo.",),
