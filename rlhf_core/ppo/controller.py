@@ -49,6 +49,7 @@ from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
 from rlhf_core.ppo.selection import HeldOutResult, Selection
 from rlhf_core.ppo.step_checks import StepChecks
+from rlhf_core.ppo.sync_check import SyncCheck
 from rlhf_core.ppo.update import CriticWarmup, Updater
 from rlhf_core.ppo.utilisation import Utilisation
 from rlhf_core.ppo.worker import ModelWorker
@@ -108,6 +109,9 @@ class PPOController:
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
         self._prompts = prompts
+        self._sync_check: SyncCheck | None = None
+        if ppo.staleness and ppo.weight_sync.canary:
+            self._sync_check = SyncCheck(ppo, fleet, prompts, decode, composer, seed)
         self._rollout_cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
         self._next_batch: RolloutBatch | None = None
         """With `ppo.staleness`: the rollouts of the next step."""
@@ -152,6 +156,7 @@ class PPOController:
         """
         self._restore()
         self.sync()
+        self._compare_engines()
         stop = self._context.stop
         with stop.deferred():
             self._evaluate()
@@ -215,6 +220,7 @@ class PPOController:
         with self._timed("sync"):
             version = self.sync()
         failpoint("ppo.after_sync")
+        self._compare_engines()
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, "samples", step)
         if not batch.from_cache and not self._ppo.staleness:
@@ -390,6 +396,15 @@ class PPOController:
             "sync/gb_per_s": report.bytes / 1e9 / report.seconds,
         }
         return report.version
+
+    def _compare_engines(self) -> None:
+        """With `ppo.staleness`, compare the engines with the policy, which have the same version now."""
+        if self._sync_check is None:
+            return
+        with self._timed("canary"):
+            gap = self._sync_check.gap(self.completed_steps)
+        far = self._checks.compare(gap, self.completed_steps)
+        self._timings |= {"sync/logprob_gap": gap, "guards/engine_gap": float(far)}
 
     # -- log, checkpoint --
 

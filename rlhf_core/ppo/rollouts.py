@@ -27,7 +27,7 @@ from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch
-from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader
+from rlhf_core.ppo.columns import FloatArray, Places, RolloutColumns, RolloutHeader
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.experience import shaped_scores, uniform_groups
 from rlhf_core.ppo.fleet import Fleet
@@ -435,6 +435,13 @@ def read_responses(fleet: Fleet, batch: RolloutBatch, rows: Sequence[int]) -> li
                 response = columns.response(places[row]).tolist()
                 by_row[row] = (batch.prompts[row].input_ids, tuple(response))
     return [by_row[row] for row in rows]
+
+
+def read_rollout_logprobs(fleet: Fleet, batch: RolloutBatch) -> list[FloatArray]:
+    """Return the engines' log-probabilities (T,) of each response of a batch."""
+    chunks = fleet.wait(batch.chunks, "rollouts")
+    places = zip(batch.places.objects.tolist(), batch.places.rows.tolist(), strict=True)
+    return [chunks[number].rollout_logprobs(row) for number, row in places]
 
 
 class RewardInputs(Sequence[RewardInput]):

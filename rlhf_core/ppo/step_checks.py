@@ -115,8 +115,19 @@ class StepChecks:
 
     def _check_gap(self, metrics: dict[str, float], step: int) -> None:
         if metrics.get("rollout/staleness", 0.0) > 0:
-            return  # The trainer has other weights than the engines had.
-        gap, sync = metrics["rollout/logprob_gap_mean"], self._ppo.weight_sync
+            return  # The trainer has other weights than the engines had; see `ppo.sync_check`.
+        far = self.compare(metrics["rollout/logprob_gap_mean"], step)
+        metrics["rollout/logprob_gap_alarm"] = metrics["guards/engine_gap"] = float(far)
+
+    def compare(self, gap: float, step: int) -> bool:
+        """Return whether engines and trainer, which have the same version, differ by so much that it is
+        logged. Raises WeightSyncError if the weights must be different ones.
+
+        Args:
+            gap: Mean absolute difference of log-probabilities.
+            step: Number of the step.
+        """
+        sync = self._ppo.weight_sync
         exact = self._ppo.engine.dtype == self._ppo.policy_deepspeed.dtype == "float32"
         # Kernels in low precision differ by more than a stale weight would in float32.
         limit = sync.canary_tolerance if exact else max(sync.canary_tolerance, 0.05)
@@ -127,12 +138,12 @@ class StepChecks:
                 " weights"
             )
         far = gap > (self._ppo.logprob_gap_limit or limit / 2)
-        metrics["rollout/logprob_gap_alarm"] = metrics["guards/engine_gap"] = float(far)
         if far:
             alarm(
                 "engine_gap",
                 f"step {step}: engine and trainer log-probabilities differ by {gap:.3g} on average",
             )
+        return far
 
     def _check_text(self, metrics: dict[str, float], step: int) -> None:
         empty = metrics["rollout/empty_rate"]

@@ -1,6 +1,7 @@
 """`ppo.staleness: 1` through the real Ray, vLLM and DeepSpeed (slow set).
 
 - each step from the second on is sampled from the version before the last one
+- the comparison of engines and policy after each sync changes no bit
 - attempts in which an engine and a training rank are killed, before and after a checkpoint, end together in
   the bits of the run that nobody disturbed
 """
@@ -30,10 +31,11 @@ pytestmark = pytest.mark.slow
 STALE = {"staleness": 1, "steps": 5, "checkpoint_every": 2, "prompts_per_step": 8, "max_new_tokens": 8}
 
 
-def attempt(model: Path, store: Path, work: Path) -> tuple[list[dict[str, Any]], str]:
+def attempt(model: Path, store: Path, work: Path, *, canary: bool = True) -> tuple[list[dict[str, Any]], str]:
     """Run the steps that no checkpoint has, and return the metrics of all and the digest of the policy."""
     work.mkdir()
-    config = small_config(model, {**STALE, "minibatches": 2, "engine": {"max_restarts": 0}})
+    ppo = {**STALE, "minibatches": 2, "engine": {"max_restarts": 0}, "weight_sync": {"canary": canary}}
+    config = small_config(model, ppo)
     nowhere: Any = Nowhere()
     checkpoints = CheckpointStore(Store(store), "key", work / "checkpoints", keep(2))
     context = StageContext({}, work, work, checkpoints, nowhere, nowhere.progress)
@@ -54,10 +56,11 @@ def test_killed_attempts_end_in_the_same_bits(tmp_path: Path, monkeypatch: pytes
     undisturbed = attempt(model, tmp_path / "undisturbed", tmp_path / "whole")
     behind = [row["rollout/staleness"] for row in undisturbed[0]]
     assert behind == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert attempt(model, tmp_path / "other", tmp_path / "without", canary=False) == undisturbed
     store = tmp_path / "store"
-    # Checkpoints are after steps 2 and 4. The third call of an engine is for step 3, during step 2; the next
-    # attempt begins again and is killed in step 3.
-    for number, fault in enumerate(("engine.generate:3:kill", "critic.update:3:kill")):
+    # Checkpoints are after steps 2 and 4. The engine answers after each sync and for each step, so its fifth
+    # call is for step 3, during step 2; the next attempt begins again and is killed in step 3.
+    for number, fault in enumerate(("engine.generate:5:kill", "critic.update:3:kill")):
         monkeypatch.setenv("RLHF_FAIL", fault)
         with pytest.raises(InfrastructureError):
             attempt(model, store, tmp_path / f"killed-{number}")

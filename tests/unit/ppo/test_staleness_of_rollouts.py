@@ -2,6 +2,8 @@
 
 - the engines sample the next step, from the version that they have, while a step is scored and trained; the
   sync waits for both; the last step samples nothing
+- after each sync, log-probabilities of the engines are compared with those of the policy, which has the same
+  version; engines with other weights end the run, and without the canary nothing is compared
 - a batch that is further behind is refused
 - a checkpoint has the rollouts of the next step, and the next attempt uses them; without them it ends
 - the score of a checkpoint is known two steps later, also if every step has a checkpoint
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_core.cluster.rpc import Pending
@@ -24,6 +27,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.sync_check import PROMPTS, TOKENS, SyncCheck
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import StageContext
@@ -40,6 +44,8 @@ class Scripted:
 
     def __init__(self, work: Path, monkeypatch: pytest.MonkeyPatch, **ppo: Any) -> None:
         self.events: Events = []
+        self.gaps: dict[int, float] = {}
+        """Of engines and policy, by version."""
         work.mkdir(exist_ok=True)
         (work / "metrics.jsonl").touch()
         rank = SimpleNamespace(call=lambda *_: 0)
@@ -67,6 +73,8 @@ class Scripted:
         monkeypatch.setattr(self.controller, "_train", self.train)
         monkeypatch.setattr(self.controller, "sync", self.sync)
         monkeypatch.setattr(self.controller, "_log_samples", lambda *_: None)
+        if self.controller._sync_check is not None:
+            monkeypatch.setattr(self.controller._sync_check, "gap", self.gap)
 
     @staticmethod
     def wait(calls: list[Any], _what: str) -> list[Any]:
@@ -95,6 +103,10 @@ class Scripted:
         self.controller._timings["timing/sync"] = 0.0
         return version
 
+    def gap(self, version: int) -> float:
+        self.events.append(("compare", version))
+        return self.gaps.get(version, 0.0)
+
 
 def test_the_next_step_is_sampled_during_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,13 +114,43 @@ def test_the_next_step_is_sampled_during_the_training(
     run = Scripted(tmp_path / "work", monkeypatch, staleness=1, steps=3, checkpoint_every=9)
     run.controller.run()
     assert run.events == [
-        ("sync", 0),
+        *[("sync", 0), ("compare", 0)],
         ("start", 1, 0, False),
         ("finish", 1),
-        *[("start", 2, 0, True), ("score", 1, 0), ("train", 1), ("finish", 2), ("sync", 1)],
-        *[("start", 3, 1, True), ("score", 2, 0), ("train", 2), ("finish", 3), ("sync", 2)],
-        *[("score", 3, 1), ("train", 3), ("sync", 3)],
+        *[("start", 2, 0, True), ("score", 1, 0), ("train", 1), ("finish", 2), ("sync", 1), ("compare", 1)],
+        *[("start", 3, 1, True), ("score", 2, 0), ("train", 2), ("finish", 3), ("sync", 2), ("compare", 2)],
+        *[("score", 3, 1), ("train", 3), ("sync", 3), ("compare", 3)],
     ]
+
+
+def test_engines_that_do_not_use_the_weights_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Scripted(tmp_path / "work", monkeypatch, staleness=1, checkpoint_every=9)
+    run.gaps = {2: 0.3}
+    with pytest.raises(WeightSyncError, match=r"ppo step 2: engines and trainer differ by 0\.3"):
+        run.controller.run()
+    without = Scripted(tmp_path / "other", monkeypatch, staleness=1, weight_sync={"canary": False})
+    assert without.controller._sync_check is None
+
+
+def test_the_gap_is_the_mean_over_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine samples, and its log-probabilities are -1 for each token."""
+    ppo = config_from_tree({"ppo": {"samples_per_prompt": 2, "engine": {"dispatch": "queue"}}}, "test").ppo
+    policy = SimpleNamespace(gather=lambda name: [np.full(2, -1.5)] * len(FORTY))
+    fleet: Any = SimpleNamespace(wait=results, logprobs=lambda role, *_args, **_named: policy)
+    check = SyncCheck(ppo, fleet, FORTY.prompts, str, None, 0)  # type: ignore[arg-type]
+    asked: list[Any] = []
+
+    def sample(*args: Any) -> RolloutBatch:
+        asked.append(args)
+        return FORTY
+
+    monkeypatch.setattr(check._collector, "sample", sample)
+    assert check.gap(7) == pytest.approx(0.5)
+    assert asked == [(FORTY.prompts[:PROMPTS], 7, 0, 7)]
+    own = check._collector._ppo
+    assert (own.samples_per_prompt, own.max_new_tokens, own.engine.dispatch) == (1, TOKENS, "fixed")
 
 
 def test_with_0_nothing_is_sampled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +188,8 @@ def test_the_next_attempt_uses_the_rollouts_of_the_checkpoint(
         first.controller.run()
     second = Scripted(tmp_path / "second", monkeypatch, staleness=1, checkpoint_every=9)
     second.controller.run()
-    assert second.events[0] == ("sync", 3)
-    assert first.events + second.events[1:] == whole.events
+    assert second.events[:2] == first.events[-2:] == [("sync", 3), ("compare", 3)]
+    assert first.events + second.events[2:] == whole.events
 
 
 def _and_stop(checkpoint: Any) -> Any:
