@@ -1,7 +1,7 @@
 """Check of the data sources and the chat template before anything is started.
 
 Yields findings: an `InputError` for what would make the run fail, and a text for what the user should know.
-Of each file only the beginning is read, by the reader of the data stage.
+Of each file only the beginning is read, by the reader of the data stage, and all rows of regression sets.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from rlhf_core.config.address import Address, parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.files import check_beginning, list_files
+from rlhf_core.data.prompt_sets import check_rows
 from rlhf_core.data.templates import read_chat_template
-from rlhf_core.errors import ConfigError, DataError, Finding, ModelError, guarded
+from rlhf_core.errors import ConfigError, DataError, Finding, InputError, ModelError, guarded
 from rlhf_core.system.files import exists
 
 _FILES_OF_A_FOLDER = 3
@@ -28,9 +29,8 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
     for name, index, source in data.sources():
         field = f"data.{name}.{index}"
         yield from guarded(f"{field}.path", check_source(field, source))
-    for index, source in enumerate(config.evaluate.regression):
-        field = f"evaluate.regression.{index}"
-        yield from guarded(f"{field}.path", check_source(field, source))
+    for index in range(len(config.evaluate.regression)):
+        yield from _check_regression_set(config, index)
     if data.chat_template is not None:
         yield from guarded("data.chat_template", _chat_template(data.chat_template))
     if all(source.path == "synthetic" for source in data.prompts):
@@ -40,6 +40,24 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
                 f"ppo.prompts_per_step is {config.ppo.prompts_per_step}, but only about {training} prompts"
                 " are for training: some come twice in one step; raise data.synthetic.prompts"
             )
+
+
+def _check_regression_set(config: PipelineConfig, index: int) -> Iterator[Finding]:
+    """Check a regression set. All rows of local files are read: a single bad one ends the evaluation, which
+    comes after hours of training.
+    """
+    field, source = f"evaluate.regression.{index}", config.evaluate.regression[index]
+    found = list(guarded(f"{field}.path", check_source(field, source)))
+    yield from found
+    if parse_address(source.path).kind == "local" and not any(isinstance(each, InputError) for each in found):
+        yield from guarded(field, _bad_row(config, index))
+
+
+def _bad_row(config: PipelineConfig, index: int) -> Iterator[Finding]:
+    try:
+        check_rows(config, index)
+    except DataError as error:
+        yield error
 
 
 def check_source(field: str, source: Source) -> Iterator[Finding]:

@@ -1,53 +1,104 @@
-"""Prompts of `evaluate.regression`: read as in the data stage, but every row must be usable."""
+"""Prompts of `evaluate.regression`: read as in the data stage, but every row must be usable.
+
+They are checked three times: by the preflight without a tokenizer (`check_rows`), by the data stage with it
+(`read_prompts`), and by the evaluation, which uses them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
-from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.examples import RecordDropped, encode_record, to_record
+from rlhf_core.config.regression import RegressionSet
+from rlhf_core.config.rewards import AnyReward, GoldReward
+from rlhf_core.data.dataset import require_answers
+from rlhf_core.data.examples import RecordDropped, SourceRecord, encode_record, to_record
 from rlhf_core.data.files import BadRow
-from rlhf_core.data.sources import Contents, read_rows, source_name
+from rlhf_core.data.sources import Contents, read_rows, regression_contents, source_name
+from rlhf_core.data.synthetic import parse_prompt
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import DataError
 from rlhf_core.types import PromptExample
 
+Sets = dict[str, list[PromptExample]]
+"""The prompts of each set by its name."""
 
-def read_prompts(
-    config: PipelineConfig, field: str, source: Source, encoder: Encoder, contents: Contents
-) -> list[PromptExample]:
-    """Return the prompts of a source, each text once.
+
+def read_sets(
+    config: PipelineConfig, encoder: Encoder, contents: Mapping[str, Contents] | None = None
+) -> Sets:
+    """Return the prompts of all regression sets, each text once.
 
     Args:
         config: Configuration of the run.
-        field: Field of the source, for messages.
-        source: The source.
         encoder: Of `load_encoder`.
-        contents: Expected contents of its files.
+        contents: Expected contents of the sources, from `regression_contents`; None: those that they have.
 
     Raises:
-        DataError: A row is malformed or too long, there are none, or a file has changed.
+        DataError: A row cannot be used, a set has none, or a file has changed.
     """
-    prompts: dict[str, PromptExample] = {}
+    contents = contents or regression_contents(config)
+    sets: Sets = {}
+    for index, each in enumerate(config.evaluate.regression):
+        field = f"evaluate.regression[{index}]"
+        prompts: dict[str, PromptExample] = {}
+        for item in _records(config, field, each, contents[field]):
+            example = _encoded(config, field, item, encoder)
+            prompts.setdefault(example.prompt_id, example)
+        sets[each.name] = list(prompts.values())
+        _require_scorable(sets[each.name], each.reward, f"{field}.reward")
+    return sets
+
+
+def check_rows(config: PipelineConfig, index: int) -> None:
+    """Raise DataError for a row of a regression set that cannot be used, as far as this is known without a
+    tokenizer.
+    """
+    field, each = f"evaluate.regression.{index}", config.evaluate.regression[index]
+    prompts = [
+        PromptExample("", item.record.prompt_text, (), item.record.meta)
+        for item in _records(config, field, each, None)
+    ]
+    _require_scorable(prompts, each.reward, f"{field}.reward")
+
+
+def _records(
+    config: PipelineConfig, field: str, source: RegressionSet, contents: Contents | None
+) -> Generator[SourceRecord]:
+    count = 0
     for row in read_rows(source, config.store, contents):
         item = row if isinstance(row, BadRow) else to_record(row, source, "prompts", source_name(source))
         if isinstance(item, BadRow):
             raise DataError(f"{field}: {item.file}:{item.line}: {item.reason}; correct the row")
-        try:
-            example = encode_record(
-                item, "prompts", encoder, config.data, config.data.max_text_tokens
-            ).example
-        except (RecordDropped, EncodeError) as error:
-            raise DataError(
-                f"{field}: {item.file}:{item.line}: {error}; correct the row, or raise the limit"
-            ) from error
-        assert isinstance(example, PromptExample)
-        prompts.setdefault(example.prompt_id, example)
-    if not prompts:
+        count += 1
+        yield item
+    if count == 0:
         raise DataError(f"{field}: {source.path} has 0 rows; give a source with rows")
-    return list(prompts.values())
+
+
+def _encoded(config: PipelineConfig, field: str, item: SourceRecord, encoder: Encoder) -> PromptExample:
+    try:
+        example = encode_record(item, "prompts", encoder, config.data, config.data.max_text_tokens).example
+    except (RecordDropped, EncodeError) as error:
+        raise DataError(
+            f"{field}: {item.file}:{item.line}: {error}; correct the row, or raise the limit"
+        ) from error
+    assert isinstance(example, PromptExample)
+    return example
+
+
+def _require_scorable(prompts: Sequence[PromptExample], reward: AnyReward, field: str) -> None:
+    """Raise DataError for a prompt whose answers the reward cannot score."""
+    require_answers(prompts, [reward], field)
+    if isinstance(reward, GoldReward):
+        for prompt in prompts:
+            if parse_prompt(prompt.prompt) is None:
+                raise DataError(
+                    f"{field}: type gold is the true reward of the demo's task, which has no prompt"
+                    f" {prompt.prompt[:60]!r}; use another type"
+                )
 
 
 def load_encoder(config: PipelineConfig, data: Path) -> Encoder:

@@ -17,11 +17,11 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
-from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.dataset import load_pairs, load_prompts
 from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.local_judge import ask_local
+from rlhf_core.evaluation.local_judge import ask_local, require_context
 from rlhf_core.evaluation.questions import (
     AGAIN,
     FIELD,
@@ -80,17 +80,7 @@ class LanguageModelJudge:
         Raises:
             DataError: There are no held-out pairs.
         """
-        data = self._context.inputs["data"]
-        decoder = load_decoder(data)
-        pairs = [
-            Pair(pair.prompt, decoder.response(pair.chosen_ids), decoder.response(pair.rejected_ids))
-            for pair in load_pairs(data, "eval")[: self._settings.pairs]
-        ]
-        if not pairs:
-            raise DataError(
-                "evaluate.language_model: its agreement is measured with held-out pairs; got 0; raise"
-                " data.eval_fraction or give more pairs"
-            )
+        pairs = _held_out_pairs(self._context.inputs["data"], self._settings.pairs)
         found = self._judge(pairs, "pairs")
         interval = win_rate(found.preferences, **self._intervals.settings("agreement"))
         self._agreement = {
@@ -195,6 +185,42 @@ class LanguageModelJudge:
             ask_service(FIELD, self._settings, missing, keep)
         self._asked |= replies
         return replies
+
+
+def check_questions(config: PipelineConfig, data: Path) -> None:
+    """Check, before anything is trained, what the judge will be asked about the data in `data`.
+
+    The answers of the policies are not known yet. Questions about them have no answers here.
+
+    Raises:
+        DataError: There are no held-out pairs.
+        ModelError: A local model has a context that is shorter than a question, or cannot say the letters.
+    """
+    settings = config.evaluate.language_model
+    if settings is None:
+        return
+    pairs = _held_out_pairs(data, settings.pairs)
+    if settings.path is not None:
+        prompts = load_prompts(data, "eval")[: config.evaluate.prompts]
+        pairs += [Pair(prompt.prompt, "", "") for prompt in prompts]
+        rubric = rubric_text(settings.rubric)
+        questions = [question for pair in pairs for question in questions_of(rubric, pair)]
+        require_context(Path(settings.path), questions)
+
+
+def _held_out_pairs(data: Path, most: int) -> list[Pair]:
+    """Return the held-out pairs that the agreement is measured with. Raises DataError if there are none."""
+    decoder = load_decoder(data)
+    pairs = [
+        Pair(pair.prompt, decoder.response(pair.chosen_ids), decoder.response(pair.rejected_ids))
+        for pair in load_pairs(data, "eval")[:most]
+    ]
+    if not pairs:
+        raise DataError(
+            "evaluate.language_model: its agreement is measured with held-out pairs; got 0; raise"
+            " data.eval_fraction or give more pairs"
+        )
+    return pairs
 
 
 def _pairs(answers_a: Sequence[RewardInput], answers_b: Sequence[RewardInput]) -> list[Pair]:

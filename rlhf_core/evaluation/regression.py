@@ -18,18 +18,15 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
-from rlhf_core.data.dataset import load_pair_prompts, load_prompts, require_answers, write
-from rlhf_core.data.prompt_sets import load_encoder, read_prompts
+from rlhf_core.data.dataset import load_pair_prompts, load_prompts, write
+from rlhf_core.data.prompt_sets import Sets, load_encoder, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.rewards.compose import source_name
-from rlhf_core.types import PromptExample, RewardInput, StageContext
+from rlhf_core.types import RewardInput, StageContext
 
 log = logging.getLogger(__name__)
-
-Sets = dict[str, list[PromptExample]]
-"""The prompts of each set by its name."""
 
 _FOLDER = "regression"
 
@@ -48,18 +45,19 @@ def prepare_sets(config: PipelineConfig, context: StageContext) -> Sets:
     encoder = load_encoder(config, data)
     trained = {prompt.prompt_id for prompt in load_prompts(data, "train")}
     trained.update(load_pair_prompts(data, "train"))
-    sets: Sets = {}
-    for index, each in enumerate(config.evaluate.regression):
-        field = f"evaluate.regression[{index}]"
-        prompts = read_prompts(config, field, each, encoder, contents[field])
-        require_answers(prompts, [each.reward], f"{field}.reward")
+    sets = read_sets(config, encoder, contents)
+    for index, (name, prompts) in enumerate(sets.items()):
         known = sum(prompt.prompt_id in trained for prompt in prompts)
         if known:
-            log.warning("%s: %d of %d prompts are in the training data", field, known, len(prompts))
-        folder = context.output / _FOLDER / each.name
+            log.warning(
+                "evaluate.regression[%d]: %d of %d prompts are in the training data",
+                index,
+                known,
+                len(prompts),
+            )
+        folder = context.output / _FOLDER / name
         folder.mkdir(parents=True)
         write(folder, "prompts", "eval", prompts)
-        sets[each.name] = prompts
     return sets
 
 
