@@ -171,6 +171,12 @@ def _origin(policy: RegisteredPolicy) -> str:
         f"Weights: sha256 `{policy.weights}`.",
         "\n".join(rows),
     ]
+    ppo = policy.config["ppo"]
+    if ppo.get("publish") == "average":  # a version of an earlier release has no such field
+        lines.append(
+            "The weights are a moving average over the optimizer steps of PPO, with a decay of"
+            f" {ppo['ema_decay']:g} per step (`ppo.publish: average`). They are not those of the last step."
+        )
     if policy.files.adapter is not None:
         dtype = policy.config["ppo"]["engine"]["dtype"]
         lines.append(

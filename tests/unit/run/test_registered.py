@@ -242,6 +242,16 @@ def test_the_card_tells_how_many_reward_models_took_part(home: str) -> None:
     assert "3 reward models" in model_card(replace(policy, config=config))
 
 
+def test_the_card_tells_that_the_weights_are_an_average(home: str) -> None:
+    policy = open_policy(MODEL, home)
+    text = "The weights are a moving average over the optimizer steps of PPO, with a decay of 0.99 per step"
+    for published, is_average in (("average", True), ("last", False)):
+        ppo = {**policy.config["ppo"], "publish": published, "ema_decay": 0.99}
+        assert (text in model_card(replace(policy, config={**policy.config, "ppo": ppo}))) == is_average
+    earlier = {name: value for name, value in policy.config["ppo"].items() if name != "publish"}
+    assert text not in model_card(replace(policy, config={**policy.config, "ppo": earlier}))
+
+
 def test_the_licence_is_that_of_the_front_matter(home: str, tmp_path: Path) -> None:
     for text, licence in (
         ('---\nlicense: "mit"\n---\n', "mit"),
