@@ -118,8 +118,8 @@ class WorkerDied(InfrastructureError):
 
 
 class WorkerStuck(InfrastructureError):
-    """A worker, engine or training rank did not move within its timeout: suspended, or waiting for what does
-    not come.
+    """A worker, engine or training rank made no progress within its timeout: it is suspended, or waits for
+    something that does not arrive.
     """
 
 
@@ -135,15 +135,15 @@ class WeightSyncError(InfrastructureError):
 
 
 class StoreError(InfrastructureError):
-    """A bucket or a disk refuses, is full or does not answer; nothing that was whole before is lost."""
+    """A bucket or a disk refuses a request, is full or does not answer. What was committed is not lost."""
 
 
 class StoreUnavailable(StoreError):
-    """A passing failure of a bucket that did not pass in time; nothing is wrong with what the user gave."""
+    """A temporary failure of a bucket that lasted longer than its retries. No input of the user is wrong."""
 
 
 class UnexpectedError(RLHFError):
-    """A bug, of this program or of code that it was given; the same would come out again."""
+    """A bug in this program, or in code that it was given. A retry would fail in the same way."""
 
 
 class CorruptArtifact(RLHFError):
@@ -155,15 +155,15 @@ class Superseded(RLHFError):
 
 
 class GateFailed(RLHFError):
-    """A result misses a limit. The same configuration would miss it again."""
+    """A result does not meet a limit. It would not with the same configuration again."""
 
 
 class NonFiniteError(RLHFError):
-    """A number that must be finite is not; the same configuration would end here again."""
+    """A number that must be finite is not. The same configuration would fail here again."""
 
 
 class RewardError(RLHFError):
-    """A reward source raised, timed out or returned unusable values."""
+    """A reward source raised an exception, timed out or returned unusable values."""
 
 
 _BY_NAME: dict[str, type[RLHFError]] = {
@@ -181,17 +181,17 @@ _BUGS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError,
     SyntaxError, TypeError, ValueError,
 )  # fmt: skip
-"""Of the rest most are the system's: OSError, MemoryError, and RuntimeError, as which torch, gloo and CUDA
-fail.
+"""Exceptions that are bugs. Most others are failures of the system: OSError, MemoryError, and RuntimeError,
+which torch, gloo and CUDA raise.
 """
 
 
 _OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory")
-"""torch and CUDA, torch on the CPU, the kernel: none has a class of its own for it."""
+"""Messages of torch and CUDA, of torch on the CPU, and of the kernel, which have no class for this error."""
 
 
 def classified(error: BaseException, where: str = "") -> RLHFError:
-    """`error` as one of ours; a foreign one is named, with `where` it was raised."""
+    """Return `error` if it is an RLHFError, else one with its class and message, and `where` before them."""
     if isinstance(error, RLHFError):
         return error
     kind = UnexpectedError if isinstance(error, _BUGS) else InfrastructureError
@@ -201,11 +201,11 @@ def classified(error: BaseException, where: str = "") -> RLHFError:
 
 
 def to_record(error: BaseException) -> dict[str, str]:
-    """`{"type", "message"}` of any exception, for crossing a process border as JSON."""
+    """Return `{"type", "message"}` of any exception, to be sent to another process as JSON."""
     ours = classified(error)
     return {"type": type(ours).__name__, "message": ours.message}
 
 
 def from_record(record: dict[str, str]) -> RLHFError:
-    """The exception that `to_record` wrote; an unknown type becomes `StageFailed`."""
+    """Return the exception that `to_record` wrote. An unknown type becomes `StageFailed`."""
     return _BY_NAME.get(record.get("type", ""), StageFailed)(record.get("message", "no message"))

@@ -240,7 +240,7 @@ def _get(reference: Any, seconds: float) -> Any:
     except RayActorError as error:
         raise WorkerDied(f"a process died: {_first_line(error)}") from error
     except OutOfMemoryError as error:
-        raise OutOfMemory(f"Ray killed a process for want of memory: {_first_line(error)}") from error
+        raise OutOfMemory(f"Ray killed a process, out of memory: {_first_line(error)}") from error
     except RayError as error:
         raise InfrastructureError(f"Ray: {_first_line(error)}") from error
 

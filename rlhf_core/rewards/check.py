@@ -94,7 +94,7 @@ def check_hosts(
 ) -> Iterator[Finding]:
     """Check that the hosts of `urls` can be found, and are public or in `allowed_hosts`.
 
-    `field` is the name of the urls in messages, `user` what will ask them.
+    For messages, `field` is the name of the urls, and `user` that of the stage that sends the requests.
     """
     for host in dict.fromkeys(map(host_of, urls)):
         try:

@@ -39,7 +39,7 @@ from rlhf_core.tracking.mlflow_client import shorten_timeouts
 
 
 def main() -> int:
-    """Run the stage of the spec named on the command line; the exit code."""
+    """Run the stage of the spec that the command line names. Returns the exit code."""
     events = _startup()
     pipe = os.environ.pop(WAIT_VARIABLE, "")
     log_to_stderr()
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _startup() -> Events:
-    """Take what the flow left in the environment out of it, and go on under guard if there is a flow."""
+    """Remove the variables of the flow from the environment, and start the guard if there is a flow."""
     flow, stop = os.environ.pop(PARENT_VARIABLE, ""), os.environ.pop(STOP_VARIABLE, "20")
     suspend = os.environ.pop(SUSPEND_VARIABLE, "600")
     if not flow.isdigit() or not sys.platform.startswith("linux"):

@@ -38,7 +38,7 @@ def run_pipeline(
 
     Raises:
         InputError: The configuration, the data or the model cannot be used. Raised before anything starts.
-        RLHFError: A stage failed and must not, or not any more, be retried. The same call continues it.
+        RLHFError: A stage failed, and its retries are used up or would not help. The same call continues it.
     """
     return _run(config, start, until, tags or {}).summary()
 

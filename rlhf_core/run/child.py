@@ -178,7 +178,7 @@ def _spec_file(log_file: Path) -> Path:
 def _follow(
     child: subprocess.Popen[bytes], reader: BinaryIO, timeout: float, on_event: OnEvent
 ) -> ArtifactRef | RLHFError | None:
-    """The child's last word, or None if it died or ran out of time without one."""
+    """Return the result or the error that the child sent, or None if it died or ran out of time before."""
     deadline = time.monotonic() + timeout
     outcome: ArtifactRef | RLHFError | None = None
     lines = _Lines(reader)
@@ -223,7 +223,7 @@ class _Lines:
 
 
 def _has_exited(pid: int) -> bool:
-    """Looks without reaping: until it is reaped, no other process can get its pid or process group."""
+    """Return whether a child has exited. It is not reaped, so no other process can get its pid or group."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:

@@ -75,9 +75,9 @@ _OTHER_SOCKET = len("/rlhf-12345678/01234567-0123-0123-0123-0123456789ab")
 
 
 def _take_scratch() -> tuple[str, str]:
-    """New private folders for temporary files and for Ray's, this process's and its descendants'.
+    """Create private folders for the temporary files of this process and its descendants, and for Ray's.
 
-    The usual one is everybody's on this host, and nobody clears it: a killed engine or rank cannot.
+    The default folder is shared by all users of the host, and files of a killed engine or rank stay there.
     """
     shared = tempfile.gettempdir()
     usual = tempfile.mkdtemp(prefix="rlhf-", dir=_short(shared, _OTHER_SOCKET))

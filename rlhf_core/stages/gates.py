@@ -52,7 +52,7 @@ def _check_language_model(settings: LanguageModelConfig, metrics: Mapping[str, f
     if agreement < settings.min_agreement:
         reason = f"below evaluate.language_model.min_agreement={settings.min_agreement:g}"
     elif low <= 0.5:
-        reason = "not significantly more than a coin (0.5); raise evaluate.language_model.pairs"
+        reason = "not significantly more often than by chance (0.5); raise evaluate.language_model.pairs"
     else:
         return
     raise GateFailed(

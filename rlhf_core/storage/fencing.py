@@ -111,7 +111,7 @@ def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECON
 
 
 def claim(store: Store, stage_key: str) -> Fence:
-    """Become the newest attempt at `stage_key`, whoever holds it: earlier attempts can no longer commit."""
+    """Become the newest attempt at `stage_key`. No earlier attempt, even a running one, can commit."""
     attempt = _latest(store, stage_key)
     for _ in range(_MAX_CLAIMS):
         attempt += 1

@@ -224,7 +224,7 @@ def test_no_function_is_too_long() -> None:
 
 def test_nothing_unpickles_by_itself() -> None:
     """What is stored is JSON, Parquet and safetensors; DeepSpeed's files are loaded under
-    `training.distributed.join`.
+    the allow-list of `engines.distributed.join`.
     """
     wrong = [
         place(file, node.lineno)
