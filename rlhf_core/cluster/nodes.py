@@ -21,7 +21,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -39,7 +39,7 @@ from rlhf_core.types import ArtifactRef
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 30.0
-"""A host whose agent has not answered for this long is lost."""
+"""A host whose agent has not answered for this long is lost, if there are at most a hundred."""
 _POLL_SECONDS = 0.05
 _WAIT_SECONDS = 1.0
 """How often a wait looks whether a host is lost."""
@@ -65,6 +65,7 @@ class _Host:
     files_of: str = ""
     """The id of the node whose files it has: its own, unless hosts share the folder of the run."""
     participants: list[Participant] = field(default_factory=list)
+    """As of now: their seconds go on after the report."""
     silent: float = 0.0
     """Seconds since the last report."""
     asked: float = math.inf
@@ -82,23 +83,33 @@ class _Host:
         if self.pending is None and not self.lost:
             self.pending, self.asked = self.call(NodeAgent.report), 0.0
 
+    def take(self, participants: list[Participant]) -> None:
+        """Replace what is known by a report."""
+        self.participants, self.silent, self.pending = participants, 0.0, None
+
     def receive(self, report: Pending[list[Participant]]) -> None:
         """Take a report that has come."""
         try:
-            self.participants = fetch([report], _POLL_SECONDS)[0]
-            self.silent, self.pending = 0.0, None
+            self.take(fetch([report], _POLL_SECONDS)[0])
         except TimeoutError:
             return  # the next time
         except RLHFError as error:
             log.warning("host %s is lost: %s", self.name, error)
-            self.lost = True
+            self.lose()
 
-    def observed(self) -> list[Participant]:
-        """Return its participants as of now."""
-        return [
-            replace(each, seconds=each.seconds + self.silent, state="lost" if self.lost else each.state)
-            for each in self.participants
-        ]
+    def advance(self, seconds: float) -> None:
+        """Count the time since the last report, also for the participants."""
+        self.silent += seconds
+        self.asked += seconds
+        # In place: there may be thousands of them, twice per second.
+        for participant in self.participants:
+            participant.seconds += seconds
+
+    def lose(self) -> None:
+        """Take the host for lost, and with it its participants. It stays so."""
+        self.lost = True
+        for participant in self.participants:
+            participant.state = "lost"
 
 
 class ClusterNodes:
@@ -289,7 +300,8 @@ class ClusterNodes:
                 lost = [host.name for host in self._hosts if host.lost]
                 if lost:
                     raise WorkerDied(
-                        f"host {', '.join(lost)} is lost: its agent has not answered for {SILENT_SECONDS:g} s"
+                        f"host {', '.join(lost)} is lost: its agent has not answered for"
+                        f" {silent_seconds(len(self._hosts)):g} s"
                     ) from None
 
     # -- processes: `heartbeat.OtherHosts` --
@@ -297,13 +309,12 @@ class ClusterNodes:
     def participants(self, passed: float, *, fresh: bool) -> list[Participant]:
         with self._lock:
             for host in self._hosts:
-                host.silent += passed
-                host.asked += passed
+                host.advance(passed)
             self._receive_reports(_POLL_SECONDS)
-            interval = report_seconds(len(self._hosts))
+            interval, limit = report_seconds(len(self._hosts)), silent_seconds(len(self._hosts))
             for host in self._hosts:
-                if host.pending is not None and host.silent > SILENT_SECONDS:
-                    host.lost = True  # and stays so
+                if host.pending is not None and host.silent > limit and not host.lost:
+                    host.lose()
                 if host.asked >= interval:
                     host.ask()
             if fresh:
@@ -311,15 +322,20 @@ class ClusterNodes:
                 for host in self._hosts:
                     host.ask()
                 self._receive_reports(_FRESH_SECONDS)
-            return [each for host in self._hosts for each in host.observed()]
+            return [each for host in self._hosts for each in host.participants]
 
     def _receive_reports(self, seconds: float) -> None:
         """Take the reports that come within this time."""
         asked = [(host, host.pending) for host in self._hosts if host.pending is not None and not host.lost]
-        for (host, report), has_come in zip(
-            asked, _await([report for _, report in asked], seconds), strict=True
-        ):
-            if has_come:
+        ended = _await([report for _, report in asked], seconds)
+        come = [pair for pair, has_ended in zip(asked, ended, strict=True) if has_ended]
+        try:  # at once, which costs much less
+            for (host, _), participants in zip(
+                come, fetch([report for _, report in come], _POLL_SECONDS), strict=True
+            ):
+                host.take(participants)
+        except (TimeoutError, RLHFError):
+            for host, report in come:
                 host.receive(report)
 
     def save_stacks(self) -> dict[str, str]:
@@ -393,10 +409,15 @@ class ClusterNodes:
 
 
 def report_seconds(hosts: int) -> float:
-    """Return the time between two reports of a host: 20 per second of all hosts, which cost the driver 1 % of
-    a core or less. With the longest, a host still misses two reports before it is lost.
+    """Return the time between two reports of a host. All hosts together report ten times per second, because
+    each report costs the driver half a millisecond.
     """
-    return min(max(1.0, hosts / 20), SILENT_SECONDS / 3)
+    return max(1.0, hosts / 10)
+
+
+def silent_seconds(hosts: int) -> float:
+    """Return the time without an answer after which a host is lost: `SILENT_SECONDS`, or three reports."""
+    return max(SILENT_SECONDS, 3 * report_seconds(hosts))
 
 
 def needed_files(

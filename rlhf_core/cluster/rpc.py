@@ -19,12 +19,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied, classified
+from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied, classified
 from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
 
 POLL_SECONDS = 1.0
@@ -217,6 +218,12 @@ def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: floa
         )
         if ended and count == 1:
             ended, _ = ray.wait(list(missing), num_returns=len(missing), timeout=0, fetch_local=True)
+        if len(ended) > FEW:
+            # One call of Ray costs much less than many. If it fails, the loop below finds out why.
+            with suppress(TimeoutError, RLHFError):
+                values = _get(ended, min(seconds, POLL_SECONDS))
+                received.update(zip((missing[reference] for reference in ended), values, strict=True))
+                ended = []
         for reference in ended:
             try:
                 received[missing[reference]] = _get(reference, min(seconds, POLL_SECONDS))
@@ -228,6 +235,7 @@ def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: floa
 
 
 def _get(reference: Any, seconds: float) -> Any:
+    """Return the object of a reference, or the objects of several. Raises the error of a process."""
     import ray
     from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 

@@ -6,6 +6,9 @@ answer at once with headers, sums and references of the right sizes, in the same
 counted. Arguments are pickled as Ray does. The time of Ray's own calls is measured with one real actor, per
 call and per object reference, and added for the number of calls and references of the step.
 
+The time of waiting is that of a real wait for calls of all ranks of a group, while the monitor asks the
+agents of all hosts (one real actor answers for all of them). The sum counts it for the whole step.
+
 `--case RANKS RESPONSES TOKENS` measures one case. Each case runs in a process of its own.
 """
 
@@ -13,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,9 +31,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_core.cluster.rpc import Pending, RemoteActor
+from rlhf_core.cluster.nodes import ClusterNodes, _Host
+from rlhf_core.cluster.rpc import ActorClient, Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.batch import SentShare
 from rlhf_core.ppo.columns import RolloutHeader
@@ -39,6 +46,8 @@ from rlhf_core.ppo.loss_step import OptimizerStep
 from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.system.heartbeat import Monitor, Participant, register
+from rlhf_core.system.processes import ProcessId
 from rlhf_core.types import PromptExample
 from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.scripted_actors import KeepsBatch
@@ -47,6 +56,9 @@ from tests.support.small_ppo import local_context
 CASES = ((1, 512, 512), (8, 4096, 2048), (64, 16_384, 8192), (1000, 100_000, 8192))
 STEP_SECONDS = 600.0
 PROMPT, SAMPLES = 128, 8
+PROCESSES_PER_HOST = 8
+START_SECONDS, WAIT_SECONDS = 5.0, 20.0
+"""The first seconds of a wait, in which all hosts are asked at once, and those that are measured."""
 
 
 class Meter:
@@ -227,7 +239,7 @@ def ray_costs() -> tuple[float, float]:
     try:
         actor = ray.remote(Actor).remote()
         references = actor.make.options(num_returns=128).remote(128)
-        ray.get(actor.use.remote(*references), timeout=60)
+        ray.get(actor.use.remote(*references), timeout=300)
         seconds = []
         for count in (0, 128):
             cpu = time.process_time()
@@ -238,6 +250,53 @@ def ray_costs() -> tuple[float, float]:
     return seconds[0], (seconds[1] - seconds[0]) / 128
 
 
+class _Agent:
+    """Answers for the agents of all hosts."""
+
+    def report(self) -> list[Participant]:
+        return [
+            Participant(f"rank {number}", ProcessId(number, 0.0), "host", 1, 1e6, "step")
+            for number in range(PROCESSES_PER_HOST)
+        ]
+
+
+class _Busy:
+    def work(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def waiting_cost(ranks: int, processes: int) -> float:
+    """Return the CPU seconds of the controller in a second in which it waits for a call of all ranks.
+
+    Args:
+        ranks: Ranks of the group.
+        processes: Ranks of all groups, and engines.
+    """
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", object_store_memory=256 << 20)
+    used: list[float] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder, Monitor(Path(folder) / "monitor") as monitor:
+            agent: Any = ray.remote(_Agent).options(num_cpus=0).remote()
+            busy = ray.remote(_Busy).remote()
+            ray.get([agent.report.remote(), busy.work.remote(0.0)], timeout=300)
+            nodes = ClusterNodes(PipelineConfig(), Path(folder), [], monitor)
+            hosts = -(-processes // PROCESSES_PER_HOST) - 1
+            nodes._hosts = [_Host(str(number), RemoteActor(agent)) for number in range(hosts)]
+            monitor.include(nodes)
+            register(monitor.folder, "controller", math.inf)
+            calls: list[Pending[None]] = [Pending(busy.work.remote(2 * START_SECONDS + WAIT_SECONDS))]
+            calls += [Pending(busy.work.remote(0.0)) for _ in range(ranks - 1)]
+            for seconds in (START_SECONDS, START_SECONDS + WAIT_SECONDS):
+                threading.Timer(seconds, lambda: used.append(time.process_time())).start()
+            ActorClient(monitor, TimeoutsConfig()).wait(calls, "a call of all ranks")
+            monitor.include(None)
+    finally:
+        ray.shutdown()
+    return (used[1] - used[0]) / WAIT_SECONDS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -245,27 +304,30 @@ def main() -> None:
     parser.add_argument("--case", type=int, nargs=3, metavar=("RANKS", "RESPONSES", "TOKENS"))
     args = parser.parse_args()
     if args.case:
-        print(json.dumps(measure(*args.case)))
+        found = measure(*args.case)
+        processes = plan(configuration(*args.case).ppo).processes
+        print(json.dumps(found | {"waiting": waiting_cost(args.case[0], processes), "processes": processes}))
         return
     per_call, per_reference = ray_costs()
     table = Table(title="The controller in one PPO step, four models")
     for column in (
-        "ranks per group", "responses", "response tokens", "controller s", "Ray calls s", "sum s",
-        "ns per token", "% of 600 s", "memory MB", "pickled MB",
+        "ranks per group", "responses", "response tokens", "controller s", "Ray calls s", "waiting s",
+        "sum s", "% of 600 s", "memory MB", "pickled MB",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for case in CASES:
         command = [sys.executable, "-m", "tests.benchmarks.driver_scale", "--case", *map(str, case)]
         found = json.loads(
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200).stdout
         )
         own = found["cpu_seconds"]
         calls = found["calls"] * per_call + found["references"] * per_reference
-        whole = own + calls
+        waiting = found["waiting"] * STEP_SECONDS
+        whole = own + calls + waiting
         total = found["responses"] * found["tokens"]
         table.add_row(
-            f"{case[0]}", f"{case[1]}", f"{total / 1e6:.1f} M", f"{own:.2f}", f"{calls:.2f}", f"{whole:.2f}",
-            f"{whole / total * 1e9:.1f}", f"{100 * whole / STEP_SECONDS:.2f}",
+            f"{case[0]}", f"{case[1]}", f"{total / 1e6:.1f} M", f"{own:.2f}", f"{calls:.2f}",
+            f"{waiting:.2f}", f"{whole:.2f}", f"{100 * whole / STEP_SECONDS:.2f}",
             f"{found['memory_mb']:.0f}", f"{found['pickled_mb']:.0f}",
         )  # fmt: skip
     table.caption = (

@@ -35,7 +35,9 @@ def scripted_ray(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str], set[str
                 time.sleep(timeout)
             return found[:num_returns], []
 
-        def get(reference: str, *, timeout: float) -> str:
+        def get(reference: Any, *, timeout: float) -> Any:
+            if isinstance(reference, list):
+                return [get(each, timeout=timeout) for each in reference]
             if reference in evicted:
                 time.sleep(timeout)
                 raise GetTimeoutError("not here")
@@ -80,7 +82,11 @@ def test_many_results_are_not_waited_for_one_by_one(monkeypatch: pytest.MonkeyPa
             time.sleep(1e-3)
 
     monkeypatch.setattr("ray.wait", wait)
-    monkeypatch.setattr("ray.get", lambda reference, *, timeout: reference.upper())
+
+    def get(reference: Any, *, timeout: float) -> Any:
+        return reference.upper() if isinstance(reference, str) else [each.upper() for each in reference]
+
+    monkeypatch.setattr("ray.get", get)
     assert fetch(calls(*names), 30.0) == [name.upper() for name in names]
     assert len(waits) < 20
 
