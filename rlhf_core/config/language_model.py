@@ -28,8 +28,8 @@ class LanguageModelConfig(ChatServiceConfig):
     min_agreement: PositiveFloat = execution(
         0.6,
         "If the judge agrees with less than this share of the held-out pairs, or not significantly more"
-        " often than by chance, the stage `evaluate` fails. A pair on which the judge has no preference counts"
-        " half",
+        " often than by chance, the stage `evaluate` fails. A pair on which the judge has no preference"
+        " counts half",
         within=Range(0.51, 1.0, "agreement by chance is 0.5"),
     )
 
