@@ -34,7 +34,7 @@ _FORMATTER = logging.Formatter()
 
 
 @dataclass(frozen=True)
-class Request:
+class CallRequest:
     """One call of rank 0."""
 
     method: str
@@ -45,14 +45,14 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
+class CallReply:
     """What the call returned or raised."""
 
     value: Any = None
     error: RLHFError | None = None
 
 
-END = Request("end", needs_reply=False)
+END = CallRequest("end", needs_reply=False)
 """The last request of rank 0."""
 
 
@@ -63,23 +63,23 @@ class Mailbox:
     """Hands the calls of one thread to the stage's process."""
 
     def __init__(self) -> None:
-        self._requests: queue.Queue[Request] = queue.Queue()
-        self._replies: queue.Queue[Reply] = queue.Queue()
+        self._requests: queue.Queue[CallRequest] = queue.Queue()
+        self._replies: queue.Queue[CallReply] = queue.Queue()
         self.stop = _RemoteStop(self)
 
     def call(self, method: str, *args: Any, **named: Any) -> Any:
         """Call `method` of the context in the stage's process. Raises what it raises there."""
-        self._requests.put(Request(method, args, named))
+        self._requests.put(CallRequest(method, args, named))
         reply = self._replies.get()
         if reply.error is not None:
             raise reply.error
         return reply.value
 
-    def post(self, request: Request) -> None:
+    def post(self, request: CallRequest) -> None:
         """Hand over a request without waiting for a reply; from any thread."""
         self._requests.put(request)
 
-    def exchange(self, reply: Reply | None, stop: bool, seconds: float) -> Request | None:
+    def exchange(self, reply: CallReply | None, stop: bool, seconds: float) -> CallRequest | None:
         """Deliver the reply to the last request, and return the next request, or None after `seconds`.
 
         `stop`: the stage was asked to stop.
@@ -157,7 +157,7 @@ class LogForwarder(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         values = (record.name, record.levelno, _FORMATTER.format(record))
-        self._mailbox.post(Request("log", values, needs_reply=False))
+        self._mailbox.post(CallRequest("log", values, needs_reply=False))
 
 
 # -- in the stage's process --
@@ -185,12 +185,12 @@ class ContextServer:
         """Whether the stage was asked to stop."""
         return self._context is not None and self._context.stop.requested
 
-    def execute(self, request: Request) -> Reply | None:
+    def execute(self, request: CallRequest) -> CallReply | None:
         """Return the reply, if rank 0 waits for one."""
         try:
-            reply = Reply(self._method(request.method)(*request.args, **request.named))
+            reply = CallReply(self._method(request.method)(*request.args, **request.named))
         except Exception as error:
-            reply = Reply(error=classified(error))
+            reply = CallReply(error=classified(error))
         return reply if request.needs_reply else None
 
     def _method(self, name: str) -> Any:

@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.cluster.connect import connect, on_cluster
-from rlhf_core.cluster.mailbox import END, ContextServer, LogForwarder, Mailbox, Reply, Request, portable
+from rlhf_core.cluster.mailbox import (
+    END,
+    CallReply,
+    CallRequest,
+    ContextServer,
+    LogForwarder,
+    Mailbox,
+    portable,
+)
 from rlhf_core.cluster.placement import node_address, reserve_ranks
 from rlhf_core.cluster.rpc import (
     POLL_SECONDS,
@@ -264,7 +272,7 @@ class RankActor(Actor):
             unregister()
             self._mailbox.post(END)
 
-    def next_request(self, reply: Reply | None, stop: bool) -> tuple[Request | None, str]:
+    def next_request(self, reply: CallReply | None, stop: bool) -> tuple[CallRequest | None, str]:
         """Return the next call of the context, if there is one, and the activity of this rank.
 
         Args:
@@ -472,7 +480,7 @@ class _Follower:
         self._server = server
         self._monitor = monitor
         self._limits = limits
-        self._request: Pending[tuple[Request | None, str]] | None = self._next_request(None)
+        self._request: Pending[tuple[CallRequest | None, str]] | None = self._next_request(None)
         """The call that returns the next request of rank 0; None after its end."""
         self._activity = ""
         """What rank 0 did when it was last asked."""
@@ -517,7 +525,7 @@ class _Follower:
     def _is_stuck(self) -> bool:
         return any(each.state == "suspended" or each.stalled for each in self._monitor.unhealthy())
 
-    def _next_request(self, reply: Reply | None) -> Pending[tuple[Request | None, str]]:
+    def _next_request(self, reply: CallReply | None) -> Pending[tuple[CallRequest | None, str]]:
         return self._rank_zero.call(RankActor.next_request, reply, self._server.stop_requested)
 
     def _serve(self) -> bool:

@@ -19,7 +19,7 @@ from rlhf_core.config.data import DataConfig, SetName, Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Record, RowError, normalise
-from rlhf_core.data.sources import Contents, read_rows, source_name
+from rlhf_core.data.sources import Contents, read_rows, short_name
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import Encoder
 from rlhf_core.errors import DataError
@@ -153,10 +153,10 @@ def read_records(
 
 
 def _distinct_names(sources: Sequence[Source]) -> list[str]:
-    """Return the `source_name` of each source. Equal names (`a/train.jsonl`, `b/train.jsonl`) get their index
+    """Return the `short_name` of each source. Equal names (`a/train.jsonl`, `b/train.jsonl`) get their index
     in the list.
     """
-    names = [source_name(source) for source in sources]
+    names = [short_name(source) for source in sources]
     return [f"{name} {index}" if names.count(name) > 1 else name for index, name in enumerate(names)]
 
 

@@ -15,7 +15,7 @@ from rlhf_core.config.rewards import AnyReward, GoldReward
 from rlhf_core.data.dataset import require_answers
 from rlhf_core.data.examples import RecordDropped, SourceRecord, encode_record, to_record
 from rlhf_core.data.files import BadRow
-from rlhf_core.data.sources import Contents, read_rows, regression_contents, source_name
+from rlhf_core.data.sources import Contents, read_rows, regression_contents, short_name
 from rlhf_core.data.synthetic import parse_prompt
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ def _records(
 ) -> Generator[SourceRecord]:
     count = 0
     for row in read_rows(source, config.store, contents):
-        item = row if isinstance(row, BadRow) else to_record(row, source, "prompts", source_name(source))
+        item = row if isinstance(row, BadRow) else to_record(row, source, "prompts", short_name(source))
         if isinstance(item, BadRow):
             raise DataError(f"{field}: {item.file}:{item.line}: {item.reason}; correct the row")
         count += 1

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 _AnySource = TypeVar("_AnySource", bound=Source)
 
 
-def source_name(source: Source) -> str:
+def short_name(source: Source) -> str:
     """Return a short name of a source, for `PairExample.source`, the data card and metrics."""
     address = parse_address(source.path)
     if address.kind in ("synthetic", "hub"):

@@ -24,7 +24,7 @@ _ADAPTER_ID = 1
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """How responses are sampled."""
 
     temperature: float
@@ -34,7 +34,7 @@ class Sampling:
     """Name from which the seeds are derived, so that different uses have different random numbers."""
 
     @classmethod
-    def of_evaluation(cls, config: PipelineConfig) -> Sampling:
+    def of_evaluation(cls, config: PipelineConfig) -> SamplingSettings:
         """Return one response per prompt at the temperature of the evaluation."""
         return cls(config.evaluation_temperature)
 
@@ -95,7 +95,7 @@ def responses_to_sets(
             config,
             files,
             list(sets.values()),
-            Sampling.of_evaluation(config),
+            SamplingSettings.of_evaluation(config),
             device=device,
             done=report,
             context=context,
@@ -116,7 +116,7 @@ def sample_responses(
     device: str,
     done: Callable[[int], None],
     context: StageContext | None = None,
-    sampling: Sampling | None = None,
+    sampling: SamplingSettings | None = None,
 ) -> list[Rollout]:
     """Return the responses to (n,) prompts, in the order of the prompts: (n * answers,).
 
@@ -137,7 +137,7 @@ def sample_responses(
         context: Of the stage, for actors; None outside a stage.
         sampling: Temperature and number of responses; None: those of the evaluation.
     """
-    sampling = sampling or Sampling.of_evaluation(config)
+    sampling = sampling or SamplingSettings.of_evaluation(config)
     [rollouts] = _sample_sets(config, files, [prompts], sampling, device=device, done=done, context=context)
     return rollouts
 
@@ -146,7 +146,7 @@ def _sample_sets(
     config: PipelineConfig,
     files: PolicyFiles,
     sets: Sequence[Sequence[PromptExample]],
-    sampling: Sampling,
+    sampling: SamplingSettings,
     *,
     device: str,
     done: Callable[[int], None],
@@ -161,7 +161,7 @@ def _sample_on_actors(
     config: PipelineConfig,
     files: PolicyFiles,
     sets: Sequence[Sequence[PromptExample]],
-    sampling: Sampling,
+    sampling: SamplingSettings,
     *,
     device: str,
     done: Callable[[int], None],
@@ -211,7 +211,7 @@ def _sample_share(
     config: PipelineConfig,
     files: PolicyFiles,
     sets: Sequence[Sequence[PromptExample]],
-    sampling: Sampling,
+    sampling: SamplingSettings,
     context: StageContext | None,
 ) -> list[list[Rollout]]:
     """Sample the share of one engine in its own process."""
@@ -228,7 +228,7 @@ def _sample_here(
     config: PipelineConfig,
     files: PolicyFiles,
     sets: Sequence[Sequence[PromptExample]],
-    sampling: Sampling,
+    sampling: SamplingSettings,
     *,
     device: str,
     done: Callable[[int], None],

@@ -38,7 +38,7 @@ from rlhf_core.evaluation.questions import (
 from rlhf_core.evaluation.statistics import Comparison, Verdicts, win_rate
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.rewards.chat_service import ask_service, readings
-from rlhf_core.rewards.replies import Replies, Reply
+from rlhf_core.rewards.replies import ModelReply, Replies
 from rlhf_core.system.home import Home
 from rlhf_core.types import RewardInput, StageContext
 
@@ -69,7 +69,7 @@ class LanguageModelJudge:
             raise ConfigError(f"{FOLDER}: {settings.path} was changed after the run began; run again")
         self.digest = judge_digest(config, context.sources, digest)
         self._replies = Replies(Home.of(config.run.home).judge, self.digest)
-        self._asked: dict[str, Reply] = {}
+        self._asked: dict[str, ModelReply] = {}
         self._unparsed = 0
         self._agreement: dict[str, Any] = {}
         self._order: dict[str, float] = {}
@@ -168,11 +168,11 @@ class LanguageModelJudge:
             AGAIN if self._settings.url is not None else "",
         )
 
-    def _ask(self, questions: Sequence[str], what: str) -> dict[str, Reply]:
+    def _ask(self, questions: Sequence[str], what: str) -> dict[str, ModelReply]:
         replies, missing = self._replies.find_all(questions)
         total = len(replies) + len(missing)
 
-        def keep(question: str, reply: Reply) -> None:
+        def keep(question: str, reply: ModelReply) -> None:
             replies[question] = self._replies.keep(question, reply)
             self._context.progress(f"judge {what}", len(replies), total, "questions")
 

@@ -19,7 +19,7 @@ from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ModelError
 from rlhf_core.evaluation.questions import LETTERS
 from rlhf_core.models.architectures import engine_changes_classes
-from rlhf_core.rewards.replies import Reply
+from rlhf_core.rewards.replies import ModelReply
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import StageContext
@@ -34,7 +34,7 @@ def ask_local(
     config: PipelineConfig,
     folder: Path,
     questions: Sequence[str],
-    keep: Callable[[str, Reply], None],
+    keep: Callable[[str, ModelReply], None],
     *,
     device: str,
     context: StageContext,
@@ -59,7 +59,7 @@ def ask_local(
     encoded: list[tuple[str, _Asked]] = []
     for question, tokens in zip(questions, _tokens(encoder, questions), strict=True):
         if tokens is None:
-            keep(question, Reply("", 0, 0, 0.0))
+            keep(question, ModelReply("", 0, 0, 0.0))
         else:
             encoded.append((question, tokens))
     if not encoded:
@@ -71,7 +71,7 @@ def ask_local(
         for index, token in enumerate(chosen, start):
             question, tokens = encoded[index]
             text = LETTERS[letters.index(token)]
-            keep(question, Reply(text, len(tokens), 1, seconds / len(chosen)))
+            keep(question, ModelReply(text, len(tokens), 1, seconds / len(chosen)))
 
     if not needs_actors(config.evaluate.engines) and not engine_changes_classes(folder):
         _choose(config, folder, prompts, letters, device, keep_part)

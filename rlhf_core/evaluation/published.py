@@ -39,7 +39,7 @@ _ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedPolicy:
     """Responses with the log-probabilities of the trained weights in the training processes."""
 
     sequences: Sequence[PromptAndResponse]
@@ -49,7 +49,7 @@ class Trained:
 
 def measure_published(
     config: PipelineConfig,
-    trained: Trained,
+    trained: TrainedPolicy,
     ppo: Path,
     sft: Path,
     *,

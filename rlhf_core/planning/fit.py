@@ -44,7 +44,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FitVerdict:
     """Memory on the devices, by phase, and everything that does not fit."""
 
     loads: tuple[DeviceLoad, ...]
@@ -57,7 +57,7 @@ class Verdict:
         return not self.problems
 
 
-def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verdict:
+def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> FitVerdict:
     """Compare the memory of every phase with that of the devices."""
     device = hardware.device
     loads = device_loads(config, shape, device)
@@ -67,7 +67,7 @@ def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verd
     else:
         problems = [*_on_each_device(loads, hardware), *_engine(config, tokens)]
         problems += [*_too_few(config, hardware), *_on_each_host(loads, hardware)]
-    return Verdict(loads, tokens, tuple(problems))
+    return FitVerdict(loads, tokens, tuple(problems))
 
 
 def check_memory(config: PipelineConfig) -> None:
@@ -179,7 +179,7 @@ def host_memory(loads: Iterable[DeviceLoad], hardware: Hardware) -> float:
 # -- search --
 
 
-def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], Verdict]) -> tuple[str, ...] | None:
+def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], FitVerdict]) -> tuple[str, ...] | None:
     """Return overrides with which the configuration fits, or None if none of those tried is enough.
 
     The problems are solved one after the other, each by the cheapest changes (`_moves`) that solve it and add
@@ -187,7 +187,7 @@ def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], Verdict]) 
     """
     tree = config.model_dump(mode="json", by_alias=True)
 
-    def changed(changes: Changes) -> tuple[PipelineConfig, Verdict] | None:
+    def changed(changes: Changes) -> tuple[PipelineConfig, FitVerdict] | None:
         overrides = [f"{field}={value}" for field, value in changes.items()]
         try:
             candidate = config_from_tree(tree, "plan", overrides)
@@ -215,8 +215,8 @@ def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], Verdict]) 
 
 def _solve(
     start: Changes,
-    now: tuple[PipelineConfig, Verdict],
-    changed: Callable[[Changes], tuple[PipelineConfig, Verdict] | None],
+    now: tuple[PipelineConfig, FitVerdict],
+    changed: Callable[[Changes], tuple[PipelineConfig, FitVerdict] | None],
 ) -> Changes | None:
     """Return the cheapest changes that solve the first problem of `now` without a new one.
 

@@ -7,7 +7,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.planning.fit import Changes
 
 
-def differences(config: PipelineConfig, fields: Changes) -> Changes:
+def changed_fields(config: PipelineConfig, fields: Changes) -> Changes:
     """Return the fields whose value differs from that of the configuration."""
     tree = config.model_dump(mode="json", by_alias=True)
     changes = {}

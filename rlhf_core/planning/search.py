@@ -38,7 +38,7 @@ from rlhf_core.planning.loads import (
     training_sections,
 )
 from rlhf_core.planning.memory import ENGINE_CONTEXT, Model, engine_memory
-from rlhf_core.planning.overrides import differences, with_changes
+from rlhf_core.planning.overrides import changed_fields, with_changes
 from rlhf_core.planning.speed import (
     PHASES,
     Seconds,
@@ -177,7 +177,7 @@ def _training(
     if best is None:
         return NoSplit(stage, _missing(closest, hardware))
     seconds, fields, host = best
-    return Split(stage, differences(config, fields), seconds.total, {"step": seconds}, host)
+    return Split(stage, changed_fields(config, fields), seconds.total, {"step": seconds}, host)
 
 
 def _fits_hosts(loads: list[DeviceLoad], hardware: Hardware) -> bool:
@@ -241,7 +241,7 @@ class _PPOSearch:
         """Return the fastest split, or why nothing fits."""
         found = heapq.nsmallest(_KEPT, self._candidates())
         for candidate in found:
-            changes = differences(self._config, candidate.fields)
+            changes = changed_fields(self._config, candidate.fields)
             try:
                 changed = with_changes(self._config, changes)
             except InputError:

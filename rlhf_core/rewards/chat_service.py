@@ -26,7 +26,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from rlhf_core.config.chat_service import ChatServiceConfig
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.post import Poster
-from rlhf_core.rewards.replies import Reply
+from rlhf_core.rewards.replies import ModelReply
 from rlhf_core.system.retries import backoff
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _REFUSED = (400, 413, 422)
 _FAILED_IN_ROW = 3
 
 T = TypeVar("T")
-Keep = Callable[[str, Reply], None]
+Keep = Callable[[str, ModelReply], None]
 Failed = Callable[[str, str], None]
 
 
@@ -91,7 +91,7 @@ def ask_service(
 
 def readings(
     questions: Sequence[str],
-    ask: Callable[[Sequence[str], bool], Mapping[str, Reply]],
+    ask: Callable[[Sequence[str], bool], Mapping[str, ModelReply]],
     read: Callable[[str], T | None],
     again: str,
 ) -> dict[str, T | None]:
@@ -106,7 +106,7 @@ def readings(
         again: Is added to a question that is asked once more. Empty: none is.
     """
 
-    def said(reply: Reply) -> T | None:
+    def said(reply: ModelReply) -> T | None:
         return None if reply.is_cut else read(reply.text)
 
     found = {question: said(reply) for question, reply in ask(questions, False).items()}
@@ -151,7 +151,7 @@ async def _ask_all(
         await poster.close()
 
 
-async def _ask(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> Reply:
+async def _ask(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> ModelReply:
     attempts = settings.retries + 1
 
     def report(state: RetryCallState) -> None:
@@ -172,7 +172,7 @@ async def _ask(field: str, poster: Poster, settings: ChatServiceConfig, question
         raise _Passing(f"{error}, after {attempts} tries") from error
 
 
-async def _once(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> Reply:
+async def _once(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> ModelReply:
     url = f"{str(settings.url).rstrip('/')}/chat/completions"
     request = {
         "model": settings.model,
@@ -198,7 +198,7 @@ async def _once(field: str, poster: Poster, settings: ChatServiceConfig, questio
     return _read(body, url, time.monotonic() - began)
 
 
-def _read(body: bytes, url: str, seconds: float) -> Reply:
+def _read(body: bytes, url: str, seconds: float) -> ModelReply:
     """Return the reply in the body of an answer. A message without text is an empty reply."""
     try:
         answer = json.loads(body)
@@ -207,7 +207,7 @@ def _read(body: bytes, url: str, seconds: float) -> Reply:
         is_cut = choice.get("finish_reason") == "length"
         usage = answer.get("usage") or {}
         tokens = [_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
-        return Reply(str(text), tokens[0], tokens[1], seconds, is_cut)
+        return ModelReply(str(text), tokens[0], tokens[1], seconds, is_cut)
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise _Passing(f"{url} gave no chat completion: {body[:200]!r}") from error
 

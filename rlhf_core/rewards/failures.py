@@ -23,7 +23,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, retry_if
 from rlhf_core.errors import RewardError
 from rlhf_core.types import RewardInput
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _MAX_BAD_SAMPLES = 3
 """Approximate number of bad samples that the search finds in one batch. If there are more, all samples of the
@@ -108,7 +108,7 @@ def log_failure(name: str, state: RetryCallState, attempts: int) -> None:
     assert state.outcome is not None
     if state.outcome.failed:
         error = state.outcome.exception()
-        logger.warning("reward %s: try %d of %d failed: %s", name, state.attempt_number, attempts, error)
+        log.warning("reward %s: try %d of %d failed: %s", name, state.attempt_number, attempts, error)
 
 
 def last_outcome(state: RetryCallState) -> Outcome:
@@ -170,5 +170,5 @@ def resolve_failures(
     )
     if on_error == "abort":
         raise RewardError(f"{text}; on_error=mask would leave such responses out")
-    logger.warning("%s; left out", text)
+    log.warning("%s; left out", text)
     return outcome.values

@@ -20,7 +20,7 @@ from pathlib import Path
 from rlhf_core.config.rewards import LanguageModelReward
 from rlhf_core.rewards.chat_service import api_key, ask_service, readings
 from rlhf_core.rewards.failures import Outcome
-from rlhf_core.rewards.replies import Replies, Reply
+from rlhf_core.rewards.replies import ModelReply, Replies
 from rlhf_core.rewards.rubric import read_rubric
 from rlhf_core.types import RewardInput
 
@@ -77,13 +77,13 @@ class LanguageModelGrades:
         """
         again = _AGAIN.format(scale=self._source.scale)
         questions = [self._question(sample) for sample in samples]
-        replies: dict[str, Reply] = {}
+        replies: dict[str, ModelReply] = {}
         failed: dict[str, str] = {}
 
-        def ask(texts: Sequence[str], _again: bool) -> dict[str, Reply]:
+        def ask(texts: Sequence[str], _again: bool) -> dict[str, ModelReply]:
             found, missing = self._replies.find_all(texts)
 
-            def keep(question: str, reply: Reply) -> None:
+            def keep(question: str, reply: ModelReply) -> None:
                 found[question] = self._replies.keep(question, reply)
 
             if missing:
@@ -104,7 +104,7 @@ class LanguageModelGrades:
         """Nothing is open between two batches."""
 
     def _reason(
-        self, question: str, repeated: str, replies: Mapping[str, Reply], failed: Mapping[str, str]
+        self, question: str, repeated: str, replies: Mapping[str, ModelReply], failed: Mapping[str, str]
     ) -> str:
         """Return why a question has no grade. If that ends the step, its replies are removed."""
         if self._source.on_error == "abort" and self._source.weight != 0:
@@ -118,7 +118,7 @@ class LanguageModelGrades:
             return f"its reply was cut at max_tokens={self._source.max_tokens}; raise it: {last.text[-80:]!r}"
         return f"its reply is no grade: {last.text[-80:]!r}"
 
-    def _usage(self, replies: Mapping[str, Reply]) -> dict[str, float]:
+    def _usage(self, replies: Mapping[str, ModelReply]) -> dict[str, float]:
         """Return what the replies cost, also those that were kept before."""
         return {
             "requests": float(len(replies)),
@@ -127,7 +127,7 @@ class LanguageModelGrades:
             "completion_tokens": float(sum(reply.completion_tokens for reply in replies.values())),
         }
 
-    def _is_unusable(self, reply: Reply) -> bool:
+    def _is_unusable(self, reply: ModelReply) -> bool:
         return reply.is_cut or grade_of(reply.text, self._source.scale) is None
 
     def _question(self, sample: RewardInput) -> str:

@@ -61,7 +61,7 @@ from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
 from rlhf_core.system.retries import backoff
 from rlhf_core.types import RewardInput
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _REFUSED = {400, 413, 422}
 _FIXES = {
@@ -247,7 +247,7 @@ class RemoteService:
             return await retrying(self._once, samples)
         except Failure as failure:
             if isinstance(failure, Refused):  # not retried, so tenacity did not call `after`
-                logger.warning("reward %s: refused: %s", self._name, failure)
+                log.warning("reward %s: refused: %s", self._name, failure)
             return failure
 
     def _score_part(self, samples: Sequence[RewardInput]) -> Outcome:

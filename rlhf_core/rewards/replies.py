@@ -21,8 +21,8 @@ from rlhf_core.system.files import TEMPORARY, read_json, write_atomic
 
 
 @dataclass(frozen=True)
-class Reply:
-    """Reply to one question."""
+class ModelReply:
+    """ModelReply to one question."""
 
     text: str
     prompt_tokens: int
@@ -46,18 +46,18 @@ class Replies:
         self._folder = folder
         self._judge = judge
 
-    def find(self, question: str) -> Reply | None:
+    def find(self, question: str) -> ModelReply | None:
         """Return the reply to a question that was asked before. None if there is none, or it is damaged."""
         file = self._file(question)
         content = None if file is None else read_json(file)
         try:
-            return None if content is None else Reply(**content)
+            return None if content is None else ModelReply(**content)
         except TypeError:
             return None
 
-    def find_all(self, questions: Sequence[str]) -> tuple[dict[str, Reply], list[str]]:
+    def find_all(self, questions: Sequence[str]) -> tuple[dict[str, ModelReply], list[str]]:
         """Return the kept replies by question, and the questions without one, each once."""
-        replies: dict[str, Reply] = {}
+        replies: dict[str, ModelReply] = {}
         missing = []
         for question in dict.fromkeys(questions):
             reply = self.find(question)
@@ -67,7 +67,7 @@ class Replies:
                 replies[question] = reply
         return replies, missing
 
-    def keep(self, question: str, reply: Reply) -> Reply:
+    def keep(self, question: str, reply: ModelReply) -> ModelReply:
         """Write a reply, unless another run has kept one since, and return the one that is kept."""
         file = self._file(question)
         if file is None:

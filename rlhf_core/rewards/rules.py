@@ -30,7 +30,7 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.answers import boxed, final_number, same_answer
 from rlhf_core.types import RewardInput
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MATCH_SECONDS = 1.0
 """Time limit of a pattern on one response; see `format_match`."""
@@ -115,7 +115,7 @@ def format_match(source: FormatReward, sample: RewardInput) -> float:
     try:
         return float(compiled(source.pattern).fullmatch(sample.response, timeout=MATCH_SECONDS) is not None)
     except TimeoutError:
-        logger.warning(
+        log.warning(
             "reward %s: the pattern was not decided within %g s on the response to prompt %s, which counts"
             " as no match; rewrite the pattern without nested quantifiers",
             source.name or source.type, MATCH_SECONDS, sample.prompt_id,

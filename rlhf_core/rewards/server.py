@@ -38,7 +38,7 @@ from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
 from rlhf_core.system.loopback import OwnAddressOnly
 from rlhf_core.types import PromptAndResponse
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 << 20
 MAX_ITEMS = 10_000
@@ -91,7 +91,7 @@ class MicroBatches:
                             thread, self._scorer.scores, pairs
                         )
                 except Exception:
-                    logger.exception("a forward pass of %d items failed", len(pairs))
+                    log.exception("a forward pass of %d items failed", len(pairs))
                     for _, result in requests:
                         result.set_exception(
                             HTTPException(500, "the forward pass failed; the service's log says why")

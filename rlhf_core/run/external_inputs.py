@@ -11,7 +11,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, PythonReward
-from rlhf_core.data.sources import model_digest, source_digests, source_name
+from rlhf_core.data.sources import model_digest, short_name, source_digests
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.rewards.check import module_file, reward_fields
@@ -23,10 +23,10 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
     rewards come from, the files of the judge, and votes of people.
     """
     votes = {field: file.digest for field, file in read_vote_files(config).items()}
-    return source_digests(config) | reward_code_digests(config) | judge_digests(config) | votes
+    return source_digests(config) | reward_code_digests(config) | language_model_digests(config) | votes
 
 
-def judge_digests(config: PipelineConfig) -> dict[str, str]:
+def language_model_digests(config: PipelineConfig) -> dict[str, str]:
     """Return the digests of the rubric and the folder of `evaluate.language_model`, as far as it has them."""
     judge = config.evaluate.language_model
     digests = {}
@@ -66,7 +66,7 @@ def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSe
         if kind not in ("local", "s3"):
             # The digests of hub data sets and of the demo task are names, which can be too long for MLflow.
             digest = hashlib.sha256(digest.encode()).hexdigest()
-        found.append(DataSet(f"{place} {source_name(source)}", digest, kind, address))
+        found.append(DataSet(f"{place} {short_name(source)}", digest, kind, address))
     return found
 
 

@@ -19,7 +19,7 @@ from rlhf_core.models.known_shapes import NAMES, known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
-from rlhf_core.planning.fit import Verdict, advise, host_memory, judge
+from rlhf_core.planning.fit import FitVerdict, advise, host_memory, judge
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass, training_sections
 from rlhf_core.planning.memory import Model
@@ -71,7 +71,7 @@ class Plan:
     config: PipelineConfig
     shape: ModelShape
     hardware: Hardware
-    verdict: Verdict
+    verdict: FitVerdict
     changes: tuple[str, ...] | None
     """Overrides that make it fit; None if it fits, or if none were found."""
     time: StepTime

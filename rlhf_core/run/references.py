@@ -273,11 +273,11 @@ class _Resolver:
         return name, version, store, found, file
 
     def _load_policy(self, name: str, version: str) -> RegisteredPolicy:
-        from rlhf_core.run.registered import load_policy, registry_of  # they import the evaluation
+        from rlhf_core.run.registered import load_registered, registry_of  # they import the evaluation
 
         with _advice(version):
             mlflow, store = registry_of(self._config), self._config.store
-            return load_policy(mlflow, f"{name}@{version}", self._config.run.home, store.endpoint)
+            return load_registered(mlflow, f"{name}@{version}", self._config.run.home, store.endpoint)
 
     def _find_artifacts(self, name: str, version: str) -> tuple[ModelVersion, ArtifactStore]:
         from rlhf_core.run.registered import find_artifacts, registry_of

@@ -90,8 +90,8 @@ def registry_of(config: PipelineConfig, field: str = "run.home") -> Mlflow:
 
 
 def open_policy(address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:
-    """Find a registered policy in the registry of `open_registry`; see `load_policy`."""
-    return load_policy(open_registry(home), address, home, endpoint)
+    """Find a registered policy in the registry of `open_registry`; see `load_registered`."""
+    return load_registered(open_registry(home), address, home, endpoint)
 
 
 def find_artifacts(
@@ -119,7 +119,7 @@ def find_artifacts(
     return version, ArtifactStore(Store(source["store"], endpoint), Home.of(home).cache)
 
 
-def load_policy(mlflow: Mlflow, address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:
+def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:
     """Find a registered policy and verify its files. Arguments as for `find_artifacts`.
 
     Raises:

@@ -50,7 +50,7 @@ def describe_unfinished(home: Home, config_path: str, key_fields: Mapping[str, A
     last = last_run_of(home, config_path)
     if last is None or not is_unfinished(last) or "decided_by" not in last:
         return ""
-    changes = differences(last["decided_by"], key_fields)
+    changes = describe_changes(last["decided_by"], key_fields)
     if len(changes) > _MAX_DIFFERENCES:
         changes = [*changes[:_MAX_DIFFERENCES], f"{len(changes) - _MAX_DIFFERENCES} more"]
     stage = last.get("making", {}).get("stage")
@@ -80,7 +80,7 @@ def is_unfinished(run: Mapping[str, Any]) -> bool:
     return bool(run["state"] != "finished")
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a phrase for each field whose value has changed."""
     changes = []
     for name in {**before, **now}:

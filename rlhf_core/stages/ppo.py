@@ -19,7 +19,7 @@ from rlhf_core.types import StageContext, StageResult
 
 if TYPE_CHECKING:
     from rlhf_core.data.tokenizer import Decoder
-    from rlhf_core.evaluation.published import Trained
+    from rlhf_core.evaluation.published import TrainedPolicy
     from rlhf_core.ppo.controller import PPOController
 
 
@@ -113,12 +113,12 @@ def _started(
         )
 
 
-def _save(config: PipelineConfig, context: StageContext, controller: PPOController) -> Trained | None:
+def _save(config: PipelineConfig, context: StageContext, controller: PPOController) -> TrainedPolicy | None:
     """Save the policy that is published, its adapter and the moving average.
 
     Returns log-probabilities of a policy with an adapter, for the comparison with the saved files.
     """
-    from rlhf_core.evaluation.published import SEQUENCES, Trained
+    from rlhf_core.evaluation.published import SEQUENCES, TrainedPolicy
 
     ppo = config.ppo
     if ppo.publish == "average":
@@ -127,7 +127,7 @@ def _save(config: PipelineConfig, context: StageContext, controller: PPOControll
     trained = None
     if ppo.lora is not None:
         controller.save_adapter(context.output / "adapter", f"{context.artifact_name('sft')}/model")
-        trained = Trained(*controller.trained_logprobs(SEQUENCES))
+        trained = TrainedPolicy(*controller.trained_logprobs(SEQUENCES))
     if ppo.ema_decay is not None and ppo.publish != "average":
         controller.restore_average()
         controller.save_policy(context.output / "policy_ema")

@@ -25,7 +25,7 @@ from rlhf_core.data.prompt_sets import load_encoder
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import scoring
-from rlhf_core.evaluation.generate import Sampling, sample_responses
+from rlhf_core.evaluation.generate import SamplingSettings, sample_responses
 from rlhf_core.evaluation.policy_files import policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.rewards.compose import code_digests, reward_inputs
@@ -38,7 +38,7 @@ _TABLE_ROWS = 20
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """One answer and its score. The score is NaN if a reward source failed."""
 
     sample: RewardInput
@@ -71,7 +71,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     decoder = load_decoder(context.inputs["data"])
     device = resolve_device(config.run.device)
     files = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
-    sampling = Sampling(settings.temperature or config.ppo.temperature, settings.answers, "sample")
+    sampling = SamplingSettings(settings.temperature or config.ppo.temperature, settings.answers, "sample")
     total = len(prompts) * settings.answers
 
     def report(done: int) -> None:
@@ -84,7 +84,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         repeated = [prompt for prompt in prompts for _ in range(settings.answers)]
         samples = reward_inputs(decoder.response, repeated, rollouts)
         scores = _scores(config, context, samples, pad_id=decoder.pad, device=device)
-    answers = [Answer(sample, score) for sample, score in zip(samples, scores, strict=True)]
+    answers = [ScoredAnswer(sample, score) for sample, score in zip(samples, scores, strict=True)]
     groups = [answers[start : start + settings.answers] for start in range(0, total, settings.answers)]
     best, pairs = select(groups, settings.min_score)
     pair_rows = [_pair(*pair) for pair in pairs]
@@ -148,8 +148,8 @@ def _scores(
 
 
 def select(
-    groups: Iterable[Sequence[Answer]], min_score: float | None = None
-) -> tuple[list[Answer], list[tuple[Answer, Answer]]]:
+    groups: Iterable[Sequence[ScoredAnswer]], min_score: float | None = None
+) -> tuple[list[ScoredAnswer], list[tuple[ScoredAnswer, ScoredAnswer]]]:
     """Return the best answers, and the pairs of best and worst answers.
 
     A group without a usable answer gives nothing. One whose usable answers have equal scores gives no pair.
@@ -159,8 +159,8 @@ def select(
         groups: The answers to each prompt.
         min_score: Smallest score of a best answer; None: any. It does not apply to pairs.
     """
-    best_answers: list[Answer] = []
-    pairs: list[tuple[Answer, Answer]] = []
+    best_answers: list[ScoredAnswer] = []
+    pairs: list[tuple[ScoredAnswer, ScoredAnswer]] = []
     for answers in groups:
         usable = [answer for answer in answers if answer.is_usable]
         if not usable:
@@ -174,11 +174,11 @@ def select(
     return best_answers, pairs
 
 
-def _demonstration(best: Answer) -> dict[str, Any]:
+def _demonstration(best: ScoredAnswer) -> dict[str, Any]:
     return {"prompt": best.sample.prompt, "completion": best.sample.response, "score": best.score}
 
 
-def _pair(best: Answer, worst: Answer) -> dict[str, Any]:
+def _pair(best: ScoredAnswer, worst: ScoredAnswer) -> dict[str, Any]:
     return {
         "prompt": best.sample.prompt,
         "chosen": best.sample.response,
@@ -191,7 +191,7 @@ def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _metrics(answers: Sequence[Answer], best: Sequence[Answer]) -> dict[str, float]:
+def _metrics(answers: Sequence[ScoredAnswer], best: Sequence[ScoredAnswer]) -> dict[str, float]:
     """Return means over all answers and over the best ones."""
     metrics = {
         "best": float(len(best)),

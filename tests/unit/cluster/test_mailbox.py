@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.mailbox import END, ContextServer, LogForwarder, Mailbox, Reply, portable
+from rlhf_core.cluster.mailbox import END, CallReply, ContextServer, LogForwarder, Mailbox, portable
 from rlhf_core.errors import StoreError, UnexpectedError
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.testing import RecordingMetrics, stage_context
@@ -41,7 +41,7 @@ def served(context: StageContext, work: Callable[[StageContext], None]) -> None:
 
     thread = threading.Thread(target=rank_zero, daemon=True)
     thread.start()
-    reply: Reply | None = None
+    reply: CallReply | None = None
     while (request := mailbox.exchange(reply, server.stop_requested, 0.1)) != END:
         reply = None if request is None else server.execute(request)
     thread.join(10)

@@ -30,9 +30,9 @@ from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.sources import (
     read_rows,
     require_unchanged,
+    short_name,
     source_contents,
     source_digests,
-    source_name,
 )
 from rlhf_core.errors import DataError, ModelError
 
@@ -192,7 +192,7 @@ def test_the_name_of_a_folder_is_its_own(
     (folder / "old").mkdir(parents=True)
     (folder / "link").symlink_to("old")
     monkeypatch.chdir(folder)
-    assert source_name(Source(path=path)) == name
+    assert short_name(Source(path=path)) == name
 
 
 def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import language_model, match
 from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.rewards.replies import Reply as ModelReply
+from rlhf_core.rewards.replies import ModelReply
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context

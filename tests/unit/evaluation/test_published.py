@@ -25,7 +25,7 @@ from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import GateFailed, ModelError
 from rlhf_core.evaluation import published
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
-from rlhf_core.evaluation.published import Trained, measure_published
+from rlhf_core.evaluation.published import TrainedPolicy, measure_published
 from rlhf_core.evaluation.scoring import logprobs
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, merged, save_adapter
 from rlhf_core.models.policy import load_policy
@@ -46,7 +46,7 @@ def config_of(dtype: str = "bfloat16", **ppo: Any) -> PipelineConfig:
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Trained]:
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, TrainedPolicy]:
     """(ppo, sft, trained): artifacts as the stages leave them, and what the policy in memory said."""
     folder = tmp_path_factory.mktemp("artifacts")
     sft, ppo = folder / "sft", folder / "ppo"
@@ -65,10 +65,10 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tra
     tensors = {new: tensor.detach() for name, tensor in named.items() if (new := adapter_name(name))}
     save_adapter(ppo / "adapter", policy.lm, policy.lora, tensors, "base")
     policy.save(ppo / "policy", stream_of(dict(merged(named, policy.lora, torch.float32))))
-    return ppo, sft, Trained(sequences, [values.numpy() for values in logprobs])
+    return ppo, sft, TrainedPolicy(sequences, [values.numpy() for values in logprobs])
 
 
-def check(config: PipelineConfig, artifacts: tuple[Path, Path, Trained]) -> dict[str, float]:
+def check(config: PipelineConfig, artifacts: tuple[Path, Path, TrainedPolicy]) -> dict[str, float]:
     ppo, sft, trained = artifacts
     found = measure_published(config, trained, ppo, sft, pad_id=0, device="cpu", context=stage_context(ppo))
     check_gate(config, "ppo", found)
@@ -109,7 +109,7 @@ def test_a_merge_that_only_the_engines_round_counts_as_a_loss(artifacts: Any) ->
     exact = logprobs(
         mixed, PolicyFiles(sft / "model", ppo / "adapter"), trained.sequences, 1.0, pad_id=0, device="cpu"
     )
-    in_float32 = Trained(trained.sequences, [values.numpy() for values in exact])
+    in_float32 = TrainedPolicy(trained.sequences, [values.numpy() for values in exact])
     found = measure_published(mixed, in_float32, ppo, sft, pad_id=0, device="cpu", context=stage_context(ppo))
     assert found["published/logprob_gap"] < 1e-5 and found["published/loss"] > 0.3
 
@@ -128,7 +128,7 @@ def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(arti
 
 def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -> None:
     ppo, sft, trained = artifacts
-    other = Trained(trained.sequences, [values + 0.1 for values in trained.logprobs])
+    other = TrainedPolicy(trained.sequences, [values + 0.1 for values in trained.logprobs])
     with pytest.raises(
         GateFailed, match=r"differ from the trained policy by 0.1 nats per token, more than 0.05"
     ):
@@ -138,10 +138,10 @@ def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -
 def test_empty_responses_are_left_out_and_nothing_but_them_is_named(artifacts: Any) -> None:
     ppo, sft, trained = artifacts
     empty = ((3, 4, 5), ()), np.zeros(0, np.float32)
-    some = Trained([empty[0], *trained.sequences], [empty[1], *trained.logprobs])
+    some = TrainedPolicy([empty[0], *trained.sequences], [empty[1], *trained.logprobs])
     assert check(config_of(), (ppo, sft, some))["published/logprob_gap"] == 0.0
     with pytest.raises(GateFailed, match="the last rollouts have no response token"):
-        check(config_of(), (ppo, sft, Trained([empty[0]], [empty[1]])))
+        check(config_of(), (ppo, sft, TrainedPolicy([empty[0]], [empty[1]])))
 
 
 def test_on_a_cluster_all_models_are_loaded_by_ranks_in_one_session(

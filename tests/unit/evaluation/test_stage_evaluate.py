@@ -32,7 +32,7 @@ from rlhf_core.errors import ConfigError, DataError, GateFailed
 from rlhf_core.evaluation import generate, language_model, rank_scoring, scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.rewards.replies import Reply as ModelReply
+from rlhf_core.rewards.replies import ModelReply
 from rlhf_core.stages import evaluate
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, Request, scripted_engines

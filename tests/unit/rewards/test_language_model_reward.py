@@ -25,7 +25,7 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.rewards.language_model import grade_of
-from rlhf_core.rewards.replies import Replies, Reply
+from rlhf_core.rewards.replies import ModelReply, Replies
 from rlhf_core.types import RewardInput
 from tests.support.chat_server import ChatServer
 
@@ -109,11 +109,11 @@ def test_an_odd_number_of_tokens_is_no_failure(count: Any) -> None:
 
 def test_two_runs_use_the_first_reply(tmp_path: Path) -> None:
     first, second = Replies(tmp_path, "judge"), Replies(tmp_path, "judge")
-    assert first.keep("q", Reply("7", 1, 1, 0.1)).text == "7"
-    assert second.keep("q", Reply("3", 1, 1, 0.1)).text == "7"
+    assert first.keep("q", ModelReply("7", 1, 1, 0.1)).text == "7"
+    assert second.keep("q", ModelReply("3", 1, 1, 0.1)).text == "7"
     [file] = [path for path in tmp_path.rglob("*") if path.is_file()]
     file.write_text('{"text": ')
-    assert second.keep("q", Reply("3", 1, 1, 0.1)).text == "3"
+    assert second.keep("q", ModelReply("3", 1, 1, 0.1)).text == "3"
     kept = first.find("q")
     assert kept is not None and kept.text == "3"
 

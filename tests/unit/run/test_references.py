@@ -153,13 +153,13 @@ def test_a_reference_has_no_revision(home: Path, champions: list[str]) -> None:
 
 
 def test_an_adapter_is_refused(home: Path, champions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    load = registered.load_policy
+    load = registered.load_registered
 
     def with_adapter(*arguments: Any) -> Any:
         policy = load(*arguments)
         return replace(policy, files=PolicyFiles(policy.files.model, policy.folder / "adapter"))
 
-    monkeypatch.setattr(registered, "load_policy", with_adapter)
+    monkeypatch.setattr(registered, "load_registered", with_adapter)
     with pytest.raises(ConfigError, match=f"version 2 of {MODEL} is an adapter on its SFT model"):
         resolve(with_model(home, f"champion:{MODEL}"))
 

@@ -33,11 +33,11 @@ from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import Decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import generate, scoring
-from rlhf_core.evaluation.generate import Sampling
+from rlhf_core.evaluation.generate import SamplingSettings
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages import sample
-from rlhf_core.stages.sample import Answer, select
+from rlhf_core.stages.sample import ScoredAnswer, select
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
@@ -59,8 +59,8 @@ def config_of(
     return PipelineConfig.model_validate_json(json.dumps(tree | sections))
 
 
-def answer(text: str, score: float, *, finished: bool = True) -> Answer:
-    return Answer(RewardInput("p", "Name a colour.", text, (1,), (2,), finished), score)
+def answer(text: str, score: float, *, finished: bool = True) -> ScoredAnswer:
+    return ScoredAnswer(RewardInput("p", "Name a colour.", text, (1,), (2,), finished), score)
 
 
 # -- the choice --
@@ -78,7 +78,7 @@ def test_the_best_answer_and_the_pair_of_best_and_worst() -> None:
     [answer("cut", 9.0, finished=False), answer("failed", math.nan), answer(" \n", 9.0), answer("\x00", 9.0)],
     ids=["cut", "without a score", "blank", "not a valid row"],
 )
-def test_an_answer_that_cannot_be_data_takes_no_part(bad: Answer) -> None:
+def test_an_answer_that_cannot_be_data_takes_no_part(bad: ScoredAnswer) -> None:
     one, two = answer("red", 1.0), answer("blue", 0.0)
     assert select([[bad, one, two]]) == ([one], [(one, two)])
     assert select([[bad, one]]) == ([one], [])
@@ -121,7 +121,7 @@ WORDS = ("one", "one two", "one two three", "one two three four")
 
 
 class _Tokenizer:
-    """Answer i consists of i + 1 tokens."""
+    """ScoredAnswer i consists of i + 1 tokens."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens
@@ -270,7 +270,7 @@ def test_answers_of_several_engines_are_in_the_order_of_the_prompts() -> None:
         shares = [
             generate._sample_here(
                 config_of(), PolicyFiles(Path("policy")),
-                [prompts[rank::2]], Sampling(1.0, 2, "sample"), device="cpu", done=lambda count: None,
+                [prompts[rank::2]], SamplingSettings(1.0, 2, "sample"), device="cpu", done=lambda count: None,
             )[0]
             for rank in range(2)
         ]  # fmt: skip
