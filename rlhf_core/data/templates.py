@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -236,13 +237,14 @@ class Encoder:
     def _mask(self, tokens: _Tokens, spans: list[tuple[int, int]]) -> list[int]:
         mask = [0] * len(tokens.ids)
         for start, end in spans:
-            for index, (a, b) in enumerate(zip(tokens.starts, tokens.ends, strict=True)):
-                if a < start < b:
-                    raise EncodeError("a token spans the border between the prompt and the assistant's text")
-                if start <= a < end:
-                    mask[index] = 1
-                    if tokens.ids[index] == self.eos_id:
-                        break  # text after EOS inside the block, such as a line feed, is never generated
+            # Not from the first token: a long conversation has many spans.
+            first = bisect_left(tokens.starts, start)
+            if first > 0 and tokens.ends[first - 1] > start:
+                raise EncodeError("a token spans the border between the prompt and the assistant's text")
+            for index in range(first, bisect_left(tokens.starts, end)):
+                mask[index] = 1
+                if tokens.ids[index] == self.eos_id:
+                    break  # text after EOS inside the block, such as a line feed, is never generated
         for index in range(1, len(mask)):
             # A template whose marks leave EOS out would otherwise never teach the policy to stop.
             if (

@@ -9,7 +9,8 @@ Locked here:
 - a missing, broken, attacking, slow or empty template is a ModelError with a fix, before any row;
 - no text becomes a special token or a role mark, whatever the template does to it;
 - what rewards read as the response is what its author wrote, and gives the tokens of training when rendered
-  again.
+  again;
+- a conversation of thousands of turns takes no longer for each turn than a short one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import EncodeError, Encoder
-from rlhf_core.data.tokenizer import load_decoder, write_response_prefix
+from rlhf_core.data.tokenizer import load_decoder, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ModelError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -365,3 +366,14 @@ def test_text_mode_gives_the_tokens_of_training_under_a_template_that_puts_a_bla
         assert encoder.response([ASK], seen) == (prompt, response)
     assert decoder.response(response[1:]) == decoder(response[1:])
     assert Encoder(byte_tokenizer, "chat").response_prefix == ""
+
+
+def test_the_cost_of_a_conversation_grows_with_its_turns_only() -> None:
+    encoder = Encoder(train_tokenizer(["a story of a fox. " * 3], 300), "chat")
+    turns = [Message("assistant" if i % 2 else "user", f"Tell me number {i} please") for i in range(2000)]
+    encoder.conversation(turns)  # prepares what does not depend on the text
+    began = time.process_time()
+    whole = encoder.conversation(turns)
+    assert time.process_time() - began < 1, "seconds of a processor; each turn looked at all tokens: 4"
+    learned = [token for token, is_learned in zip(whole.ids, whole.mask, strict=True) if is_learned]
+    assert learned.count(encoder.eos_id) == 1000
