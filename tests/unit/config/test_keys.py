@@ -33,6 +33,19 @@ def _keys(tree: dict[str, Any], sources: dict[str, str] | None = None) -> dict[s
     return {stage: stage_key(config, stage, {}, sources or {}) for stage in STAGES}
 
 
+SECTIONS = {
+    "model": {"data", "sft", "reward", "judge", "dpo", "ppo"},
+    "data": {"data"},
+    "sft": {"sft"},
+    "reward": {"reward", "judge"},
+    "dpo": {"dpo"},
+    "ppo": {"ppo", "sample", "evaluate"},
+    "sample": {"sample"},
+    "evaluate": {"evaluate"},
+    "register": {"register"},
+}
+"""Stages whose keys contain each section."""
+
 SERVICE = {"type": "remote", "urls": ["http://one/x"], "allowed_hosts": ["one", "other"]}
 
 
@@ -45,9 +58,9 @@ def _changed(tree: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     ("tree", "stages"),
     [
-        ({"sft": {"epochs": 7}}, {"sft"}),
-        ({"reward": {"center": 0.1}}, {"reward", "judge"}),
-        ({"ppo": {"lam": 0.9}}, {"ppo", "sample", "evaluate"}),
+        ({"sft": {"epochs": 7}}, SECTIONS["sft"]),
+        ({"reward": {"center": 0.1}}, SECTIONS["reward"]),
+        ({"ppo": {"lam": 0.9}}, SECTIONS["ppo"]),
         ({"ppo": {"checkpoint_every": 3, "engine": {"max_restarts": 0}, "max_kl": 50.0}}, set()),
         (
             {
@@ -61,17 +74,17 @@ def _changed(tree: dict[str, Any]) -> set[str]:
             {"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}},
             set(),
         ),
-        ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "sample", "evaluate"}),
+        ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, SECTIONS["ppo"]),
         ({"run": {"retries": 7}}, set()),
         (
             {"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}},
             set(),
         ),
-        ({"reward": {"early_stop": {"every": 9}}}, {"reward", "judge"}),
+        ({"reward": {"early_stop": {"every": 9}}}, SECTIONS["reward"]),
         ({"reward": {"judge": {}}}, {"reward", "judge", "dpo"}),
-        ({"reward": {"ensemble": {}}}, {"reward", "judge"}),
-        ({"sft": {"early_stop": {"every": 9}}}, {"sft"}),
-        ({"sample": {}}, {"sample"}),
+        ({"reward": {"ensemble": {}}}, SECTIONS["reward"]),
+        ({"sft": {"early_stop": {"every": 9}}}, SECTIONS["sft"]),
+        ({"sample": {}}, SECTIONS["sample"]),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )
@@ -152,17 +165,6 @@ IN_NO_KEY = {
 }  # fmt: skip
 """Whatever they are, the result is the same but for rounding, or its content counts in their place."""
 
-SECTIONS = {
-    "model": {"data", "sft", "reward", "judge", "dpo", "ppo"},
-    "data": {"data"},
-    "sft": {"sft"},
-    "reward": {"reward", "judge"},
-    "dpo": {"dpo"},
-    "ppo": {"ppo", "sample", "evaluate"},
-    "sample": {"sample"},
-    "evaluate": {"evaluate"},
-    "register": {"register"},
-}
 OUTSIDE = {
     "run.seed": set(STAGES),
     "run.name": {"register"},
