@@ -1,4 +1,4 @@
-"""Run, kill, type the same command again, compare with the run that nobody disturbed.
+"""Run, kill, type the same command again, compare with an undisturbed run.
 
 golden    each stage once, alone and undisturbed: its points (failpoints passed) and its outcome are noted,
           and the home folder is copied before it

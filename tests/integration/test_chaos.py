@@ -1,9 +1,9 @@
 """A sample of `make chaos`: stages killed several times, in different processes, a full disk, and the same
 command again.
 
-- it ends well, in the bits and with the metrics, each once, of the run that nobody disturbed
+- it ends well, in the bits and with the metrics, each once, of an undisturbed run
 - nothing is left 10 s after the end
-- asked to stop, PPO and supervised fine-tuning finish the step in hand and leave a checkpoint of it
+- asked to stop, PPO and supervised fine-tuning finish the current step and save a checkpoint
 - rollouts that were sampled before the kill are trained on, not sampled again
 - a step with numbers that are not finite, wherever they come from, is skipped, its batch is kept, and the run
   goes on

@@ -1,6 +1,6 @@
 """Sources on a real S3-compatible server.
 
-Locked here:
+Rules:
 - an object, and all data files under a prefix, are read and digested like local files;
 - what is not there is an error that names it, and a new object is seen at once.
 """

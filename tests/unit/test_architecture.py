@@ -1,6 +1,6 @@
 """The architecture, read from the source.
 
-Locked here:
+Rules:
 - imports go one way, from `flows` down to `rlhf_core.errors` (`LAYERS`), and packages do not import each
   other in a circle;
 - prefect, vllm, deepspeed, ray and mlflow each have their home and are imported nowhere else;

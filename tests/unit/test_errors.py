@@ -1,8 +1,8 @@
 """Errors on their way from one process to another.
 
 - every class of the tree keeps itself and its message through pickle and through a record
-- what nobody foresaw is sorted where it was raised: a bug, which is not tried again, the system's failure,
-  which is, or memory that did not suffice
+- an unexpected exception is classified in the process where it was raised: a bug is not retried, a failure of
+  the system is, and a lack of memory has its own class
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is looked at before anything heavy starts.
 
-Locked here: data files, the model's folder, addresses, folders, reward functions and devices that cannot work
+Rules: data files, the model's folder, addresses, folders, reward functions and devices that cannot work
 are refused with the class of error that fits, all at once and quickly; what may work is a warning; secrets
 are not shown; nothing of the user's is executed.
 """

@@ -1,6 +1,6 @@
 """Every bad configuration gives one clear message, before anything heavy starts.
 
-Locked here: `rlhf run` ends with exit code 2 for each input of the tables. The message names the file and
+Rules: `rlhf run` ends with exit code 2 for each input of the tables. The message names the file and
 line (or the override), the field, the value if it may be shown, the rule and a fix. It has no traceback and
 no word of the validation library. All problems of a file are listed at once, and secrets are never shown.
 """

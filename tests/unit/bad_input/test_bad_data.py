@@ -1,6 +1,6 @@
 """Every bad data source gives one clear message.
 
-Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the
+Rules: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the
 file and where it can the line, the rule and a fix. What the first bytes of a file show is refused before
 anything starts; what only reading shows (rows, lengths, duplicates) by the data stage, with nothing heavier
 behind it.

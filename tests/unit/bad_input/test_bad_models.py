@@ -1,6 +1,6 @@
 """Every model, tokenizer or chat template that cannot be used gives one clear message.
 
-Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the
+Rules: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the
 file, what is wrong and a fix. What a folder shows without loading anything is refused before the start;
 templates and tokenizers that only break when they are used, by the data stage. None of them runs code of the
 model.

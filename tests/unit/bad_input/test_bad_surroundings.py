@@ -1,6 +1,6 @@
 """Rewards, addresses, machines, environments and command lines that cannot work each give one clear message.
 
-Locked here: each input of the tables ends with exit code 2 and a message that names the field (or the
+Rules: each input of the tables ends with exit code 2 and a message that names the field (or the
 variable, or the option), the value where it may be shown, the rule and a fix. Nothing of the user's is
 executed on the way.
 """

@@ -1,6 +1,6 @@
 """Properties of all configurations.
 
-Locked here:
+Rules:
 - any YAML file, bytes, tree of data or override gives a PipelineConfig or a ConfigError that names the file
   or the override and has no word of the validation library;
 - a valid configuration that is written as YAML or JSON and loaded again is the same, with the same keys;

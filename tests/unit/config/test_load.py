@@ -1,6 +1,6 @@
 """Loading a configuration.
 
-Locked here: the values of unquoted words (numbers, booleans, null, text), files with a BOM or CRLF, aliases,
+Rules: the values of unquoted words (numbers, booleans, null, text), files with a BOM or CRLF, aliases,
 overrides of fields, lists and items, the defaults of a section given in part, and that a configuration can be
 dumped and loaded without a change.
 """

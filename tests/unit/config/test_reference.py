@@ -1,6 +1,6 @@
 """docs/configuration.md.
 
-Locked here: the page is up to date with the schema, every field has a row, no table is there twice, and every
+Rules: the page is up to date with the schema, every field has a row, no table is there twice, and every
 field has a description and declares what it affects.
 """
 

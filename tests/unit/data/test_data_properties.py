@@ -1,6 +1,6 @@
 """What holds for any file, any row and any chat template.
 
-Locked here:
+Rules:
 - any bytes under any supported name, and any edit of a good file, end in rows, bad rows with a line and a
   reason, or one DataError that names the file; the look before the start never fails in another way and never
   refuses what is good;

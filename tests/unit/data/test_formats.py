@@ -1,6 +1,6 @@
 """Rows become records, or are refused with a reason.
 
-Locked here:
+Rules:
 - five formats are told apart by their fields; strings and message lists mean the same;
 - conversations without `prompt` (message lists, and HH-RLHF transcripts) share their common beginning as the
   prompt;

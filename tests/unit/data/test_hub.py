@@ -1,7 +1,7 @@
 """The commit behind a hub name, and models from there.
 
 - a commit stands for itself; a branch is asked of the hub, then of the local cache
-- where nobody knows, the name stays, with a warning
+- if neither has it, the name is used as it is, with a warning
 - the model of the SFT stage is fetched before its ranks start, whose time to load is bounded, if it is on the
   hub; a fetch that fails leaves it to them to say why
 """

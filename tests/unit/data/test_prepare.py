@@ -1,6 +1,6 @@
 """The data artifact as a whole.
 
-Locked here:
+Rules:
 - a prompt held out in one set is in no training set, whatever the seed; tiny sets keep a row on either side;
 - every row is accounted for: read = bad + dropped + train + eval; one that the chat template refuses is bad;
 - `eval_fraction` and `max_eval` hold out the prompts of the lowest split positions, wherever they stand in
@@ -10,7 +10,8 @@ Locked here:
 - the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the
   same bytes;
 - a number `margin` of a pair is kept; where the reward model needs it, rows without one stop the run at once,
-  as do prompts without the answer that a reward looks for; fewer prompts than a step takes are told;
+  as do prompts without the answer that a reward looks for;
+- there is a warning if a step takes more prompts than there are;
 - the stage logs its card; the card shows text that cannot become markup.
 """
 

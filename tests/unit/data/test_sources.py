@@ -1,6 +1,6 @@
 """Reading rows.
 
-Locked here:
+Rules:
 - jsonl, gzipped jsonl, json, csv and parquet give the same rows; folders are read in order of names;
 - byte-order marks, CRLF and blank lines are accepted, and line numbers stay those of the file;
 - a malformed row is a `BadRow` with line and reason, and the rows around it are kept;

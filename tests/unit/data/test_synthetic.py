@@ -1,6 +1,6 @@
 """The demo task and its true reward.
 
-Locked here:
+Rules:
 - rows are a function of the seed alone, and row i does not depend on the number asked for;
 - the reward of a response is the documented sum (worked out by hand), and each fault costs;
 - degenerate texts do not pay; the best response is far above the demonstrations, whose rewards are 0 +- 1;

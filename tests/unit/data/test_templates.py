@@ -1,6 +1,6 @@
 """Chat templates, masks and special tokens.
 
-Locked here:
+Rules:
 - tokens and masks are exactly those of the tokenizer's own `apply_chat_template`, on two kinds of tokenizers;
 - prompt and response of a pair are the two halves of the conversation, EOS once and last; BOS once and first;
 - a template without {% generation %} marks gives the same mask as one with them, or is refused;

@@ -1,6 +1,6 @@
 """Loading and training tokenizers.
 
-Locked here:
+Rules:
 - a missing folder is said to be missing; a hub id is only what looks like one;
 - EOS must exist, and the pad token is another token: chosen from those that are there, or refused with a fix;
 - a trained tokenizer is opened by AutoTokenizer, loses no text, and keeps within the vocabulary.

@@ -9,8 +9,8 @@
 - prompts are taken while others are sampled, as many as there is room for, and one if there is room for none;
   the samples are in the order in which the prompts were taken
 - with prefix caching, a cache that vLLM does not reset is an error; without it, nothing is reset
-- memory that is not there is told by who has it: others on the device, or a share too small; any other error
-  stays
+- a lack of memory has an error that names the cause, other processes on the device or a share that is too
+  small; any other error is raised unchanged
 """
 
 from __future__ import annotations

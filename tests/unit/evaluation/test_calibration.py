@@ -2,7 +2,7 @@
 
 - a model that is right as often as it says has no calibration error; an overconfident one has the difference
 - length bias compares what the model prefers with what annotators chose
-- accuracy is told by source and by length, over all pairs
+- accuracy is reported by source and by length, over all pairs
 - a tie counts half in all of them
 - the plot has a point for each bin, as large as the bin is full, and names the error
 """

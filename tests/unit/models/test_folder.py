@@ -1,6 +1,6 @@
 """The look at a model's folder.
 
-Locked here: whatever its files hold, it ends in findings that name the folder, and never fails in another
+Rules: whatever its files hold, it ends in findings that name the folder, and never fails in another
 way.
 """
 

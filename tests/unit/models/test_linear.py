@@ -1,6 +1,6 @@
 """oneDNN linear layers.
 
-Locked here: values and gradients are those of nn.Linear; only plain linear layers are turned, in place, with
+Rules: values and gradients are those of nn.Linear; only plain linear layers are turned, in place, with
 their weights; other dtypes take torch's own way; an empty batch and repeated calls work.
 """
 

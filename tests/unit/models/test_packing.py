@@ -1,6 +1,6 @@
 """Which sequences share a forward pass, and on which rank.
 
-Locked here:
+Rules:
 - every index comes once; a micro-batch keeps its token budget, padding included, or is one sequence alone;
 - every rank gets the same number of micro-batches, for any number of sequences on any number of ranks (9 on
   8, 3 on 8);

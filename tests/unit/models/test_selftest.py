@@ -1,6 +1,6 @@
 """What a model does with packed rows, padding and training mode is tried when it is loaded.
 
-Locked here: architectures whose packed sequences see each other are padded, or refused where the
+Rules: architectures whose packed sequences see each other are padded, or refused where the
 configuration asks for packing; those that keep them apart are packed; no random part is left, whatever its
 name; the test leaves no trace, is the same in bfloat16 and costs little.
 """

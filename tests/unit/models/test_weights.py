@@ -1,6 +1,6 @@
 """No weight of a loaded model is anything but what its files say.
 
-Locked here, for policies and score models: tensors that are missing, misnamed, too many or of another shape
+Rules for policies and score models: tensors that are missing, misnamed, too many or of another shape
 are refused by name; so are integers without scales, numbers that are not finite, an adapter beside the
 weights. What may be absent or too much is not: tied heads, a score head that is made, the language-model head
 of what becomes a score model. The configured attention is used whatever `config.json` asks for. Broken

@@ -1,6 +1,6 @@
 """Secrets stay where they are.
 
-Locked here (the canary through a whole run is in `tests/integration/test_pipeline.py`):
+Rules (the canary through a whole run is in `tests/integration/test_pipeline.py`):
 - what a line of a log, a message or an event says is without the values of secret variables and without users
   in URLs, tracebacks included, whoever wrote it
 - a stage that fails with a secret in its words leaves none in its log and sends none to the flow

@@ -1,6 +1,6 @@
 """Files that somebody else wrote never run code: models, tokenizers, artifacts, data, configurations.
 
-Locked here, each by a file that would leave a mark if it ran, and that does where nobody takes care:
+Rules, each tested with a file that leaves a mark if its code runs, as it does without protection:
 - a model whose config names code (`auto_map`) is loaded without it, or refused; its tokenizer likewise
 - pickled weights are refused under any file name; so are weights that only pretend to be safetensors
 - an artifact with a program or a pickle in it is neither published nor read, also where its manifest was made
