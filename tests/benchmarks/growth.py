@@ -1,0 +1,385 @@
+"""Time of a PPO step with 1, 2, 4 and 8 engines and ranks of stated speeds, next to the ideal: `python -m
+tests.benchmarks.growth`.
+
+The controller, its fleet, routes and plans are the real ones. Engines and ranks are scripted, and the clock
+is virtual: a call starts when its actor is free and its arguments exist, and takes the stated time. A wait
+moves the clock. The batch grows with the devices: an engine samples as many responses in every row.
+
+engine      a decoding step costs a constant, and a part for each sequence that is being decoded
+rank        scores and trains a number of tokens per second; the ranks of a group meet in the all-reduce of
+            each optimizer step
+sync        once per step, when engines and ranks are free
+
+The ideal has equal lengths, equal devices, and no time for communication: the sum of sampling, scoring and
+training, or with `ppo.staleness=1` the longer one of sampling and of the others. Not counted are the
+controller's own time (`driver_scale.py`), prompts, rewards and transfers of rollouts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_core.cluster.rpc import Pending, RemoteActor
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan
+from rlhf_core.ppo import controller as controller_module
+from rlhf_core.ppo.batch import SentShare
+from rlhf_core.ppo.columns import RolloutHeader
+from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.experience import ResponseSums
+from rlhf_core.ppo.fleet import Fleet, WorkerGroup
+from rlhf_core.ppo.loss_step import OptimizerStep
+from rlhf_core.ppo.model_scores import ModelScores
+from rlhf_core.ppo.rank_rows import Exchange, ExperienceInputs
+from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.types import PromptExample
+from rlhf_core.weight_sync.sender import SyncReport
+from tests.support.scripted_actors import KeepsBatch
+from tests.support.small_ppo import local_context
+
+SIZES = (1, 2, 4, 8)
+PROMPT, LONGEST, SAMPLES = 128, 1024, 8
+RESPONSES = 256
+"""Of each engine."""
+STEPS = 6
+"""Measured steps. One before them, and with staleness one after them, are not counted."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one device, about those of a GPU with a model of 7B. Seconds, and tokens per second."""
+
+    decode_step: float = 0.020
+    decode_sequence: float = 0.00008
+    """Of a decoding step, for each sequence."""
+    scoring: float = 30_000.0
+    training: float = 9_000.0
+    all_reduce: float = 0.15
+    """Of all gradients between very many ranks; between n ranks (n - 1) / n of it."""
+    sync: float = 0.6
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How long responses are, and how fast devices are."""
+
+    name: str
+    lognormal: bool = False
+    slowest: float = 1.0
+    """Speed of the first engine and of the first rank of each group."""
+
+
+SCENARIOS = (
+    Scenario("equal lengths"),
+    Scenario("lognormal lengths", lognormal=True),
+    Scenario("the same, one device of each group slow", lognormal=True, slowest=0.8),
+)
+
+
+def lengths_of(seed: int, count: int) -> np.ndarray[Any, Any]:
+    """Return lognormal lengths with a median of 300 tokens, at most `LONGEST`."""
+    drawn = np.random.default_rng(seed & 0xFFFFFFFF).lognormal(np.log(300), 0.7, count)
+    return np.clip(drawn, 1, LONGEST).astype(np.int32)
+
+
+EQUAL = int(lengths_of(0, 100_000).mean())
+"""The mean of the lognormal lengths."""
+
+
+# -- virtual time --
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, pending: Sequence[Pending[Any]], _what: str = "") -> list[Any]:
+        """Wait for scripted calls, as `Fleet.wait` does."""
+        for call in pending:
+            self.now = max(self.now, call.reference.when())
+        return [call.reference.value for call in pending]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call returns, and when."""
+
+    value: Any
+    when: Callable[[], float]
+
+
+@dataclass
+class Meeting:
+    """A call of all ranks of a group, who wait for each other after each optimizer step."""
+
+    all_reduce: float
+    starts: list[float] = field(default_factory=list)
+    seconds: list[list[float]] = field(default_factory=list)
+    """Of each step, by rank."""
+
+    def end(self) -> float:
+        """Return when the last step ends."""
+        return max(self.starts) + sum(
+            max(ranks) + self.all_reduce for ranks in zip(*self.seconds, strict=True)
+        )
+
+
+class Handle:
+    """An actor handle of Ray for a scripted device, whose methods return a value and their seconds."""
+
+    def __init__(self, clock: Clock, device: Any) -> None:
+        self._clock, self._device = clock, device
+        self._free: Callable[[], float] = lambda: 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any, parts: int = 0, **kwargs: Any) -> Any:
+            values = [each.value if isinstance(each, Result) else each for each in args]
+            arriving = [each.when() for each in args if isinstance(each, Result)]
+            start = max([self._clock.now, self._free(), *arriving])
+            value, seconds = getattr(self._device, name)(*values, **kwargs)
+            if isinstance(seconds, Meeting):
+                seconds.starts.append(start)
+                self._free = seconds.end
+            else:
+                self._free = lambda: start + seconds
+            free = self._free
+            return [Result(each, free) for each in value] if parts else Result(value, free)
+
+        def options(*, num_returns: int) -> Any:
+            return SimpleNamespace(remote=lambda *args, **kwargs: remote(*args, parts=num_returns, **kwargs))
+
+        return SimpleNamespace(remote=remote, options=options)
+
+
+def decode_seconds(lengths: Sequence[int], room: int, speeds: Speeds) -> float:
+    """Return how long an engine decodes these responses, at most `room` at a time, in this order."""
+    waiting, running = list(reversed(lengths)), list[int]()
+    step, seconds = 0, 0.0
+    while waiting or running:
+        while waiting and len(running) < room:
+            heapq.heappush(running, step + waiting.pop())
+        steps = running[0] - step
+        seconds += steps * (speeds.decode_step + speeds.decode_sequence * len(running))
+        step += steps
+        while running and running[0] == step:
+            heapq.heappop(running)
+    return seconds
+
+
+# -- scripted devices --
+
+
+class Engine:
+    def __init__(self, scenario: Scenario, speeds: Speeds, speed: float, room: int) -> None:
+        self._scenario, self._speeds, self._speed, self._room = scenario, speeds, speed, room
+        self.version = 0
+
+    def sample(
+        self, chunks: Sequence[Sequence[PromptExample]], *, n: int, seeds: Sequence[int], **_options: Any
+    ) -> tuple[list[Any], float]:
+        lengths = [lengths_of(seed, n) if self._scenario.lognormal else np.full(n, EQUAL) for seed in seeds]
+        parts, start = [], 0
+        for chunk in chunks:
+            parts.append(np.concatenate(lengths[start : start + len(chunk)]) + PROMPT)
+            start += len(chunk)
+        all_ = np.concatenate(lengths).astype(np.int32)
+        header = RolloutHeader(all_, all_ < LONGEST, np.full(len(all_), self.version))
+        seconds = decode_seconds(all_.tolist(), self._room, self._speeds) / self._speed
+        return [header, *parts], seconds
+
+
+class Rank(KeepsBatch):
+    """One rank of the roles of its group. Chunks are the numbers of tokens of their rows."""
+
+    def __init__(self, speeds: Speeds, speed: float, meeting: Callable[[str], Meeting]) -> None:
+        self._speeds, self._speed, self._meeting = speeds, speed, meeting
+
+    def _score(self, share: SentShare | int, chunks: Sequence[Any]) -> float:
+        batch = self.batch(share, chunks)
+        tokens = sum(int(batch.chunks[number][row]) for number, row in batch.share.places)  # type: ignore[index]
+        return tokens / self._speeds.scoring / self._speed
+
+    def logprobs(self, _role: str, _entropy: bool, share: SentShare | int, *chunks: Any) -> Any:
+        return [None, None], self._score(share, chunks)
+
+    def values(self, share: SentShare | int, *chunks: Any) -> Any:
+        return [None, None], self._score(share, chunks)
+
+    def scores(self, _role: str, share: SentShare | int, *chunks: Any) -> Any:
+        seconds = self._score(share, chunks)
+        return ModelScores(
+            np.random.default_rng(0).normal(size=len(self._batch.share.places)).tolist()
+        ), seconds
+
+    def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> Any:
+        sums = dict.fromkeys(ResponseSums.__dataclass_fields__, np.ones(len(inputs.scores)))
+        # Engines with other weights would end the step, and loops would be logged.
+        sums |= dict.fromkeys(("gap", "repeating"), np.zeros(len(inputs.scores)))
+        return [ResponseSums(**sums), None], 0.0
+
+    def _train(self, name: str, exchange: Exchange, steps: Sequence[OptimizerStep]) -> Any:
+        tokens = (exchange.prompt_lengths + exchange.lengths)[exchange.order]
+        meeting = self._meeting(name)
+        seconds = [
+            float(sum(tokens[indices].sum() for indices in step.micro_batches if indices))
+            / self._speeds.training
+            / self._speed
+            for step in steps
+        ]
+        meeting.seconds.append(seconds)
+        return {"loss": 1.0, "clipped": 0.0, "approx_kl": 0.0, "grad_norm": 1.0}, meeting
+
+    def update_policy(
+        self, exchange: Exchange, steps: Sequence[OptimizerStep], *_args: Any, **_kw: Any
+    ) -> Any:
+        return self._train("policy", exchange, steps)
+
+    def update_critic(
+        self, _inputs: Any, exchange: Exchange, steps: Sequence[OptimizerStep], *_args: Any
+    ) -> Any:
+        return self._train("critic", exchange, steps)
+
+
+class Meetings:
+    """The meetings of one group."""
+
+    def __init__(self, ranks: int, all_reduce: float) -> None:
+        self._ranks, self._all_reduce = ranks, all_reduce * (ranks - 1) / ranks
+        self._open: dict[str, list[Meeting]] = {}
+
+    def join(self, name: str) -> Meeting:
+        """Return the meeting that a rank takes part in: the last one, or a new one if all are in that."""
+        meetings = self._open.setdefault(name, [])
+        if not meetings or len(meetings[-1].seconds) == self._ranks:
+            meetings.append(Meeting(self._all_reduce))
+        return meetings[-1]
+
+
+class Engines:
+    """The part of `EnginePool` that a step uses."""
+
+    def __init__(self, clock: Clock, actors: Sequence[RemoteActor[Any]]) -> None:
+        self.serving = list(range(len(actors)))
+        self._clock, self._actors = clock, actors
+
+    def actor(self, index: int) -> RemoteActor[Any]:
+        return self._actors[index]
+
+    def collect(self, pending: Mapping[int, Pending[Any]], _what: str) -> dict[int, Any]:
+        return dict(zip(pending, self._clock.wait(list(pending.values())), strict=True))
+
+
+# -- one row of the table --
+
+
+def configuration(size: int, staleness: int) -> PipelineConfig:
+    deepspeed = {"ranks": size, "zero_stage": 1}
+    return config_from_tree(
+        {
+            "model": {"tiny": {"max_positions": 2048}},
+            "run": {"device": "cpu"},
+            "data": {"max_prompt_tokens": PROMPT},
+            "ppo": {
+                "steps": 1 + STEPS + staleness,
+                "staleness": staleness,
+                "colocate": "pairs",
+                "prompts_per_step": size * RESPONSES // SAMPLES,
+                "samples_per_prompt": SAMPLES,
+                "max_new_tokens": LONGEST,
+                "micro_batch_tokens": 16_384,
+                "minibatches": 4,
+                "critic_warmup_steps": 0,
+                "policy_deepspeed": deepspeed,
+                "critic_deepspeed": deepspeed,
+                "engine": {"count": size, "max_num_seqs": RESPONSES},
+                # The responses to compare are not modelled.
+                "weight_sync": {"canary": False},
+                "rewards": [{"type": "model"}],
+            },
+        },
+        "growth",
+    )
+
+
+def step_seconds(size: int, staleness: int, scenario: Scenario, speeds: Speeds = Speeds()) -> float:
+    """Return the mean duration of a step with `size` engines, and `size` ranks of policy and reference and of
+    critic and reward model.
+    """
+    config = configuration(size, staleness)
+    prompts = [PromptExample(f"p{i}", "", (1,) * PROMPT) for i in range(config.ppo.prompts_per_step)]
+    clock = Clock()
+    placement = plan(config.ppo)
+    fleet: Any = Fleet(config, placement, "cpu", {}, 0)
+    factors = [scenario.slowest] + [1.0] * (size - 1)
+    for group in placement.groups:
+        meetings = Meetings(group.ranks, speeds.all_reduce)
+        ranks = [Rank(speeds, factor, meetings.join) for factor in factors]
+        workers = tuple(RemoteActor[Any](Handle(clock, rank)) for rank in ranks)
+        fleet.groups.update(dict.fromkeys(group.roles, WorkerGroup(group, workers)))
+    engines = [Engine(scenario, speeds, factor, config.ppo.engine.max_num_seqs) for factor in factors]
+    fleet.engines = Engines(clock, [RemoteActor(Handle(clock, engine)) for engine in engines])
+    fleet.wait = clock.wait
+    fleet.usage_by_group = lambda: None
+
+    def sync(version: int) -> SyncReport:
+        clock.now += speeds.sync
+        for engine in engines:
+            engine.version = version
+        return SyncReport(version, 1, 1, speeds.sync)
+
+    fleet.sync = sync
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RewardComposer(config.ppo.rewards) as composer,
+        mock.patch.object(controller_module, "time", clock),
+    ):
+        controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
+        controller._last_checkpoint_step = -1  # the cache of rollouts is not part of every step
+        controller._log_samples = lambda *_args: None  # reads responses
+        durations = [controller.iterate()["timing/step"] for _ in range(1 + STEPS)]
+    return statistics.mean(durations[1:])
+
+
+def ideal_seconds(staleness: int, speeds: Speeds = Speeds()) -> float:
+    """Return the duration of a step with equal lengths, equal devices and no communication."""
+    tokens = RESPONSES * (PROMPT + EQUAL)
+    rollout = decode_seconds([EQUAL] * RESPONSES, RESPONSES, speeds)
+    # Two models on each rank score, and one of them trains.
+    rest = 2 * tokens / speeds.scoring + tokens / speeds.training
+    return max(rollout, rest) if staleness else rollout + rest
+
+
+def main() -> None:
+    table = Table(title="Seconds of a PPO step, scripted devices")
+    for column in ("", "engines, ranks", "staleness 0", "ideal / time", "staleness 1", "ideal / time"):
+        table.add_column(column, justify="right" if column else "left")
+    for scenario in SCENARIOS:
+        for size in SIZES:
+            cells = []
+            for staleness in (0, 1):
+                seconds = step_seconds(size, staleness, scenario)
+                cells += [f"{seconds:.1f}", f"{ideal_seconds(staleness) / seconds:.2f}"]
+            table.add_row(scenario.name if size == SIZES[0] else "", str(size), *cells)
+        table.add_section()
+    table.caption = f"ideal: {ideal_seconds(0):.1f} s, with staleness 1 {ideal_seconds(1):.1f} s"
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
