@@ -46,6 +46,9 @@ POLICY: dict[str, dict[str, Any]] = {
     },
 }
 
+TIMEOUTS = {"start": 900}
+"""The first start of an engine with experts can take long on a busy machine."""
+
 
 def saved(folder: Path, model_type: str) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,7 +75,8 @@ def test_engines_have_the_trained_experts(
         "policy": {"learning_rate": 5e-2, "schedule": "constant"},
         **POLICY[model_type],
     }
-    with small_ppo(small_config(model, options), model, tmp_path, small_prompts()) as controller:
+    config = small_config(model, options, timeouts=TIMEOUTS)
+    with small_ppo(config, model, tmp_path, small_prompts()) as controller:
         first = controller.iterate()
         assert first["rollout/logprob_gap_max"] < 1e-4
         experience = controller.score(controller.collect())
@@ -84,7 +88,7 @@ def test_experts_that_the_engine_cannot_update_are_an_error(
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     model = saved(tmp_path / "model", "gpt_oss")
-    config = small_config(model, {"algorithm": "reinforce_pp", "kl": {"coef": 0.0}})
+    config = small_config(model, {"algorithm": "reinforce_pp", "kl": {"coef": 0.0}}, timeouts=TIMEOUTS)
     config = config.model_copy(update={"model": config.model.model_copy(update={"attention": "eager"})})
     with (
         pytest.raises(RLHFError, match="vLLM does not load the experts of GptOssForCausalLM"),
