@@ -5,7 +5,7 @@ still moves away.
     agreement    the correlation of both scores over the responses to the held-out prompts, compared with that
                  over the SFT model's responses
     movement     the rise of the square root of the KL per step since the last evaluation, compared with its
-                 mean over all steps so far
+                 mean over all steps so far. The KL is that above the SFT model's, which is rounding
 
 A policy that is tilted further towards the reward model, p(y) exp(t r(y)), changes the mean score of the
 judge by Cov(judge, r) for each unit of t, and that of the reward model by Var(r). So the correlation is the
@@ -30,6 +30,8 @@ Evaluations = Mapping[int, Mapping[str, float]]
 
 SCORE, KL = "eval/score", "eval/kl"
 CORRELATION, CORRELATION_ERROR = "eval/judge_correlation", "eval/judge_correlation_error"
+_SAME_SPEED = 0.95
+"""A policy of this share of the mean speed has not become slower; the rest is noise of the KL."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,18 @@ def _correlation(found: Mapping[str, float]) -> tuple[float, float]:
 
 
 def _moves(evaluations: Evaluations) -> bool:
-    """Return whether the square root of the KL has risen per step since the last evaluation as much as in the
-    mean of all steps.
+    """Return whether the square root of the KL has risen per step since the last evaluation about as much as
+    in the mean of all steps.
     """
-    *_, before, last = sorted(evaluations)
-    distance = {version: math.sqrt(max(evaluations[version].get(KL, 0.0), 0.0)) for version in (before, last)}
+    first, *_ = versions = sorted(evaluations)
+    before, last = versions[-2:]
+    distance = {}
+    for version in (before, last):
+        kl = evaluations[version].get(KL, math.nan) - evaluations[first].get(KL, math.nan)
+        distance[version] = math.sqrt(max(kl, 0.0))
     speed = (distance[last] - distance[before]) / (last - before)
-    return speed >= distance[last] / last > 0
+    mean = distance[last] / (last - first)
+    return mean > 0 and speed >= _SAME_SPEED * mean
 
 
 def in_words(evaluations: Evaluations, measure: str, label: str) -> str:

@@ -109,10 +109,12 @@ class Selection:
 
     def _is_better(self, found: HeldOutResult) -> bool:
         objective, kl = found.metrics[OBJECTIVE], found.metrics.get(KL, math.nan)
-        if self._has_diverged or not math.isfinite(objective) or not kl <= self._ppo.publish_kl_limit:
+        if not math.isfinite(objective) or not kl <= self._ppo.publish_kl_limit:
             return False
-        if self.best is None:
+        if self.best is None:  # the earliest one is the best also if it over-optimises
             return True
+        if self._has_diverged:
+            return False
         gain, error = paired_change(self._best_objectives, found.objectives)
         return gain > error
 

@@ -4,6 +4,7 @@
 - the judge decides objective and wins if there is one, otherwise the training reward with its penalties
 - a response whose reward failed is left out of means and wins
 - measures by data source are there if there are several sources
+- the correlation of reward model and judge is over the responses that have both scores
 - wins are counted against the SFT model's scores, also after a restart
 """
 
@@ -97,14 +98,16 @@ def evaluation_of(
 def test_the_training_reward_decides_without_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = {0: [0.0, 1.0, 0.0, 0.0], 4: [1.0, 1.0, NAN, 1.0]}
     evaluation = evaluation_of(monkeypatch, rewards, None)
-    first = evaluation.evaluate(0)
+    first = evaluation.evaluate(0).metrics
     assert (first["eval/win_rate"], first["eval/kl"]) == (0.5, 0.0)
-    found = evaluation.evaluate(4)
+    result = evaluation.evaluate(4)
+    found = result.metrics
     # Twice the reward, and 0.5 less for the response without EOS; the third is left out.
     assert found["eval/score"] == pytest.approx((2 + 2 + 1.5) / 3)
     # Each token's log-ratio is 4 x 0.25; responses have 2, 2, 2 and 4 tokens.
     assert found["eval/kl"] == pytest.approx(2.5)
     assert found["eval/objective"] == pytest.approx(5.5 / 3 - 0.25)
+    assert result.objectives == pytest.approx([2 - 0.2, 2 - 0.2, NAN, 1.5 - 0.4], nan_ok=True)
     assert found["eval/win_rate"] == pytest.approx((1 + 0.5 + 1) / 3)
     assert found["eval/rewards/keywords"] == 1.0
     assert (found["eval/rewards/keywords/requests"], found["eval/rewards/keywords/unusable"]) == (3.0, 0.5)
@@ -116,13 +119,13 @@ def test_the_training_reward_decides_without_a_judge(monkeypatch: pytest.MonkeyP
 
 def test_the_reward_models_score_is_without_weight_and_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = {0: [1.0, 1.0, 1.0, 1.0]}
-    found = evaluation_of(monkeypatch, rewards, None, {"type": "model", "weight": 5.0}).evaluate(0)
+    found = evaluation_of(monkeypatch, rewards, None, {"type": "model", "weight": 5.0}).evaluate(0).metrics
     assert (found["eval/reward_model"], found["eval/reward_model_error"]) == (1.0, 0.0)
     assert found["eval/score"] == pytest.approx((5 + 5 + 5 + 4.5) / 4)
-    assert "eval/reward_model" not in evaluation_of(monkeypatch, rewards, None).evaluate(0)
+    assert "eval/reward_model" not in evaluation_of(monkeypatch, rewards, None).evaluate(0).metrics
     assert "eval/ensemble_std" not in found
     monkeypatch.setattr(Collector, "deviations", [0.5, NAN, 0.25, 0.75])
-    assert evaluation_of(monkeypatch, rewards, None).evaluate(0)["eval/ensemble_std"] == 0.5
+    assert evaluation_of(monkeypatch, rewards, None).evaluate(0).metrics["eval/ensemble_std"] == 0.5
 
 
 def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +135,16 @@ def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
     evaluation.evaluate(0)
     restarted = evaluation_of(monkeypatch, rewards, judge)
     restarted.load_state_dict(evaluation.state_dict())
-    for found in (evaluation.evaluate(2), restarted.evaluate(2)):
+    for found in (evaluation.evaluate(2).metrics, restarted.evaluate(2).metrics):
         assert found["eval/judge"] == pytest.approx(0.25)
         assert found["eval/objective"] == pytest.approx(0.25 - 0.1 * 1.25)
         assert found["eval/win_rate"] == pytest.approx((0 + 0 + 0.5 + 1) / 4)
         assert found["eval/judge_error"] == pytest.approx(0.1290994449 / 2)
+
+
+def test_the_agreement_of_reward_model_and_judge_is_their_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards, judge = {0: [1.0, 2.0, 3.0, NAN]}, {0: [0.0, 0.0, 3.0, 9.0]}
+    found = evaluation_of(monkeypatch, rewards, judge, {"type": "model"}).evaluate(0).metrics
+    # Deviations -1, 0, 1 and -1, -1, 2; the response without a reward is left out.
+    assert found["eval/judge_correlation"] == pytest.approx(3 / 12**0.5)
+    assert found["eval/judge_correlation_error"] == pytest.approx((1 - 9 / 12) / 2**0.5)

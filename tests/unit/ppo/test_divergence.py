@@ -70,6 +70,11 @@ def evaluations(*values: float, kl: Sequence[float] = (0.0, 1.0, 4.0)) -> Found:
     }
 
 
+@pytest.mark.parametrize("rounding", [0.0, 1e-9, -1e-6])
+def test_the_first_evaluation_can_show_it_whatever_the_rounding_of_the_kl(rounding: float) -> None:
+    assert divergence(evaluations(0.8, 0.3, kl=(rounding, 1.0)), 0.5) is not None
+
+
 def test_a_correlation_that_falls_is_found() -> None:
     assert divergence(evaluations(0.8, 0.6, 0.3), 0.5) == Divergence(20, 0.3, 0.8, 4.0)
 
@@ -81,7 +86,9 @@ def test_a_correlation_that_falls_is_found() -> None:
         evaluations(0.8),
         evaluations(0.8, 0.6, 0.45),
         evaluations(0.8, 0.6, 0.36),  # 0.36 + 0.05 is not below 0.4
-        evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, 3.9)),  # 0.97 in ten steps after 1 in ten steps
+        evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, 3.5)),  # 0.87 in ten steps after 1 in ten steps
+        evaluations(0.8, 0.6, 0.3, kl=(0.4, 1.4, 3.9)),
+        evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, math.nan)),
         evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, -0.1)),
         evaluations(0.8, 0.3, 0.6),  # of the last evaluation only
         evaluations(0.09, -0.4),  # did not agree on the SFT model's responses

@@ -113,6 +113,13 @@ def test_versions_after_a_divergence_are_not_the_best_although_the_judge_scores_
     assert (first.best, off.best) == (2, 6)
 
 
+def test_the_earliest_version_is_the_best_if_all_over_optimise() -> None:
+    chosen = selection(publish="best")
+    for version, value in ((0, 0.8), (2, 0.1), (4, 0.7)):
+        chosen.add(version, with_correlation(version, float(version), value))
+    assert chosen.best == 2
+
+
 def test_a_difference_is_over_the_prompts_that_both_versions_have() -> None:
     nan = math.nan
     # Differences 1, 2 and 3: mean 2, standard deviation 1.
