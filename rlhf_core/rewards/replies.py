@@ -22,7 +22,7 @@ from rlhf_core.system.files import TEMPORARY, read_json, write_atomic
 
 @dataclass(frozen=True)
 class ModelReply:
-    """ModelReply to one question."""
+    """Reply of a model to one question."""
 
     text: str
     prompt_tokens: int
