@@ -60,6 +60,8 @@ def resolve_kept(config: PipelineConfig, command: Command = "run") -> tuple[Reso
 
     Raises the errors of `resolve`. A kept version that cannot be used any more is a warning.
     """
+    if not references_of(config):
+        return resolve(config), KeptVersions()
     kept = kept_versions(config, command)
     resolved = resolve(config, kept=kept)
     pinned = {each.field: each.pinned for each in resolved.references if each.pinned != each.text}

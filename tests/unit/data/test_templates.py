@@ -371,9 +371,19 @@ def test_text_mode_gives_the_tokens_of_training_under_a_template_that_puts_a_bla
 def test_the_cost_of_a_conversation_grows_with_its_turns_only() -> None:
     encoder = Encoder(train_tokenizer(["a story of a fox. " * 3], 300), "chat")
     turns = [Message("assistant" if i % 2 else "user", f"Tell me number {i} please") for i in range(2000)]
+
+    def seconds(count: int) -> float:
+        """Processor time, which other programs hardly change; the shortest of three."""
+        times = []
+        for _ in range(3):
+            began = time.process_time()
+            encoder.conversation(turns[:count])
+            times.append(time.process_time() - began)
+        return min(times)
+
     encoder.conversation(turns)  # prepares what does not depend on the text
-    began = time.process_time()
+    # Four times as many turns. Quadratic cost would be 16 times as high.
+    assert seconds(2000) < 8 * seconds(500)
     whole = encoder.conversation(turns)
-    assert time.process_time() - began < 1, "seconds of a processor"
     learned = [token for token, is_learned in zip(whole.ids, whole.mask, strict=True) if is_learned]
     assert learned.count(encoder.eos_id) == 1000
