@@ -10,6 +10,7 @@ import torch
 
 from rlhf_core.cluster import ranks
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import load_config
 from rlhf_core.stages.epochs import train_on_ranks
 from rlhf_core.testing import stage_context
 
@@ -34,3 +35,8 @@ def test_a_stage_trains_with_its_own_threads(
         assert (found, torch.get_num_threads()) == ({"threads": expected}, 1)
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_demo_trains_with_both_cores_and_samples_with_one_thread() -> None:
+    config = load_config("deployments/configs/demo.yaml", [])
+    assert (config.sft.threads, config.reward.threads, config.run.threads) == (2, 2, 1)
