@@ -142,7 +142,7 @@ def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
         assert found["eval/judge_error"] == pytest.approx(0.1290994449 / 2)
 
 
-def test_the_agreement_of_reward_model_and_judge_is_their_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_of_reward_model_and_judge_is_their_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
     rewards, judge = {0: [1.0, 2.0, 3.0, NAN]}, {0: [0.0, 0.0, 3.0, 9.0]}
     found = evaluation_of(monkeypatch, rewards, judge, {"type": "model"}).evaluate(0).metrics
     # Deviations -1, 0, 1 and -1, -1, 2; the response without a reward is left out.
