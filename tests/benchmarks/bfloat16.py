@@ -7,6 +7,7 @@ smallest of several in turns, in CPU seconds.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from rich.table import Table
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.linear import linear
 from rlhf_core.models.policy import load_policy
-from tests.benchmarks.comparison import processor
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,6 +37,15 @@ def fastest(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
             call()
             seconds[name].append(time.process_time() - start)
     return {name: min(values) for name, values in seconds.items()}
+
+
+def processor() -> str:
+    """Return the name of the processor and what it has for bfloat16."""
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = set(text.split())
+    found = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
+    return f"{name[1] if name else 'unknown'}; bfloat16: {', '.join(found) or 'no instructions'}"
 
 
 def products(rows: int, inputs: int, outputs: int) -> dict[str, float]:

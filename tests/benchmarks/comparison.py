@@ -1,10 +1,12 @@
-"""The iteration of `ppo_iteration.py` in float32, in bfloat16 and with `ppo.staleness=1`, and that of TRL, in
-turns.
+"""The iteration of `ppo_iteration.py` in float32, in bfloat16 and with `ppo.staleness=1`, that of bare loops,
+and that of TRL, in turns.
 
     python -m tests.benchmarks.comparison --trl trl-env/bin/python
 
-`ppo_iteration_trl.py` says how to make the environment. A round runs each case once, in a process of its own.
-Ratios are those of the same round, and the table has the median over the rounds.
+`ppo_iteration_trl.py` says how to make the environment; without `--trl` the ratios are those to bare loops
+(`ppo_iteration_bare.py`). A round runs each case once, in a process of its own. Ratios are those of the same
+round, and the table has the median over the rounds. A second table compares the CPU seconds of each part with
+the arithmetic limit: those that its matrix products need at the rate of a core, which is measured.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+
+from tests.benchmarks.bfloat16 import processor, products
+from tests.benchmarks.ppo_iteration import PROMPT, PROMPTS, RESPONSE, VOCABULARY
 
 CASES = {
     "float32": [],
     "bfloat16": ["--dtype", "bfloat16"],
     "staleness 1": ["--staleness", "1"],
 }
+BARE = "bare loops"
 TRL = "TRL, float32"
 
 
@@ -48,51 +55,94 @@ def trl(python: Path, options: list[str]) -> dict[str, Any]:
     return {"seconds": float(found[1]), "cpu_seconds": float(found[2])}
 
 
-def processor() -> str:
-    """Return the name of the processor and what it has for bfloat16."""
-    text = Path("/proc/cpuinfo").read_text()
-    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    flags = set(text.split())
-    found = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
-    return f"{name[1] if name else 'unknown'}; bfloat16: {', '.join(found) or 'no instructions'}"
+def bare(options: list[str]) -> dict[str, Any]:
+    """Run the iteration by hand and return its JSON."""
+    command = [sys.executable, "-m", "tests.benchmarks.ppo_iteration_bare", *options]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def operations() -> dict[str, float]:
+    """Return the operations of the matrix products of each part with weights. Attention is not counted."""
+    layers = 4 * (4 * 256 * 256 + 3 * 256 * 688)
+    head = 256 * VOCABULARY
+    tokens, targets = PROMPTS * (PROMPT + RESPONSE), PROMPTS * RESPONSE
+    language_model = 2.0 * (layers * tokens + head * targets)
+    critic = 2.0 * layers * tokens
+    return {
+        "rollout": 2.0
+        * (layers * (tokens - PROMPTS) + head * targets),  # the last token is not computed with
+        "scoring": 2 * language_model + critic,
+        "training": 3 * (language_model + critic),  # the backward pass costs twice the forward pass
+    }
+
+
+def parts_table(rounds: list[dict[str, Any]], rate: float) -> Table:
+    """Return the CPU seconds of each part next to those that its matrix products need.
+
+    Args:
+        rounds: Results by case.
+        rate: Operations per second of one core in float32.
+    """
+    table = Table(title=f"CPU seconds in float32; a core multiplies at {rate / 1e9:.0f} GFLOP/s")
+    for column in ("", "limit", "float32", "share", BARE, "share"):
+        table.add_column(column, justify="right" if column else "left")
+    for part, count in operations().items():
+        limit = count / rate
+        cells = [f"{limit:.2f}"]
+        for name in ("float32", BARE):
+            seconds = statistics.median(row[name]["parts"][part]["cpu_seconds"] for row in rounds)
+            cells += [f"{seconds:.2f}", f"{limit / seconds:.2f}"]
+        table.add_row(part, *cells)
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trl", type=Path, required=True, help="Python of an environment with TRL")
+    parser.add_argument("--trl", type=Path, help="Python of an environment with TRL")
     parser.add_argument("--rounds", type=int, default=3, help="default 3")
     parser.add_argument("--iterations", type=int, default=7, help="of each case in a round (default 7)")
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/comparison.json"), help="the JSON file")
     args = parser.parse_args()
     iterations = ["--iterations", str(args.iterations)]
+    cases = [*CASES, BARE] + ([TRL] if args.trl else [])
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, args.rounds + 1):
             row = {}
-            for name in [*CASES, TRL]:
+            for name in cases:
                 if name == TRL:
                     row[name] = trl(args.trl, iterations)
+                elif name == BARE:
+                    row[name] = bare(iterations)
                 else:
                     row[name] = ours(iterations + CASES[name], Path(folder))
                 seconds, cpu_seconds = row[name]["seconds"], row[name]["cpu_seconds"]
                 print(f"round {number}, {name}: {seconds:.3f} s, {cpu_seconds:.3f} CPU s", flush=True)
             rounds.append(row)
     table = Table(title=f"PPO iteration, medians of {args.rounds} rounds")
-    for column in ("", "seconds", "CPU seconds", "of TRL", "CPU of TRL"):
+    base = cases[-1]
+    for column in ("", "seconds", "CPU seconds", f"of {base}", f"CPU of {base}"):
         table.add_column(column, justify="right" if column else "left")
-    for name in [*CASES, TRL]:
+    for name in cases:
         cells = []
         for key in ("seconds", "cpu_seconds"):
             cells.append(statistics.median(row[name][key] for row in rounds))
         for key in ("seconds", "cpu_seconds"):
-            cells.append(statistics.median(row[name][key] / row[TRL][key] for row in rounds))
+            cells.append(statistics.median(row[name][key] / row[base][key] for row in rounds))
         table.add_row(name, *(f"{cell:.3f}" if cell else "" for cell in cells))
     table.caption = processor()
     Console().print(table)
+    torch.set_num_threads(1)
+    rate = products(2048, 256, 688)["float32"] * 1e9
+    Console().print(parts_table(rounds, rate))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"processor": processor(), "rounds": rounds}, indent=2) + "\n")
+    args.out.write_text(
+        json.dumps({"processor": processor(), "rate": rate, "rounds": rounds}, indent=2) + "\n"
+    )
     print(f"json: {args.out}")
 
 
