@@ -138,8 +138,15 @@ class ScriptedEngine(Engine):
         policy_version: int,
         adapter: int | None = None,
     ) -> list[list[Rollout]]:
-        """Take one prompt after another, and return `n` rollouts for each. Arguments as for the real
-        engine.
+        """Take one prompt after another, and return `n` rollouts for each.
+
+        Args:
+            take: Returns prompts with their seeds; none if there are no more.
+            n: As for `generate`.
+            max_new_tokens: As for `generate`.
+            temperature: As for `generate`.
+            policy_version: As for `generate`.
+            adapter: As for `generate`.
         """
         sampled = []
         while taken := take(1):
