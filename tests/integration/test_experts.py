@@ -24,7 +24,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "num_experts_per_tok": 2,
     "initializer_range": 0.15,
     "pad_token_id": 0,
@@ -83,6 +83,7 @@ def test_engines_have_the_trained_experts(
         assert experience.metrics["rollout/logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_experts_that_the_engine_cannot_update_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def test_events_log_and_result_come_back(flow: Flow) -> None:
     )
     assert ref == REF
     assert flow.events == [{"event": "checkpoint", "step": 5}]
-    assert flow.log_file.read_text() == "at node1:24711 0\n"
+    assert flow.log_file.read_text() == "at 127.0.0.1:24711 0\n"
 
 
 def test_an_error_keeps_its_class_and_message(flow: Flow) -> None:
