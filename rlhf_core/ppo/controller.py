@@ -399,7 +399,7 @@ class PPOController:
 
     def _compare_engines(self) -> None:
         """With `ppo.staleness`, compare the engines with the policy, which have the same version now."""
-        if self._sync_check is None:
+        if self._sync_check is None or not self._sync_check.is_due(self.completed_steps):
             return
         with self._timed("canary"):
             gap = self._sync_check.gap(self.completed_steps)

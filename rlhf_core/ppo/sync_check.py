@@ -1,4 +1,4 @@
-"""The comparison of engines and policy after a sync, with `ppo.staleness`.
+"""The comparison of engines and policy after some syncs, with `ppo.staleness`.
 
     sync of version k  -->  a few prompts --> engines --> responses --> policy: the same log-probabilities?
 
@@ -22,6 +22,8 @@ PROMPTS = 4
 """Of each engine."""
 TOKENS = 16
 """Of each response, at most."""
+EVERY = 10
+"""Versions from one comparison to the next, which takes as long as a short rollout."""
 
 
 class SyncCheck:
@@ -58,6 +60,11 @@ class SyncCheck:
         self._prompts = list(prompts[: PROMPTS * engine.count])
         seed = derive_seed(seed, "sync check")
         self._collector = Collector(own, fleet, prompts, decode, composer, seed)
+
+    @staticmethod
+    def is_due(version: int) -> bool:
+        """Return whether this version is compared. The first update is: before it, no weights are new."""
+        return version <= 1 or version % EVERY == 0
 
     def gap(self, version: int) -> float:
         """Return the mean absolute difference over all tokens. Engines and policy have this version."""

@@ -1,7 +1,7 @@
 """`ppo.staleness: 1` through the real Ray, vLLM and DeepSpeed (slow set).
 
 - each step from the second on is sampled from the version before the last one
-- the comparison of engines and policy after each sync changes no bit
+- the comparison of engines and policy after a sync changes no bit
 - attempts in which an engine and a training rank are killed, before and after a checkpoint, end together in
   the bits of the run that nobody disturbed
 """
@@ -58,7 +58,7 @@ def test_killed_attempts_end_in_the_same_bits(tmp_path: Path, monkeypatch: pytes
     assert behind == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert attempt(model, tmp_path / "other", tmp_path / "without", canary=False) == undisturbed
     store = tmp_path / "store"
-    # Checkpoints are after steps 2 and 4. The engine answers after each sync and for each step, so its fifth
+    # Checkpoints are after steps 2 and 4. The engine also answers after the first two syncs, so its fifth
     # call is for step 3, during step 2; the next attempt begins again and is killed in step 3.
     for number, fault in enumerate(("engine.generate:5:kill", "critic.update:3:kill")):
         monkeypatch.setenv("RLHF_FAIL", fault)
