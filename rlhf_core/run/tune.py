@@ -140,7 +140,9 @@ def candidates(
 
 
 def _is_allowed(config_path: str | Path, overrides: Sequence[str]) -> bool:
-    """With `ppo.colocate=all`, engines use the devices of the ranks: no more engines than ranks, and no
+    """Return whether a candidate is a valid configuration.
+
+    With `ppo.colocate=all`, engines use the devices of the ranks: no more engines than ranks, and no
     staleness.
     """
     try:
