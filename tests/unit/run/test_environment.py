@@ -27,7 +27,7 @@ def test_stage_has_its_threads_and_no_prefect_variables() -> None:
 
 
 def test_threads_sleep_while_they_wait() -> None:
-    """On a busy machine, a step with two threads that spin takes ten times as long."""
+    """On a busy machine, a step with two threads that spin takes several times as long."""
     assert stage_environment(PipelineConfig(), {})["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
