@@ -1,9 +1,11 @@
-"""Evaluation on held-out prompts during PPO, with the real Ray, vLLM and DeepSpeed.
+"""Evaluation on held-out prompts and the policy that is published, with the real Ray, vLLM and DeepSpeed.
 
 - evaluations do not change the training: the weights of the last step have the same bits
 - with `publish: best` the published weights are those of the best version, and not those of the last one
 - an attempt that is killed after the best version continues from its checkpoint to the same evaluations and
   the same published bits
+- with `publish: average` and ZeRO-3 the published weights are neither those of the SFT model nor the last
+  ones, and an attempt that is killed continues to the same bits
 """
 
 from __future__ import annotations
@@ -31,6 +33,13 @@ from tests.support.checkpoints import keep
 from tests.support.small_ppo import ROLES, local_context, save_small_model, small_config, small_prompts
 
 STEPS, BEST = 3, 1
+SETTINGS = {
+    "steps": STEPS,
+    "prompts_per_step": 8,
+    "minibatches": 1,
+    "max_new_tokens": 8,
+    "checkpoint_every": 2,
+}
 
 
 class Killed(Exception):
@@ -70,8 +79,12 @@ def trained(config: PipelineConfig, model: Path, work: Path, killed_at: int | No
 
 
 def saved(controller: PPOController, folder: Path) -> str:
-    """Return the digest of the policy's weights."""
+    """Save the policy and return the digest of its weights."""
     controller.save_policy(folder)
+    return digest(folder)
+
+
+def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
@@ -80,15 +93,8 @@ def test_the_best_version_is_published_also_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_small_model(tmp_path / "model")
-    settings = {
-        "steps": STEPS,
-        "prompts_per_step": 8,
-        "minibatches": 1,
-        "max_new_tokens": 8,
-        "checkpoint_every": 2,
-    }
-    plain = small_config(model, settings)
-    evaluated = small_config(model, {**settings, "publish": "best", "evaluate_every": 1})
+    plain = small_config(model, SETTINGS)
+    evaluated = small_config(model, {**SETTINGS, "publish": "best", "evaluate_every": 1})
     monkeypatch.setattr("rlhf_core.evaluation.held_out.has_gold", lambda prompts: False)
     with trained(plain, model, tmp_path / "plain") as controller:
         last = saved(controller, tmp_path / "last")
@@ -108,6 +114,27 @@ def test_the_best_version_is_published_also_after_a_kill(
         assert controller.selection.evaluations == evaluations
         assert controller.restore_best() == BEST
         assert saved(controller, tmp_path / "best_continued") == best
+
+
+@pytest.mark.slow
+def test_the_average_is_published_also_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_small_model(tmp_path / "model")
+    sharded = {"policy_deepspeed": {"zero_stage": 3}, "evaluate_every": 1}
+    config = small_config(model, {**SETTINGS, **sharded, "publish": "average", "ema_decay": 0.5})
+    monkeypatch.setattr("rlhf_core.evaluation.held_out.has_gold", lambda prompts: False)
+    with trained(config, model, tmp_path / "whole") as controller:
+        last = saved(controller, tmp_path / "last")
+        controller.restore_average()
+        average = saved(controller, tmp_path / "average")
+    assert len({digest(model), last, average}) == 3
+    (tmp_path / "store").rename(tmp_path / "store_of_whole")
+    with pytest.raises(Killed), trained(config, model, tmp_path / "killed", killed_at=STEPS):
+        pass
+    with trained(config, model, tmp_path / "continued") as controller:
+        assert list(controller.selection.evaluations) == [0, 1, 2, 3]
+        assert saved(controller, tmp_path / "last_continued") == last
+        controller.restore_average()
+        assert saved(controller, tmp_path / "average_continued") == average
 
 
 def test_published_weights_are_the_last_ones_without_an_acceptable_version(
