@@ -17,9 +17,16 @@ from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError, ModelError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, visible_hardware
+from rlhf_core.planning.hardware import GIB, Device, Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.layout import layout
-from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass, training_sections
+from rlhf_core.planning.loads import (
+    JUDGE,
+    DeviceLoad,
+    device_loads,
+    judge_memory,
+    largest_pass,
+    training_sections,
+)
 from rlhf_core.planning.memory import engine_memory
 
 _MAX_TRIALS = 1500
@@ -62,10 +69,11 @@ def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> FitV
     device = hardware.device
     loads = device_loads(config, shape, device)
     tokens = engine_memory(shape, config.ppo.engine, device, config.model.head_dtype).tokens
+    engines = [*_engine(config, tokens), *_judge_engine(config, device)]
     if device.is_cpu:
-        problems = [*_in_shared_memory(loads, hardware), *_engine(config, tokens)]
+        problems = [*_in_shared_memory(loads, hardware), *engines]
     else:
-        problems = [*_on_each_device(loads, hardware), *_engine(config, tokens)]
+        problems = [*_on_each_device(loads, hardware), *engines]
         problems += [*_too_few(config, hardware), *_on_each_host(loads, hardware)]
     return FitVerdict(loads, tokens, tuple(problems))
 
@@ -112,7 +120,9 @@ def _on_each_device(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterat
 def _in_shared_memory(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:
     memory, peaks = hardware.device.memory, _peaks(loads)
     for stage in dict.fromkeys(load.stage for load in peaks):
-        total = sum(load.total * load.devices for load in peaks if load.stage == stage)
+        parts = [load.total * load.devices for load in peaks if load.stage == stage]
+        # The models of the evaluation are in memory one after the other.
+        total = max(parts) if stage == "evaluate" else sum(parts)
         if total > memory:
             text = f"{stage}: all processes need {total / GIB:.1f} GiB; this machine has {memory / GIB:.1f}"
             yield Problem(stage, "memory", text)
@@ -135,6 +145,16 @@ def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
             f" {config.max_sequence_tokens}"
         )
         yield Problem("ppo", "engine", text)
+
+
+def _judge_engine(config: PipelineConfig, device: Device) -> Iterator[Problem]:
+    memory, least = judge_memory(config, device), config.max_sequence_tokens
+    if memory is not None and memory.tokens < least:
+        text = (
+            f"evaluate: the KV cache of an engine with evaluate.language_model.path holds {memory.tokens}"
+            f" tokens; a question has more than a prompt and a response, which are up to {least}"
+        )
+        yield Problem("evaluate", JUDGE, text)
 
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
@@ -269,6 +289,9 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
             yield "evaluate.ranks", str(max(1, ranks // 2)), 1.0
             yield "evaluate.engines", str(max(1, engines // 2)), 1.0
             return
+        if problem.what == JUDGE:
+            yield from _larger_engine(config)
+            return
         yield "evaluate.ranks", str(2 * ranks), 0.5
         if config.ppo.policy_deepspeed.zero_stage < 3:
             yield "ppo.policy_deepspeed.zero_stage", "3", 1.0
@@ -282,14 +305,7 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
     for level in range(engine.sleep_level):  # adapters need level 1, and offloaded states level 0
         yield "ppo.engine.sleep_level", str(level), 0.5
     if "engine" in problem.what:
-        share = engine.gpu_memory_utilization + (-0.1 if "+engine" in problem.what else 0.05)
-        if 0.1 < share <= 0.95:
-            yield "ppo.engine.gpu_memory_utilization", f"{share:.2f}", 1.0
-        if engine.dtype == "float32":
-            yield "ppo.engine.dtype", "bfloat16", 2.0
-        if ppo.colocate != "all":
-            yield "ppo.engine.tensor_parallel", str(2 * engine.tensor_parallel), 3.0
-            yield "ppo.engine.count", str(max(1, engine.count // 2)), 1.0
+        yield from _larger_engine(config, -0.1 if "+engine" in problem.what else 0.05)
     if problem.what in ("engine", "devices"):
         return
     yield from _smaller_passes("ppo", ppo.micro_batch_tokens, config.max_sequence_tokens)
@@ -299,6 +315,21 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
         yield from _trainer("ppo.critic_deepspeed", ppo.critic_deepspeed)
     if ppo.lora is None:
         yield "ppo.lora", "{r: 16, alpha: 32}", 6.0
+
+
+def _larger_engine(config: PipelineConfig, more: float = 0.05) -> Iterator[tuple[str, str, float]]:
+    """Yield changes that give the model of an engine more room. `more` is added to the engine's share of the
+    device.
+    """
+    engine = config.ppo.engine
+    share = engine.gpu_memory_utilization + more
+    if 0.1 < share <= 0.95:
+        yield "ppo.engine.gpu_memory_utilization", f"{share:.2f}", 1.0
+    if engine.dtype == "float32":
+        yield "ppo.engine.dtype", "bfloat16", 2.0
+    if config.ppo.colocate != "all":
+        yield "ppo.engine.tensor_parallel", str(2 * engine.tensor_parallel), 3.0
+        yield "ppo.engine.count", str(max(1, engine.count // 2)), 1.0
 
 
 def _smaller_passes(section: str, budget: int, longest: int) -> Iterator[tuple[str, str, float]]:

@@ -4,7 +4,8 @@ sft, reward,    one model on `deepspeed.ranks` devices:        load -> backward 
 dpo
 ppo             each group of `config.placement`:              load -> score -> backward -> step
                 each GPU of the engines:                       rollout; `colocate: all`: the group's devices
-evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo
+evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo;
+                a local language model that judges: judge
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, RewardConfig, SFTConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.hardware import GIB, Device
@@ -25,6 +28,7 @@ from rlhf_core.planning.memory import (
     ENGINE_CONTEXT,
     NOTHING,
     Bytes,
+    EngineMemory,
     ForwardPass,
     Model,
     asleep,
@@ -36,6 +40,9 @@ CONTEXT = {"cuda": 1.2 * GIB, "cpu": 0.8 * GIB}
 """
 FRAGMENTATION = 1.05
 """Memory of CUDA's allocator relative to that of the tensors, after some were freed."""
+
+JUDGE = "language model"
+"""Name of the load of a local language model that judges."""
 
 Training = Literal["sft", "reward", "dpo"]
 """Stages that train one model."""
@@ -84,7 +91,8 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
     loads: list[DeviceLoad] = []
     for stage in training_sections(config):
         loads += stage_loads(config, shape, stage, kind)
-    return (*loads, *_ppo(config, shape, device, kind), *_evaluate(config, shape, kind))
+    judging = _judging(config, device)
+    return (*loads, *_ppo(config, shape, device, kind), *_evaluate(config, shape, kind), *judging)
 
 
 def training_sections(config: PipelineConfig) -> dict[Training, SFTConfig | RewardConfig | DPOConfig]:
@@ -229,6 +237,28 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
         scoring = model.state + model.scoring(batch)
         found.append((load, DeviceLoad("evaluate", what, "score", ranks, scoring, device=kind)))
     yield from max(found, key=lambda loads: max(load.total for load in loads))
+
+
+def judge_memory(config: PipelineConfig, device: Device) -> EngineMemory | None:
+    """Return the memory of an engine with the local language model that judges.
+
+    None if there is none, or if its config.json is not on this machine or has an unknown architecture.
+    """
+    judge = config.evaluate.language_model
+    if judge is None or judge.path is None:
+        return None
+    try:
+        return engine_memory(ModelFolder(judge.path).shape, config.ppo.engine, device)
+    except ModelError:
+        return None
+
+
+def _judging(config: PipelineConfig, device: Device) -> Iterator[DeviceLoad]:
+    memory = judge_memory(config, device)
+    if memory is not None:
+        devices = config.evaluate.engines * config.ppo.engine.tensor_parallel
+        kind = "cpu" if device.is_cpu else "cuda"
+        yield DeviceLoad("evaluate", JUDGE, "judge", devices, engine=memory.bytes, device=kind)
 
 
 def ppo_models(

@@ -29,6 +29,7 @@ from rlhf_core.planning.layout import Layout, arrange
 from rlhf_core.planning.loads import (
     CONTEXT,
     FRAGMENTATION,
+    JUDGE,
     DeviceLoad,
     Training,
     group_loads,
@@ -264,7 +265,9 @@ class _PPOSearch:
         ):
             more = {} if ranks == self._config.evaluate.ranks else {"evaluate.ranks": str(ranks)}
             verdict = judge(with_changes(self._config, {**changes, **more}), self._shape, self._hardware)
-            if not any(problem.stage == "evaluate" for problem in verdict.problems):
+            # A local judge runs in engines, and more ranks do not help it.
+            problems = [each for each in verdict.problems if each.what != JUDGE]
+            if not any(problem.stage == "evaluate" for problem in problems):
                 return more
         return {}
 
