@@ -18,7 +18,7 @@ from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import STAGES
-from rlhf_core.run.registered import RegisteredPolicy
+from rlhf_core.run.registered import RegisteredPolicy, RegisteredVersion
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.files import TEMPORARY
 
@@ -108,14 +108,27 @@ def model_card(policy: RegisteredPolicy) -> str:
 
 
 def _front_matter(policy: RegisteredPolicy) -> str:
-    base, on_hub = _base(policy)
+    base, on_hub = _base(_first(policy))
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [rlhf, ppo]"]
     if on_hub:
         lines.append(f"base_model: {json.dumps(base)}")
-    licence = base_licence(policy.config)
+    licence = _base_licence(policy)
     if licence != _UNKNOWN:
         lines.append(f"license: {licence}")
     return "\n".join([*lines, "---"])
+
+
+def _base_licence(policy: RegisteredPolicy) -> str:
+    """Return the licence of the first base model; "unknown" if the versions do not lead to one."""
+    first = _first(policy)
+    return base_licence(first.config) if first.base_reference is None else _UNKNOWN
+
+
+def _first(policy: RegisteredVersion) -> RegisteredVersion:
+    """Return the first one of the versions that were each other's base models, as far as they are known."""
+    while policy.base is not None:
+        policy = policy.base
+    return policy
 
 
 def base_licence(config: Mapping[str, Any]) -> str:
@@ -128,8 +141,13 @@ def base_licence(config: Mapping[str, Any]) -> str:
     return found.group(1) if found else _UNKNOWN
 
 
-def _base(policy: RegisteredPolicy) -> tuple[str, bool]:
+def _base(policy: RegisteredVersion) -> tuple[str, bool]:
     """Return the name of the base model without folders, and whether it is an id on the hub."""
+    reference = policy.base_reference
+    if reference is not None:
+        place, _, rest = reference.partition("://")
+        name, number = rest.split("/", 2)[:2]
+        return (f"{name} version {number}" if place == "registry" else f"artifact {name}/{number}"), False
     path = policy.config["model"].get("path")
     if not path:
         return "a model from scratch", False
@@ -155,7 +173,8 @@ def _reward_model(config: Mapping[str, Any]) -> str:
 
 def _origin(policy: RegisteredPolicy) -> str:
     tags, model = policy.version.tags, policy.config["model"]
-    base, _ = _base(policy)
+    base, first = _base(policy)[0], _base(_first(policy))[0]
+    origin = "" if first == base else f" (which goes back to {_code(first)})"
     rows = ["| stage | key | digest |", "|---|---|---|"]
     for stage in STAGES:
         if f"rlhf.{stage}.key" in tags:
@@ -165,7 +184,7 @@ def _origin(policy: RegisteredPolicy) -> str:
     revision = f" at {_code(model['revision'])}" if model.get("revision") else ""
     reward = _reward_model(policy.config["reward"])
     lines = [
-        f"Base model: {_code(base)}{revision}, then supervised fine-tuning{reward} and PPO"
+        f"Base model: {_code(base)}{revision}{origin}, then supervised fine-tuning{reward} and PPO"
         f" (`{policy.config['ppo']['algorithm']}`, at most {policy.config['ppo']['steps']} steps, seed"
         f" {policy.config['run']['seed']}).",
         f"Weights: sha256 `{policy.weights}`.",
@@ -227,7 +246,7 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
 
 def _licences(policy: RegisteredPolicy) -> str:
     return (
-        f"- Base model: {base_licence(policy.config)}\n"
+        f"- Base model: {_base_licence(policy)}\n"
         f"- Data: {_UNKNOWN}; ask the owners of the sources above\n\n"
         "The licence of this model follows from those of the base model and the data."
     )
@@ -244,7 +263,7 @@ def _limits(evaluation: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _json(policy: RegisteredPolicy, stage: Any, name: str) -> dict[str, Any]:
+def _json(policy: RegisteredVersion, stage: Any, name: str) -> dict[str, Any]:
     """Return a file of an artifact of the version; empty if the artifact is gone."""
     try:
         folder = policy.stage(stage)

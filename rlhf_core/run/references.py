@@ -29,7 +29,7 @@ from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
-from rlhf_core.tracking.champions import CHAMPION, WEIGHTS
+from rlhf_core.tracking.champions import BASE, CHAMPION, REFERENCE, WEIGHTS
 from rlhf_core.types import ArtifactRef
 
 if TYPE_CHECKING:
@@ -85,11 +85,15 @@ class Resolved:
 
     @property
     def tags(self) -> dict[str, str]:
-        """Tags of the MLflow run: each reference and what it stood for."""
-        return {
-            f"rlhf.reference.{reference.field}": f"{reference.text} = {reference.origin}"
-            for reference in self.references
-        }
+        """Tags of the MLflow run: each reference and what it stood for, and that of the base model with the
+        number of its version.
+        """
+        tags = {}
+        for reference in self.references:
+            tags[f"{REFERENCE}{reference.field}"] = f"{reference.text} = {reference.origin}"
+            if reference.field == _MODEL:
+                tags[BASE] = reference.pinned
+        return tags
 
 
 def references_of(config: PipelineConfig) -> dict[str, str]:

@@ -7,17 +7,18 @@ manifest of its artifact, and the artifact and the weights against the digests i
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank, made_with, policy_files
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -25,9 +26,11 @@ from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
 from rlhf_core.system.api_key import API_KEY
 from rlhf_core.system.home import Home
-from rlhf_core.tracking.champions import CHAMPION, WEIGHTS, usable_version
+from rlhf_core.tracking.champions import BASE, CHAMPION, WEIGHTS, find_version, usable_version
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, sqlite_path
 from rlhf_core.tracking.tracker import open_tracking
+
+log = logging.getLogger(__name__)
 
 _SOURCE = re.compile(r"^(?:local-store://)?(?P<store>.+)/artifacts/ppo/[0-9a-f]{16}/.+$")
 _OWN_OPTIONS = (
@@ -38,23 +41,21 @@ _OWN_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class RegisteredPolicy:
-    """A version of a registered model and its verified files."""
+class RegisteredVersion:
+    """A version of a registered model."""
 
     name: str
     version: ModelVersion
     artifacts: ArtifactStore
-    folder: Path
-    """Folder of its `ppo` artifact."""
-    files: PolicyFiles
-    """The files that were evaluated."""
     config: Mapping[str, Any]
     """Configuration of the run that made it."""
+    base: RegisteredVersion | None = field(default=None, kw_only=True)
+    """The version that its base model is. None if that is none, or cannot be found any more."""
 
     @property
-    def weights(self) -> str:
-        """Digest of the weights."""
-        return self.version.tags[WEIGHTS]
+    def base_reference(self) -> str | None:
+        """What the configuration named in place of a base model, with the number of a version."""
+        return self.version.tags.get(BASE)
 
     def stage(self, stage: StageName) -> Path | None:
         """Return the verified artifact of a stage that belongs to the version; None if it has none."""
@@ -62,6 +63,21 @@ class RegisteredPolicy:
 
     def _has(self, stage: StageName) -> bool:
         return f"rlhf.{stage}.key" in self.version.tags
+
+
+@dataclass(frozen=True)
+class RegisteredPolicy(RegisteredVersion):
+    """A version of a registered model and its verified files."""
+
+    folder: Path
+    """Folder of its `ppo` artifact."""
+    files: PolicyFiles
+    """The files that were evaluated."""
+
+    @property
+    def weights(self) -> str:
+        """Digest of the weights."""
+        return self.version.tags[WEIGHTS]
 
 
 def open_registry(home: str) -> Mlflow:
@@ -110,13 +126,17 @@ def find_artifacts(
     """
     name, _, wanted = address.partition("@")
     version = usable_version(mlflow, name, wanted or CHAMPION)
+    return version, _store_of(version, name, home, endpoint)
+
+
+def _store_of(version: ModelVersion, name: str, home: str, endpoint: str | None) -> ArtifactStore:
     source = _SOURCE.match(version.source)
     if source is None:
         raise InputError(
             f"version {version.version} of {name} was not registered by this pipeline: its source is"
             f" {version.source}; choose another one"
         )
-    return version, ArtifactStore(Store(source["store"], endpoint), Home.of(home).cache)
+    return ArtifactStore(Store(source["store"], endpoint), Home.of(home).cache)
 
 
 def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:
@@ -139,7 +159,38 @@ def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | Non
     config = artifacts.config(ref) if ref else {}
     sft = partial(_fetched_sft, artifacts, version)
     files = policy_files(made_with(config["ppo"]), folder, sft)
-    return RegisteredPolicy(name, version, artifacts, folder, files, config)
+    base = _base_version(mlflow, version, home, endpoint, {(name, version.version)})
+    return RegisteredPolicy(name, version, artifacts, config, folder, files, base=base)
+
+
+def _base_version(
+    mlflow: Mlflow, version: ModelVersion, home: str, endpoint: str | None, seen: set[tuple[str, str]]
+) -> RegisteredVersion | None:
+    """Return the version that is the base model of another one, with those before it.
+
+    Args:
+        mlflow: The registry.
+        version: The other version.
+        home: Folder for copies of artifacts from a bucket.
+        endpoint: URL of an S3-compatible server.
+        seen: Names and numbers of the versions after it. Tags can be edited.
+    """
+    reference = version.tags.get(BASE, "")
+    name, _, number = reference.removeprefix("registry://").partition("/")
+    if not reference.startswith("registry://") or (name, number) in seen:
+        return None
+    try:
+        found = find_version(mlflow, name, number)
+        artifacts = _store_of(found, name, home, endpoint)
+        ref = artifacts.find_registered("ppo", found.tags)
+        config = artifacts.config(ref) if ref is not None else None
+    except (InputError, CorruptArtifact, StoreError) as error:
+        log.warning("the base model %s cannot be found any more: %s", reference, error.message)
+        return None
+    if config is None:
+        return None
+    earlier = _base_version(mlflow, found, home, endpoint, {*seen, (name, number)})
+    return RegisteredVersion(name, found, artifacts, config, base=earlier)
 
 
 def _fetched_sft(artifacts: ArtifactStore, version: ModelVersion) -> Path:

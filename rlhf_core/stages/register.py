@@ -24,9 +24,9 @@ from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest,
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
-from rlhf_core.tracking.champions import WEIGHTS
+from rlhf_core.tracking.champions import BASE, REFERENCE, WEIGHTS, registry_errors
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
-from rlhf_core.tracking.mlflow_client import clean_name
+from rlhf_core.tracking.mlflow_client import Mlflow, clean_name
 from rlhf_core.tracking.registry import Candidate, register
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult
@@ -60,11 +60,14 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         for name, value in lineage.inputs["evaluate"].metrics.items()
         if not name.startswith("by_source/")
     }
+    tracking = open_tracking(config)
+    tracking.wait(TRACKER_SECONDS)
     candidate = Candidate(
         source=f"{ppo.uri}/policy",
         policy_digest=ppo.digest,
         run_id=ppo.mlflow_run_id,
-        tags=_tags(config, lineage, content, metrics, digest),
+        tags=_tags(config, lineage, content, metrics, digest)
+        | _references(tracking.mlflow, lineage.parent_run_id),
         evaluation=replace(
             Evaluation.of(content, reward.digest if reward else None),
             votes=people.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
@@ -72,8 +75,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         metrics=metrics,
         evaluation_run_id=lineage.inputs["evaluate"].mlflow_run_id,
     )
-    tracking = open_tracking(config)
-    tracking.wait(TRACKER_SECONDS)
     done = register(
         tracking.mlflow,
         config.registered_model,
@@ -211,6 +212,13 @@ def _evaluation(folder: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise CorruptArtifact(f"{path} must hold a JSON object; the evaluate stage must be run again.")
     return content
+
+
+def _references(mlflow: Mlflow, run_id: str | None) -> dict[str, str]:
+    """Return the tags of the MLflow run that say what references in the configuration stood for."""
+    with registry_errors(mlflow, f"read the tags of the run {run_id}"):
+        tags = mlflow.tags(run_id) if run_id is not None and mlflow.has_run(run_id) else {}
+    return {name: value for name, value in tags.items() if name == BASE or name.startswith(REFERENCE)}
 
 
 def _tags(

@@ -36,6 +36,12 @@ POLICY = "rlhf.policy_digest"
 """Tag that identifies a version: digest of the PPO artifact. Registering the same policy again finds it."""
 WEIGHTS = "rlhf.weights_sha256"
 """Tag with the digest of its weights."""
+BASE = "rlhf.base"
+"""Tag of a version, and of the MLflow run that made it, with the reference of the base model if that was
+made by an earlier run: `registry://NAME/NUMBER` or `artifact://STAGE/KEY/FOLDER`.
+"""
+REFERENCE = "rlhf.reference."
+"""Prefix of tags of both with what each reference of the configuration stood for."""
 
 MAX_REASON = 1000
 """Largest number of characters of a reason."""

@@ -25,7 +25,9 @@ EVALUATION = {
 TEXT = "Tell me about a small fox in the garden."
 
 
-def register_policy(mlflow: Mlflow, model: str, store: Path, work: Path, number: int) -> str:
+def register_policy(
+    mlflow: Mlflow, model: str, store: Path, work: Path, number: int, base: str | None = None
+) -> str:
     """Publish the artifacts of a policy, register it as champion, and return the digest of its weights.
 
     Args:
@@ -34,9 +36,11 @@ def register_policy(mlflow: Mlflow, model: str, store: Path, work: Path, number:
         store: Folder of the store.
         work: Folder for files that are not in the store.
         number: Seed of the weights; the number of the version if policies are registered in order.
+        base: `model.path` of its run.
     """
     config = PipelineConfig.model_validate_json('{"data": {"sft": [{"path": "/rows/a|b.jsonl"}]}}')
     made = config.model_dump(mode="json", by_alias=True)
+    made["model"]["path"] = base
     artifacts = ArtifactStore(Store(store), work / "cache")
     tokenizer = train_tokenizer([TEXT] * 3, 300)
     tags = {"rlhf.gate": "match", "rlhf.gate_reason": f"it won {number}"}

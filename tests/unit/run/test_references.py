@@ -88,7 +88,10 @@ def test_a_champion_is_its_verified_folder(home: Path, champions: list[str]) -> 
         [reference] = found.references
         assert (reference.field, reference.text) == ("model.path", text)
         assert reference.origin == f"{MODEL} version {number}"
-        assert found.tags == {"rlhf.reference.model.path": f"{text} = {MODEL} version {number}"}
+        assert found.tags == {
+            "rlhf.reference.model.path": f"{text} = {MODEL} version {number}",
+            "rlhf.base": f"registry://{MODEL}/{number}",
+        }
         assert found.overrides == [f'model.path="{found.config.model.path}"']
         pinned = [f'model.path="registry://{MODEL}/2"'] if text.startswith("champion:") else []
         assert found.pins == pinned

@@ -26,7 +26,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.run.publish import base_licence, model_card, publish
 from rlhf_core.run.registered import RegisteredPolicy, open_policy, serve_command
 from rlhf_core.storage.bundles import weights_sha256
-from rlhf_core.tracking.champions import WEIGHTS, rollback
+from rlhf_core.tracking.champions import BASE, WEIGHTS, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
 from tests.support.registered_policy import EVALUATION, register_policy
 
@@ -232,6 +232,35 @@ def test_licence_of_a_base_model_is_in_the_card(home: str, tmp_path: Path) -> No
     card = model_card(replace(policy, config=config))
     assert "license: apache-2.0" in card and "- Base model: apache-2.0" in card
     assert "base_model:" not in card, "a folder is no id on the hub"
+
+
+def test_the_card_follows_a_champion_to_the_first_base_model(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Version 2 was trained from version 1, and version 3 from version 2."""
+    mlflow, first = Mlflow(f"sqlite:///{database}", "served"), tmp_path / "tiny-base"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.uri)
+    first.mkdir()
+    (first / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    for number in (1, 2, 3):
+        base = str(first) if number == 1 else f"/folder/of/version/{number - 1}/policy"
+        register_policy(mlflow, "chain", tmp_path / "store", tmp_path, number, base=base)
+        if number > 1:
+            mlflow.tag_version("chain", str(number), {BASE: f"registry://chain/{number - 1}"})
+    card = model_card(open_policy("chain", str(tmp_path)))
+    assert "Base model: `chain version 2` (which goes back to `tiny-base`), then" in card
+    assert "license: apache-2.0" in card and "- Base model: apache-2.0" in card and "folder" not in card
+    assert "Base model: `tiny-base`, then" in model_card(open_policy("chain@1", str(tmp_path)))
+    mlflow._client.delete_model_version("chain", "1")
+    card = model_card(open_policy("chain", str(tmp_path)))
+    assert "Base model: `chain version 2` (which goes back to `chain version 1`), then" in card
+    assert "license:" not in card and "- Base model: unknown" in card
+    assert "the base model registry://chain/1 cannot be found any more" in caplog.text
+    mlflow.tag_version("chain", "2", {BASE: "registry://chain/3"})
+    assert "- Base model: unknown" in model_card(open_policy("chain", str(tmp_path))), "edited tags end"
+    mlflow.tag_version("chain", "3", {BASE: "artifact://ppo/0123456789abcdef/policy"})
+    card = model_card(open_policy("chain", str(tmp_path)))
+    assert "Base model: `artifact ppo/0123456789abcdef`, then" in card and "- Base model: unknown" in card
 
 
 def test_the_card_tells_how_many_reward_models_took_part(home: str) -> None:

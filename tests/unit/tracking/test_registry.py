@@ -451,6 +451,22 @@ def test_the_stage_registers_the_policy_with_its_lineage(
     assert (record.judge, record.judge_digest, record.verdicts.prompts) == ("gold", "synthetic-1", 128)
 
 
+def test_the_stage_keeps_what_references_stood_for(tmp_path: Path, database: Path, mlflow: Mlflow) -> None:
+    config = PipelineConfig.model_validate(
+        {"run": {"home": str(tmp_path), "name": "based"}, "tracking": {"uri": f"sqlite:///{database}"}}
+    )
+    tags = {
+        "rlhf.base": "registry://other-policy/3",
+        "rlhf.reference.model.path": "champion:other-policy = other-policy version 3",
+    }
+    run = mlflow.create_run("based", {**tags, "rlhf.config": "based.yaml"})
+    given = context(tmp_path, json.dumps(EVALUATION))
+    assert given.lineage is not None
+    register_stage.run(config, replace(given, lineage=replace(given.lineage, parent_run_id=run.run_id)))
+    [version] = mlflow.versions("based-policy")
+    assert tags.items() <= version.tags.items() and "rlhf.config" not in version.tags
+
+
 def test_the_stage_asks_for_the_win_rate_of_its_configuration(tmp_path: Path, database: Path) -> None:
     config = PipelineConfig.model_validate(
         {
