@@ -24,8 +24,8 @@ class DriftWarnings(Section):
     agreement: Limit | None = execution(
         0.1,
         "Accuracy of the champion's reward model on its own held-out pairs, minus its accuracy on the new"
-        " ones: how much less it agrees with the new labels. The lower bound of its interval must be above the"
-        " limit",
+        " ones: how much less it agrees with the new labels. The lower bound of its interval must be above"
+        " the limit",
     )
 
 
