@@ -75,11 +75,11 @@ print(json.dumps({
 
 
 def row_of_contributing() -> str:
-    """Return the row that CONTRIBUTING.md shows."""
+    """Return the row that CONTRIBUTING.md shows, with a comma after it."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     found = re.search(r"^ *```python\n( *Stage\(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
     assert found is not None
-    return textwrap.indent(textwrap.dedent(found.group(1)), "    ")
+    return textwrap.indent(textwrap.dedent(found.group(1)).rstrip(), "    ") + ",\n"
 
 
 def insert(file: Path, before: str, text: str) -> None:
