@@ -18,6 +18,7 @@ driver.
 from __future__ import annotations
 
 import functools
+import logging
 import shutil
 import socket
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import model_digests
-from rlhf_core.errors import DataError, InputError, classified
+from rlhf_core.errors import DataError, InputError, StoreError, classified
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
@@ -38,6 +39,8 @@ from rlhf_core.storage.store import open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 32 << 20
 """Size of one answer of `read`."""
@@ -170,8 +173,12 @@ class NodeAgent:
     @_served
     def discard_old_parts(self) -> None:
         """Delete the parts of earlier attempts that are not needed any more."""
-        if self._outbox is not None:
+        if self._outbox is None:
+            return
+        try:
             discard_old_parts(self._store, self._outbox)
+        except StoreError as error:
+            log.warning("The parts of earlier attempts stay: %s", error.message)
 
     @_served
     def prepare(self, folder: Path, size: int) -> None:

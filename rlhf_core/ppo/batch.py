@@ -82,6 +82,11 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.lengths_B)
 
+    def forget_distribution(self) -> None:
+        """Distribute the batch over ranks again, and send it to them again. Its responses have changed."""
+        self.routes.clear()
+        self.number = next(_numbers)
+
     @property
     def prompt_lengths_B(self) -> IntArray:
         """Tokens of each prompt."""

@@ -226,6 +226,11 @@ class EngineActor(Actor):
         llm.collective_rpc("load_adapter", args=(int(str(weight_version)) + 1, self._adapter_config))
         llm.update_weight_version(weight_version)
 
+    @rpc()
+    def forget_prefixes(self) -> None:
+        """Forget the KV cache of prompts. No request may be alive."""
+        self._engine.forget_prefixes()
+
     @rpc("sync")
     def acknowledge(self) -> Acknowledgement:
         """Return the version and the checksums of what arrived. All workers of an engine must agree."""

@@ -378,7 +378,7 @@ class Collector:
         """Replace the given groups of `batch` by the groups of `new`, in order."""
         assert batch.rewards is not None and new.rewards is not None
         n = self._ppo.samples_per_prompt
-        batch.routes.clear()
+        batch.forget_distribution()
         new_objects = new.places.objects + len(batch.chunks)
         batch.chunks += new.chunks
         for source, target in enumerate(groups):

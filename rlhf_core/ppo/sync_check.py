@@ -4,7 +4,7 @@
 
 Rollouts of a step are then of an older version than the policy, so their log-probabilities say nothing about
 the weights of the engines. Checksums prove that the weights arrived, but not that the engines use them.
-Seeds and caches are not those of a step, so the comparison changes no rollout.
+Seeds are not those of a step and the engines forget the prompts, so the comparison changes no rollout.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import Collector, read_rollout_logprobs
 from rlhf_core.rewards.compose import RewardComposer
@@ -71,5 +72,8 @@ class SyncCheck:
         batch = self._collector.sample(self._prompts, version, 0, version)
         scoring = self._fleet.logprobs("policy", batch, with_entropy=False)
         by_engine = read_rollout_logprobs(self._fleet, batch)
+        engines = self._fleet.engines
+        calls = [engines.actor(index).call(EngineActor.forget_prefixes) for index in engines.serving]
+        self._fleet.wait(calls, "the engines to forget the compared prompts")
         pairs = zip(scoring.gather("logprobs"), by_engine, strict=True)
         return sum(float(abs(policy - engine).sum()) for policy, engine in pairs) / int(batch.lengths_B.sum())

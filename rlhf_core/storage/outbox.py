@@ -126,10 +126,13 @@ class Outbox:
             return None
 
     def age(self, prefix: str) -> float:
-        """Return the seconds since the pending bundle was added."""
+        """Return the seconds since the pending bundle was added; 0 if another process has removed it."""
         path = self._pending.local_path(f"{prefix}/{MANIFEST}")
         assert path is not None
-        return time.time() - path.stat().st_mtime
+        try:
+            return time.time() - path.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def discard_all(self, root: str) -> None:
         """Delete the pending bundles at or below the folder `root`."""

@@ -249,7 +249,7 @@ class Mlflow:
                 self._log_each_metric(run_id, batch, error)
 
     def _log_each_metric(self, run_id: str, points: Sequence[Point], error: Exception) -> None:
-        """Log each metric by itself. Raises `error` if all are refused, because then the cause is the run."""
+        """Log each metric by itself. Raises `error` if the cause is the run, which was deleted."""
         by_metric: dict[str, list[Point]] = {}
         for point in points:
             by_metric.setdefault(point.key, []).append(point)
@@ -261,11 +261,14 @@ class Mlflow:
                 if not _is_refused(reason):
                     raise
                 reasons[name] = short_reason(reason)
-        if len(reasons) == len(by_metric):
+        if len(reasons) == len(by_metric) and self._is_deleted(run_id):
             raise error
         for name, text in reasons.items():
             log.warning("MLflow refuses the metric %r (%s); it is not logged.", name, text)
         self._refused.update(reasons)
+
+    def _is_deleted(self, run_id: str) -> bool:
+        return bool(self._client.get_run(run_id).info.lifecycle_stage == "deleted")
 
     def _log_batch(self, run_id: str, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric

@@ -24,8 +24,10 @@ def open_scheduler(config: PipelineConfig, stage: StageName) -> Scheduler:
         case "slurm":
             from rlhf_core.run.executors.slurm import SlurmJobs
 
-            # `run.home` of the flow's host is not that of the nodes.
+            # `run.home` of the flow's host is not that of the nodes. Every node has /tmp, each its own.
             store = config.store_folder
-            return SlurmJobs(Path("/tmp") if store is None else store / "jobs" / "slurm")
+            if store is None:
+                return SlurmJobs(Path("/tmp"), are_logs_shared=False)
+            return SlurmJobs(store / "jobs" / "slurm")
         case "local":
             raise AssertionError("a local stage is a child process")

@@ -81,6 +81,8 @@ class _Follower:
         self._deadline = time.monotonic() + timeout
         self._on_event = on_event
         self._store = open_store(spec.config)
+        self._answered = time.monotonic()
+        """When the scheduler answered last."""
         self._next_event = 1
         self._outcome: ArtifactRef | RLHFError | None = None
         self._reason = ""
@@ -132,10 +134,12 @@ class _Follower:
         Not all schedulers refuse a second job of the same name.
         """
         name = files.submission.job_name
-        log.info("%s: another flow is about to submit it", self._what(name))
+        log.info("%s: waiting for the flow that began to submit it", self._what(name))
         deadline = time.monotonic() + _SUBMIT_SECONDS
         while time.monotonic() < deadline:
-            if self._scheduler.status(name).state != "missing":
+            self._check_deadline(name)
+            status = self._poll(name)
+            if status is not None and status.state != "missing":
                 return
             time.sleep(POLL_SECONDS)
         if files.take_over():
@@ -175,24 +179,17 @@ class _Follower:
 
     def _follow(self, files: JobFiles, name: str) -> JobStatus:
         """Return the last status of the job, which has ended or has sent its outcome."""
-        status, answered, looked = JobStatus("pending"), time.monotonic(), 0.0
-        began = log_read = time.monotonic()
+        status, looked = JobStatus("pending"), 0.0
+        began = log_read = self._answered = time.monotonic()
         while True:
             self._read_events(files)
             now = time.monotonic()
             if self._outcome is not None:
                 return status
-            if now > self._deadline:
-                limit = f"run.stage_timeout={self._spec.config.run.stage_timeout:g}"
-                raise StageTimedOut(f"{self._what(name)} is stopped: {limit} is over{self._ends()}")
+            self._check_deadline(name)
             if now - looked > _STATUS_SECONDS:
                 looked = now
-                try:
-                    status, answered = self._scheduler.status(name), now
-                except InfrastructureError as error:
-                    if now - answered > _UNREACHABLE_SECONDS:
-                        raise
-                    log.info("%s: %s", self._what(name), error.message)
+                status = self._poll(name) or status
             if not status.is_active:
                 self._read_events(files)  # what it wrote before it ended
                 return status
@@ -202,6 +199,26 @@ class _Follower:
                 log_read = now
                 self._fetch_log(files, "")
             time.sleep(POLL_SECONDS)
+
+    def _poll(self, name: str) -> JobStatus | None:
+        """Return the status of the job, or None if the scheduler does not answer at present.
+
+        Raises InfrastructureError if it has not answered for a long time.
+        """
+        try:
+            status = self._scheduler.status(name)
+        except InfrastructureError as error:
+            if time.monotonic() - self._answered > _UNREACHABLE_SECONDS:
+                raise
+            log.info("%s: %s", self._what(name), error.message)
+            return None
+        self._answered = time.monotonic()
+        return status
+
+    def _check_deadline(self, name: str) -> None:
+        if time.monotonic() > self._deadline:
+            limit = f"run.stage_timeout={self._spec.config.run.stage_timeout:g}"
+            raise StageTimedOut(f"{self._what(name)} is stopped: {limit} is over{self._ends()}")
 
     def _read_events(self, files: JobFiles) -> None:
         while (events := files.read_events(self._next_event)) is not None:

@@ -38,11 +38,16 @@ class SlurmJobs:
 
     title = "Slurm job"
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, *, are_logs_shared: bool = True) -> None:
         """Jobs whose output goes to `{logs}/{name}.out`. The nodes must have this folder: Slurm does not
         create it, and a job whose output cannot be opened ends at once.
+
+        Args:
+            logs: The folder.
+            are_logs_shared: Whether this host sees what the nodes write to it.
         """
         self._logs = logs
+        self._are_logs_shared = are_logs_shared
 
     def submit(self, job: Job) -> None:
         """Start `job`, unless a job of this name exists already."""
@@ -89,6 +94,8 @@ class SlurmJobs:
 
     def log_tail(self, name: str) -> str:
         """Return the end of the job's output; empty if it is not on a folder that this host shares."""
+        if not self._are_logs_shared:
+            return ""
         file = self._logs / f"{name}.out"
         return file.read_text(errors="replace")[-_LOG_BYTES:] if file.is_file() else ""
 

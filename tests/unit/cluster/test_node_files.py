@@ -292,6 +292,26 @@ def test_parts_that_are_not_needed_any_more_are_deleted(tmp_path: Path) -> None:
     assert not (tmp_path / "two" / "home" / "parts" / finished).exists()
 
 
+def test_parts_that_cannot_be_looked_up_stay_and_end_no_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = bucket(tmp_path)
+    agent = OneOtherHost(tmp_path / "two", store).agent
+    parts = Outbox(store, Home.of(tmp_path / "two" / "home").parts)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "rank1").write_text("a part")
+    agent.add("checkpoints/k/step-00000001", tmp_path / "part", "000001-a")
+
+    def refuse(*_args: object) -> bool:
+        raise StoreError("The bucket does not answer.")
+
+    monkeypatch.setattr(agent._store, "exists", refuse)
+    agent.discard_old_parts()
+    assert parts.pending("checkpoints") == ["checkpoints/k/step-00000001"]
+    assert "The bucket does not answer." in caplog.text
+    assert parts.age("checkpoints/k/step-00000009") == 0, "another process has removed it"
+
+
 def test_pending_bundle_without_the_step_is_not_committed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -343,6 +343,19 @@ def test_uniform_groups_are_replaced_with_prompts_and_rewards() -> None:
     assert batch.replaced == 3
 
 
+def test_a_batch_is_sent_again_after_a_replacement() -> None:
+    numbers = []
+
+    class Rewards(_Rewards):
+        def score(self, inputs: Any, *given: Any) -> Any:
+            numbers.append(inputs._batch.number)
+            return super().score(inputs, *given)
+
+    batch = collector(_Engines(), Rewards(alike(1)), rounds=1).collect(3, VERSION)
+    assert batch.replaced == 1
+    assert batch.number not in numbers, "the ranks have the responses of the first round under the old number"
+
+
 def test_filtering_does_not_change_other_groups() -> None:
     plain = collector(_Engines()).collect(3, VERSION)
     batch = collector(_Engines(), _Rewards(alike(1)), rounds=3).collect(3, VERSION)

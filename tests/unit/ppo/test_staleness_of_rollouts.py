@@ -28,6 +28,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.sync_check import PROMPTS, TOKENS, SyncCheck
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
@@ -140,7 +141,16 @@ def test_the_gap_is_the_mean_over_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     """Each engine samples, and its log-probabilities are -1 for each token."""
     ppo = config_from_tree({"ppo": {"samples_per_prompt": 2, "engine": {"dispatch": "queue"}}}, "test").ppo
     policy = SimpleNamespace(gather=lambda name: [np.full(2, -1.5)] * len(FORTY))
-    fleet: Any = SimpleNamespace(wait=results, logprobs=lambda role, *_args, **_named: policy)
+    called: list[tuple[int, Any]] = []
+    engines = SimpleNamespace(
+        serving=[0, 2],
+        actor=lambda index: SimpleNamespace(call=lambda method: called.append((index, method))),
+    )
+    fleet: Any = SimpleNamespace(
+        wait=lambda pending, what: results(pending, what) if "rollouts" in what else None,
+        logprobs=lambda role, *_args, **_named: policy,
+        engines=engines,
+    )
     check = SyncCheck(ppo, fleet, FORTY.prompts, str, None, 0)  # type: ignore[arg-type]
     asked: list[Any] = []
 
@@ -151,6 +161,8 @@ def test_the_gap_is_the_mean_over_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(check._collector, "sample", sample)
     assert check.gap(7) == pytest.approx(0.5)
     assert asked == [(FORTY.prompts[:PROMPTS], 7, 0, 7)]
+    forget = EngineActor.forget_prefixes
+    assert called == [(0, forget), (2, forget)], "cached prompts change the rounding of later rollouts"
     own = check._collector._ppo
     assert (own.samples_per_prompt, own.max_new_tokens, own.engine.dispatch) == (1, TOKENS, "fixed")
 

@@ -60,6 +60,17 @@ def test_a_metric_that_is_refused_is_named_and_the_others_are_sent(
     assert "MLflow refuses the metric 'by_source/.'" in warning
 
 
+def test_many_points_of_one_refused_metric_do_not_hold_up_the_others(
+    run: StageRun, client: MlflowClient
+) -> None:
+    for step in range(1, 1501):
+        run._spool.add({"by_source/.": 1.0}, step)
+    run.log_metrics({"loss": 2.0}, 1501)
+    run.finish("FINISHED")
+    assert run.unsent == 0
+    assert client.get_run(run.run_id).data.metrics == {"loss": 2.0}
+
+
 def test_a_run_that_accepts_nothing_loses_nothing(run: StageRun, client: MlflowClient) -> None:
     client.delete_run(run.run_id)
     run.log_metrics({"loss": 2.0, "kl": 3.0}, 1)

@@ -168,6 +168,8 @@ def test_a_job_that_is_deleted_is_a_failure(
     api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     def work(files: JobFiles) -> None:
+        while not api.objects:
+            time.sleep(0.01)
         time.sleep(0.2)
         api.objects.clear()
 
@@ -293,6 +295,35 @@ def test_of_several_waiting_flows_one_submits_for_the_killed_one(
     for thread in threads:
         thread.join(timeout=20.0)
     assert scheduler.submitted == [files.submission.job_name]
+
+
+class Unsteady(AcceptsNamesTwice):
+    """Does not answer the first two questions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def status(self, name: str) -> base.JobStatus:
+        self.asked += 1
+        if self.asked <= 2:
+            raise InfrastructureError("the scheduler does not answer")
+        return super().status(name)
+
+
+def test_waiting_for_another_flow_has_the_same_limits_as_following(
+    spec: StageSpec, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    scheduler = Unsteady()
+    scheduler.submitted.append(files.submission.job_name)
+    waiting = follow._Follower(scheduler, spec, tmp_path / "a.log", 20.0, lambda event: None)
+    waiting._await_submission(files)
+    assert scheduler.asked == 3
+    late = follow._Follower(Unsteady(), spec, tmp_path / "b.log", -1.0, lambda event: None)
+    with pytest.raises(StageTimedOut, match=r"run\.stage_timeout"):
+        late._await_submission(files)
 
 
 def test_a_scheduler_that_does_not_answer_for_a_while_changes_nothing(
