@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +97,9 @@ def test_engines_trainer_and_the_saved_adapter_agree(
         with pytest.raises(WeightSyncError, match=rf"1 of {TENSORS[sync]} tensors differ"):
             controller.iterate()
     if sync == "adapter":
-        rollouts += _served(model, tmp_path / "adapter", prompts)
+        # vLLM reads all modules of its process, and Flask, which other tests import, does not allow that.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            rollouts += process.submit(_served, model, tmp_path / "adapter", prompts).result()
     _check_saved(model, tmp_path, rollouts)
 
 
