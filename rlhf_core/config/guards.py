@@ -58,7 +58,7 @@ class GuardsConfig(Section):
     score_length: GuardAction = execution("warn", "The score mostly depends on the length of the response")
     score_length_correlation: PositiveFloat = execution(
         0.9,
-        "Raised at this Pearson correlation over the batch or more",
+        "Raised at this Pearson correlation over the batch or more, of either sign",
         within=Range(0.01, 1, "smaller correlations occur by chance"),
     )
     blind_critic: GuardAction = execution("warn", "The critic does not predict the returns")

@@ -53,6 +53,15 @@ class KLConfig(Section):
         return self.estimator or ("k1" if self.place == "reward" else "k2")
 
     @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if self.target is not None and self.coef == 0:
+            raise ValueError(
+                f"ppo.kl.target={self.target:g} with ppo.kl.coef=0 has no effect, because the coefficient is"
+                " multiplied in each step and stays 0; use a coef above 0, or leave the target out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_gradient(self) -> Self:
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(

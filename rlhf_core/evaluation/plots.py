@@ -231,9 +231,11 @@ def to_png(figure: Any) -> bytes:
 
 
 def _figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    matplotlib.rcdefaults()  # a file `matplotlibrc` in the working folder can start programs (LaTeX)
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, sharex=rows > 1, squeeze=False).ravel().tolist()

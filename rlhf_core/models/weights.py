@@ -195,9 +195,9 @@ def without_random_parts(config: Any) -> None:
 
 def is_random(name: str, value: Any) -> bool:
     """Return whether an attribute is a nonzero probability or size of dropout or jitter."""
-    return (
-        isinstance(value, float) and value != 0 and any(word in name.lower() for word in ("drop", "jitter"))
-    )
+    # A configuration can have the integer 1. Other integers are not probabilities.
+    is_size = (isinstance(value, float) and value != 0) or (type(value) is int and value == 1)
+    return is_size and any(word in name.lower() for word in ("drop", "jitter"))
 
 
 def refuse(folder: Path | str, info: Mapping[str, Any], *, new: tuple[str, ...] = ()) -> None:

@@ -148,7 +148,7 @@ class Guards:
             )
 
         correlation = metrics.get("rollout/score_length_correlation", 0.0)
-        if correlation >= guards.score_length_correlation:
+        if abs(correlation) >= guards.score_length_correlation:
             met["score_length"] = (
                 f"scores and lengths of the responses have a correlation of {correlation:.2f}, so the"
                 " reward mostly depends on the length; check the reward model's length bias"

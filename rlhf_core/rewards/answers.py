@@ -14,6 +14,8 @@ from fractions import Fraction
 
 import regex
 
+_NUMBER_LENGTH = 1000
+"""Longer texts are not read as numbers. A policy can repeat a digit; Python reads at most 4,300."""
 _NUMBER = regex.compile(
     r"(?<![\w.])[-+−]?\s?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s?/\s?\d+)?(?![\d])",
 )
@@ -54,6 +56,8 @@ def same_answer(given: str, wanted: str) -> bool:
 
 
 def _as_number(text: str) -> Fraction | None:
+    if len(text) > _NUMBER_LENGTH:
+        return None
     text = regex.sub(r"[\s,$€£]|\\[,;!$%]|\\left|\\right", "", text).rstrip(".")
     fraction, whole = _FRAC.match(text), _WHOLE.match(text)
     if fraction:

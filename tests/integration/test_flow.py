@@ -378,6 +378,6 @@ def test_files_of_the_working_folder_are_not_used(command: Command, tmp_path: Pa
     )
     (folder / "prefect.toml").write_text(f'profiles_path = "none"\n[logging]\nconfig_path = "{logging}"\n')
     (folder / "pyproject.toml").write_text(f'[tool.prefect.logging]\nconfig_path = "{logging}"\n')
-    (folder / "matplotlibrc").write_text("backend: module://queue\n")
+    (folder / "matplotlibrc").write_text("text.usetex: True\n")
     finish(command(until="data", folder=folder))
     assert not ran.exists(), ran.read_text()

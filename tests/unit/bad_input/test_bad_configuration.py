@@ -174,6 +174,11 @@ FIELDS = (
         ("c.yaml:1", "ppo.kl.horizon must be above a fifth of the 128 responses", "got 20", "use 2560"),
     ),
     Bad(
+        "a coefficient that stays 0",
+        "ppo: {kl: {coef: 0, target: 6}}\n",
+        ("c.yaml:1", "ppo.kl.target=6 with ppo.kl.coef=0 has no effect", "use a coef above 0"),
+    ),
+    Bad(
         "an estimator without a gradient",
         "ppo: {kl: {place: loss, estimator: k1}}\n",
         ("c.yaml:1", "ppo.kl.estimator=k1 with ppo.kl.place=loss", "its gradient is 0", "use k2"),

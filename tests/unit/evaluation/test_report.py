@@ -7,6 +7,8 @@
 """
 
 import json
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -293,6 +295,23 @@ def test_distribution_counts_all_responses_of_both_models() -> None:
 def test_same_figure_gives_the_same_bytes() -> None:
     first, second = (plots.to_png(plots.reward_sources(history(30))) for _ in range(2))
     assert first == second
+
+
+def test_a_matplotlibrc_in_the_working_folder_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\naxes.facecolor: black\n")
+    script = (
+        "import json, sys; from rlhf_core.evaluation import plots; import hashlib, matplotlib\n"
+        "print(matplotlib.rcParams['text.usetex'])\n"
+        "figure, _ = plots._figure(4, 3)\n"
+        "print(hashlib.sha256(plots.to_png(figure)).hexdigest())"
+    )
+    command = [sys.executable, "-P", "-c", script]
+    here, elsewhere = (
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+        for folder in (tmp_path, tmp_path.parent)
+    )
+    assert here[0] == "True", "matplotlib reads the file when it is imported"
+    assert here[1] == elsewhere[1]
 
 
 def test_running_mean_skips_missing_values() -> None:

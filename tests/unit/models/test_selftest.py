@@ -101,6 +101,7 @@ def test_evaluation_and_scores_do_not_depend_on_who_shares_the_batch(kind: str, 
     ("kind", "changes"),
     [
         ("Llama", {"attention_dropout": 0.5}),
+        ("Llama", {"attention_dropout": 1}),
         ("Phi3", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "pad_token_id": 0}),
         ("Starcoder2", {"residual_dropout": 0.5, "embedding_dropout": 0.5}),
         ("SeedOss", {}),  # 0.1 is its default
@@ -115,9 +116,11 @@ def test_two_passes_in_training_mode_are_equal_whatever_the_random_part_is_calle
     batch = collate([TokenSequence.of(*row) for row in sequences()], pad_id=0)
     arguments = (batch,) if loader is load_policy else (batch, "tokens")
     first, second = model(*arguments), model(*arguments)
+    evaluated = model.eval()(*arguments)
     if loader is load_policy:
-        first, second = first.logprobs_N, second.logprobs_N
+        first, second, evaluated = first.logprobs_N, second.logprobs_N, evaluated.logprobs_N
     assert torch.equal(first, second)
+    assert torch.allclose(first, evaluated, atol=1e-5), "dropout of probability 1 has no random numbers"
 
 
 def test_randomness_that_has_no_known_name_is_refused(

@@ -37,6 +37,7 @@ FAILURES: list[tuple[str, Change, Change]] = [
     ("length_drift", {"rollout/length": 33.0}, {"rollout/length": 50.0}),
     ("loops", {"rollout/repeating_rate": 0.3}, {"rollout/repeating_rate": 0.19}),
     ("score_length", {"rollout/score_length_correlation": 0.95}, {"rollout/score_length_correlation": 0.89}),
+    ("score_length", {"rollout/score_length_correlation": -0.95}, {"rollout/score_length_correlation": -0.8}),
     ("blind_critic", {"value/explained_variance": -0.2}, {"value/explained_variance": 0.01}),
     ("score_clip", {"objective/score_clipfrac": 0.05}, {"objective/score_clipfrac": 0.01}),
 ]

@@ -81,6 +81,20 @@ def test_other_answers_are_not(given: str, wanted: str) -> None:
     assert not same_answer(given, wanted)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is " + "9" * 5000,
+        r"\boxed{" + "1" * 5000 + "}",
+        "#### 1/" + "9" * 5000,
+        r"\boxed{\frac{" + "1" * 5000 + "}{2}}",
+        "1,000" * 2000,
+    ],
+)
+def test_an_endless_number_is_a_wrong_answer(text: str) -> None:
+    assert _score(text, {"answer": "#### 18"}) == 0.0
+
+
 def _score(response: str, meta: dict[str, Any], **settings: Any) -> float:
     sample = RewardInput("p", "q", response, (1,), (2,), True, meta)
     return evaluate_rule(AnswerReward(**settings), sample)
