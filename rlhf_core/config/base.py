@@ -56,6 +56,8 @@ class Range(NamedTuple):
 
 
 BATCH = Range(1, 1_000_000, "the sequences of a batch are held in memory")
+COEFFICIENT = Range(0, 1000, "the scores have standard deviation 1")
+PASSES = Range(1, 10_000, "no model needs a row so often")
 PAUSE = Range(0.001, 1e6, "seconds between two attempts")
 RANKS = Range(1, 4096, "each is a separate process")
 TEMPERATURE = Range(0.01, 100, "vLLM raises lower values to 0.01, so engine and trainer would differ")

@@ -138,6 +138,9 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     yield from _critic(ppo)
     yield from _average(ppo)
     yield from _merge(ppo)
+    yield from _guards(config)
+    if not any(source.weight for source in ppo.rewards):
+        yield "ppo.rewards: all weights are 0, so only the KL trains the policy; give a source a weight"
     if ppo.publish == "best" and ppo.uses_reward_model and config.reward.judge is None:
         yield (
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"
@@ -198,10 +201,35 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
             f" {math.exp(log_most):.2f} at most in {steps} steps of {ppo.rollout_batch_size}"
             f" responses{after} and cannot follow ppo.kl.target; {fix}, or leave the target out"
         )
+    if ppo.publish_max_kl is not None and ppo.publish_max_kl <= kl.target:
+        yield (
+            f"ppo.publish_max_kl: {ppo.publish_max_kl:g} is not above ppo.kl.target ({kl.target:g}), so a"
+            " policy at its target is not published; raise it, or leave it out"
+        )
     if ppo.kl_limit > _USELESS_LIMIT * kl.target:
         yield (
             f"ppo.max_kl: {ppo.kl_limit:g} is far above ppo.kl.target ({kl.target:g}), so a policy far from "
             f"its target is not stopped; leave it out ({5 * kl.target:g})"
+        )
+
+
+def _guards(config: PipelineConfig) -> Iterator[str]:
+    """Warn about guards that cannot be raised in this run."""
+    ppo, guards = config.ppo, config.ppo.guards
+    if guards.overoptimization == "stop" and config.reward.judge is None:
+        yield (
+            "ppo.guards.overoptimization: stop has no effect, because it compares the reward model with a"
+            " second one; add reward.judge={}"
+        )
+    if guards.blind_critic == "stop" and not ppo.uses_critic:
+        yield (
+            f"ppo.guards.blind_critic: stop has no effect, because ppo.algorithm={ppo.algorithm} has no"
+            " critic; leave it out"
+        )
+    if "patience" in guards.model_fields_set and guards.patience >= ppo.steps:
+        yield (
+            f"ppo.guards.patience: {guards.patience} steps after the first one are needed for a warning, but"
+            f" ppo.steps is {ppo.steps}, so most guards cannot be raised; lower it"
         )
 
 

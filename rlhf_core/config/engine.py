@@ -132,6 +132,7 @@ class WeightSyncConfig(Section):
     canary_tolerance: PositiveFloat = execution(
         1e-3,
         "Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05",
+        within=Range(1e-9, 10, "with a larger difference the engines have other weights"),
     )
 
     def bucket_bytes(self, device: str) -> int:

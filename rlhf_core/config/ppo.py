@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import (
     BATCH,
+    PASSES,
     RANKS,
     TEMPERATURE,
     TOKENS,
@@ -26,7 +27,14 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.guards import GuardsConfig
-from rlhf_core.config.ppo_parts import DynamicFilteringConfig, KLConfig, OverlongConfig, PTXConfig
+from rlhf_core.config.ppo_parts import (
+    Aggregation,
+    ConfiguredAggregation,
+    DynamicFilteringConfig,
+    KLConfig,
+    OverlongConfig,
+    PTXConfig,
+)
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import (
     PACK,
@@ -36,14 +44,6 @@ from rlhf_core.config.training import (
     PackedSection,
     Packing,
 )
-
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
-"""The same as in `rlhf_core.algo.losses`, which imports torch."""
-
-ConfiguredAggregation = Literal[
-    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
-]
-"""`-norm` is `seq-mean-token-sum` with a constant divisor (`PPOConfig.loss_divisor`)."""
 
 
 class PPOConfig(PackedSection):
@@ -72,7 +72,7 @@ class PPOConfig(PackedSection):
     temperature: PositiveFloat = result(
         1.0, "Sampling temperature; every log-probability uses it", within=TEMPERATURE
     )
-    epochs: PositiveInt = result(1, "Passes over each rollout batch")
+    epochs: PositiveInt = result(1, "Passes over each rollout batch", within=PASSES)
     minibatches: PositiveInt = result(4, "Optimizer steps per epoch", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(16384, "Tokens per forward pass of one rank", within=TOKENS)
     pack: Packing = result("auto", PACK)
@@ -190,6 +190,7 @@ class PPOConfig(PackedSection):
         "With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the"
         " files that evaluation loads, relative to the change by training (both on the last rollouts). Above"
         " it, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update (decision 18)",
+        within=Range(1e-9, 1, "at 1 the whole change by training may be lost"),
     )
     evaluate_every: PositiveInt | None = result(
         None,

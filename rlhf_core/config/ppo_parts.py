@@ -1,4 +1,4 @@
-"""Smaller sections of `ppo`: KL, overlong penalty, dynamic filtering, pretraining loss."""
+"""Smaller sections of `ppo`: KL, overlong penalty, dynamic filtering, pretraining loss; types of fields."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from rlhf_core.config.base import (
     BATCH,
+    COEFFICIENT,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -15,6 +16,14 @@ from rlhf_core.config.base import (
     Section,
     result,
 )
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
+"""The same as in `rlhf_core.algo.losses`, which imports torch."""
+
+ConfiguredAggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
+]
+"""`-norm` is `seq-mean-token-sum` with a constant divisor (`PPOConfig.loss_divisor`)."""
 
 
 class KLConfig(Section):
@@ -24,6 +33,7 @@ class KLConfig(Section):
         0.02,
         "Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02"
         " (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01",
+        within=COEFFICIENT,
     )
     place: Literal["reward", "loss"] = result(
         "reward",

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, field_validator, model_validator
 
 from rlhf_core.config.base import (
     BATCH,
+    PASSES,
     RANKS,
     TOKENS,
     Decay,
@@ -66,15 +67,23 @@ class OptimizerConfig(Section):
         "Peak learning rate",
         within=Range(1e-20, 100, "no training of a language model converges above it"),
     )
-    weight_decay: NonNegativeFloat = result(0.0, "Decoupled weight decay")
+    weight_decay: NonNegativeFloat = result(
+        0.0, "Decoupled weight decay", within=Range(0, 10, "0.1 is usual")
+    )
     betas: tuple[Decay, Decay] = result((0.9, 0.95), "Adam's moment decays")
-    eps: PositiveFloat = result(1e-8, "Adam's epsilon")
+    eps: PositiveFloat = result(
+        1e-8, "Adam's epsilon", within=Range(1e-20, 1, "a larger value hides the size of the gradients")
+    )
     warmup_ratio: Fraction = result(
         0.05, "Share of the optimizer steps in which the learning rate rises linearly"
     )
     schedule: Literal["cosine", "linear", "constant"] = result("cosine", "Decay after the warm-up")
     min_lr_ratio: Fraction = result(0.1, "Learning rate at the end of the decay, as a share of the peak")
-    max_grad_norm: PositiveFloat = result(1.0, "Global gradient norm is clipped to this")
+    max_grad_norm: PositiveFloat = result(
+        1.0,
+        "Global gradient norm is clipped to this",
+        within=Range(1e-6, 1e12, "lower values stop the training, and higher ones have no effect"),
+    )
 
 
 class DeepSpeedConfig(Section):
@@ -173,7 +182,7 @@ class SFTConfig(PackedSection):
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5), "AdamW and its schedule")
     deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
     lora: LoraConfig | None = result(None, "Train adapters only; null: all parameters")
-    epochs: PositiveInt = result(1, "Passes over the demonstrations")
+    epochs: PositiveInt = result(1, "Passes over the demonstrations", within=PASSES)
     batch_size: PositiveInt = result(64, "Sequences per optimizer step, over all ranks", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(
         4096,
@@ -240,7 +249,7 @@ class RewardConfig(PackedSection):
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-5), "AdamW and its schedule")
     deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
     lora: LoraConfig | None = result(None, "Train adapters and the score head only; null: all parameters")
-    epochs: PositiveInt = result(1, "Passes over the pairs")
+    epochs: PositiveInt = result(1, "Passes over the pairs", within=PASSES)
     batch_size: PositiveInt = result(64, "Pairs per optimizer step, over all ranks", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(8192, "Tokens per forward pass of one rank", within=TOKENS)
     pack: Packing = result("auto", PACK)
@@ -317,7 +326,7 @@ class DPOConfig(PackedSection):
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-6), "AdamW and its schedule")
     deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
     lora: LoraConfig | None = result(None, "Train adapters only; null: all parameters")
-    epochs: PositiveInt = result(1, "Passes over the pairs")
+    epochs: PositiveInt = result(1, "Passes over the pairs", within=PASSES)
     batch_size: PositiveInt = result(64, "Pairs per optimizer step, over all ranks", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(
         4096,

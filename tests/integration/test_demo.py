@@ -3,6 +3,7 @@
 - the true reward rises, after PPO and step by step, by the demo's own measure (`rewards/gold/mean`)
 - the policy uses the prompt on each seed: with exchanged prompts its gold reward falls
 - so does the reward model on each seed: with exchanged prompts its held-out accuracy falls
+- no guard is raised
 - what its checkpoints take, hashing included, is at most 2 % of its PPO steps
 - without a KL penalty a weak reward model is over-optimised: its score rises to the end, the true reward
   falls
@@ -58,12 +59,19 @@ def test_the_demo_raises_the_true_reward(seed: int, tmp_path: Path, summary_line
     seconds = seconds_of(tmp_path, "timing/checkpoint", "timing/step")
     summary_lines.append(f"checkpoints of seed {seed}: {seconds[0]:.2f} s of {seconds[1]:.1f} s in PPO steps")
     assert seconds[0] <= 0.02 * seconds[1]
+    assert alarms(tmp_path) == []
 
 
 def gold_by_step(home: Path) -> list[float]:
     """The true reward of the rollouts of each PPO step."""
     (metrics,) = home.glob("store/artifacts/ppo/*/*/metrics.jsonl")
     return [json.loads(line)["rewards/gold/mean"] for line in metrics.read_text().splitlines()]
+
+
+def alarms(home: Path) -> list[str]:
+    """The tags of guards in MLflow that were raised."""
+    with closing(sqlite3.connect(home / "mlflow.db")) as database:
+        return [name for (name,) in database.execute("select key from tags where key like 'rlhf.guard.%'")]
 
 
 def seconds_of(home: Path, *metrics: str) -> list[float]:

@@ -27,6 +27,7 @@ from rlhf_core.data.dataset import load_prompts
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from tests.support import secret_search
+from tests.unit.ppo.test_guards import FAILURES
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TRAJECTORIES = ("trajectory.json", "trajectory_avx2.json")
@@ -231,6 +232,14 @@ def _differences(got: list[dict[str, float]], pinned: list[dict[str, float]]) ->
             if now[name] != pytest.approx(then[name], rel=1e-3, abs=1e-4):
                 found.append(f"step {step}: {name} is {now[name]}, pinned {then[name]}")
     return found
+
+
+def test_the_guards_read_metrics_of_the_run(golden: Golden) -> None:
+    """A guard whose metric has another name in a run is never raised."""
+    for line in (golden.fetch("ppo") / "metrics.jsonl").read_text().splitlines():
+        assert {name for _, *changes in FAILURES for change in changes for name in change} <= set(
+            json.loads(line)
+        )
 
 
 def test_every_response_of_ppo_stands_beside_the_prompt_that_it_answers(golden: Golden) -> None:

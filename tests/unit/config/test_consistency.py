@@ -98,6 +98,31 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"lora": {"quantize": "nf4"}},
     ),
     (
+        {"guards": {"overoptimization": "stop"}},
+        ("ppo.guards.overoptimization: stop has no effect", "add reward.judge={}"),
+        {"guards": {"overoptimization": "warn"}},
+    ),
+    (
+        {"algorithm": "reinforce_pp", "guards": {"blind_critic": "stop"}},
+        ("ppo.guards.blind_critic: stop has no effect", "ppo.algorithm=reinforce_pp"),
+        {"guards": {"blind_critic": "stop"}},
+    ),
+    (
+        {"steps": 4, "guards": {"patience": 4}},
+        ("ppo.guards.patience: 4 steps", "ppo.steps is 4", "lower it"),
+        {"steps": 4, "guards": {"patience": 3}},
+    ),
+    (
+        {"rewards": [{"type": "relevance", "weight": 0}]},
+        ("ppo.rewards: all weights are 0", "give a source a weight"),
+        {"rewards": [{"type": "relevance", "weight": 0}, {"type": "repetition", "weight": 1}]},
+    ),
+    (
+        {"kl": TARGET, "publish_max_kl": 6.0},
+        ("ppo.publish_max_kl: 6 is not above ppo.kl.target (6)", "raise it"),
+        {"kl": TARGET, "publish_max_kl": 7.0},
+    ),
+    (
         {"max_new_tokens": 65},
         ("ppo.max_new_tokens: 65", "data.max_response_tokens (64)"),
         {"max_new_tokens": 64},
