@@ -60,6 +60,13 @@ class _Experience:
         self.metrics = GOOD | {name.replace("__", "/"): value for name, value in changed.items()}
 
 
+def synced(controller: Any) -> int:
+    """Return the version, and measure the speed: a step of microseconds can give advice that names it."""
+    controller._timings["sync/gb_per_s"] = 1.0
+    version: int = controller.completed_steps
+    return version
+
+
 @pytest.fixture
 def controller(tmp_path: Path) -> Any:
     nothing: Any = None
@@ -108,7 +115,7 @@ def test_a_step_says_whether_it_trains_the_policy(tmp_path: Path, monkeypatch: p
     steps = [_Experience(**changed) for changed in (blind, skipped, blind, blind)]
     monkeypatch.setattr(controller, "collect", lambda: replace(FORTY, from_cache=True))
     monkeypatch.setattr(controller, "score", lambda _batch: steps[controller.completed_steps])
-    monkeypatch.setattr(controller, "sync", lambda: 1)
+    monkeypatch.setattr(controller, "sync", lambda: synced(controller))
     monkeypatch.setattr(controller, "_log_samples", lambda *_arguments: None)
     controller._timings["timing/sync"] = 0.0
     for _ in steps:
@@ -127,7 +134,7 @@ def test_a_skipped_step_is_logged_and_the_run_continues(
     batch = replace(FORTY, from_cache=True)
     monkeypatch.setattr(controller, "collect", lambda: batch)
     monkeypatch.setattr(controller, "score", lambda batch: bad)
-    monkeypatch.setattr(controller, "sync", lambda: 1)
+    monkeypatch.setattr(controller, "sync", lambda: synced(controller))
     monkeypatch.setattr(controller, "_log_samples", lambda *arguments: kept.append(arguments[2:]))
     tracker = SimpleNamespace(log_metrics=lambda metrics, step: logged.append(metrics))
     report = SimpleNamespace(metrics=tracker, progress=lambda *place, **numbers: shown.append(numbers))
@@ -218,7 +225,7 @@ def test_a_checkpoint_has_the_score_of_its_own_policy(
     controller._ppo = config_from_tree({"ppo": {"steps": 9, "checkpoint_every": 3}}, "test").ppo
     batch = replace(FORTY, from_cache=True)
     monkeypatch.setattr(controller, "_restore", lambda: None)
-    monkeypatch.setattr(controller, "sync", lambda: controller.completed_steps)
+    monkeypatch.setattr(controller, "sync", lambda: synced(controller))
     monkeypatch.setattr(controller, "_log", lambda metrics: None)
     monkeypatch.setattr(controller, "_log_samples", lambda *_: None)
     monkeypatch.setattr(controller, "_train", lambda *_: {"loss/policy": 1.0})
