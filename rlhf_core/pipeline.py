@@ -81,7 +81,7 @@ _ENGINE_MEMORY = (
 
 _TRAINING = ("deepspeed", "pyarrow.parquet", "rlhf_core.cluster.ranks")
 _SCORING = ("rlhf_core.models.policy", "rlhf_core.models.score", "rlhf_core.models.scoring")
-_PLOTS = ("matplotlib.backends.backend_agg", "rlhf_core.evaluation.plots")
+_PLOTS = ("rlhf_core.evaluation.plots",)
 
 _TABLE = (
     Stage(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ import numpy.typing as npt
 
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.calibration import Calibration
+
+# While it is imported, matplotlib reads `matplotlibrc` in the working folder. An invalid file is an error.
+_working_folder = os.open(".", os.O_PATH)
+os.chdir(Path(__file__).parent)
+try:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+finally:
+    os.fchdir(_working_folder)
+    os.close(_working_folder)
 
 SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
 _SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
@@ -231,11 +243,7 @@ def to_png(figure: Any) -> bytes:
 
 
 def _figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    matplotlib.rcdefaults()  # a file `matplotlibrc` in the working folder can start programs (LaTeX)
+    matplotlib.rcdefaults()  # the user's file can start programs (LaTeX), and gives other bytes
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, sharex=rows > 1, squeeze=False).ravel().tolist()

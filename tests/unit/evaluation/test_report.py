@@ -297,21 +297,23 @@ def test_same_figure_gives_the_same_bytes() -> None:
     assert first == second
 
 
-def test_a_matplotlibrc_in_the_working_folder_is_not_used(tmp_path: Path) -> None:
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\naxes.facecolor: black\n")
+@pytest.mark.parametrize("content", [b"text.usetex: True\naxes.facecolor: black\n", b"\xff not text"])
+def test_a_matplotlibrc_in_the_working_folder_is_not_used(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "matplotlibrc").write_bytes(content)
     script = (
-        "import json, sys; from rlhf_core.evaluation import plots; import hashlib, matplotlib\n"
-        "print(matplotlib.rcParams['text.usetex'])\n"
+        "import hashlib, os; from rlhf_core.evaluation import plots\n"
         "figure, _ = plots._figure(4, 3)\n"
-        "print(hashlib.sha256(plots.to_png(figure)).hexdigest())"
+        "print(os.getcwd(), hashlib.sha256(plots.to_png(figure)).hexdigest())"
     )
     command = [sys.executable, "-P", "-c", script]
-    here, elsewhere = (
-        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
-        for folder in (tmp_path, tmp_path.parent)
-    )
-    assert here[0] == "True", "matplotlib reads the file when it is imported"
-    assert here[1] == elsewhere[1]
+    results = [
+        subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout.split()
+        for cwd in (folder, tmp_path)
+    ]
+    assert [cwd for cwd, _ in results] == [str(folder), str(tmp_path)]
+    assert results[0][1] == results[1][1]
 
 
 def test_running_mean_skips_missing_values() -> None:
