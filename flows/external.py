@@ -18,7 +18,7 @@ from typing import Any
 from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
 from flows.isolated import isolate_prefect
-from rlhf_core.config.redact import HIDDEN, has_credentials, shown
+from rlhf_core.config.redact import credential_problem, shown
 from rlhf_core.errors import InputError
 from rlhf_core.system.local_http import basic_auth
 from rlhf_core.tracking.check import tracker_problem
@@ -33,11 +33,8 @@ def external_prefect_url() -> str | None:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         return None
-    if has_credentials(url):
-        raise InputError(
-            f"PREFECT_API_URL: credentials in a URL are refused; got {HIDDEN}; give them by PREFECT_API_KEY"
-            " or PREFECT_API_AUTH_STRING"
-        )
+    if problem := credential_problem(url, "give them by PREFECT_API_KEY or PREFECT_API_AUTH_STRING"):
+        raise InputError(f"PREFECT_API_URL: {problem}")
     if not url.startswith(("http://", "https://")):
         raise InputError(
             f"PREFECT_API_URL: must be http(s)://host:port/api; got {shown(url)}; correct or unset it"
@@ -50,11 +47,11 @@ def external_mlflow_uri() -> str | None:
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         return None
-    if has_credentials(uri):
-        raise InputError(
-            f"MLFLOW_TRACKING_URI: credentials in a URL are refused; got {HIDDEN}; give them by"
-            " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or by MLFLOW_TRACKING_TOKEN"
-        )
+    instead = (
+        "give them by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or by MLFLOW_TRACKING_TOKEN"
+    )
+    if problem := credential_problem(uri, instead):
+        raise InputError(f"MLFLOW_TRACKING_URI: {problem}")
     if problem := tracker_problem(uri):
         raise InputError(f"MLFLOW_TRACKING_URI: {problem}")
     return uri

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
+from rlhf_core.config.redact import credential_problem, shown, texts
 from rlhf_core.data.check import check_data
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_language_model, check_votes
@@ -78,11 +78,8 @@ def check(config: PipelineConfig) -> list[str]:
 def check_addresses(config: PipelineConfig) -> Iterator[Finding]:
     """Check the addresses of store and tracker, and that their folders can be written to."""
     for path, text in texts(config.model_dump(mode="json", by_alias=True)):
-        if has_credentials(text):
-            yield ConfigError(
-                f"{'.'.join(map(str, path))}: credentials in a URL are refused; got {HIDDEN}; "
-                "give them by environment variables or a role"
-            )
+        if problem := credential_problem(text, "give them by environment variables or a role"):
+            yield ConfigError(f"{'.'.join(map(str, path))}: {problem}")
     yield from check_store(config)
     yield from check_tracking(config)
     problem = home_problem(Path(config.run.home))

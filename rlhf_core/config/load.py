@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from rlhf_core.config.devices import gpu_names, uses_gpu
 from rlhf_core.config.messages import Place, dotted, locate, out_of_range, sentences, unknown
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
+from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
 
@@ -68,11 +68,8 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
             problems.append(error.message)
     place = _place_of(document, given)
     for path, value in texts(tree):
-        if has_credentials(value):
-            problems.append(
-                f"{place(path)}: {dotted(path)}: credentials in a URL are refused; got {HIDDEN}; "
-                "give them by environment variables or a role"
-            )
+        if problem := credential_problem(value, "give them by environment variables or a role"):
+            problems.append(f"{place(path)}: {dotted(path)}: {problem}")
     problems.extend(f"{place(path)}: {sentence}" for path, sentence in out_of_range(tree))
     try:
         config = _validated(tree)

@@ -29,9 +29,10 @@ _SECRET_VARIABLE = re.compile(
 )
 """Many programs define variables, and it costs little to hide a value that is not secret."""
 _SECRET_PARAMETER = re.compile(
-    r"token|secret|passw|passphrase|signature|credential|jwt"
-    r"|(api|access|private|account)[_.-]?key|(^|[_.-])auth([_.-]|$)"
-    r"|authorization|^(sig|sas|key|code|pwd|pass|sid|session|x-(amz|goog|ms)-[\w-]+)$|[_-]pwd$",
+    r"token|secret|passw|passphrase|signature|credential|jwt|bearer"
+    r"|(api|access|private|account|subscription|function|master)[_.-]?key|(^|[_.-])auth([_.-]|$)"
+    r"|authorization|^(sig|sas|key|code|pwd|pw|pass|pin|otp|sid|session|x-(amz|goog|ms)-[\w-]+)$"
+    r"|[_-](pwd|pw|otp)$",
     re.I,
 )
 """Names of parameters in the query or the fragment of a URL."""
@@ -40,7 +41,7 @@ _SECRET_VALUE = re.compile(
     r"(?:AKIA|ASIA)[0-9A-Z]{12,}"
     r"|\bhf_[A-Za-z0-9]{8,}"
     r"|\bsk-[\w-]{8,}"
-    r"|\bgh[pousr]_\w{8,}|github_pat_\w+"
+    r"|\bgh[pousr]_\w{8,}|github_pat_\w+|\bglpat-[\w-]{8,}"
     r"|xox[abpr]-[\w-]+"
     r"|-----BEGIN[\s\S]*?(?:-----END[^-]*-----|$)"
     r"|\beyJ[\w-]{10,}\.[\w.-]*"
@@ -61,8 +62,9 @@ _HEADER = re.compile(
     re.I,
 )
 _COOKIE = re.compile(r"(cookie['\"]?\s*:\s*)[^\n'\"]+", re.I)
+_KEY_HEADER = re.compile(r"(\bx-[\w-]*(?:key|token|secret|auth)['\"]?\s*:\s*['\"b]*)[^\s'\",;}]+", re.I)
 _ASSIGNED = re.compile(
-    r"((?:passw(?:or)?d|passwd|pwd|passphrase|secret|api_?key|access_?key|private_?key|credentials?)"
+    r"((?:passw(?:or)?d|passwd|pwd|passphrase|secret|(?:api|access|private|account)[_-]?key|credentials?)"
     r"['\"]?\s*(?:=|(?<=['\"]):)\s*)"
     r"('[^']+'|\"[^\"]+\"|[^\s'\",;&}]+)",
     re.I,
@@ -83,14 +85,34 @@ def has_credentials(text: str) -> bool:
     Credentials are a user part (`scheme://user:password@host`) or a secret in the query or fragment
     (`?token=`).
     """
-    forms = [form for form in {text, unquote(text)} if re.search(r":[/\\]|//", form)]
+    forms = [form for form in _decoded(text) if re.search(r"https?:|:[/\\]|//", form, re.I)]
     return any(_URL_USER.search(form) or any(_secret_parameters(form)) for form in forms)
+
+
+def credential_problem(text: str, instead: str) -> str | None:
+    """Return the reason for which `text` is refused if it is a URL with credentials.
+
+    Args:
+        text: A value of the configuration or of the environment.
+        instead: What to do instead, for the end of the message.
+    """
+    if not has_credentials(text):
+        return None
+    return f"credentials in a URL are refused; got {HIDDEN}; {instead}"
+
+
+def _decoded(text: str) -> list[str]:
+    """Return `text` and its decoded forms. Percent-encoding may have been applied several times."""
+    forms = [text]
+    while len(forms) < 5 and (decoded := unquote(forms[-1])) != forms[-1]:
+        forms.append(decoded)
+    return forms
 
 
 def _secret_parameters(text: str) -> Iterator[str]:
     """Yield the values of secret parameters in the URLs in `text`."""
     for match in _PARAMETER.finditer(text):
-        if _SECRET_PARAMETER.search(unquote(match[1])):
+        if _SECRET_PARAMETER.search(_decoded(match[1])[-1]):
             yield match[2]
 
 
@@ -136,13 +158,13 @@ def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
             text = text.replace(form, HIDDEN)
     text = _URL_USER.sub(rf"\1{HIDDEN}@", text)
     text = _PARAMETER.sub(_hidden_parameter, text)
-    for pattern in (_HEADER, _COOKIE, _ASSIGNED):
+    for pattern in (_HEADER, _COOKIE, _KEY_HEADER, _ASSIGNED):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _SECRET_VALUE.sub(HIDDEN, text)
 
 
 def _hidden_parameter(match: re.Match[str]) -> str:
-    return f"{match[1]}={HIDDEN}" if _SECRET_PARAMETER.search(unquote(match[1])) else match[0]
+    return f"{match[1]}={HIDDEN}" if _SECRET_PARAMETER.search(_decoded(match[1])[-1]) else match[0]
 
 
 @lru_cache(maxsize=8)
@@ -159,7 +181,7 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
             values |= {value, value.strip(), *value.split("\n")}
         # An address of a database or proxy may contain a password, regardless of the name of the variable.
         values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
-    values |= {unquote(value) for value in values}
+    values |= {_decoded(value)[-1] for value in values}
     long = {value for value in values if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS}
     return tuple(
         sorted({form for value in long for form in _encoded(value)}, key=lambda form: (-len(form), form))

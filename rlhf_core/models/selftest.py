@@ -48,7 +48,8 @@ def tested(lm: Any, pack: Packing) -> bool:
 
     With `pack=False`, packing is not tested and the result is False. With `"auto"`, the result is True if no
     sequence depends on another one. With `True`, a ModelError is raised if one does. A ModelError is also
-    raised if two passes in training mode differ, or if sequences depend on padding or on other rows.
+    raised if two passes in training mode differ from each other or from evaluation mode, or if sequences
+    depend on padding or on other rows.
 
     The test takes a few passes over 24 tokens. With sharded parameters (ZeRO-3) it is a collective
     operation, in the context of `models.sharded.Shards`. Random numbers are drawn from a copy of the
@@ -81,9 +82,15 @@ def tested(lm: Any, pack: Packing) -> bool:
 
 @torch.no_grad()
 def _deterministic(lm: Any) -> None:
-    """Raise ModelError if two passes in training mode differ and random numbers were drawn."""
+    """Raise ModelError if passes in training mode differ from each other or from evaluation mode.
+
+    Two passes in training mode may differ if no random numbers were drawn.
+    """
+    sequences = _sequences(lm)
+    batch = collate(sequences, pad_id=0).to(lm.device)
+    lm.eval()
+    evaluated = _hidden(lm, batch)
     lm.train()
-    batch = collate(_sequences(lm), pad_id=0).to(lm.device)
     before = _generator(lm)
     first, second = _hidden(lm, batch), _hidden(lm, batch)
     # Kernels with an undefined summation order differ by rounding as well, but they draw no random numbers.
@@ -94,6 +101,23 @@ def _deterministic(lm: Any) -> None:
             " wherever they could be found; old and new log-probabilities would not be comparable; set the"
             " model's random parts to 0 in its config.json"
         )
+    tokens = [position for span in _spans(sequences, batch) for position in range(*span)]
+    gap, noise = _gap(first[tokens], evaluated[tokens]), _gap(first[tokens], second[tokens])
+    if not gap <= _allowed(first.dtype, noise=noise):
+        raise ModelError(
+            f"model.path: {_name(lm)}: hidden states in training mode differ by {gap:.1e} (relative) from those"
+            " in evaluation mode; a policy would be trained with other probabilities than it is evaluated"
+            " with; use another architecture"
+        )
+
+
+def _allowed(dtype: torch.dtype, *, noise: float) -> float:
+    """Return the largest relative difference of hidden states that is caused by rounding.
+
+    Rounding errors grow over the layers like a random walk. The model's own noise can be larger, for example
+    if a router has nearly equal choices.
+    """
+    return max(float(torch.finfo(dtype).eps ** 0.5), 8 * noise)
 
 
 def _generator(lm: Any) -> torch.Tensor:
@@ -127,9 +151,7 @@ def _difference(lm: Any, *, pack: bool) -> str | None:
             alone = _hidden(lm, collate([sequence], pad_id=0).to(lm.device))
             twice = _hidden(lm, collate([sequence, sequence], pad_id=0).to(lm.device))[: len(sequence)]
             gap, noise = _gap(hidden[start:end], alone), _gap(twice, alone)
-            # Rounding errors grow over the layers like a random walk. The model's own noise can be larger,
-            # for example if a router has nearly equal choices.
-            allowed = max(torch.finfo(hidden.dtype).eps ** 0.5, 8 * noise)
+            allowed = _allowed(hidden.dtype, noise=noise)
             if not gap <= allowed:
                 return (
                     f"a sequence's hidden states differ by {gap:.1e} (relative) from those it has alone, more"

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.redact import HIDDEN, has_credentials, scrubbed, shown
+from rlhf_core.config.redact import credential_problem, scrubbed, shown
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from rlhf_core.storage.backend import Backend
 from rlhf_core.storage.local import LocalFiles
@@ -196,14 +196,13 @@ def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
 
 # -- addresses --
 
+_AWS_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or a role"
+
 
 def url_problem(url: str) -> str | None:
     """Return the reason for which `url` cannot be the address of a store, with a fix, or None."""
-    if has_credentials(url):
-        return (
-            f"credentials in a URL are refused; got {HIDDEN}; set AWS_ACCESS_KEY_ID and"
-            " AWS_SECRET_ACCESS_KEY, or use a profile or a role"
-        )
+    if problem := credential_problem(url, _AWS_CREDENTIALS):
+        return problem
     if not url.strip() or "\0" in url:
         return f"must name a folder or s3://bucket/prefix; got {shown(url)}; name one"
     scheme, separator, rest = url.partition("://")
@@ -236,11 +235,8 @@ def _s3_problem(url: str, rest: str) -> str | None:
 
 def endpoint_problem(endpoint: str) -> str | None:
     """Return the reason for which `endpoint` cannot be the address of an S3 server, with a fix, or None."""
-    if has_credentials(endpoint):
-        return (
-            f"credentials in a URL are refused; got {HIDDEN}; set AWS_ACCESS_KEY_ID and"
-            " AWS_SECRET_ACCESS_KEY, or use a profile or a role"
-        )
+    if problem := credential_problem(endpoint, _AWS_CREDENTIALS):
+        return problem
     if _ENDPOINT.match(endpoint) is None:
         return f"must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
     return None

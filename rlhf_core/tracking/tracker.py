@@ -23,7 +23,7 @@ from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_fixed
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import tracking_uri
-from rlhf_core.config.redact import has_credentials
+from rlhf_core.config.redact import credential_problem
 from rlhf_core.errors import ConfigError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
@@ -70,11 +70,9 @@ def open_tracking(config: PipelineConfig) -> Tracking:
     Raises ConfigError for an address that cannot be a tracker.
     """
     home = Home.of(config.run.home)
-    if config.tracking.uri is not None and has_credentials(config.tracking.uri):
-        raise ConfigError(
-            "tracking.uri must not contain credentials (value hidden); set MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment."
-        )
+    instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI"
+    if problem := credential_problem(config.tracking.uri or "", instead):
+        raise ConfigError(f"tracking.uri: {problem}")
     uri = tracking_uri(config)
     if problem := tracker_problem(uri):
         raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")

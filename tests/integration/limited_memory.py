@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.engines import sharding
+from rlhf_core.engines import deepspeed, sharding
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models import saving
 from rlhf_core.models.policy import load_policy
@@ -32,6 +32,10 @@ from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, torchrun_rank
 
 FILE_SIZE = "100MB"
+LIVE_PARAMETERS = 50_000_000
+"""Parameters that ZeRO-3 holds gathered at a time, at most. DeepSpeed's limit of 1e9 is more than this model
+has, so that every rank would gather all of it. 5e7 is a larger share of this model than 1e9 of one with 7e9.
+"""
 SEQUENCES = [((3 + i, 4, 5, 6), (7, 8, 9 + i, 10, 2)) for i in range(8)]
 
 
@@ -163,6 +167,24 @@ def run_load(config: PipelineConfig) -> dict[str, int]:
     return found
 
 
+def limit_gathered_parameters() -> None:
+    """Limit what ZeRO-3 gathers in proportion to the size of this model."""
+    full = deepspeed.deepspeed_config
+
+    def limited(*args: Any, **options: Any) -> dict[str, Any]:
+        settings = full(*args, **options)
+        if settings["zero_optimization"]["stage"] == 3:
+            settings["zero_optimization"] |= {
+                "stage3_max_live_parameters": LIVE_PARAMETERS,
+                "stage3_max_reuse_distance": LIVE_PARAMETERS,
+                "stage3_prefetch_bucket_size": LIVE_PARAMETERS // 10,
+            }
+        return settings
+
+    vars(deepspeed).update(deepspeed_config=limited)
+    vars(sharding).update(deepspeed_config=limited)
+
+
 def main() -> None:
     folder, what, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     rank = torchrun_rank()
@@ -178,6 +200,7 @@ def main() -> None:
     if how == "whole":
         for module in (sft, reward, sharding):
             vars(module).update(shards_of=lambda _: None)
+    limit_gathered_parameters()
     baseline = status("VmSize")
     if what == "load":
         found = run_load(config)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import LoraConfig
@@ -47,8 +48,11 @@ def config_of(dtype: str = "bfloat16", **ppo: Any) -> PipelineConfig:
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, TrainedPolicy]:
-    """(ppo, sft, trained): artifacts as the stages leave them, and what the policy in memory said."""
-    folder = tmp_path_factory.mktemp("artifacts")
+    return save_artifacts(tmp_path_factory.mktemp("artifacts"), SMALL)
+
+
+def save_artifacts(folder: Path, size: float) -> tuple[Path, Path, TrainedPolicy]:
+    """Save artifacts as the stages do, and return (ppo, sft, log-probabilities of the policy in memory)."""
     sft, ppo = folder / "sft", folder / "ppo"
     torch.manual_seed(0)
     save_tiny_llama(folder / "start", hidden_size=256, intermediate_size=512, dtype=torch.bfloat16)
@@ -58,7 +62,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tra
     add_adapter(policy, LORA)
     for name, parameter in policy.lm.named_parameters():
         if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=SMALL)
+            torch.nn.init.normal_(parameter, std=size)
     sequences = [(tuple(range(3, 9)), tuple(torch.randint(3, 60, (12,)).tolist())) for _ in range(16)]
     logprobs, _ = sequence_logprobs(policy.eval(), single_process_batches(policy, sequences, 4096, 0), 1.0)
     named = dict(policy.lm.named_parameters())
@@ -130,9 +134,22 @@ def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -
     ppo, sft, trained = artifacts
     other = TrainedPolicy(trained.sequences, [values + 0.1 for values in trained.logprobs])
     with pytest.raises(
-        GateFailed, match=r"differ from the trained policy by 0.1 nats per token, more than 0.05"
+        GateFailed, match=r"differ from the trained policy by 0.1 nats per token, more than 0.0[45]"
     ):
         check(config_of(), (ppo, sft, other))
+
+
+def test_files_without_the_effect_of_training_fail_the_stage(tmp_path: Path) -> None:
+    """Their gap is below the fixed tolerance of bfloat16, and as large as the distance from the SFT model."""
+    ppo, sft, trained = save_artifacts(tmp_path, 5e-3)
+    found = check(config_of(), (ppo, sft, trained))
+    assert found["published/logprob_gap"] == 0.0
+    assert 0.01 < found["published/logprob_change"] < 0.05
+    file = ppo / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, file, {"format": "pt"})
+    with pytest.raises(GateFailed, match=r"differ from the trained policy by .* more than .* do not match"):
+        check(config_of(), (ppo, sft, trained))
 
 
 def test_empty_responses_are_left_out_and_nothing_but_them_is_named(artifacts: Any) -> None:

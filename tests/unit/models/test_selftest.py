@@ -138,6 +138,21 @@ def test_randomness_that_has_no_known_name_is_refused(
         load(save(tmp_path, "Llama"))
 
 
+def test_a_model_that_computes_something_else_in_training_mode_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaMLP,
+        "forward",
+        lambda self, x: plain(self, x) * (1 + 0.5 * self.training),
+    )
+    with pytest.raises(ModelError, match="in training mode differ by .* from those in evaluation mode"):
+        load(save(tmp_path, "Llama"))
+
+
 def test_a_model_that_sees_what_comes_later_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, "Llama")
     model = load(folder).lm

@@ -141,7 +141,8 @@ WITHOUT_A_VARIABLE = (
     "Cookie: a=b; session={}; c=d",
     "https://hooks.slack.com/services/T0/B0/{}", "https://discord.com/api/webhooks/1/{}",
     "https:/\\me:{}@host", "//me:{}@host/x",
-    "hf_{}", "client_secret={}&grant_type=x",
+    "hf_{}", "glpat-{}", "x-api-key: {}", "'X-Auth-Token': '{}'", "AccountName=a;AccountKey={}==;B=c",
+    "http://h/?%2574oken={}", "client_secret={}&grant_type=x",
         "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
 )  # fmt: skip
 
@@ -176,8 +177,9 @@ CREDENTIALS_IN_URLS = (
         "token", "api_key", "apikey", "api-key", "auth", "sas", "sig", "pwd", "passwd", "password",
         "client_secret", "jwt", "X-Goog-Signature", "X-Amz-Credential", "code", "access_token", "%74oken",
         "a=1&key", "a=1;secret",
-        "db_password",
+        "db_password", "bearer", "otp", "pw", "subscription-key", "%2574oken", "%25252574oken",
     )),
+    "http:h?token=SECRET",
     "http://h/#token=SECRET", "http://h/cb#id_token=SECRET", "https://h%3Ftoken=SECRET", "https://SECRET@h", "https://u:SECRET@h",
     "https:/\\u:SECRET@h", "https:\\\\u:SECRET@h", "https:/u:SECRET@h", "//u:SECRET@h", "https://u%3ASECRET%40h",
 )  # fmt: skip
