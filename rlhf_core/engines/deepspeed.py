@@ -341,11 +341,21 @@ class TrainingEngine:
     def _gathered(self, parameters: list[nn.Parameter], *, to_change: bool = False) -> Any:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-        return GatheredParameters(
-            parameters,
-            modifier_rank=0 if to_change else None,
-            enabled=self.zero_stage == 3 and bool(parameters),
-        )
+        enabled = self.zero_stage == 3 and bool(parameters)
+        if enabled:
+            self._release_prefetched()
+        return GatheredParameters(parameters, modifier_rank=0 if to_change else None, enabled=enabled)
+
+    def _release_prefetched(self) -> None:
+        """Release the parameters that ZeRO-3 prefetched for a backward pass that does not follow.
+
+        After an evaluation they are being gathered until the next forward pass, and DeepSpeed can neither
+        gather nor partition them. The models for which it prefetches have more parameters than it holds
+        gathered at a time (1e9).
+        """
+        # The optimizer of a frozen model is the offload object itself.
+        offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+        offload.get_param_coordinator()._clean_inflight_param_registry()
 
     def snapshot_best(self) -> None:
         """Copy the current weights to host memory for `restore_best`."""

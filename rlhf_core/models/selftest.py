@@ -105,9 +105,9 @@ def _deterministic(lm: Any) -> None:
     gap, noise = _gap(first[tokens], evaluated[tokens]), _gap(first[tokens], second[tokens])
     if not gap <= _allowed(first.dtype, noise=noise):
         raise ModelError(
-            f"model.path: {_name(lm)}: hidden states in training mode differ by {gap:.1e} (relative) from those"
-            " in evaluation mode; a policy would be trained with other probabilities than it is evaluated"
-            " with; use another architecture"
+            f"model.path: {_name(lm)}: hidden states in training mode differ by {gap:.1e} (relative) from"
+            " those in evaluation mode, so that other probabilities would be trained than evaluated; use"
+            " another architecture"
         )
 
 

@@ -43,6 +43,7 @@ from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
+from rlhf_core.models.scoring import Batches, sequence_logprobs
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
 from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
@@ -147,13 +148,21 @@ def pairs(data: Sequence[TrainSample]) -> list[PairExample]:
     ]
 
 
-def let_nothing_persist() -> None:
-    """Let ZeRO-3 shard parameters as small as these, which it would keep whole on every rank."""
+def shard_small_parameters() -> None:
+    """Let ZeRO-3 treat these parameters as those of a large model.
+
+    It would keep all of them whole on every rank, and never prefetch or release any.
+    """
     original = deepspeed.deepspeed_config
 
     def changed(*args: Any, **kwargs: Any) -> dict[str, Any]:
         settings = original(*args, **kwargs)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        settings["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 2000,
+            "stage3_max_reuse_distance": 2000,
+            "stage3_prefetch_bucket_size": 1000,
+        }
         return settings
 
     deepspeed.deepspeed_config = changed
@@ -202,6 +211,12 @@ def train(
             engine.load_checkpoint(checkpoint, checkpoint / "converted")
         policy_step(engine, kind, data, sequences, budget, pack)
     assert any(copies) == ("hpz" in kind and rank.world_size > 1)
+    if kind.startswith(("sft", "policy")):
+        # A backward pass, for which ZeRO-3 prefetches parameters, does not follow.
+        rows = [(s.prompt_ids, s.response_ids) for s in data]
+        batches = Batches(rows, [list(range(len(rows)))], pad_id=0, device="cpu", pack=pack)
+        for _ in range(2):
+            sequence_logprobs(engine, batches, 1.0)
     found = {name: tensor.clone() for name, tensor in engine.weights()}
     found |= {f"adapter.{name}": tensor.clone() for name, tensor in engine.adapter()}
     if kind.startswith("policy"):
@@ -264,7 +279,7 @@ def torchrun_rank() -> Rank:
 def main() -> None:
     rank = torchrun_rank()
     join(rank)
-    let_nothing_persist()
+    shard_small_parameters()
     for setting in SETTINGS if rank.world_size < 4 else OF_FOUR_RANKS:
         weights = train(rank, *setting, Path(sys.argv[1]))
         if rank.rank == 0:

@@ -23,6 +23,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.engines import deepspeed, sharding
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models import saving
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import Batches, sequence_logprobs, sequence_scores, sequence_values
 from rlhf_core.ppo import worker
@@ -32,9 +33,9 @@ from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, torchrun_rank
 
 FILE_SIZE = "100MB"
-LIVE_PARAMETERS = 50_000_000
-"""Parameters that ZeRO-3 holds gathered at a time, at most. DeepSpeed's limit of 1e9 is more than this model
-has, so that every rank would gather all of it. 5e7 is a larger share of this model than 1e9 of one with 7e9.
+LIVE_SHARE = 0.2
+"""Share of the parameters that ZeRO-3 holds gathered at a time, at most. DeepSpeed's limit of 1e9 is more
+than this model has, so that every rank would gather all of it. Of a model with 7e9 it is a seventh.
 """
 SEQUENCES = [((3 + i, 4, 5, 6), (7, 8, 9 + i, 10, 2)) for i in range(8)]
 
@@ -167,17 +168,18 @@ def run_load(config: PipelineConfig) -> dict[str, int]:
     return found
 
 
-def limit_gathered_parameters() -> None:
+def limit_gathered_parameters(parameters: int) -> None:
     """Limit what ZeRO-3 gathers in proportion to the size of this model."""
+    live = int(LIVE_SHARE * parameters)
     full = deepspeed.deepspeed_config
 
     def limited(*args: Any, **options: Any) -> dict[str, Any]:
         settings = full(*args, **options)
         if settings["zero_optimization"]["stage"] == 3:
             settings["zero_optimization"] |= {
-                "stage3_max_live_parameters": LIVE_PARAMETERS,
-                "stage3_max_reuse_distance": LIVE_PARAMETERS,
-                "stage3_prefetch_bucket_size": LIVE_PARAMETERS // 10,
+                "stage3_max_live_parameters": live,
+                "stage3_max_reuse_distance": live,
+                "stage3_prefetch_bucket_size": live // 10,
             }
         return settings
 
@@ -200,7 +202,7 @@ def main() -> None:
     if how == "whole":
         for module in (sft, reward, sharding):
             vars(module).update(shards_of=lambda _: None)
-    limit_gathered_parameters()
+    limit_gathered_parameters(ModelFolder(folder / "base").parameters)
     baseline = status("VmSize")
     if what == "load":
         found = run_load(config)

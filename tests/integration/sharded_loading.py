@@ -28,7 +28,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.stages.sft import train_step as sft_step
-from tests.integration.deepspeed_step import leave_for_good, let_nothing_persist, torchrun_rank
+from tests.integration.deepspeed_step import leave_for_good, shard_small_parameters, torchrun_rank
 
 LORA = LoraConfig(r=4, alpha=8)
 CASES: dict[str, tuple[str, str, LoraConfig | None, bool]] = {
@@ -154,7 +154,7 @@ def allocated() -> int:
 def main() -> None:
     rank, folder = torchrun_rank(), Path(sys.argv[1])
     join(rank)
-    let_nothing_persist()
+    shard_small_parameters()
     for name in CASES:
         for sharded in (False, True):
             found = outcome(name, rank, folder, sharded=sharded)

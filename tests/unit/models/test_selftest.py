@@ -149,7 +149,7 @@ def test_a_model_that_computes_something_else_in_training_mode_is_refused(
         "forward",
         lambda self, x: plain(self, x) * (1 + 0.5 * self.training),
     )
-    with pytest.raises(ModelError, match="in training mode differ by .* from those in evaluation mode"):
+    with pytest.raises(ModelError, match=r"in training mode differ by .* from those in evaluation mode"):
         load(save(tmp_path, "Llama"))
 
 
