@@ -201,7 +201,8 @@ class Supervisor:
             server.ensure_running()
         if reconciler is not None:
             reconciler.poll()
-        rotate_logs(self._home.servers)
+        for folder in (self._home.servers, self._home.logs):
+            rotate_logs(folder)
         self._write_state("ready")
 
     def _start_or_release_ports(self) -> bool:

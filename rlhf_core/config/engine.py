@@ -44,7 +44,9 @@ class EngineConfig(Section):
         0.85,
         "Share of GPU memory for weights and KV cache; lower it when colocated",
     )
-    kv_cache_gib: PositiveFloat = execution(1.0, "KV cache of a CPU engine in GiB")
+    kv_cache_gib: PositiveFloat = execution(
+        1.0, "KV cache of a CPU engine in GiB", within=Range(0.01, 4096, "the memory of a host")
+    )
     max_num_seqs: PositiveInt = rounding(
         256,
         "Sequences decoded at once by one engine",

@@ -23,7 +23,7 @@ class GuardsConfig(Section):
     patience: PositiveInt = execution(3, "Number of consecutive steps for which a condition must hold")
     eos_loss: GuardAction = execution("warn", "Responses no longer end with EOS")
     eos_loss_ratio: Fraction = execution(
-        0.1,
+        0.5,
         "Raised below this multiple of the initial share of responses with EOS",
     )
     entropy_collapse: GuardAction = execution("warn", "The policy has become nearly deterministic")

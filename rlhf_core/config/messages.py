@@ -384,6 +384,15 @@ def out_of_range(tree: Any) -> Iterator[tuple[Keys, str]]:
     yield from _out_of_range(tree, root(), ())
 
 
+def _allowed_by_type(value: float, schema: Schema) -> bool:
+    """Return whether the type of the field allows `value`. The validation reports the other values."""
+    return all(
+        limits.get("minimum", -math.inf) <= value <= limits.get("maximum", math.inf)
+        and limits.get("exclusiveMinimum", -math.inf) < value < limits.get("exclusiveMaximum", math.inf)
+        for limits in (schema, *schema.get("anyOf", ()))
+    )
+
+
 def _out_of_range(tree: Any, schema: Schema, path: Keys) -> Iterator[tuple[Keys, str]]:
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(tree, dict):
@@ -393,8 +402,7 @@ def _out_of_range(tree: Any, schema: Schema, path: Keys) -> Iterator[tuple[Keys,
         items = enumerate(tree)
     elif isinstance(tree, int | float) and not isinstance(tree, bool) and "within" in schema:
         low, high, reason = schema["within"]
-        # Values that the type refuses (0, negative, above 10^9, NaN) are reported by the rule of the type.
-        if 0 < tree <= 1e9 and not low <= tree <= high:
+        if _allowed_by_type(tree, schema) and not low <= tree <= high:
             fix = f"use {number(low)} or more" if tree < low else f"use at most {number(high)}"
             limits = f"must be from {number(low)} to {number(high)} ({reason})"
             yield path, f"{dotted(path)}: {limits}; got {shown(tree)}; {fix}"

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import (
     BATCH,
+    COEFFICIENT,
     PASSES,
     RANKS,
     TEMPERATURE,
@@ -64,9 +65,7 @@ class PPOConfig(PackedSection):
         later=True,
     )
     samples_per_prompt: PositiveInt = result(
-        1,
-        "Responses sampled for each prompt",
-        within=Range(1, 65536, "the sequences of a batch are held in memory"),
+        1, "Responses sampled for each prompt", within=Range(1, 65536, "a batch is held in memory")
     )
     max_new_tokens: PositiveInt = result(64, "Length limit of a response", within=TOKENS)
     temperature: PositiveFloat = result(
@@ -126,13 +125,13 @@ class PPOConfig(PackedSection):
         5.0,
         "The reward model's normalised scores are clipped to +- this value, before weight, other rewards,"
         " penalties and KL are applied. Rules are not clipped. null: no clip",
+        within=Range(0.1, 1e6, "the scores have standard deviation 1"),
     )
     kl: KLConfig = result(KLConfig(), "KL to the reference")
-    gamma: Fraction = result(1.0, "Discount per token")
+    gamma: Fraction = result(1.0, "Discount per token", within=Range(0.1, 1, "lower values hide the score"))
     lam: Fraction = result(
         1.0,
-        "GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500 tokens"
-        " only through the critic",
+        "GAE's lambda; 1 as in OpenRLHF and verl. 0.95: the score reaches earlier tokens by the critic only",
     )
     whiten_advantages: bool | None = result(
         None,
@@ -149,8 +148,9 @@ class PPOConfig(PackedSection):
         0.5,
         "Maximum change of the values relative to the old ones (0.5 as in OpenRLHF and verl), not applied"
         " during the critic's warm-up; null: no limit",
+        within=Range(1e-3, 1e6, "the values are of the size of the scores"),
     )
-    entropy_coef: NonNegativeFloat = result(0.0, "Weight of the entropy bonus")
+    entropy_coef: NonNegativeFloat = result(0.0, "Weight of the entropy bonus", within=COEFFICIENT)
     aggregation: ConfiguredAggregation | None = result(
         None,
         "How token losses are aggregated. Denominators count the whole optimizer step. `-norm` also divides"

@@ -62,12 +62,12 @@ def log_to_stderr() -> None:
 
 
 def rotate_logs(folder: Path, max_bytes: int = LOG_BYTES) -> None:
-    """Rotate the logs in `folder` that have more than `max_bytes`.
+    """Rotate the logs in `folder`, and in its folders, that have more than `max_bytes`.
 
     The content is copied and the file is truncated. Its writer keeps the file open in append mode and
     therefore continues at the beginning. Files that cannot be read or written are not changed.
     """
-    for file in folder.glob("*.log"):
+    for file in folder.rglob("*.log"):
         with suppress(OSError):
             if file.stat().st_size > max_bytes:
                 shutil.copyfile(file, file.with_suffix(".log.1"))

@@ -29,7 +29,8 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "guards.md"
 Change = dict[str, float]
 # Name, the failure that was planted, and what is just short of the limit. The first step is GOOD.
 FAILURES: list[tuple[str, Change, Change]] = [
-    ("eos_loss", {"rollout/eos_rate": 0.0}, {"rollout/eos_rate": 0.1}),
+    ("eos_loss", {"rollout/eos_rate": 0.0}, {"rollout/eos_rate": 0.5}),
+    ("eos_loss", {"rollout/eos_rate": 0.12}, {"rollout/eos_rate": 0.6}),
     ("entropy_collapse", {"policy/entropy": 1e-4}, {"policy/entropy": 0.1}),
     ("entropy_explosion", {"policy/entropy": 10.0}, {"policy/entropy": 3.0}),
     ("negative_kl", {"objective/kl": -80.0}, {"objective/kl": -1.0}),

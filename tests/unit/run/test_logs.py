@@ -26,3 +26,11 @@ def test_unreadable_log_does_not_prevent_rotation_of_others(tmp_path: Path) -> N
     rotate_logs(tmp_path, max_bytes=100)
     assert (tmp_path / "mlflow.log").read_bytes() == b""
     assert (tmp_path / "mlflow.log.1").read_bytes() == b"text " * 40
+
+
+def test_logs_of_runs_are_rotated_too(tmp_path: Path) -> None:
+    log = tmp_path / "demo" / "sft-01.log"
+    log.parent.mkdir()
+    log.write_bytes(b"text " * 40)
+    rotate_logs(tmp_path, max_bytes=100)
+    assert log.read_bytes() == b"" and (log.parent / "sft-01.log.1").exists()
