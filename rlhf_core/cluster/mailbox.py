@@ -2,12 +2,13 @@
 
     rank 0                                     stage's process
     context.metrics.flush()
-      Mailbox.call("metrics.flush")
+      Mailbox.call(function)
       waits                           <-----   asks for the next request (`RankActor.next_request`)
-      request                         ----->   ContextServer.execute
+      request                         ----->   ContextServer.execute calls the function
       returns or raises               <-----   asks for the next one, with the reply to this one
 
-Metrics, progress, checkpoints and the stop request stay in the stage's process, which holds the fence and the
+A request is a function of the `ContextServer`, which Ray serializes by value with its arguments. Metrics,
+progress, checkpoints and the stop request stay in the stage's process, which holds the fence and the
 connections. Rank 0 needs no access to it: the stage's process only calls, and is never called.
 """
 
@@ -18,17 +19,17 @@ import pickle
 import queue
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.errors import RLHFError, classified
 from rlhf_core.system.stopping import StopRequest
-from rlhf_core.types import StageContext
+from rlhf_core.types import Checkpoints, MetricLogger, Progress, StageContext
+
+T = TypeVar("T")
 
 _FORMATTER = logging.Formatter()
 
@@ -37,10 +38,8 @@ _FORMATTER = logging.Formatter()
 class CallRequest:
     """One call of rank 0."""
 
-    method: str
-    """Such as `metrics.log_metrics`."""
-    args: tuple[Any, ...] = ()
-    named: dict[str, Any] = field(default_factory=dict)
+    function: Callable[[ContextServer], Any]
+    """Is called in the stage's process."""
     needs_reply: bool = True
 
 
@@ -52,7 +51,11 @@ class CallReply:
     error: RLHFError | None = None
 
 
-END = CallRequest("end", needs_reply=False)
+def _end(_: ContextServer) -> None:
+    """The server does not call it."""
+
+
+END = CallRequest(_end, needs_reply=False)
 """The last request of rank 0."""
 
 
@@ -67,13 +70,14 @@ class Mailbox:
         self._replies: queue.Queue[CallReply] = queue.Queue()
         self.stop = _RemoteStop(self)
 
-    def call(self, method: str, *args: Any, **named: Any) -> Any:
-        """Call `method` of the context in the stage's process. Raises what it raises there."""
-        self._requests.put(CallRequest(method, args, named))
+    def call(self, function: Callable[[ContextServer], T]) -> T:
+        """Call `function` in the stage's process. Returns and raises what it returns and raises there."""
+        self._requests.put(CallRequest(function))
         reply = self._replies.get()
         if reply.error is not None:
             raise reply.error
-        return reply.value
+        value: T = reply.value
+        return value
 
     def post(self, request: CallRequest) -> None:
         """Hand over a request without waiting for a reply; from any thread."""
@@ -94,22 +98,40 @@ class Mailbox:
 
     def context(self, context: StageContext) -> StageContext:
         """Return `context`, from `portable`, with the parts that it had in the stage's process."""
-        parts: dict[str, Any] = {
-            "checkpoints": _Remote(self, "checkpoints"),
-            "metrics": _RemoteMetrics(self, "metrics"),
-        }
-        return replace(context, **parts, progress=partial(self.call, "progress"), stop=self.stop)
+        return replace(
+            context,
+            checkpoints=_RemoteCheckpoints(self),
+            metrics=_RemoteMetrics(self),
+            progress=_RemoteProgress(self),
+            stop=self.stop,
+        )
 
 
-class _Remote:
-    """A part of the context, such as its metrics."""
-
-    def __init__(self, mailbox: Mailbox, part: str) -> None:
+class _RemoteCheckpoints(Checkpoints):
+    def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self._part = part
 
-    def __getattr__(self, method: str) -> Any:
-        return partial(self._mailbox.call, f"{self._part}.{method}")
+    def latest(self) -> tuple[int, Path] | None:
+        return self._mailbox.call(lambda server: server.context.checkpoints.latest())
+
+    def prepare(self, step: int, folder: Path, size: int) -> None:
+        self._mailbox.call(lambda server: server.context.checkpoints.prepare(step, folder, size))
+
+    def save(
+        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+    ) -> None:
+        self._mailbox.call(lambda server: server.context.checkpoints.save(step, folder, score, known=known))
+
+    def best(self, known: Mapping[int, float] | None = None) -> str | None:
+        return self._mailbox.call(lambda server: server.context.checkpoints.best(known))
+
+
+class _RemoteProgress(Progress):
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    def __call__(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
+        self._mailbox.call(lambda server: server.context.progress(task, done, total, unit, **metrics))
 
 
 class _Writable:
@@ -122,14 +144,28 @@ class _Writable:
         return pickle.loads, (pickle.dumps(self._value),)
 
 
-class _RemoteMetrics(_Remote):
+class _RemoteMetrics(MetricLogger):
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._mailbox.call(lambda server: server.context.metrics.log_metrics(metrics, step))
+
+    def flush(self) -> None:
+        self._mailbox.call(lambda server: server.context.metrics.flush())
+
+    def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        self._mailbox.call(lambda server: server.context.metrics.log_table(name, rows))
+
     def log_figure(self, name: str, figure: Any) -> None:
         # matplotlib changes the arrays of a figure when it draws it.
-        self._mailbox.call("metrics.log_figure", name, _Writable(figure))
+        writable = _Writable(figure)
+        self._mailbox.call(lambda server: server.context.metrics.log_figure(name, writable))
 
     def log_file(self, path: Path, folder: str = "") -> None:
         # The file is on the disk of this host.
-        self._mailbox.call("log_file", path.name, path.read_bytes(), folder)
+        name, content = path.name, path.read_bytes()
+        self._mailbox.call(lambda server: server.log_file(name, content, folder))
 
 
 class _RemoteStop(StopRequest):
@@ -141,11 +177,11 @@ class _RemoteStop(StopRequest):
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        self._mailbox.call("defer_stop", True)
+        self._mailbox.call(lambda server: server.defer_stop())
         try:
             yield
         finally:
-            self._mailbox.call("defer_stop", False)
+            self._mailbox.call(lambda server: server.end_deferral())
 
 
 class LogForwarder(logging.Handler):
@@ -156,8 +192,8 @@ class LogForwarder(logging.Handler):
         self._mailbox = mailbox
 
     def emit(self, record: logging.LogRecord) -> None:
-        values = (record.name, record.levelno, _FORMATTER.format(record))
-        self._mailbox.post(CallRequest("log", values, needs_reply=False))
+        name, level, text = record.name, record.levelno, _FORMATTER.format(record)
+        self._mailbox.post(CallRequest(lambda server: server.log(name, level, text), needs_reply=False))
 
 
 # -- in the stage's process --
@@ -185,34 +221,35 @@ class ContextServer:
         """Whether the stage was asked to stop."""
         return self._context is not None and self._context.stop.requested
 
+    @property
+    def context(self) -> StageContext:
+        assert self._context is not None
+        return self._context
+
     def execute(self, request: CallRequest) -> CallReply | None:
         """Return the reply, if rank 0 waits for one."""
         try:
-            reply = CallReply(self._method(request.method)(*request.args, **request.named))
+            reply = CallReply(request.function(self))
         except Exception as error:
             reply = CallReply(error=classified(error))
         return reply if request.needs_reply else None
 
-    def _method(self, name: str) -> Any:
-        own = {"log": _log, "log_file": self._log_file, "defer_stop": self._defer_stop}
-        return own[name] if name in own else attrgetter(name)(self._context)
+    def log(self, name: str, level: int, text: str) -> None:
+        """Log a line of rank 0."""
+        logging.getLogger(name).log(level, "%s", text)
 
-    def _log_file(self, name: str, content: bytes, folder: str) -> None:
-        assert self._context is not None
+    def log_file(self, name: str, content: bytes, folder: str) -> None:
+        """Log a file of rank 0."""
         temporary = Path(tempfile.mkdtemp(prefix="rlhf-log-"))
         try:
             (temporary / name).write_bytes(content)
-            self._context.metrics.log_file(temporary / name, folder)
+            self.context.metrics.log_file(temporary / name, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _defer_stop(self, deferred: bool) -> None:
-        assert self._context is not None
-        if deferred:
-            self._deferral.enter_context(self._context.stop.deferred())
-        else:
-            self._deferral.close()
+    def defer_stop(self) -> None:
+        """Defer stop requests until `end_deferral`."""
+        self._deferral.enter_context(self.context.stop.deferred())
 
-
-def _log(name: str, level: int, text: str) -> None:
-    logging.getLogger(name).log(level, "%s", text)
+    def end_deferral(self) -> None:
+        self._deferral.close()

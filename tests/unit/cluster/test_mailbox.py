@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
 from rlhf_core.cluster.mailbox import END, CallReply, ContextServer, LogForwarder, Mailbox, portable
 from rlhf_core.errors import StoreError, UnexpectedError
@@ -43,7 +44,8 @@ def served(context: StageContext, work: Callable[[StageContext], None]) -> None:
     thread.start()
     reply: CallReply | None = None
     while (request := mailbox.exchange(reply, server.stop_requested, 0.1)) != END:
-        reply = None if request is None else server.execute(request)
+        sent = cloudpickle.loads(cloudpickle.dumps(request))  # as Ray sends it
+        reply = None if sent is None else server.execute(sent)
     thread.join(10)
     if failures:
         raise failures[0]
