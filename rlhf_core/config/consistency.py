@@ -120,14 +120,13 @@ def _either(numbers: Sequence[int]) -> str:
 
 
 def trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
-    """Return the DeepSpeed section of each trained model, with its field."""
-    dpo = [("dpo.deepspeed", config.dpo.deepspeed)] if config.dpo.enabled else []
+    """Return the DeepSpeed section of each model that this configuration trains, with its field."""
+    ppo = config.ppo
+    critic = [("ppo.critic_deepspeed", ppo.critic_deepspeed)] if ppo.uses_critic else []
     return [
-        ("sft.deepspeed", config.sft.deepspeed),
-        ("reward.deepspeed", config.reward.deepspeed),
-        *dpo,
-        ("ppo.policy_deepspeed", config.ppo.policy_deepspeed),
-        ("ppo.critic_deepspeed", config.ppo.critic_deepspeed),
+        *((f"{stage}.deepspeed", section.deepspeed) for stage, section in config.training_sections.items()),
+        ("ppo.policy_deepspeed", ppo.policy_deepspeed),
+        *critic,
     ]
 
 

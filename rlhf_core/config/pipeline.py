@@ -356,6 +356,10 @@ class RegisterConfig(Section):
     )
 
 
+TrainingStage = Literal["sft", "reward", "dpo"]
+"""The stages that train one model."""
+
+
 class PipelineConfig(Section):
     """The whole pipeline: one YAML file."""
 
@@ -389,6 +393,16 @@ class PipelineConfig(Section):
         return Path(self.store_url.removeprefix("file://"))
 
     @property
+    def training_sections(self) -> dict[TrainingStage, SFTConfig | RewardConfig | DPOConfig]:
+        """The sections of the stages that train one model, without those of disabled stages."""
+        sections: dict[TrainingStage, SFTConfig | RewardConfig | DPOConfig] = {"sft": self.sft}
+        if self.reward.enabled:
+            sections["reward"] = self.reward
+        if self.dpo.enabled:
+            sections["dpo"] = self.dpo
+        return sections
+
+    @property
     def judge_in_ppo(self) -> bool:
         """Whether PPO loads the second reward model, which only its evaluations use."""
         return self.reward.judge is not None and self.ppo.evaluation_interval is not None
@@ -412,7 +426,7 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        for name, section in (("sft", self.sft), ("reward", self.reward), ("dpo", self.dpo)):
+        for name, section in self.training_sections.items():
             if section.deepspeed.ranks > section.batch_size:
                 raise ValueError(
                     f"{name}.deepspeed.ranks must be at most {name}.batch_size ({section.batch_size}); got"

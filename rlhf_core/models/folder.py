@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.consistency import trainers
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig
 from rlhf_core.config.redact import shown
+from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
 from rlhf_core.models.headers import BadHeader, read_header
 from rlhf_core.models.shape import ModelShape, shape_from_config, tiny_shape
@@ -521,12 +523,9 @@ def check_tensor_parallel(config: PipelineConfig) -> Iterator[Finding]:
 def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
     """Check that the model has the targets of each adapter, and that its quantization is possible."""
     ppo = config.ppo
-    for field, lora, trainers in (
-        ("sft", config.sft.lora, (config.sft.deepspeed,)),
-        ("reward", config.reward.lora, (config.reward.deepspeed,)),
-        ("dpo", config.dpo.lora if config.dpo.enabled else None, (config.dpo.deepspeed,)),
-        ("ppo", ppo.lora, (ppo.policy_deepspeed, ppo.critic_deepspeed)),
-    ):
+    adapters: dict[str, LoraConfig | None] = {"ppo": ppo.lora}
+    adapters |= {stage: section.lora for stage, section in config.training_sections.items()}
+    for field, lora in adapters.items():
         if lora is None:
             continue
         if lora.targets is not None:
@@ -540,7 +539,10 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{rule} bitsandbytes, which is not installed; install it, or leave quantize out"
             )
-        if any(deepspeed.zero_stage == 3 for deepspeed in trainers):
+        stages = [
+            deepspeed.zero_stage for name, deepspeed in trainers(config) if name.startswith(f"{field}.")
+        ]
+        if 3 in stages:
             yield ConfigError(f"{rule} zero_stage 0, 1 or 2: ZeRO cannot shard packed weights; got 3; use 2")
         has_other_weights = ppo.weight_sync.lora == "adapter" or ppo.colocate in ("none", "critic_reward")
         if field == "ppo" and has_other_weights:

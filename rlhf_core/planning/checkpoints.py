@@ -14,7 +14,7 @@ from rlhf_core.config.placement import plan
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import first_devices, hosts_of
-from rlhf_core.planning.loads import ppo_models, training_sections
+from rlhf_core.planning.loads import ppo_models
 from rlhf_core.planning.memory import Model
 
 HASH_BYTES = 1.5e9
@@ -45,7 +45,7 @@ def checkpoint_sizes(
     config: PipelineConfig, shape: ModelShape, hardware: Hardware
 ) -> Iterator[CheckpointSize]:
     """Yield the checkpoint of each training stage."""
-    for stage, section in training_sections(config).items():
+    for stage, section in config.training_sections.items():
         model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
         size = _size(stage, [(model, 0)], hardware)
         if stage == "reward":

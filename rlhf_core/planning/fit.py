@@ -25,7 +25,6 @@ from rlhf_core.planning.loads import (
     device_loads,
     judge_memory,
     largest_pass,
-    training_sections,
 )
 from rlhf_core.planning.memory import engine_memory
 
@@ -159,9 +158,9 @@ def _judge_engine(config: PipelineConfig, device: Device) -> Iterator[Problem]:
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
     placement = plan_placement(config.ppo)
-    needed = {
-        stage: (section.deepspeed.ranks, "") for stage, section in training_sections(config).items()
-    } | {"ppo": (placement.devices, f" ({placement.describe()})")}
+    needed = {stage: (section.deepspeed.ranks, "") for stage, section in config.training_sections.items()} | {
+        "ppo": (placement.devices, f" ({placement.describe()})")
+    }
     sampling = config.evaluate.engines * config.ppo.engine.tensor_parallel
     needed["evaluate"] = (max(config.evaluate.ranks, sampling), "")
     for stage, (devices, how) in needed.items():
@@ -270,7 +269,7 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
     Changes that cost some time are cheap. Moving work to other devices costs more, and changing the training
     most.
     """
-    trained = training_sections(config)
+    trained = config.training_sections
     if problem.stage in trained:
         section = trained[problem.stage]
         if problem.what == "devices":

@@ -16,9 +16,10 @@ from functools import cached_property
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import Group
 from rlhf_core.config.placement import plan as plan_placement
-from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, RewardConfig, SFTConfig
+from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.shape import ModelShape
@@ -43,9 +44,6 @@ FRAGMENTATION = 1.05
 
 JUDGE = "language model"
 """Name of the load of a local language model that judges."""
-
-Training = Literal["sft", "reward", "dpo"]
-"""Stages that train one model."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +87,10 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
     """Return the memory on each device in each phase of all stages."""
     kind = "cpu" if device.is_cpu else "cuda"
     loads: list[DeviceLoad] = []
-    for stage in training_sections(config):
+    for stage in config.training_sections:
         loads += stage_loads(config, shape, stage, kind)
     judging = _judging(config, device)
     return (*loads, *_ppo(config, shape, device, kind), *_evaluate(config, shape, kind), *judging)
-
-
-def training_sections(config: PipelineConfig) -> dict[Training, SFTConfig | RewardConfig | DPOConfig]:
-    """Return the sections of the stages that train one model, if they are enabled."""
-    sections: dict[Training, SFTConfig | RewardConfig | DPOConfig] = {"sft": config.sft}
-    if config.reward.enabled:
-        sections["reward"] = config.reward
-    if config.dpo.enabled:
-        sections["dpo"] = config.dpo
-    return sections
 
 
 def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> ForwardPass:
@@ -136,10 +124,10 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
 
 
 def stage_loads(
-    config: PipelineConfig, shape: ModelShape, stage: Training, kind: str
+    config: PipelineConfig, shape: ModelShape, stage: TrainingStage, kind: str
 ) -> Iterator[DeviceLoad]:
     """Yield the memory of each rank in each phase of a stage that trains one model."""
-    section = training_sections(config)[stage]
+    section = config.training_sections[stage]
     if stage == "reward":
         what = "reward model"
         model = Model(shape, section.deepspeed, scores=True, lora=section.lora, device=kind)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
@@ -31,12 +32,10 @@ from rlhf_core.planning.loads import (
     FRAGMENTATION,
     JUDGE,
     DeviceLoad,
-    Training,
     group_loads,
     largest_pass,
     ppo_models,
     stage_loads,
-    training_sections,
 )
 from rlhf_core.planning.memory import ENGINE_CONTEXT, Model, engine_memory
 from rlhf_core.planning.overrides import changed_fields, with_changes
@@ -83,7 +82,7 @@ class NoSplit:
 
 def fastest(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> tuple[Split | NoSplit, ...]:
     """Return the fastest split of each training stage, or what is missing where nothing fits."""
-    results = [_training(stage, config, shape, hardware) for stage in training_sections(config)]
+    results = [_training(stage, config, shape, hardware) for stage in config.training_sections]
     return (*results, _PPOSearch(config, shape, hardware).run())
 
 
@@ -143,9 +142,9 @@ def micro_batches(configured: int, longest: int, largest: int) -> list[int]:
 
 
 def _training(
-    stage: Training, config: PipelineConfig, shape: ModelShape, hardware: Hardware
+    stage: TrainingStage, config: PipelineConfig, shape: ModelShape, hardware: Hardware
 ) -> Split | NoSplit:
-    section = training_sections(config)[stage]
+    section = config.training_sections[stage]
     sequences = section.batch_size * (1 if stage == "sft" else 2)
     longest = largest_pass(config, stage).longest
     smallest = longest if stage == "sft" else 2 * longest

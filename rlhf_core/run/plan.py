@@ -21,7 +21,7 @@ from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
 from rlhf_core.planning.fit import FitVerdict, advise, host_memory, judge
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import DeviceLoad, largest_pass, training_sections
+from rlhf_core.planning.loads import DeviceLoad, largest_pass
 from rlhf_core.planning.memory import Model
 from rlhf_core.planning.search import NoSplit, Split, fastest
 from rlhf_core.planning.speed import (
@@ -162,7 +162,7 @@ def _hardware(
 
 def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> dict[str, Seconds]:
     seconds: dict[str, Seconds] = {}
-    for stage, section in training_sections(config).items():
+    for stage, section in config.training_sections.items():
         sequences = 1 if stage == "sft" else 2
         model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
         batch = largest_pass(config, stage)

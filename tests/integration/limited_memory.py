@@ -33,9 +33,9 @@ from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, torchrun_rank
 
 FILE_SIZE = "100MB"
-LIVE_SHARE = 0.2
+LIVE_SHARE = 0.1
 """Share of the parameters that ZeRO-3 holds gathered at a time, at most. DeepSpeed's limit of 1e9 is more
-than this model has, so that every rank would gather all of it. Of a model with 7e9 it is a seventh.
+than this model has, so that every rank would gather all of it. 1e9 is that share of a model with 1e10.
 """
 SEQUENCES = [((3 + i, 4, 5, 6), (7, 8, 9 + i, 10, 2)) for i in range(8)]
 

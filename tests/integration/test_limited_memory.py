@@ -34,7 +34,8 @@ def run(ranks: int, folder: Path, *arguments: str) -> tuple[int, str]:
     script = str(Path(__file__).with_name("limited_memory.py"))
     done = subprocess.run(
         [*command, "--nproc-per-node", str(ranks), script, str(folder), *arguments],
-        env={**os.environ, **TORCHRUN, "PYTHONPATH": str(Path.cwd())},
+        # Each thread would reserve 64 MiB of addresses, used or not.
+        env={**os.environ, **TORCHRUN, "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
         timeout=900,

@@ -191,7 +191,7 @@ SETTINGS = {
         ("reward.deepspeed.dtype=float16", "reward.deepspeed.zero_stage=1"),
         ("reward.deepspeed.dtype", "needs a GPU"),
     ),
-    "a cache larger than memory": (("ppo.engine.kv_cache_gib=1000000",),
+    "a cache larger than memory": (("ppo.engine.kv_cache_gib=4096",),
         ("ppo.engine.kv_cache_gib", "must fit")),
 }  # fmt: skip
 
