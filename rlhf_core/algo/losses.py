@@ -13,7 +13,7 @@ reference log-probabilities, advantages, returns and weights are constants, even
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_core.algo.kl import LOG_RATIO_LIMIT, Estimator, kl_estimate
 from rlhf_core.algo.masking import as_float, divide, masked_mean, select
-
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
+from rlhf_core.config.constants import Aggregation
 
 
 class PolicyLoss(NamedTuple):

@@ -1,7 +1,11 @@
-"""Sizes that are no settings: the code uses them, and `rlhf plan` computes memory and time with them."""
+"""Constants that are not settings. `rlhf plan` computes memory and time with the sizes."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
+"""How token losses are added up (`rlhf_core.algo.losses.aggregate`)."""
 HEAD_CHUNK = 1 << 27
 """Logits of a micro-batch that are in memory at a time, in elements: 256 MiB of bfloat16. More are computed
 in parts, and again in the backward pass, so that memory does not grow with vocabulary x tokens.

@@ -26,10 +26,10 @@ from rlhf_core.config.base import (
     result,
     rounding,
 )
+from rlhf_core.config.constants import Aggregation
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.ppo_parts import (
-    Aggregation,
     ConfiguredAggregation,
     DynamicFilteringConfig,
     KLConfig,

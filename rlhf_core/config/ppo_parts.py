@@ -17,9 +17,6 @@ from rlhf_core.config.base import (
     result,
 )
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
-"""The same as in `rlhf_core.algo.losses`, which imports torch."""
-
 ConfiguredAggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
 ]

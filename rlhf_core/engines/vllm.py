@@ -16,7 +16,6 @@ external_launcher   each process has its own scheduler, and all must be called w
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, Literal
 
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, WeightSyncError
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, Rollout
 
@@ -66,7 +66,7 @@ class Engine:
         `model`. `head_dtype="float32"` returns logits that are not rounded. With a `sleep_level` the engine
         can `sleep`, on a GPU.
         """
-        config = json.loads((Path(model) / "config.json").read_text())
+        config = ModelFolder(model).config
         _set_environment(engine, device, config.get("vocab_size"))
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig

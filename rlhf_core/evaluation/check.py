@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.evaluation.questions import FIELD, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.rewards.check import check_chat_service
 
 
@@ -35,7 +35,7 @@ def check_language_model(config: PipelineConfig) -> Iterator[Finding]:
         yield error
     if settings.url is not None:
         yield from check_chat_service(config, settings, FIELD)
-    elif not (Path(str(settings.path)) / "config.json").is_file():
+    elif not ModelFolder(str(settings.path)).has_config:
         yield ModelError(
             f"{FIELD}.path: must be a folder with config.json, a tokenizer and *.safetensors; got"
             f" {settings.path}; correct it"

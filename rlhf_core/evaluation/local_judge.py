@@ -5,7 +5,6 @@ The model may only generate the tokens of the letters A, B and C, so that every 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ModelError
 from rlhf_core.evaluation.questions import LETTERS
 from rlhf_core.models.architectures import engine_changes_classes
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.rewards.replies import ModelReply
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.heartbeat import heartbeat, idle
@@ -131,7 +131,7 @@ def _letter_tokens(encoder: Encoder, folder: Path) -> list[int]:
 
 
 def _check_length(folder: Path, tokens: int) -> None:
-    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    context = ModelFolder(folder).config.get("max_position_embeddings")
     if isinstance(context, int) and tokens > context:
         raise ModelError(
             f"{_NAME}: the longest question has {tokens} tokens, but {folder} has a context of {context}; use"

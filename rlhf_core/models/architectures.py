@@ -28,7 +28,7 @@ def check_architecture(config: PipelineConfig) -> Iterator[Finding]:
     stage.
     """
     path = config.model.path
-    if path is not None and not is_hub_model(path) and (Path(path) / "config.json").is_file():
+    if path is not None and not is_hub_model(path) and ModelFolder(path).has_config:
         yield from architecture_problems(path, ModelFolder(path).config, config)
 
 

@@ -59,6 +59,11 @@ class ModelFolder:
         """Return the content of a JSON file of the folder. Raises UnreadableJSON."""
         return read_json_object(self.root / name)
 
+    @property
+    def has_config(self) -> bool:
+        """Whether the folder has a config.json, as the folder of every model."""
+        return (self.root / "config.json").is_file()
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json. Raises ModelError."""

@@ -19,6 +19,7 @@ from torch import nn
 from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError, NonFiniteError
 from rlhf_core.models.batching import TokenBatch
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.linear import Float32Linear, use_onednn
 from rlhf_core.models.policy import DTYPES
 from rlhf_core.models.quantized import loading_options
@@ -174,5 +175,5 @@ def load_score_model(
 
 def is_classifier(folder: Path) -> bool:
     """Return whether a folder has a saved score model. Otherwise it has a causal LM."""
-    names = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    names = ModelFolder(folder).config.get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in names)

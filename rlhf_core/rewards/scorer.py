@@ -12,6 +12,7 @@ from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ModelError
 from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.score import is_classifier, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.types import PromptAndResponse
@@ -43,7 +44,7 @@ class Scorer:
             device: `cpu` or `cuda`.
             micro_batch_tokens: maximum number of tokens of one forward pass.
         """
-        if not (folder / "config.json").is_file():
+        if not ModelFolder(folder).has_config:
             raise ModelError(
                 f"{folder} must hold a reward model (config.json is missing); give the `reward` artifact"
             )

@@ -6,10 +6,8 @@ manifest of its artifact, and the artifact and the weights against the digests i
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,18 +19,18 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank, made_with, policy_files
 from rlhf_core.pipeline import StageName
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, parse_address
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
 from rlhf_core.system.api_key import API_KEY
 from rlhf_core.system.home import Home
+from rlhf_core.system.loopback import is_loopback
 from rlhf_core.tracking.champions import BASE, CHAMPION, WEIGHTS, find_version, usable_version
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, sqlite_path
 from rlhf_core.tracking.tracker import open_tracking
 
 log = logging.getLogger(__name__)
 
-_SOURCE = re.compile(r"^(?:local-store://)?(?P<store>.+)/artifacts/ppo/[0-9a-f]{16}/.+$")
 _OWN_OPTIONS = (
     "host", "port", "uds", "model", "served-model-name", "lora-modules", "middleware", "api-key", "root-path",
     "allowed-origins", "config",
@@ -130,13 +128,13 @@ def find_artifacts(
 
 
 def _store_of(version: ModelVersion, name: str, home: str, endpoint: str | None) -> ArtifactStore:
-    source = _SOURCE.match(version.source)
-    if source is None:
+    source = parse_address(version.source)
+    if source is None or source.stage != "ppo":
         raise InputError(
             f"version {version.version} of {name} was not registered by this pipeline: its source is"
             f" {version.source}; choose another one"
         )
-    return ArtifactStore(Store(source["store"], endpoint), Home.of(home).cache)
+    return ArtifactStore(Store(source.store, endpoint), Home.of(home).cache)
 
 
 def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:
@@ -230,7 +228,7 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(policy.files.model),
         "--host", host, "--port", str(port), "--dtype", str(engine["dtype"]),
     ]  # fmt: skip
-    if _is_loopback(host):
+    if is_loopback(host):
         # Web pages in a browser on this machine could send requests otherwise.
         command += ["--middleware", "rlhf_core.system.loopback.OwnAddressOnly"]
     elif not os.environ.get(API_KEY):
@@ -272,10 +270,3 @@ def serve_environment() -> dict[str, str]:
     if not torch.cuda.is_available():
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return variables | dict(os.environ)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from rlhf_core.evaluation.review import (
 )
 from rlhf_core.evaluation.votes import MAX_BYTES, parse_votes
 from rlhf_core.pipeline import StageName
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, parse_address
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import read_bounded, read_json, write_atomic
 from rlhf_core.system.home import Home
@@ -43,7 +42,6 @@ from rlhf_core.tracking.mlflow_client import Mlflow, Point
 from rlhf_core.tracking.tracker import open_tracking, public_uri
 from rlhf_core.types import ArtifactRef
 
-_ARTIFACT = re.compile(r"^(?P<store>.+)/artifacts/[a-z]+/(?P<key>[0-9a-f]{16})(/.*)?$")
 _SAMPLES: dict[Opponent, tuple[StageName, str]] = {
     "sft": ("evaluate", "samples.jsonl"),
     "champion": ("register", "match_samples.jsonl"),
@@ -213,11 +211,11 @@ def _artifact(
     summary: Mapping[str, Any], stage: StageName, home: Home, endpoint: str | None
 ) -> tuple[ArtifactStore, ArtifactRef]:
     address = str(summary["stages"].get(stage, {}).get("artifact"))
-    found = _ARTIFACT.match(address)
+    found = parse_address(address)
     if found is None:
         raise InputError(f"the summary of the run has no artifact of the stage {stage}; got {address}")
-    artifacts = ArtifactStore(Store(found["store"], endpoint), home.cache)
-    ref = artifacts.find(stage, found["key"])
+    artifacts = ArtifactStore(Store(found.store, endpoint), home.cache)
+    ref = artifacts.find(stage, found.key)
     if ref is None:
         raise InputError(f"{address} is not in its store any more; run the configuration again")
     return artifacts, ref

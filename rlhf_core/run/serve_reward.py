@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from rlhf_core.errors import InputError
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.models.folder import ModelFolder
+from rlhf_core.storage.artifacts import ArtifactStore, parse_address
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
 
 Template = Literal["chat", "plain"]
-_ARTIFACT = re.compile(r"^(?P<store>.+)/artifacts/reward/(?P<key>[0-9a-f]{16})(/.*)?$")
 
 
 def serve_reward(
@@ -72,16 +71,14 @@ def locate(address: str, home: Home, endpoint: str | None) -> tuple[Path, Templa
     """The verified model folder of an artifact and the template of its data; or a folder as it is,
     and None.
     """
-    found = _ARTIFACT.match(address.rstrip("/"))
-    if found is None:
+    found = parse_address(address.rstrip("/"))
+    if found is None or found.stage != "reward":
         folder = Path(address)
         inner = folder / "model"
-        return (inner if (inner / "config.json").is_file() else folder), None
-    artifacts = ArtifactStore(Store(found["store"], endpoint), home.cache)
-    ref = artifacts.find("reward", found["key"])
+        return (inner if ModelFolder(inner).has_config else folder), None
+    artifacts = ArtifactStore(Store(found.store, endpoint), home.cache)
+    ref = artifacts.find("reward", found.key)
     if ref is None:
-        raise InputError(
-            f"there is no reward artifact {found['key']} in {found['store']}; correct the address"
-        )
+        raise InputError(f"there is no reward artifact {found.key} in {found.store}; correct the address")
     template = artifacts.config(ref)["data"]["template"]
     return artifacts.fetch(ref) / "model", template

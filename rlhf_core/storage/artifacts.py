@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.pipeline import StageName
@@ -298,6 +299,23 @@ def _stamp(folder: Path) -> _Stamp:
 
 def _prefix(kind: str, key: str) -> str:
     return f"artifacts/{kind}/{key}"
+
+
+_ADDRESS = re.compile(r"(?:local-store://)?(.+)/artifacts/([a-z]+)/([0-9a-f]{16})(?:/.*)?")
+
+
+class ArtifactAddress(NamedTuple):
+    """The parts of an address `{store}/artifacts/{stage}/{key}`, or of a folder inside the artifact."""
+
+    store: str
+    stage: str
+    key: str
+
+
+def parse_address(address: str) -> ArtifactAddress | None:
+    """Return the parts of the address of an artifact, or None for other addresses."""
+    found = _ADDRESS.fullmatch(address)
+    return None if found is None else ArtifactAddress(*found.groups())
 
 
 def _find_program(files: tuple[FileEntry, ...]) -> str | None:

@@ -53,15 +53,14 @@ def is_own(headers: list[tuple[bytes, bytes]]) -> bool:
     name, _, port = hosts[0].rpartition(":")
     if not port.isdigit():
         name = hosts[0]
-    return _is_loopback(name) and all(origin == f"http://{hosts[0]}" for origin in origins)
+    return is_loopback(name) and all(origin == f"http://{hosts[0]}" for origin in origins)
 
 
-def _is_loopback(name: str) -> bool:
-    if name == "localhost":
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine: localhost, 127.0.0.0/8 or ::1, which may be in brackets."""
+    if host in ("localhost", "[::1]"):
         return True
-    if name.startswith("[") and name.endswith("]"):
-        return name == "[::1]"
     try:
-        return ipaddress.IPv4Address(name).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
