@@ -140,10 +140,15 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     yield from _guards(config)
     if not any(source.weight for source in ppo.rewards):
         yield "ppo.rewards: all weights are 0, so only the KL trains the policy; give a source a weight"
-    if ppo.publish == "best" and ppo.uses_reward_model and config.reward.judge is None:
+    if ppo.publish == "best" and ppo.trains_on_reward_model and config.reward.judge is None:
         yield (
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"
             " over-optimisation its score rises until the end; add reward.judge={}"
+        )
+    if config.evaluate.judge == "reward_model" and ppo.trains_on_reward_model:
+        yield (
+            "evaluate.judge is the reward model that the policy is trained with, whose scores also rise under"
+            " over-optimisation; add reward.judge={}, or name a language model, and leave evaluate.judge out"
         )
     if config.data.eval_fraction > 0.5:
         yield (

@@ -91,14 +91,10 @@ class PPOConfig(PackedSection):
         " its adapter; null: all parameters",
     )
     reference_ranks: PositiveInt = rounding(
-        1,
-        "Reference workers; not used if the reference is colocated with the policy",
-        within=RANKS,
+        1, "Reference workers; not used if the reference is colocated with the policy", within=RANKS
     )
     reward_ranks: PositiveInt = rounding(
-        1,
-        "Reward-model workers; not used if colocated with the critic",
-        within=RANKS,
+        1, "Reward-model workers; not used if colocated with the critic", within=RANKS
     )
     colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = result(
         "pairs",
@@ -107,9 +103,7 @@ class PPOConfig(PackedSection):
     engine: EngineConfig = result(EngineConfig(), "vLLM engines")
     weight_sync: WeightSyncConfig = result(WeightSyncConfig(), "Weights into the engines")
     rewards: tuple[AnyReward, ...] = result(
-        (ModelReward(),),
-        "Reward sources; their weighted sum is the score",
-        min_length=1,
+        (ModelReward(),), "Reward sources; their weighted sum is the score", min_length=1
     )
     missing_eos_penalty: NonNegativeFloat | None = result(
         None,
@@ -253,6 +247,11 @@ class PPOConfig(PackedSection):
         return any(isinstance(source, ModelReward) for source in self.rewards)
 
     @property
+    def trains_on_reward_model(self) -> bool:
+        """Whether the reward model counts. With weight 0 its scores are only logged."""
+        return any(isinstance(source, ModelReward) and source.weight for source in self.rewards)
+
+    @property
     def uses_critic(self) -> bool:
         return self.algorithm == "ppo"
 
@@ -318,7 +317,7 @@ class PPOConfig(PackedSection):
         """`missing_eos_penalty`, or the default for the configured rewards."""
         if self.missing_eos_penalty is not None:
             return self.missing_eos_penalty
-        return 1.0 if self.uses_reward_model and self.overlong is None else 0.0
+        return 1.0 if self.trains_on_reward_model and self.overlong is None else 0.0
 
     @property
     def kl_limit(self) -> float:

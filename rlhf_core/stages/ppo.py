@@ -156,7 +156,7 @@ def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:
     """
     sft = context.inputs["sft"] / "model"
     reward = context.inputs["reward"] / "model" if "reward" in context.inputs else sft
-    critic = reward if config.ppo.uses_reward_model else sft
+    critic = reward if config.ppo.trains_on_reward_model else sft
     folders: dict[Role, Path] = {"policy": sft, "reference": sft, "critic": critic, "reward": reward}
     if config.judge_in_ppo:
         folders["judge"] = context.inputs["judge"] / "model"

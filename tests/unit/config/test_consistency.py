@@ -149,6 +149,7 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
         ({"evaluate": {"temperature": 0.5}}, ("evaluate.temperature is 0.5", "ppo.temperature=1")),
         ({"data": {"eval_fraction": 0.6}}, ("data.eval_fraction is 0.6", "0.1 is usual")),
         ({"ppo": {"publish": "best"}}, ("ppo.publish is best", "add reward.judge={}")),
+        ({"evaluate": {"judge": "reward_model"}}, ("evaluate.judge is the reward", "add reward.judge={}")),
         ({"evaluate": {"prompts": 49}}, ("evaluate.prompts: 49", "register.min_prompts (50)")),
     ],
 )

@@ -128,6 +128,7 @@ def test_average_of_weights_is_saved_next_to_the_policy_or_published(
         ([{"type": "model"}], "reward"),
         ([{"type": "format", "pattern": "a"}], "sft"),
         ([{"type": "model"}, {"type": "format", "pattern": "a"}], "reward"),
+        ([{"type": "model", "weight": 0.0}, {"type": "format", "pattern": "a"}], "sft"),
     ],
 )
 def test_critic_starts_from_reward_model_only_if_it_scores(
