@@ -68,10 +68,15 @@ class Fleet:
         pass
 
 
+DECODER = SimpleNamespace(pad=0, response=lambda ids: str(ids))
+
+
 class Controller(PPOController):
     """Trains nothing."""
 
     def __init__(self, config: PipelineConfig, fleet: Any, *given: Any, **more: Any) -> None:
+        # Rewards that read text must get it as the reward model was trained on it.
+        assert given[1] is DECODER.response
         self._fleet, self._context, self._out = fleet, given[3], given[3].output
         self.completed_steps = config.ppo.steps
 
@@ -85,9 +90,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     monkeypatch.setattr("rlhf_core.ppo.controller.PPOController", Controller)
     monkeypatch.setattr("rlhf_core.ppo.fleet.Fleet", Fleet)
     monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: [])
-    monkeypatch.setattr(
-        "rlhf_core.data.tokenizer.load_decoder", lambda folder: SimpleNamespace(pad=0, response=None)
-    )
+    monkeypatch.setattr("rlhf_core.data.tokenizer.load_decoder", lambda folder: DECODER)
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward")}
     (inputs["data"] / "tokenizer").mkdir(parents=True)
     (inputs["data"] / "tokenizer" / "tokenizer.json").write_text("{}")
