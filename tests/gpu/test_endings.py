@@ -59,7 +59,7 @@ def test_ranks_end_together() -> None:
 
 
 @NEEDS_TWO
-def test_the_error_of_a_rank_is_told_while_the_others_wait_for_it(tmp_path: Path) -> None:
+def test_the_error_of_a_rank_is_raised_while_the_others_wait_for_it(tmp_path: Path) -> None:
     told: list[RLHFError] = []
 
     def fail(error: RLHFError) -> None:

@@ -126,7 +126,7 @@ def test_a_job_that_is_killed_quotes_its_log(flow: Flow) -> None:
         flow(body, lambda event: threading.Thread(target=kill, args=(event,)).start())
 
 
-def test_a_node_without_the_store_says_so(flow: Flow) -> None:
+def test_a_node_without_the_store_reports_it(flow: Flow) -> None:
     script = flow.folder / "other.sbatch"
     script.write_text('#!/bin/bash\nexec "${@:1:4}" /nowhere "${@:6}"\n')
     flow._patch.setattr("rlhf_core.run.executors.slurm.TEMPLATES", {"slurm": str(script)})

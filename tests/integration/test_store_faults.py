@@ -370,7 +370,7 @@ def test_stop_during_an_upload_leaves_nothing_partial(
         ("short answer", StoreUnavailable, 3),
     ],
 )
-def test_preflight_says_what_is_wrong_with_the_store_in_one_message(
+def test_preflight_has_one_message_about_the_store(
     fault: Fault, kind: type[RLHFError], code: int, proxy: FaultyProxy, url: str
 ) -> None:
     proxy.restart(lambda n: fault)

@@ -217,7 +217,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(store: Store, tmp_pat
     assert [key for key in store.list(prefix) if "/damaged-" in key]
 
 
-def test_a_missing_bucket_is_a_config_error_that_says_so(s3_server: Any) -> None:
+def test_a_missing_bucket_is_a_config_error_that_names_it(s3_server: Any) -> None:
     with pytest.raises(ConfigError, match=r"store\.url=.*bucket.*does not exist"):
         Store("s3://no-such-bucket/x", s3_server.endpoint).check()
 

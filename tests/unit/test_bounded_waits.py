@@ -69,7 +69,7 @@ def _may_wait(call: ast.Call, function: ast.Attribute) -> bool:
     return function.attr in WAITS and not call.args and not named
 
 
-def test_every_wait_is_bounded_or_says_by_what() -> None:
+def test_every_wait_is_bounded_or_names_its_bound() -> None:
     assert sorted(set(unbounded()) - set(BOUNDED)) == []
 
 

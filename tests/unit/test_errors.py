@@ -81,7 +81,7 @@ def test_memory_that_does_not_suffice_has_a_name(error: Exception) -> None:
     assert type(classified(error)) is OutOfMemory
 
 
-def test_torch_says_what_is_expected_of_it() -> None:
+def test_torch_has_the_expected_interface() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10**15)
     assert type(classified(caught.value)) is OutOfMemory

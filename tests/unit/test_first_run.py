@@ -105,7 +105,7 @@ def test_no_part_begins_after_the_minutes(toys: list[Part], tmp_path: Path) -> N
     }
 
 
-def test_it_runs_without_any_package_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_it_runs_without_any_package_and_names_what_is_missing(tmp_path: Path) -> None:
     run = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.gpu.first_run import main;"
         f" sys.exit(main(['--only', 'agreement,planned_peak,colocated', '--out', {str(tmp_path)!r}]))"
@@ -141,7 +141,7 @@ def test_on_the_cpu_the_cheap_parts_run_and_those_for_gpus_say_so(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_on_the_cpu_every_part_runs_or_says_what_it_needs(tmp_path: Path) -> None:
+def test_on_the_cpu_every_part_runs_or_names_what_it_needs(tmp_path: Path) -> None:
     run_parts(list(PARTS), "cpu", 3000, tmp_path)
     rows = read(tmp_path)
     for part in PARTS:

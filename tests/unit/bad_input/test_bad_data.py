@@ -335,7 +335,7 @@ SETS = (
 
 
 @pytest.mark.parametrize("bad", SETS, ids=lambda bad: bad.title)
-def test_a_set_that_cannot_be_used_says_what_was_dropped_and_what_to_change(
+def test_the_message_of_an_unusable_set_names_what_was_dropped_and_the_fix(
     command: Command, bad: Bad
 ) -> None:
     command.data_stage = True

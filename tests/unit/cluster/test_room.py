@@ -74,7 +74,7 @@ def test_bundles_that_do_not_divide_the_nodes_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_wait_for_what_another_run_uses_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_for_another_run_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(WorkerStuck, match="12 of 16 CPUs and 3 of 4 GPUs are free; if another run"),

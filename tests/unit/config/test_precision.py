@@ -75,7 +75,7 @@ def test_gpus_that_do_not_know_bfloat16_have_float32(
     assert precisions({}, monkeypatch, 1) == [expected] * 5
 
 
-def test_what_is_said_stays_and_engines_follow_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_values_stay_and_engines_follow_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, Any] = {"ppo": {"policy_deepspeed": {"dtype": "float16", "zero_stage": 2}}}
     assert precisions(said, monkeypatch, 1) == ["bfloat16", "bfloat16", "float16", "bfloat16", "float16"]
     said["ppo"]["engine"] = {"dtype": "float32"}

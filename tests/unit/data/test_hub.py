@@ -46,14 +46,14 @@ def test_a_branch_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("org/model", "model", "main")]
 
 
-def test_offline_the_local_cache_knows(fresh: Path) -> None:
+def test_offline_the_local_cache_is_used(fresh: Path) -> None:
     ref = fresh / "datasets--org--data" / "refs" / "main"
     ref.parent.mkdir(parents=True)
     ref.write_text(COMMIT)
     assert hub.resolve_revision("org/data", "dataset", None) == COMMIT
 
 
-def test_where_nobody_knows_the_name_stays_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unresolved_name_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert hub.resolve_revision("org/data", "dataset", "v2") == "v2"
     assert "pin `revision`" in caplog.text
 

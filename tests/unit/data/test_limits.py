@@ -9,7 +9,7 @@ import pytest
 from rlhf_core.data.limits import ends_within
 
 
-def test_a_function_that_ends_is_said_to_end() -> None:
+def test_a_function_that_ends_is_recognised() -> None:
     assert ends_within(1, lambda: None)
 
 

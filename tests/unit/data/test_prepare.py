@@ -135,7 +135,7 @@ KEYS = st.lists(st.text("abcdef", min_size=1, max_size=3), min_size=3, max_size=
     st.dictionaries(st.sampled_from(["sft", "preference", "prompts"]), KEYS, min_size=1),
     st.floats(0, 1),
 )
-def test_every_set_keeps_prompts_on_either_side_or_says_why_not(
+def test_every_set_keeps_prompts_on_both_sides_or_gives_the_reason(
     seed: int, keys: dict[str, list[str]], fraction: float
 ) -> None:
     try:
@@ -259,7 +259,7 @@ def test_too_many_bad_rows_stop_the_run_with_the_first_three_reasons(tmp_path: P
     assert "pairs.jsonl:24" not in message
 
 
-def test_nothing_left_after_filtering_says_which_limit_to_raise(tmp_path: Path) -> None:
+def test_nothing_left_after_filtering_names_the_limit_to_raise(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"data\.sft: 0 of 12 rows left after filtering \(12 prompt longer than"
     ) as caught:
@@ -392,7 +392,7 @@ def test_a_leak_between_the_splits_would_be_counted() -> None:
     assert overlap(splits) == {"exact": 1, "near": 5}
 
 
-def test_rows_near_a_held_out_prompt_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_near_a_held_out_prompt_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = pairs(40)
     prepared(
         files(tmp_path, rows + [{**row, "prompt": row["prompt"].upper() + "!"} for row in rows]),
@@ -486,7 +486,9 @@ def test_an_answer_that_a_reward_looks_for_must_be_in_every_prompt(tmp_path: Pat
         prepared(config(rows), tmp_path / "one without")
 
 
-def test_fewer_prompts_than_a_step_takes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_prompts_than_a_step_takes_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prepared(files(tmp_path, pairs(20)), tmp_path / "out")
     assert re.search(r"there are \d+ prompts to train on, fewer than ppo.prompts_per_step=", caplog.text)
 

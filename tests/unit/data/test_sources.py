@@ -120,7 +120,7 @@ def test_a_bad_line_is_named_and_its_neighbours_are_kept(tmp_path: Path, line: b
     assert len(bad.text) <= 500
 
 
-def test_a_truncated_last_line_is_said_to_be_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_reported_as_truncated(tmp_path: Path) -> None:
     *_, bad = read(write(tmp_path / "a.jsonl", '{"text": "1"}\n{"text": "tw'))
     assert isinstance(bad, BadRow) and bad.line == 2 and "cut short" in bad.reason
 
@@ -291,7 +291,7 @@ def test_a_file_that_was_replaced_between_its_digest_and_its_rows_is_an_error_th
     assert len(list(read_rows(source, contents=contents))) == 20
 
 
-def test_a_source_that_is_no_longer_what_the_key_says_is_named(tmp_path: Path) -> None:
+def test_a_source_that_no_longer_matches_the_key_is_named(tmp_path: Path) -> None:
     template = write(tmp_path / "t.jinja", "{{ messages }}")
     file = write(tmp_path / "a.jsonl", as_jsonl(MANY[:3]))
     config = PipelineConfig.model_validate(

@@ -27,7 +27,7 @@ from rlhf_core.errors import ModelError
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "~/nowhere", "a/b/c"])
-def test_a_missing_folder_is_said_to_be_missing(path: str) -> None:
+def test_a_missing_folder_is_reported(path: str) -> None:
     with pytest.raises(ModelError, match=r"model path not found: .*give an existing folder"):
         load_tokenizer(path)
 

@@ -127,7 +127,7 @@ def test_on_a_gpu_vllm_schedules_as_it_likes(asked: dict[str, Any], tmp_path: Pa
         ("cpu", "float32", {}, (None, None)),
     ],
 )
-def test_vllm_is_told_how_to_sample_and_to_multiply_on_a_gpu(
+def test_vllm_gets_its_settings_of_sampling_and_matrix_products_on_a_gpu(
     asked: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,7 +155,7 @@ def test_vllm_is_told_how_to_sample_and_to_multiply_on_a_gpu(
         ("unknown architecture", ValueError),
     ],
 )
-def test_memory_that_is_not_there_is_told(
+def test_missing_memory_is_reported(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, error: type[Exception]
 ) -> None:
     def llm(**_options: Any) -> Any:

@@ -23,7 +23,7 @@ def _pairs(probability: float, right: int, wrong: int) -> list[tuple[float, floa
     return [(gap, 0.0)] * right + [(-gap, 0.0)] * wrong
 
 
-def test_a_model_that_is_right_as_often_as_it_says_has_no_error() -> None:
+def test_a_calibrated_model_has_no_error() -> None:
     found = calibration(_pairs(0.8, 8, 2) + _pairs(0.6, 6, 4))
     assert found.error == pytest.approx(0.0, abs=1e-9)
     assert found.count == [10, 10]

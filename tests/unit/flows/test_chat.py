@@ -126,7 +126,7 @@ def test_what_the_server_refuses_is_one_message(
     assert message in capsys.readouterr().err
 
 
-def test_without_a_server_it_says_so(
+def test_without_a_server_there_is_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port(18000)

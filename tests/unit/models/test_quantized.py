@@ -57,7 +57,7 @@ def test_a_quantized_model_saves_the_weights_that_it_is_given(kind: Any, tmp_pat
     assert all(torch.equal(p, given[name]) for name, p in opened.named_parameters())
 
 
-def test_without_bitsandbytes_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bitsandbytes_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loading_options(None, torch.float32, "cpu") == {}
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ModelError, match="needs bitsandbytes; install it"):

@@ -23,7 +23,7 @@ SAMPLE = {
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
-def test_a_sample_of_architectures_does_what_the_table_says(model_type: str) -> None:
+def test_a_sample_of_architectures_agrees_with_the_table(model_type: str) -> None:
     _name, outcomes = tried(model_type)
     assert [text if text in ("packed", "padded") else "refused" for text in outcomes] == SAMPLE[model_type]
 

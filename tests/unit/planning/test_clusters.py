@@ -425,7 +425,7 @@ def test_a_method_without_critic_splits_policy_and_reward_model() -> None:
     assert judge(changed(wanted, found), shape("llama-3-8b"), hardware).problems == ()
 
 
-def test_what_is_missing_is_told_in_gigabytes() -> None:
+def test_missing_memory_is_given_in_gigabytes() -> None:
     found = splits(production(), shape("llama-3-70b"), parse_gpus("8xRTX4090-24G", None, 0))
     sft = found["sft"]
     assert isinstance(sft, NoSplit)

@@ -73,7 +73,7 @@ def peak(
 # -- batches --
 
 
-def test_the_batch_algebra_is_told_in_words() -> None:
+def test_the_batch_sizes_are_described_in_words() -> None:
     told = dict(
         describe_batches(
             config_from_tree(
@@ -119,7 +119,7 @@ def test_the_batch_algebra_is_told_in_words() -> None:
     assert "policy: 4 on each of 4 ranks; at most 1 micro-batch of 2000 tokens" in told["ppo"]
 
 
-def test_without_knowing_the_data_steps_are_told_for_a_thousand_examples() -> None:
+def test_without_data_steps_are_given_for_a_thousand_examples() -> None:
     told = dict(describe_batches(load_config(CONFIGS / "tinystories.yaml")))
     assert "32 optimizer steps for every 1000 demonstrations (1 epoch)" in told["sft"]
 
@@ -376,7 +376,7 @@ def test_a_rollout_takes_the_time_to_read_weights_and_cache_for_every_token() ->
     assert found.total == pytest.approx(expected, rel=1e-6)
 
 
-def test_an_optimizer_step_computes_on_its_ranks_share_and_tells_gradients_and_weights() -> None:
+def test_an_optimizer_step_computes_on_its_ranks_share_and_sends_gradients_and_weights() -> None:
     deepspeed = config(sft={"deepspeed": {"ranks": 4, "zero_stage": 3, **BFLOAT16}}).sft.deepspeed
     found = optimizer_step_time(Model(eight_b(), deepspeed), 64, 1024, 8192, TOYS)
     weights = 8_030_261_248
@@ -494,7 +494,7 @@ def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(
     assert warning.startswith("ppo.kl.estimator: k3")
 
 
-def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_table_agree(capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "plan",
         str(CONFIGS / "production.yaml"),

@@ -67,7 +67,7 @@ def test_a_call_that_names_the_batch_computes_the_same_bits(worker: ModelWorker)
     assert sums.kl.tolist() == [0.0] * 3, "policy and reference are the same"
 
 
-def test_a_rank_that_has_another_batch_says_so(worker: ModelWorker) -> None:
+def test_a_rank_with_another_batch_raises(worker: ModelWorker) -> None:
     worker.logprobs("policy", False, SentShare(8, SHARE.places, SHARE.micro_batches), *chunks())
     with pytest.raises(InfrastructureError, match="of batch 7"):
         worker.logprobs("reference", False, 7)

@@ -103,7 +103,7 @@ def test_the_kl_coefficient_is_constant_during_the_warm_up(tmp_path: Path) -> No
     assert coefs == pytest.approx([0.1, 0.1, 0.098, 0.09604])
 
 
-def test_a_step_says_whether_it_trains_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reports_whether_it_trains_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
     logged: list[dict[str, float]] = []
     tracker: Any = SimpleNamespace(log_metrics=lambda metrics, _step: logged.append(metrics))

@@ -133,6 +133,6 @@ def scored(*values: tuple[float, float]) -> Found:
         (scored((0.0, 0.0)), ""),
     ],
 )  # fmt: skip
-def test_the_report_says_what_followed_the_best_step(found: Found, text: str) -> None:
+def test_the_report_describes_what_followed_the_best_step(found: Found, text: str) -> None:
     sentence = in_words(found, "eval/judge", "The judge's score")
     assert text in sentence and bool(text) == bool(sentence)

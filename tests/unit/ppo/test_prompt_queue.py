@@ -144,7 +144,7 @@ def actor(generate_from: Callable[..., Any]) -> EngineActor:
     return made
 
 
-def test_an_engine_says_in_which_chunk_each_prompt_is(
+def test_an_engine_returns_the_chunk_of_each_prompt(
     queue: PromptQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def generate_from(take: Any, *, n: int, policy_version: int, **_: Any) -> list[list[Rollout]]:

@@ -102,7 +102,7 @@ def test_abort_names_the_first_sample_by_prompt_and_index() -> None:
         resolve_failures("r", "abort", outcome, batch(3))
 
 
-def test_mask_keeps_the_gap_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_mask_keeps_the_gap_and_names_it(caplog: pytest.LogCaptureFixture) -> None:
     outcome = Outcome([0.0, math.nan], {1: "it raised"})
     values = resolve_failures("r", "mask", outcome, batch(2))
     assert values[0] == 0.0 and math.isnan(values[1])

@@ -182,7 +182,7 @@ def test_no_samples_ask_nobody(serve: Any) -> None:
     assert service.seen == []
 
 
-def test_an_item_is_what_the_protocol_says(serve: Any) -> None:
+def test_an_item_follows_the_protocol(serve: Any) -> None:
     plain, with_tokens = serve(lengths), serve(lengths)
     ask([plain], batch("a", "b"))
     ask([with_tokens], batch("a", "b"), send_tokens=True)
@@ -211,7 +211,7 @@ def test_an_item_is_what_the_protocol_says(serve: Any) -> None:
         (with_body("<html>"), "must answer {\"scores\": [...]} with numbers; got b'<html>'"),
     ],
 )
-def test_a_failure_is_tried_again_and_says_what_came(
+def test_a_failure_is_tried_again_and_reports_the_answer(
     serve: Any, answer: Answer, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = serve(answer, lengths)

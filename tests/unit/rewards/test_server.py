@@ -239,7 +239,7 @@ def test_a_conversation_is_a_prompt(scorer: Scorer) -> None:
         ({"prompt_ids": [1] * 40, "response_ids": [1] * 25}, "have 65 tokens, but the model takes 64"),
     ],
 )
-def test_an_item_that_cannot_be_scored_says_why(scorer: Scorer, item: Any, reason: str) -> None:
+def test_an_item_that_cannot_be_scored_gives_the_reason(scorer: Scorer, item: Any, reason: str) -> None:
     with pytest.raises(ItemError) as error:
         scorer.encode(item)
     assert reason in str(error.value)
@@ -440,7 +440,7 @@ def test_with_a_token_nothing_else_is_answered_but_health(
     assert httpx.get(f"{url}/health", trust_env=False).json() == {"status": "ok"}
 
 
-def test_a_client_without_the_token_is_told_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_the_token_gets_the_reason(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     url = start(Scripted())
     monkeypatch.delenv(TOKEN_VARIABLE)

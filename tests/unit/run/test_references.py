@@ -279,7 +279,7 @@ def test_a_check_resolves_and_names_the_origin(home: Path) -> None:
     assert again == found.config
 
 
-def test_a_retraining_looks_at_what_a_reference_stands_for_now(home: Path) -> None:
+def test_a_retraining_resolves_its_references_again(home: Path) -> None:
     publish(home / "store", home)
     watch = Watch(with_source(home, f"artifact://sample/{KEY}/best.jsonl"))
     assert watch.config.data.sft[1].path.startswith(str(home))

@@ -263,7 +263,7 @@ def test_the_card_follows_a_champion_to_the_first_base_model(
     assert "Base model: `artifact ppo/0123456789abcdef`, then" in card and "- Base model: unknown" in card
 
 
-def test_the_card_tells_how_many_reward_models_took_part(home: str) -> None:
+def test_the_card_has_the_number_of_reward_models(home: str) -> None:
     policy = open_policy(MODEL, home)
     assert "a reward model" in model_card(policy)
     ensemble = {"members": 3, "combine": "uncertainty", "penalty": 1.0}
@@ -271,7 +271,7 @@ def test_the_card_tells_how_many_reward_models_took_part(home: str) -> None:
     assert "3 reward models" in model_card(replace(policy, config=config))
 
 
-def test_the_card_tells_that_the_weights_are_an_average(home: str) -> None:
+def test_the_card_names_averaged_weights(home: str) -> None:
     policy = open_policy(MODEL, home)
     text = "The weights are a moving average over the optimizer steps of PPO, with a decay of 0.99 per step"
     for published, is_average in (("average", True), ("last", False)):

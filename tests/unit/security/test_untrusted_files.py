@@ -205,7 +205,7 @@ def test_a_link_in_an_artifact_is_refused_on_both_sides(tmp_path: Path, target: 
         ArtifactStore(store, tmp_path / "cache2").fetch(ref)
 
 
-def test_what_lies_beside_the_data_is_not_run_and_a_pickle_is_no_data(tmp_path: Path) -> None:
+def test_files_beside_the_data_are_not_run_and_a_pickle_is_no_data(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "set.py").write_text(PROGRAM)
@@ -257,7 +257,7 @@ def test_no_call_opens_a_door() -> None:
     assert wrong == []
 
 
-def test_every_auto_class_is_told_not_to_trust_code() -> None:
+def test_no_auto_class_trusts_remote_code() -> None:
     loaders = ("AutoConfig.from_pretrained", "AutoTokenizer.from_pretrained", "LLM")
     models = (
         "AutoModelForCausalLM.from_pretrained",
@@ -277,7 +277,7 @@ def test_every_auto_class_is_told_not_to_trust_code() -> None:
     assert set(found) == {*loaders, *models}
 
 
-def test_a_stage_is_told_not_to_unpickle_whatever_the_environment_says() -> None:
+def test_a_stage_does_not_unpickle_with_any_environment() -> None:
     from rlhf_core.config import PipelineConfig
     from rlhf_core.run.environment import stage_environment
 

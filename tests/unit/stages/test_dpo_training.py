@@ -174,7 +174,7 @@ def test_settings_that_cannot_be_meant_are_refused(
         config_of({"enabled": True, **dpo}, **sections)
 
 
-def test_without_the_stage_no_key_knows_of_it() -> None:
+def test_without_the_stage_no_key_contains_it() -> None:
     plain, other, enabled = config_of({}), config_of({"beta": 0.5}), config_of({"enabled": True})
     assert not is_enabled(plain, "dpo") and "dpo" not in stage_inputs(plain, "evaluate")
     assert "dpo" in stage_inputs(enabled, "evaluate") and "dpo" not in stage_inputs(enabled, "register")

@@ -22,7 +22,7 @@ def context_of(folder: Path) -> Any:
     return SimpleNamespace(inputs={"ppo": folder})
 
 
-def test_the_caption_says_where_the_judge_falls(tmp_path: Path) -> None:
+def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
     chosen = Selection(config_from_tree({"ppo": {"publish": "best"}}, "test").ppo)
     for version, score, judge, kl in ((0, 0.0, 0.1, 0.0), (10, 1.0, 0.6, 4.0), (20, 1.5, 0.2, 30.0)):
         found = {"eval/score": score, "eval/judge": judge, "eval/kl": kl, "eval/objective": judge}

@@ -78,7 +78,7 @@ def test_a_published_folder_is_found_and_fetched_with_the_same_bytes(
     assert not (tmp_path / "out").exists(), "publish consumes the folder"
 
 
-def test_the_manifest_tells_files_parents_config_and_versions(
+def test_the_manifest_has_files_parents_config_and_versions(
     artifacts: ArtifactStore, store: Store, tmp_path: Path
 ) -> None:
     publish(artifacts, output(tmp_path), claim(store, KEY))

@@ -112,7 +112,7 @@ def test_names_without_an_attempt_number_are_ignored(name: str, tmp_path: Path) 
     assert claim(store, "k").attempt == 2
 
 
-def test_nobody_is_told_to_end_process_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_advises_to_end_process_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fencing._how_to_end(ProcessId(1, 0.0)) == ""
     monkeypatch.setattr(fencing, "_run_of", lambda holder: 77)
     assert fencing._how_to_end(ProcessId(99, 0.0)) == " (kill 77)"

@@ -170,7 +170,7 @@ def test_a_candidate_that_is_revoked_during_its_match_is_no_champion(mlflow: Mlf
     assert (tags["rlhf.gate"], json.loads(tags["rlhf.outcome"])["champion"]) == ("revoked", False)
 
 
-def test_a_command_says_that_its_version_was_revoked_in_the_meantime(
+def test_a_command_reports_that_its_version_was_revoked_in_the_meantime(
     mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def revoked_meanwhile(name: str) -> None:

@@ -426,7 +426,9 @@ def test_data_sets_are_inputs_of_the_run(tracking: Tracking, database: Path, tmp
     ]
 
 
-def test_a_run_says_who_ran_what(tracking: Tracking, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_tags_of_user_and_source(
+    tracking: Tracking, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOGNAME", "ada")
     parent = tracking.parent_run("p1", "demo", origin_tags("configs/demo.yaml", {"git": "c0ffee-dirty"}))
     monkeypatch.setenv("LOGNAME", "bob")

@@ -144,7 +144,7 @@ def test_a_job_that_was_preempted_is_deleted_and_submitted_again(
         ({"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, StageFailed, "without a result"),
     ],
 )
-def test_a_job_that_ends_without_a_result_says_why(
+def test_a_job_that_ends_without_a_result_gives_the_reason(
     api: ScriptedKubernetes,
     spec: StageSpec,
     tmp_path: Path,
@@ -384,7 +384,7 @@ def test_a_job_that_does_not_stop_is_deleted(
     assert api.objects == {}
 
 
-def test_the_reason_for_waiting_is_told_once(
+def test_the_reason_for_waiting_is_logged_once(
     api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     waiting = {"jobDeploymentStatus": "Suspended", "message": "queue is full"}
