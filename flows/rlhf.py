@@ -29,7 +29,7 @@ def run_name() -> str:
     fields = {"run.name": given.get("name"), "run.seed": given.get("seed")}
     try:
         config = loaded_config(given["config"], overrides_of(fields, given.get("overrides") or ())).run
-    except InputError:  # the flow itself says what is wrong with it
+    except InputError:  # the flow itself reports the error
         return f"{Path(given['config']).stem}-{flow_run}"
     return f"{config.name}-seed{config.seed}-{flow_run}"
 

@@ -12,7 +12,7 @@ rotates the logs by size. On SIGTERM it stops the flow runs first, so that they 
 Prefect.
 
 If PREFECT_API_URL or MLFLOW_TRACKING_URI is set, the supervisor uses that server and does not start its own.
-With an external Prefect server the reconciler is disabled: it only knows the processes of this machine, and
+With an external Prefect server the reconciler is disabled: it only finds the processes of this machine, and
 other machines may execute runs of that server.
 """
 

@@ -65,7 +65,7 @@ def _error_of(state: State[Any]) -> BaseException:
 
 
 def check_drift(run: PipelineRun, data: ArtifactRef | None) -> None:
-    """Compare the data with those of the champion, as a task if the configuration says so.
+    """Compare the data with those of the champion, as a task if it is configured.
 
     Raises GateFailed if they differ too much.
     """

@@ -124,7 +124,7 @@ def _store_probe(config: PipelineConfig) -> StoreProbe:
 
 
 def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig) -> dict[str, Any]:
-    """Return the report of each node by its id, or a sentence that says why it has none.
+    """Return the report of each node by its id, or a sentence with the reason why it has none.
 
     Nodes that Ray loses in the meantime are left out.
     """

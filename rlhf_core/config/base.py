@@ -72,7 +72,7 @@ def result(default: Any, description: str, **constraints: Any) -> Any:
 
     Args:
         default: The default value; `...` for a field that must be given.
-        description: What docs/configuration.md says about the field.
+        description: The text of docs/configuration.md about the field.
         constraints: `within`: a `Range`; `form`: the meaning of `pattern` in words; `later`: the field was
             added after stage keys were in use, so with its default it is not part of a key and existing keys
             stay the same; others as for pydantic's `Field`.

@@ -44,7 +44,7 @@ class ChatServiceConfig(Section):
     )
     rubric: UserPath | None = content(
         None,
-        "Text file that says what makes an answer good or better; null: a short general one",
+        "Text file with the criteria of a good answer; null: a short general one",
         min_length=1,
     )
     max_tokens: PositiveInt = result(

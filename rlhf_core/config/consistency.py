@@ -66,7 +66,9 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             " reward_model"
         )
     if judge == "gold" and any(source.path != "synthetic" for source in config.data.prompts):
-        yield ConfigError("evaluate.judge: gold knows the demo task only; got other data.prompts; use auto")
+        yield ConfigError(
+            "evaluate.judge: gold supports the demo task only; got other data.prompts; use auto"
+        )
     stopping = {"sft": config.sft.early_stop, "reward": config.reward.early_stop}
     for name, early_stop in stopping.items():
         if early_stop is not None and config.data.eval_fraction == 0:

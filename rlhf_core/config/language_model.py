@@ -12,7 +12,7 @@ from rlhf_core.config.hosts import check_url
 
 
 class LanguageModelConfig(ChatServiceConfig):
-    """A language model that judges answers. Either `path` or `url` with `model` says which."""
+    """A language model that judges answers. Either `path`, or `url` and `model`, must be given."""
 
     path: UserPath | None = content(
         None,

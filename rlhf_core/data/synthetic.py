@@ -130,11 +130,11 @@ def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
     good = [part for part in parts if _SENTENCE.fullmatch(part)]
     distinct = list(dict.fromkeys(good))
     words = re.findall(r"[a-z]+", text.lower())
-    said = {word for sentence in distinct for word in sentence.split()}
-    raw: float = 0.4 * min(len(_KIND & said), MAX_KIND)
-    raw += 0.9 * (topic.subject in said)
+    used_words = {word for sentence in distinct for word in sentence.split()}
+    raw: float = 0.4 * min(len(_KIND & used_words), MAX_KIND)
+    raw += 0.9 * (topic.subject in used_words)
     raw += 0.7 * any(sentence.endswith(topic.place) for sentence in distinct)
-    raw += 0.3 * (topic.adjective in said)
+    raw += 0.3 * (topic.adjective in used_words)
     raw -= 0.6 * min(sum(word in _RUDE for word in words), 4)
     raw -= 0.4 * min(sum(word in _SUBJECTS and word != topic.subject for word in words), 3)
     raw -= 0.5 * min(len(parts) - len(good) + bool(tail), 4)

@@ -228,7 +228,7 @@ class Encoder:
             if not (after.startswith(before) and text.startswith(after.rstrip())):
                 raise EncodeError(
                     "the chat template does not render a conversation as a continuation of its beginning, so"
-                    " the assistant's tokens cannot be told apart; put {% generation %} marks into it"
+                    " the assistant's tokens cannot be recognised; put {% generation %} marks into it"
                 )
             eos = after.find(self._eos, len(before))
             spans.append((len(before), eos + len(self._eos) if eos >= 0 else len(after.rstrip())))

@@ -176,7 +176,7 @@ def tokenizer_digest(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Converts token ids to text, and knows the special ids. `pad` is never `eos`."""
+    """Converts token ids to text, and has the special ids. `pad` is never `eos`."""
 
     tokenizer: Any
     pad: int

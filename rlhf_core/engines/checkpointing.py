@@ -115,7 +115,7 @@ def after_step(
         every: Steps between checkpoints.
         total: Steps of the whole loop. The last step needs no checkpoint.
     """
-    # Only rank 0 gets the signal; the sum tells all ranks.
+    # Only rank 0 gets the signal; the sum informs all ranks.
     asked = torch.tensor(
         float(context is not None and context.stop.requested), device=engine.rank.torch_device
     )

@@ -118,7 +118,7 @@ class LanguageModelJudge:
         return {model: found[i * count : (i + 1) * count] for i, model in enumerate(answers)}
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `evaluation.json` says about the judge."""
+        """Return the entry about the judge in `evaluation.json`."""
         replies = self._asked.values()
         return {
             "name": self._settings.name,

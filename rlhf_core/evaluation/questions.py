@@ -4,7 +4,7 @@
                      question with b as A, a as B      ->  letter  ->  a, b, or a tie
 
 Each pair is asked in both orders. An answer wins if it wins in both; otherwise the pair is a tie. A judge
-that prefers the first answer, whatever it says, therefore finds ties only.
+that prefers the first answer, regardless of its content, therefore finds ties only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Judged:
-    """What the judge says about n pairs."""
+    """Verdicts of the judge about n pairs."""
 
     preferences: tuple[float, ...]
     """(n,) 1 where `a` wins, 0.5 for a tie, 0 where `b` wins."""

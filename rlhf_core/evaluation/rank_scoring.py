@@ -86,7 +86,7 @@ def scores_of_rank(
 
     Args:
         rank: This rank.
-        config: The configuration; `reward.deepspeed` says how the model is cut and in which type it is.
+        config: The configuration; `reward.deepspeed` has the sharding and the precision of the model.
         folder: The reward model.
         pairs: Token ids of prompts and responses.
         pad_id: The token that fills rows.
@@ -133,7 +133,7 @@ def logprobs_of_rank(
 
     Args:
         rank: This rank.
-        config: The configuration; `ppo.policy_deepspeed` says how the model is cut.
+        config: The configuration; `ppo.policy_deepspeed` has the sharding of the model.
         files: The model and, if there is one, its adapter.
         pairs: Token ids of prompts and responses.
         temperature: Logits are divided by it.

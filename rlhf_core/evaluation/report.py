@@ -165,7 +165,7 @@ def _verdict(rate: Mapping[str, float]) -> tuple[str, str]:
         return "The PPO policy beats the SFT model", "good"
     if rate["high"] < 0.5:
         return "The PPO policy is worse than the SFT model", "bad"
-    return "The PPO policy and the SFT model cannot be told apart", "even"
+    return "There is no significant difference between the PPO policy and the SFT model", "even"
 
 
 def _number(value: float) -> str:

@@ -211,7 +211,7 @@ def score_reward_model(
     context: StageContext | None = None,
 ) -> list[float]:
     """Return the (n,) scores of a reward model, normalised by the statistics in its folder. An ensemble has
-    one model in memory at a time, and its scores are combined as its folder says.
+    one model in memory at a time, and its scores are combined as its folder specifies.
 
     Args:
         config: Configuration of the run.

@@ -128,7 +128,7 @@ def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class JudgeFacts:
-    """What `evaluation.json` says about the judge."""
+    """The entry about the judge in `evaluation.json`."""
 
     measure: str
     """Name of the measure that decided the comparison."""

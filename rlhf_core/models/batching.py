@@ -48,7 +48,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tensors of one forward pass, int64 where nothing else is said."""
+    """Tensors of one forward pass, int64 unless stated otherwise."""
 
     input_ids_BL: torch.Tensor
     position_ids_BL: torch.Tensor | None

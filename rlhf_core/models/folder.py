@@ -174,7 +174,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bounded(file, _JSON_LIMIT))
     except FileNotFoundError as error:
-        # A link into a cache that was cleaned: the name of its target says more than "has no config.json".
+        # A link into a cache that was cleaned: its target is more useful than "has no config.json".
         reason = str(error) if file.is_symlink() else f"{file.parent} has no {file.name}"
         raise UnreadableJSON(reason) from error
     except UnfitFile as error:
@@ -327,7 +327,7 @@ def length_problems(
             " set model.attention=eager"
         )
     window = settings.get("sliding_window")
-    # Qwen2 has a size in every config.json, and a second field that says whether it is used.
+    # Qwen2 has a size in every config.json, and a second field for whether it is used.
     is_used = settings.get("use_sliding_window", True) and attention == "sdpa"
     if is_used and isinstance(window, int) and window < tokens:
         yield ConfigError(

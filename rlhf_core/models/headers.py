@@ -73,7 +73,7 @@ def _parse_header(stream: BinaryIO) -> dict[str, Any]:
     except (ValueError, AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise BadHeader("is not safetensors (its header is no JSON)") from error
     if size != 8 + length + end:
-        raise BadHeader(f"has {size} bytes where its header says {8 + length + end}: cut short or damaged")
+        raise BadHeader(f"has {size} bytes instead of {8 + length + end}: cut short or damaged")
     return header
 
 

@@ -25,7 +25,7 @@ PATIENCE = 3
 
 @dataclass(frozen=True)
 class Situation:
-    """What a rule knows."""
+    """The measurements that a rule uses."""
 
     ppo: PPOConfig
     device: str

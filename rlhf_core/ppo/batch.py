@@ -1,4 +1,4 @@
-"""The responses of a PPO step as the controller knows them: lengths, rewards, and references to the tokens.
+"""The responses of a PPO step in the controller: lengths, rewards, and references to the tokens.
 
 Axis: `B` responses.
 """

@@ -64,7 +64,7 @@ class RolloutColumns:
 
 @dataclass(frozen=True)
 class RolloutHeader:
-    """What the controller knows of the responses of an engine, one entry per row of its chunks."""
+    """The controller's data about the responses of an engine, one entry per row of its chunks."""
 
     lengths: IntArray
     """Tokens of each response."""

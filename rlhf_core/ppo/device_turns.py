@@ -26,7 +26,7 @@ class DeviceTurns:
         level: `ppo.engine.sleep_level`.
         ranks: Returns all training ranks.
         engines: Returns the present engines.
-        wait: Waits for calls; the text says for what.
+        wait: Waits for calls; the text describes them.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from rlhf_core.ppo.worker import ModelWorker
 
 @dataclass(frozen=True)
 class Experience:
-    """What the controller knows of the experience of a step. The columns are on the policy ranks."""
+    """The controller's data about the experience of a step. The columns are on the policy ranks."""
 
     scores_B: torch.Tensor
     """Composed scores with penalties, before the KL. NaN if a response has no score."""

@@ -473,7 +473,7 @@ class Fleet:
         names = {participant.name for participant in self._monitor.unhealthy()}
         dead: list[RemoteActor[Actor]] = []
         if not names:
-            # Ray also knows of the deaths on other hosts.
+            # Ray also reports processes that ended on other hosts.
             dead = dead_actors([worker for workers in self.distinct_groups for worker in workers.workers])
         unhealthy = []
         for workers in self.distinct_groups:

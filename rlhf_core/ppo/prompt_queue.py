@@ -3,7 +3,7 @@
     driver --open--> PromptQueue <--take-- engine 0
                                  <--take-- engine 1
 
-Every engine has all prompts of a batch, in the same order. The queue says who samples which. An engine asks
+Every engine has all prompts of a batch, in the same order. The queue assigns them. An engine asks
 for as many as it has room for, and gets at most its share of the whole batch at once, so that batches for
 which all engines have room are divided equally.
 """

@@ -95,25 +95,27 @@ def readings(
     read: Callable[[str], T | None],
     again: str,
 ) -> dict[str, T | None]:
-    """Return what each question's reply says. A question whose reply cannot be read is asked once more. A
-    reply that was cut at the limit of tokens cannot be read.
+    """Return what `read` finds in the reply to each question.
+
+    A question whose reply cannot be read is asked once more. A reply that was cut at the limit of tokens
+    cannot be read.
 
     Args:
         questions: May occur several times.
         ask: Returns the replies to questions; true if they are asked once more. A question without a reply is
             missing in both results.
-        read: Returns what the text of a reply says, or None.
+        read: Returns the result that the text of a reply contains, or None.
         again: Is added to a question that is asked once more. Empty: none is.
     """
 
-    def said(reply: ModelReply) -> T | None:
+    def result_of(reply: ModelReply) -> T | None:
         return None if reply.is_cut else read(reply.text)
 
-    found = {question: said(reply) for question, reply in ask(questions, False).items()}
+    found = {question: result_of(reply) for question, reply in ask(questions, False).items()}
     repeated = {f"{question}{again}": question for question, value in found.items() if value is None}
     if repeated and again:
         for text, reply in ask(list(repeated), True).items():
-            found[repeated[text]] = said(reply)
+            found[repeated[text]] = result_of(reply)
     return found
 
 

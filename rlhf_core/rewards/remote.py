@@ -27,7 +27,7 @@ requests; 3xx, 401, 403, 404, 405 and 415 end the step (redirects are not follow
       |                                      +---------- it fails -------------+
       +--------------------------- it succeeds --------------------------------+
 
-The total time of a request is limited to `timeout` seconds. `rewards.post` says what is connected to.
+The total time of a request is limited to `timeout` seconds. `rewards.post` describes the allowed addresses.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def read_answer(body: bytes, count: int, address: str) -> Outcome:
     reasons = dict(outcome.reasons)
     for index in reasons:
         if str(index) in given:
-            reasons[index] = f"{address} says: {str(given[str(index)])[:200]!r}"
+            reasons[index] = f"{address} answers: {str(given[str(index)])[:200]!r}"
     return Outcome(outcome.values, reasons)
 
 

@@ -31,7 +31,7 @@ class ModelReply:
     seconds: float
     """Time that it took when it was asked."""
     is_cut: bool = False
-    """Whether it ended at the limit of tokens. It says nothing then."""
+    """Whether it ended at the limit of tokens. It is not used then."""
 
 
 class Replies:

@@ -94,7 +94,7 @@ class MicroBatches:
                     log.exception("a forward pass of %d items failed", len(pairs))
                     for _, result in requests:
                         result.set_exception(
-                            HTTPException(500, "the forward pass failed; the service's log says why")
+                            HTTPException(500, "the forward pass failed; the reason is in the service's log")
                         )
                     continue
                 for own, result in requests:

@@ -2,7 +2,7 @@
 
     flow --(SIGTERM, or its death)--> guard --(SIGINT)--> stage --> Ray's daemons, actors, training ranks
 
-The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it knows all of them, in
+The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it finds all of them, in
 any session and under any name: Ray's agents outlive their driver's SIGKILL by half a minute and hide
 their environment. Temporary files (sockets of engines and ranks, Ray's sockets and logs) are in private
 folders, which the guard removes as well; the output of actors is in the stage's log.

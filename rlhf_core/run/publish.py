@@ -153,7 +153,7 @@ def _base(policy: RegisteredVersion) -> tuple[str, bool]:
         return "a model from scratch", False
     sources = _json(policy, "data", "data_card.json").get("sources", [])
     digests = [str(source.get("digest")) for source in sources if source.get("field") == "model"]
-    # The digest knows it on every machine. A folder can be missing here, and look like an id.
+    # The digest identifies it on every machine. A folder can be missing here, and look like an id.
     on_hub = digests[0].startswith("hub:") if digests else is_hub_model(path)
     return path if on_hub else _last_part(path), on_hub
 

@@ -42,7 +42,7 @@ def main(store_url: str, stage_key: str, number: str, endpoint: str = "") -> int
     """Run the stage of a job; the exit code.
 
     Args:
-        store_url: The store, as the flow knows it.
+        store_url: URL of the store in the flow's configuration.
         stage_key: Key of the stage.
         number: Number of the job.
         endpoint: Address of an S3-compatible server.

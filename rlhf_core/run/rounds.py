@@ -1,4 +1,4 @@
-"""Several rounds of the pipeline: each one trains with what the policies of the earlier rounds have said.
+"""Several rounds of the pipeline: each one trains with the answers of the policies of earlier rounds.
 
     round 1   the configuration, with the stage `sample`
     round k   data.sft         + best.jsonl of the stage `sample` of each earlier round

@@ -42,7 +42,7 @@ _METRICS = ("loss", "accuracy", "rewards/chosen", "rewards/rejected")
 
 @dataclass(frozen=True)
 class ReferencedPair:
-    """A pair with what the reference says of it."""
+    """A pair with its log-probabilities under the reference."""
 
     pair: PairExample
     reference: tuple[float, float]

@@ -143,7 +143,7 @@ class _People:
                 log.warning("%s has no vote and does not count", file.name)
 
     def win_rate(self, samples: Path, opponent: Opponent) -> Votes | None:
-        """Return what people said about the pairs in a file of samples.
+        """Return the votes of people about the pairs in a file of samples.
 
         Raises ConfigError if a file of their page has another number of votes.
         """

@@ -82,7 +82,7 @@ class Outbox:
     ) -> Manifest | None:
         """Upload the bundle `prefix`; return None if none is pending or the store has another one there.
 
-        Raises StoreError if the store fails. The bundle then stays pending, and the message says where.
+        Raises StoreError if the store fails. The bundle then stays pending, and the message names its folder.
 
         Args:
             prefix: key of the bundle.

@@ -8,7 +8,7 @@
     Monitor      in the stage's own process: a thread polls all files and counts how long each has not changed
                      stalled()       participants that made no progress, or were suspended, beyond their limit
                      diagnose(...)   the error that names them; saves the stacks of all participants
-                     abort(error)    fails the stage, from a thread that knows why a wait cannot succeed
+                     abort(error)    fails the stage, from a thread that has found why a wait cannot succeed
                  Code that waits for participants asks the monitor. If nothing asks, or the code that asks is
                  itself stuck, the monitor calls `fail`.
 
@@ -286,7 +286,7 @@ class Monitor:
         return WorkerStuck(f"while waiting for {waiting_for} ({limit}): {named}; {stacks}")
 
     def abort(self, error: RLHFError) -> None:
-        """Fail the stage with `error`; for a thread that knows why another thread's wait cannot succeed."""
+        """Fail the stage with `error`, for a thread that has found why another's wait cannot succeed."""
         if self._fail is not None:
             self._fail(error)
 
@@ -338,7 +338,7 @@ class Monitor:
         last = time.monotonic()
         while not self._closed.wait(POLL_SECONDS):
             now = time.monotonic()
-            # This process may have been suspended, too: that time says nothing about the participants.
+            # This process may have been suspended, too: that time does not count for the participants.
             try:
                 self._poll(min(now - last, 4 * POLL_SECONDS))
             except Exception:

@@ -88,7 +88,7 @@ class Revocation:
     digests: frozenset[str]
     """Of its policy and weights."""
     tag: str
-    """The tag that says so."""
+    """The tag of a revoked version."""
 
 
 def revocation(

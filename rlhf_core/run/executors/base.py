@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What a scheduler knows about a job."""
+    """State of a job in its scheduler."""
 
     state: JobState
     message: str = ""
@@ -67,7 +67,7 @@ class JobStatus:
 
 
 class Scheduler(Protocol):
-    """Submits jobs and knows them by their names.
+    """Submits jobs and finds them by their names.
 
     Methods raise ConfigError for what only the user can correct (rights, addresses, names), and
     InfrastructureError for a failure that may be temporary.

@@ -49,7 +49,7 @@ def run_remote(
     """Run the stage of `spec` as a job and return its artifact.
 
     Args:
-        scheduler: Starts the job and knows its state.
+        scheduler: Starts the job and returns its state.
         spec: The stage.
         log_file: Gets a copy of the end of the job's log.
         timeout: Seconds, including the time in queues.
@@ -59,7 +59,7 @@ def run_remote(
         RLHFError: The error that the stage sent, with its class.
         StageFailed: The job died, was evicted, stopped or deleted.
         StageTimedOut: The job took over `timeout` seconds, or the scheduler ended it at its limit.
-        OutOfMemory: The scheduler says so.
+        OutOfMemory: The scheduler reports it.
         InfrastructureError: The scheduler or the store did not answer. The job goes on.
     """
     return _Follower(scheduler, spec, log_file, timeout, on_event).run()

@@ -225,7 +225,7 @@ def test_report_shows_the_numbers_of_the_evaluation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("win", "verdict"), [(0.8, "beats"), (0.5, "cannot be told apart"), (0.2, "is worse than")]
+    ("win", "verdict"), [(0.8, "beats"), (0.5, "no significant difference"), (0.2, "is worse than")]
 )
 def test_verdict_follows_from_the_interval(win: float, verdict: str) -> None:
     assert verdict in render(report(evaluation=evaluation(win)))

@@ -248,7 +248,7 @@ def test_null_or_non_finite_is_an_item_without_a_score() -> None:
         b'{"scores": [1, null, NaN, 1e999], "errors": {"1": "too\\u001b[31m long"}}', 4, "h:1"
     )
     assert outcome.values[0] == 1.0
-    assert outcome.reasons[1] == r"h:1 says: 'too\x1b[31m long'"
+    assert outcome.reasons[1] == r"h:1 answers: 'too\x1b[31m long'"
     assert [outcome.reasons[i].split(",")[0] for i in (2, 3)] == ["it returned nan", "it returned inf"]
 
 
