@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.training import LoraConfig
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.stages import ppo
@@ -27,14 +29,16 @@ class Model:
 
     module = SimpleNamespace(save=None)
 
-    lora = None
+    lora: LoraConfig | None = None
     weights = "last"
+    dtype: torch.dtype | None = None
+    """Precision of the saved weights, if it is another one."""
 
     def restore_average(self) -> None:
         self.weights = "average"
 
     def save_model(self, folder: Path, _save: Any, *, dtype: Any = None) -> None:
-        assert dtype is None, "without an adapter the weights keep their precision"
+        self.dtype = dtype
         folder.mkdir()
         (folder / "model.safetensors").write_text(self.weights)
 
@@ -123,6 +127,18 @@ def test_average_of_weights_is_saved_next_to_the_policy_or_published(
     out = run(**section)
     assert {file.parent.name: file.read_text() for file in out.rglob("model.safetensors")} == expected
     assert {file.parent.name for file in out.rglob("tokenizer.json")} == set(expected)
+
+
+@pytest.mark.parametrize(("lora", "dtype"), [(None, None), (LoraConfig(), torch.float32)])
+def test_a_policy_with_an_adapter_is_saved_in_float32(
+    lora: LoraConfig | None, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """A merge that is rounded to bfloat16 would be another policy."""
+    worker, model = Group().worker, Model()
+    model.lora = lora
+    worker._models = {"policy": model}
+    worker.save_model("policy", str(tmp_path / "policy"))
+    assert model.dtype == dtype
 
 
 @pytest.mark.parametrize(
