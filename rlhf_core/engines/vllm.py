@@ -60,11 +60,20 @@ class Engine:
     ) -> None:
         """Start an engine.
 
-        `model` is a Hugging Face folder, whose `eos_token_id` ends a response. `device` is "cpu" or "cuda".
-        `weight_transfer` is the backend of weight sync ("gloo", "nccl", "ipc", "nccl_m2n") if the weights
-        will be updated. `adapter_rank` is set if the updated weights are those of an adapter of this rank on
-        `model`. `head_dtype="float32"` returns logits that are not rounded. With a `sleep_level` the engine
-        can `sleep`, on a GPU.
+        Args:
+            model: A Hugging Face folder, whose `eos_token_id` ends a response.
+            engine: Memory, parallelism and precision.
+            device: "cpu" or "cuda".
+            max_model_len: Tokens of a prompt and its response, at most.
+            seed: Of vLLM. Each request has its own seed.
+            weight_transfer: The backend of weight sync ("gloo", "nccl", "ipc", "nccl_m2n") if the weights
+                will be updated.
+            adapter_rank: If the updated weights are those of an adapter on `model`, its rank.
+            head_dtype: With "float32" the logits are not rounded.
+            sleep_level: On a GPU, whether the engine can `sleep`, and how.
+
+        Raises:
+            ModelError: config.json has no `eos_token_id`.
         """
         config = ModelFolder(model).config
         _set_environment(engine, device, config.get("vocab_size"))

@@ -24,8 +24,13 @@ from rlhf_core.types import PromptAndResponse
 class Batches:
     """The forward passes over one list of sequences.
 
-    `micro_batches` has indices of the list. An empty micro-batch is a pass without results, for a rank that
-    must take part in a collective operation.
+    Args:
+        sequences: Prompts and responses.
+        micro_batches: Indices of `sequences` for each pass. An empty micro-batch is a pass without results,
+            for a rank that must take part in a collective operation.
+        pad_id: Padding token.
+        device: Where the batches are needed.
+        pack: Whether a row has several sequences.
     """
 
     def __init__(

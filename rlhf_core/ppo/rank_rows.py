@@ -158,7 +158,15 @@ def policy_samples(
 def critic_samples(
     batch: RankBatch, inputs: CriticInputs, objects: Sequence[Any], exchange: Exchange, rank: Rank
 ) -> list[TrainSample]:
-    """Return the samples that this critic rank trains on. This is a collective operation."""
+    """Return the samples that this critic rank trains on. This is a collective operation.
+
+    Args:
+        batch: The responses of this rank.
+        inputs: Where old values and returns are among `objects`.
+        objects: Columns of experience from the policy ranks.
+        exchange: Which rank trains on which response.
+        rank: This rank.
+    """
     prompts, responses = batch.tokens()
     values = _column(inputs.values, objects, "values")
     returns = _column(inputs.returns, objects, "returns")

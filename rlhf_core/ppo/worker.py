@@ -50,7 +50,15 @@ from rlhf_core.weight_sync.sender import SyncReport
 
 
 class ModelWorker(Actor):
-    """The controller calls each method on all ranks of the group at the same time."""
+    """One rank of a group of models. The controller calls each method on all ranks at the same time.
+
+    Args:
+        participant: How this process registers with the heartbeat monitor.
+        config_json: The whole configuration.
+        roles: The models of this group.
+        folders: The folder from which each model is loaded.
+        pad_id: Padding token.
+    """
 
     def __init__(
         self,

@@ -28,7 +28,15 @@ _FAILED_SECONDS = 5.0
 
 
 class VllmTransport:
-    """The backends `nccl` and `ipc`."""
+    """The backends `nccl` and `ipc`.
+
+    Args:
+        stream: The weights, gathered one bucket at a time.
+        specs: Names, types and shapes of the weights, in order.
+        client: Calls the engines; None on other ranks than the sender.
+        rank: This policy rank.
+        transport: Addresses, sizes and limits of time.
+    """
 
     sends_parts = False
 
