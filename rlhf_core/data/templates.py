@@ -258,42 +258,33 @@ class Encoder:
     # -- text to tokens --
 
     def _escape(self, messages: Sequence[Message]) -> tuple[list[dict[str, str]], dict[str, str]]:
-        """Messages whose special-token spellings are single private-use characters,
-        and what those stand for.
+        """Replace each special token's text in `messages` by an unused private-use character.
+
+        Returns the new messages, and the special token of each character.
         """
-        found = {match for message in messages for match in self._special_pattern.findall(message.content)}
-        used = (
-            {char for message in messages for char in message.content if "\ue000" <= char <= "\uf8ff"}
-            if found
-            else set()
-        )
+        found: set[str] = set()
+        used: set[str] = set()
+        for message in messages:
+            found.update(self._special_pattern.findall(message.content))
+            used.update(char for char in message.content if "\ue000" <= char <= "\uf8ff")
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
-        stand_in = {special: next(free) for special in sorted(found)}
-        escaped = [
-            {
-                "role": m.role,
-                "content": (
-                    self._special_pattern.sub(lambda match: stand_in[match.group()], m.content)
-                    if found
-                    else m.content
-                ),
-            }
-            for m in messages
-        ]
-        return escaped, {char: special for special, char in stand_in.items()}
+        character_of = {special: next(free) for special in sorted(found)}
+        escaped = []
+        for message in messages:
+            text = self._special_pattern.sub(lambda match: character_of[match.group()], message.content)
+            escaped.append({"role": message.role, "content": text})
+        return escaped, {character: special for special, character in character_of.items()}
 
     def _tokenize(self, text: str, restore: dict[str, str]) -> _Tokens:
         if not restore:
             self._backend.encode_special_tokens = False
             encoding = self._backend.encode(text, add_special_tokens=False)
             ids: list[int] = encoding.ids
-            expected = sum(
-                self._specials[match] in self._control_ids for match in self._special_pattern.findall(text)
-            )
+            found = self._special_pattern.findall(text)
+            expected = sum(self._specials[special] in self._control_ids for special in found)
             if sum(token in self._control_ids for token in ids) == expected:
-                starts, ends = (
-                    (list(side) for side in zip(*encoding.offsets, strict=True)) if ids else ([], [])
-                )
+                starts = [start for start, _ in encoding.offsets]
+                ends = [end for _, end in encoding.offsets]
                 return self._begin(_Tokens(ids, starts, ends))
         return self._begin(self._pieces(text, restore, template_specials=True))
 

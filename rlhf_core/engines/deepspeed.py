@@ -332,10 +332,9 @@ class TrainingEngine:
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in self.module.lm.named_parameters():
             parts = name.split(".")
-            index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-            groups.setdefault(name if index is None else ".".join(parts[: index + 1]), []).append(
-                (name, parameter)
-            )
+            number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+            layer = name if number is None else ".".join(parts[: number + 1])
+            groups.setdefault(layer, []).append((name, parameter))
         return list(groups.values())
 
     def _gathered(self, parameters: list[nn.Parameter], *, to_change: bool = False) -> Any:

@@ -268,13 +268,15 @@ class Collector:
         prompts = sampling.prompts
         sampling.calls.clear()
         for engine, chunks in sampling.remaining.items():
-            sampling.calls[engine], *sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
+            call, *tokens = self._fleet.engines.actor(engine).call_parts(
                 1 + len(chunks),
                 EngineActor.sample,
                 [[prompts[i] for i in chunk] for chunk in chunks],
                 seeds=[sampling.seeds[i] for chunk in chunks for i in chunk],
                 **self._options,
             )
+            sampling.calls[engine] = call
+            sampling.tokens[engine] = tokens
 
     def _send_queue(self, sampling: Sampling, prompts: Collection[int]) -> None:
         """Let all engines take these prompts, the longest first."""

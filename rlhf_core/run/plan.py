@@ -118,16 +118,22 @@ def make_plan(
     with checking(model_config or "model.path"):
         shape = _shape(config, model_config)
     verdict = judge(config, shape, hardware)
+    advice = None
+    if not verdict.fits:
+        advice = advise(config, lambda changed: judge(changed, shape, hardware))
+    splits: tuple[Split | NoSplit, ...] = ()
+    if not hardware.device.is_cpu:
+        splits = fastest(config, shape, hardware)
     return Plan(
         config,
         shape,
         hardware,
         verdict,
-        None if verdict.fits else advise(config, lambda changed: judge(changed, shape, hardware)),
+        advice,
         step_time(config, shape, hardware),
         _optimizer_steps(config, shape, hardware),
         tuple(checkpoint_sizes(config, shape, hardware)),
-        () if hardware.device.is_cpu else fastest(config, shape, hardware),
+        splits,
     )
 
 
