@@ -21,7 +21,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.run.drift import compare_with_champion
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import RetryPolicy, retry_delays
-from rlhf_core.run.stage_runner import find_or_make
+from rlhf_core.run.stage_runner import get_or_run_stage
 from rlhf_core.types import ArtifactRef
 
 MAX_RETRIES = 1000
@@ -88,7 +88,7 @@ def attempt(
 ) -> State[ArtifactRef] | ArtifactRef:
     """Find the artifact of `stage`, or have a child process make it."""
     with ProgressPage(stage) as page:
-        record = find_or_make(run, stage, inputs, policy, page.event)
+        record = get_or_run_stage(run, stage, inputs, policy, page.event)
     publish_stage(run, stage, record)
     if record.reused:
         return Completed(name="Skipped", message=f"reused {record.ref.uri}", data=record.ref)

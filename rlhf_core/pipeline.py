@@ -44,7 +44,9 @@ class Stage:
     stage compares them with the digests of the run.
     """
     sources_of_inputs: tuple[str, ...] = ()
-    """Those of them that the key of an input artifact already contains."""
+    """Prefixes of `sources` that are not part of the stage's key, because the key of an input artifact
+    already contains them.
+    """
     enabled_by: str | None = None
     """Configuration field that switches the stage on; None if every pipeline has it."""
     always_in_key: bool = False

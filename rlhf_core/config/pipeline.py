@@ -10,11 +10,8 @@ from pydantic import field_validator, model_validator
 
 from rlhf_core.config.base import (
     PAUSE,
-    RANKS,
-    TEMPERATURE,
     TOKENS,
     TRIES,
-    Fraction,
     Name,
     NonNegativeInt,
     PositiveFloat,
@@ -29,9 +26,9 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.data import DataConfig
 from rlhf_core.config.drift import DriftConfig
-from rlhf_core.config.language_model import LanguageModelConfig
+from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.regression import RegressionSet
+from rlhf_core.config.register import RegisterConfig
 from rlhf_core.config.resources import Executor, ResourcesConfig
 from rlhf_core.config.sample import SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
@@ -249,111 +246,6 @@ class ModelConfig(Section):
         " precision as the rest of the model",
     )
     tiny: TinyModel = result(TinyModel(), "Shape of the model from scratch")
-
-
-class EvaluateConfig(Section):
-    """The policy against the SFT model on held-out prompts."""
-
-    prompts: PositiveInt = result(128, "Held-out prompts, or all if there are fewer")
-    temperature: PositiveFloat | None = result(
-        None,
-        "Sampling temperature of both models; null: ppo.temperature",
-        within=TEMPERATURE,
-    )
-    bootstrap: PositiveInt = result(
-        2000,
-        "Resamples for the confidence intervals",
-        within=Range(1, 200_000, "intervals no longer change, and each resample is held in memory"),
-    )
-    confidence: PositiveFloat = result(
-        0.95,
-        "Level of the intervals",
-        within=Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful"),
-    )
-    judge: Literal["auto", "language_model", "gold", "judge_model", "reward_model", "rules"] = result(
-        "auto",
-        "The judge of a win. `auto`: the language model if there is one, else the true reward if there is"
-        " one, else the second reward model (`reward.judge`), else the reward model, else the rules",
-    )
-    language_model: LanguageModelConfig | None = result(
-        None,
-        "A language model that judges the evaluation and the match; null: none",
-        later=True,
-    )
-    samples: PositiveInt = result(
-        20,
-        "Sample pairs in the table and report",
-        within=Range(1, 10_000, "rows of one table"),
-    )
-    chosen: bool = result(
-        True,
-        "Compare both models also with the `chosen` answers of held-out pairs, at most `prompts`; needs a"
-        " judge that is no rule",
-        later=True,
-    )
-    regression: tuple[RegressionSet, ...] = result(
-        (),
-        "Prompts on which the policy must not be worse than the SFT model, and in a match than the champion:"
-        " otherwise it is not promoted ([promotion](promotion.md#regression-sets))",
-        max_length=16,
-        later=True,
-    )
-    ranks: PositiveInt = execution(
-        1,
-        "Ranks that compute log-probabilities and scores of the reward model, in the evaluation and in the"
-        " match (one GPU each where there are GPUs). A model that was trained with ZeRO-3 is sharded over"
-        " them; otherwise each has a copy",
-        within=RANKS,
-    )
-    engines: PositiveInt = execution(
-        1,
-        "Engines that sample at the same time, in the evaluation and in the match, with"
-        " `ppo.engine.tensor_parallel` GPUs each",
-        within=RANKS,
-    )
-
-    @field_validator("regression")
-    @classmethod
-    def _check_names(cls, sets: tuple[RegressionSet, ...]) -> tuple[RegressionSet, ...]:
-        names = [each.name for each in sets]
-        if len(set(names)) < len(names):
-            raise ValueError(f"evaluate.regression needs distinct names; got {', '.join(names)}")
-        return sets
-
-
-class RegisterConfig(Section):
-    """The MLflow registry."""
-
-    model: str | None = result(
-        None,
-        "Registered name; default `{run.name}-policy`",
-        pattern=r"^[\w.-]{1,100}$",
-        form="1 to 100 letters, digits, `.`, `_` and `-`",
-    )
-    min_win_rate: Fraction = result(0.5, "Against SFT; below this value the alias `champion` is not set")
-    min_prompts: NonNegativeInt = result(
-        50,
-        "A match or evaluation with fewer prompts does not set the alias `champion`",
-    )
-    alpha: PositiveFloat = result(
-        0.05,
-        "Maximum probability that, within 365 days, any candidate that is not better than the champion"
-        " replaces it ([promotion](promotion.md)); while there is no champion, the k-th test has the level"
-        " alpha / (k (k + 1))",
-        within=Range(1e-6, 0.5, "0 allows no champion, and above 0.5 chance decides"),
-    )
-    votes: tuple[UserPath, ...] = content(
-        (),
-        "Files of [votes](promotion.md#votes-of-people) about this policy and its SFT model, or about this"
-        " policy and the champion",
-    )
-    votes_margin: PositiveFloat | None = result(
-        None,
-        "The alias `champion` is not set unless people voted (`votes`) and the lower bound of the policy's"
-        " win rate by their votes is above 0.5 - this; null: votes are only shown",
-        within=Range(0.001, 0.5, "with 0.5 only the loss of every pair refuses"),
-        later=True,
-    )
 
 
 TrainingStage = Literal["sft", "reward", "dpo"]

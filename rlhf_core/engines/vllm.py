@@ -143,6 +143,8 @@ class Engine:
     ) -> list[Rollout]:
         """Sample `n` responses to each prompt, in the order of prompts, then of samples.
 
+        A prompt is one request with one seed. vLLM adds the index of the sample to it.
+
         Only the temperature changes the distribution: with top-p or top-k, the log-probabilities of PPO would
         be wrong.
 

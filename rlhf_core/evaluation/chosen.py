@@ -20,15 +20,15 @@ from rlhf_core.types import PairExample, PromptExample, RewardInput
 
 _JUDGES = ("language_model", "gold", "judge_model", "reward_model")
 
-ByModel = Mapping[str, list[RewardInput]]
-Prefer = Callable[[ByModel, list[RewardInput]], Mapping[str, Sequence[float]]]
+ResponsesByModel = Mapping[str, list[RewardInput]]
+Prefer = Callable[[ResponsesByModel, list[RewardInput]], Mapping[str, Sequence[float]]]
 """Returns the preferences of each model's answers over the (n,) chosen ones."""
 
 
 def by_score(score: Callable[[list[RewardInput]], list[float]]) -> Prefer:
     """Return the preferences by a score, which is called once for all answers."""
 
-    def prefer(answers: ByModel, chosen: list[RewardInput]) -> dict[str, list[float]]:
+    def prefer(answers: ResponsesByModel, chosen: list[RewardInput]) -> dict[str, list[float]]:
         samples = list(chosen)
         for own in answers.values():
             samples += own

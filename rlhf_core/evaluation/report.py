@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
-from rlhf_core.evaluation.statistics import differences, fallen
+from rlhf_core.evaluation.statistics import differences, failed_sets
 
 MODELS = ("sft", "ppo", "dpo")
 """All that there can be. A report has those with responses."""
@@ -90,7 +90,7 @@ def render(report: Report) -> str:
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
-        fallen=[name for name, found in sets.items() if fallen({name: found})],
+        fallen=[name for name, found in sets.items() if failed_sets({name: found})],
     )
     return document.strip() + "\n"
 

@@ -221,8 +221,8 @@ def differences(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, f
     }
 
 
-def fallen(sets: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a phrase for each regression set that fell: the lower bound of the difference is not above
+def failed_sets(sets: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a phrase for each regression set that failed: the lower bound of the difference is not above
     -margin.
 
     `sets` is what `differences` returned.

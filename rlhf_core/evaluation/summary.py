@@ -56,7 +56,7 @@ class Measured:
 def without_masked(
     responses: Mapping[str, list[RewardInput]], measured: Measured
 ) -> tuple[dict[str, list[RewardInput]], Measured]:
-    """Return the prompts for which every measure has a value for all models.
+    """Drop prompts for which a measure has no value for some model. Return the other responses and values.
 
     If a source with nonzero weight masks a failure, the weighted sum is NaN. A source of weight 0 is only
     measured, and its failures exclude no prompt.
@@ -141,7 +141,7 @@ class JudgeFacts:
 
 
 @dataclass(frozen=True)
-class OtherResults:
+class OptionalResults:
     """Results besides the comparison of the policy with the SFT model on the held-out prompts."""
 
     dpo: Mapping[str, Any]
@@ -162,7 +162,7 @@ def evaluation_json(
     comparison: Comparison,
     judge: JudgeFacts,
     interval: Intervals,
-    others: OtherResults,
+    others: OptionalResults,
 ) -> dict[str, Any]:
     """Return the content of `evaluation.json`. Intervals are `{mean, low, high}`.
 

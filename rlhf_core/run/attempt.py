@@ -154,7 +154,7 @@ class _Attempt:
             self.store,
             spec.key,
             work=self.work / "checkpoints",
-            policy=spec.config.store,
+            store_settings=spec.config.store,
             fence=self.fence,
             outbox=outbox,
             hosts=nodes,

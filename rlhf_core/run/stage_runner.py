@@ -6,7 +6,7 @@
                            |
                     artifact, published by the child
 
-Prefect's task calls `find_or_make` and retries by itself; `make_with_retries` does both without Prefect.
+Prefect's task calls `get_or_run_stage` and retries by itself; `make_with_retries` does both without Prefect.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def make_with_retries(
         wait=wait_chain(*map(wait_fixed, retry_delays(run.config.run.retry_delay))),
         reraise=True,
     )
-    return retrying(find_or_make, run, stage, inputs, policy)
+    return retrying(get_or_run_stage, run, stage, inputs, policy)
 
 
-def find_or_make(
+def get_or_run_stage(
     run: PipelineRun,
     stage: StageName,
     inputs: Mapping[StageName, ArtifactRef],

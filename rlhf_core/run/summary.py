@@ -166,7 +166,7 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if name in evaluation:
             rows.append((f"{label}{_judged(evaluation)}", _with_interval(evaluation[name])))
     if "fallen" in evaluation:
-        rows.append(("regression sets that fell", evaluation["fallen"]))
+        rows.append(("regression sets that failed", evaluation["fallen"]))
     if "kl" in evaluation:
         rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
     if "kl_dpo" in evaluation:

@@ -20,7 +20,7 @@ from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import epoch_batches
-from rlhf_core.stages.best import BestSoFar
+from rlhf_core.stages.early_stopping import EarlyStopping
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import StageContext
 
@@ -138,7 +138,7 @@ def train_epochs(
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
-    best = BestSoFar(**state.get("best", {}))
+    best = EarlyStopping(**state.get("best", {}))
     every = evaluate_every if early_stop is None else early_stop.every
     with checkpointing.defer_stop(context):
         while step < total and not best.is_final(early_stop):

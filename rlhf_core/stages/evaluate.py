@@ -34,13 +34,13 @@ from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
-from rlhf_core.evaluation.statistics import Comparison, compare, differences, fallen
+from rlhf_core.evaluation.statistics import Comparison, compare, differences, failed_sets
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
     JudgeFacts,
     Measured,
-    OtherResults,
+    OptionalResults,
     answers,
     dpo_json,
     evaluation_json,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HELD_OUT, _CHOSEN = "held-out", "chosen answers"
-"""Names of sets of prompts that no regression set can have."""
+"""Reserved names of sets of prompts. A regression set cannot use them."""
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -92,7 +92,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         scoring.score, judge, config, judge_model, pad_id=decoder.pad, device=device, context=context
     )
     with evaluation_session(config, device, context):
-        language_model = _agreeing_judge(config, context, device) if judge == MEASURE else None
+        language_model = _load_checked_judge(config, context, device) if judge == MEASURE else None
         found = generate.responses_to_sets(
             config, models, decoder.response, sets, device=device, context=context
         )
@@ -118,7 +118,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         # The last one: what is reported of the judge's consistency is of this comparison.
         comparison = versus("ppo", "sft", "win_rate")
     facts = _judge_facts(config, context, judge, language_model, gold_known=gold_known)
-    others = OtherResults(
+    others = OptionalResults(
         dpo=of_dpo,
         gold_exchanged=exchanged_gold(responses, interval) if gold_known else None,
         over_chosen=over_chosen,
@@ -136,9 +136,9 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "judge": scoring.judge_name(config, judge),
         "judge_trained_on": facts.trained_on,
     }
-    if fell := fallen(differences(regression)):
-        log.warning("regression sets fell against the SFT model: %s", ", ".join(fell))
-        attributes["fallen"] = ", ".join(fell)
+    if failed := failed_sets(differences(regression)):
+        log.warning("regression sets failed against the SFT model: %s", ", ".join(failed))
+        attributes["fallen"] = ", ".join(failed)
     return StageResult(metrics, attributes)
 
 
@@ -186,7 +186,7 @@ def _policies(config: PipelineConfig, context: StageContext) -> dict[str, Policy
     return policies
 
 
-def _agreeing_judge(config: PipelineConfig, context: StageContext, device: str) -> LanguageModelJudge:
+def _load_checked_judge(config: PipelineConfig, context: StageContext, device: str) -> LanguageModelJudge:
     """Return the language model that judges. Raises `GateFailed` if it agrees too little with people."""
     judge = LanguageModelJudge(config, context, device)
     metrics = judge.measure_agreement()
@@ -206,7 +206,10 @@ def _measure(
     pad_id: int,
     device: str,
 ) -> Measured:
-    """Each measure scores the responses of all models in one call."""
+    """Score all responses with every measure.
+
+    There is one call for each measure, because batch normalisation must cover the responses of all models.
+    """
     sources = scoring.rule_sources(config)
     models = {name: stage for name, stage in scoring.MODEL_STAGES.items() if stage in context.inputs}
     parts = gold_known + len(models) + bool(sources) + len(policies)

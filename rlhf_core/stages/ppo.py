@@ -34,7 +34,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     decoder = load_decoder(context.inputs["data"])
     with _started(config, context, decoder, device) as controller:
         controller.run()
-        chosen = {} if config.ppo.evaluation_interval is None else _choose(config, context, controller)
+        chosen = (
+            {}
+            if config.ppo.evaluation_interval is None
+            else _restore_published_weights(config, context, controller)
+        )
         trained = _save(config, context, controller)
         steps = controller.completed_steps
     for folder in context.output.glob("policy*"):
@@ -134,8 +138,10 @@ def _save(config: PipelineConfig, context: StageContext, controller: PPOControll
     return trained
 
 
-def _choose(config: PipelineConfig, context: StageContext, controller: PPOController) -> dict[str, float]:
-    """Write and draw the evaluations, restore the weights to publish, and return what is known of them."""
+def _restore_published_weights(
+    config: PipelineConfig, context: StageContext, controller: PPOController
+) -> dict[str, float]:
+    """Restore the weights to publish, and return their evaluation metrics. Write and draw all evaluations."""
     from rlhf_core.evaluation.plots import evaluation_curves
 
     evaluations = controller.selection.evaluations

@@ -443,8 +443,7 @@ def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | Non
     """Rename the manifest of a bundle to `damaged-*.json`, with the reason, and return that file's address.
 
     The bundle does not exist any more, and its files stay. `damaged` is the manifest that was found damaged,
-    if it
-    was readable: a bundle that another writer has committed in the meantime is left alone.
+    if it was readable: a bundle that another writer has committed in the meantime is not changed.
     """
     raw = store.read_bytes(f"{prefix}/{MANIFEST}") or b""
     if damaged is not None:

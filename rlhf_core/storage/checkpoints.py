@@ -119,7 +119,7 @@ class CheckpointStore:
         store: Store,
         stage_key: str,
         work: Path,
-        policy: StoreConfig,
+        store_settings: StoreConfig,
         fence: Fence | None = None,
         *,
         outbox: Outbox | None = None,
@@ -144,7 +144,7 @@ class CheckpointStore:
         self._store = store
         self._root = f"{_FOLDER}/{stage_key}"
         self._work = work
-        self._policy = policy
+        self._store_settings = store_settings
         self._fence = fence
         self._outbox = outbox
         self._hosts = hosts
@@ -182,7 +182,7 @@ class CheckpointStore:
                     continue
                 if manifest.body.get("step") != step:
                     raise CorruptArtifact(f"{self._store.uri(prefix)} has the manifest of another step.")
-                self._require_same_code(step, manifest.body)
+                self._check_compatible(step, manifest.body)
                 folder = self._fetch(manifest)
                 self._earlier_seconds = float(manifest.body.get("seconds", 0.0))
                 self._on_event("resumed", step)
@@ -205,7 +205,7 @@ class CheckpointStore:
         wait_for_others()
         return folder
 
-    def _require_same_code(self, step: int, body: Mapping[str, Any]) -> None:
+    def _check_compatible(self, step: int, body: Mapping[str, Any]) -> None:
         """Compare the checkpoint's code, versions and settings with the present ones.
 
         Raises ConfigError for other code or versions, unless `allow_other_code`; other differences are
@@ -223,7 +223,7 @@ class CheckpointStore:
         if not changed:
             return
         described = ", ".join(changed.values())
-        if not self._policy.allow_other_code and not set(changed) <= _ONLY_LOGGED:
+        if not self._store_settings.allow_other_code and not set(changed) <= _ONLY_LOGGED:
             raise ConfigError(
                 f"store.allow_other_code: the checkpoint of step {step} to continue from was made with other"
                 f" code ({described}); go back to that, or set it to true to go on, perhaps not in the same"
@@ -409,7 +409,7 @@ class CheckpointStore:
         if newest != _DAMAGED_POINTER:
             # The very first checkpoint may have been damaged before `newest.json` was written.
             self._store.put_if_absent(f"{self._root}/{_NEWEST}", _pointer(newest))
-        if not self._policy.allow_fresh_start:
+        if not self._store_settings.allow_fresh_start:
             raise CorruptArtifact(
                 f"No intact checkpoint is left in {uri}: all that were committed are damaged or gone."
                 " Restore one there (each damaged-*.json describes a damaged one), or add"
@@ -435,13 +435,13 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """Delete all checkpoints but the newest and the best, and older leftovers without a manifest."""
-        keep = self._policy.keep_checkpoints
+        keep = self._store_settings.keep_checkpoints
         steps = self._steps()
         newest, older = steps[:keep], steps[keep:]
         if len(newest) < keep:
             return
         scored = [(score, step) for score, step in self._scored(steps, {}) if step in older]
-        best = {step for _, step in sorted(scored, reverse=True)[: self._policy.keep_best]}
+        best = {step for _, step in sorted(scored, reverse=True)[: self._store_settings.keep_best]}
         deleted = [s for s in self._steps(committed=False) if s < newest[-1] and s not in best]
         for step in deleted:
             bundles.remove(self._store, self._prefix(step))
@@ -453,7 +453,7 @@ class CheckpointStore:
 
         A score is stored in the checkpoint's own manifest, in a later manifest or in `known`.
         """
-        if self._policy.keep_best == 0:
+        if self._store_settings.keep_best == 0:
             steps = []
         own: dict[int, float] = {}
         later: dict[int, float] = {}

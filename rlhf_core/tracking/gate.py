@@ -7,7 +7,7 @@ becomes champion within a year is therefore at most `alpha`, for any number of c
 prompts of a match must not have been used to choose its candidate (docs/promotion.md).
 
 Without a match the champion stays: numbers of different prompts or different judges are not compared. A
-candidate for which a regression set fell, against its SFT model or in the match, is refused. So is one that
+candidate for which a regression set failed, against its SFT model or in the match, is refused. So is one that
 loses by the votes of people, or has none, if the configuration has a margin for them (`votes_margin`).
 """
 
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rlhf_core.errors import RLHFError
-from rlhf_core.evaluation.statistics import Verdicts, differences, fallen
+from rlhf_core.evaluation.statistics import Verdicts, differences, failed_sets
 
 Votes = Mapping[str, float]
 """Win rate of the policy by the votes of people (`evaluation.review.win_rate_by_people`)."""
@@ -192,8 +192,10 @@ def decide(
     if candidate.win_rate < gate.min_win_rate:
         text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"
         return Decision(False, "min_win_rate", text)
-    if fell := fallen(candidate.regression):
-        return Decision(False, "regression", f"regression sets fell against the SFT model: {', '.join(fell)}")
+    if failed := failed_sets(candidate.regression):
+        return Decision(
+            False, "regression", f"regression sets failed against the SFT model: {', '.join(failed)}"
+        )
     if gate.lost(candidate.votes):
         text = f"people may prefer the SFT model{_by_people(candidate.votes, gate)}"
         return Decision(False, "votes", text)
@@ -254,8 +256,8 @@ def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> D
     if match.away_win_rate is not None and match.away_win_rate < 0.5:
         text += "; the candidate must not lose by the champion's judge"
         return Decision(False, "away", text, tested=True)
-    if fell := fallen(match.regression):
-        text += f"; regression sets fell against the champion: {', '.join(fell)}"
+    if failed := failed_sets(match.regression):
+        text += f"; regression sets failed against the champion: {', '.join(failed)}"
         return Decision(False, "regression", text, tested=True)
     return _with_votes("match", text, match.regression, match.votes, gate)
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.evaluation.statistics import fallen
+from rlhf_core.evaluation.statistics import failed_sets
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.champions import (
     CHAMPION,
@@ -224,7 +224,7 @@ def _match(
     """Return the match against the champion, or None if the decision does not depend on one."""
     if champion is None or _record(champion) is None or candidate.evaluation.win_rate < gate.min_win_rate:
         return None
-    if fallen(candidate.evaluation.regression) or gate.lost(candidate.evaluation.votes):
+    if failed_sets(candidate.evaluation.regression) or gate.lost(candidate.evaluation.votes):
         return None
     return run_match(champion.tags)
 

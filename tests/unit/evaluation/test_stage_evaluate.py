@@ -6,7 +6,7 @@
 - a prompt for which a reward source masks a failure is left out for both models and counted
 - batch-normalised rules normalise both models' responses together
 - both models are compared with the chosen answers of held-out pairs, by the same judge
-- a regression set that fell is named in the report and in the facts of the result
+- a regression set that failed is named in the report and in the facts of the result
 - DPO's policy is a third column of all measures, and is compared with SFT model and PPO's policy
 - the second reward model judges without having trained the policy
 - a language model is measured first; it decides wins and is named, or is refused before anything is sampled

@@ -100,7 +100,7 @@ def test_all_attempts_share_the_time_of_the_stage(tmp_path: Path, monkeypatch: p
     )
     for _ in range(4):
         with pytest.raises(StageFailed):
-            stage_runner.find_or_make(run, "data", {}, RetryPolicy(5))
+            stage_runner.get_or_run_stage(run, "data", {}, RetryPolicy(5))
     assert given == [100.0, 55.0, 10.0, 0.0]
 
 
@@ -119,7 +119,7 @@ def test_failed_attempts_are_repeated_after_a_growing_delay(monkeypatch: pytest.
             raise outcome
         return outcome
 
-    monkeypatch.setattr(stage_runner, "find_or_make", attempt)
+    monkeypatch.setattr(stage_runner, "get_or_run_stage", attempt)
     monkeypatch.setattr("tenacity.nap.time.sleep", delays.append)
     run: Any = SimpleNamespace(
         config=PipelineConfig.model_validate({"run": {"retries": 7, "retry_delay": 2.0}})
@@ -160,5 +160,5 @@ def test_guards_and_advice_become_tags_of_the_run(tmp_path: Path, monkeypatch: p
         tracking=SimpleNamespace(finish_stage=lambda *given: None),
     )
     with pytest.raises(StageFailed):
-        stage_runner.find_or_make(run, "ppo", {}, RetryPolicy(0))
+        stage_runner.get_or_run_stage(run, "ppo", {}, RetryPolicy(0))
     assert noted == [("guard.loops", "step 4: guard loops: 30 %"), ("advice.sync", "advice, step 4: 30 %")]

@@ -13,7 +13,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed
 from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.retries import RetryPolicy
-from rlhf_core.run.stage_runner import find_or_make
+from rlhf_core.run.stage_runner import get_or_run_stage
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.testing import stage_context
@@ -56,4 +56,4 @@ def test_reused_reward_model_below_the_limit_fails(tmp_path: Path) -> None:
         next_stage=NextStage(),
     )
     with pytest.raises(GateFailed, match=r"accuracy 0\.590 is below"):
-        find_or_make(run, "reward", {}, RetryPolicy(0))
+        get_or_run_stage(run, "reward", {}, RetryPolicy(0))

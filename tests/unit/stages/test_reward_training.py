@@ -19,7 +19,7 @@ import torch
 
 from rlhf_core.config.training import EarlyStopConfig, RewardConfig
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.stages.best import BestSoFar
+from rlhf_core.stages.early_stopping import EarlyStopping
 from rlhf_core.stages.reward import evaluate_reward, pair_loss, train_step
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
@@ -28,7 +28,7 @@ STOPPING = RewardConfig.model_validate({"early_stop": {"every": 1, "patience": 2
 
 
 def test_training_ends_after_two_evaluations_without_improvement() -> None:
-    best = BestSoFar()
+    best = EarlyStopping()
     ends = []
     for step, loss in enumerate([0.7, 0.6, 0.6, 0.5, 0.9, 0.8], start=1):
         best.add(step, loss)
@@ -39,7 +39,7 @@ def test_training_ends_after_two_evaluations_without_improvement() -> None:
 
 
 def test_nonfinite_loss_is_no_improvement() -> None:
-    best = BestSoFar()
+    best = EarlyStopping()
     assert [best.add(1, math.nan), best.add(2, 0.7), best.add(3, -math.inf), best.add(4, math.nan)] == [
         False, True, False, False,
     ]  # fmt: skip
@@ -47,8 +47,8 @@ def test_nonfinite_loss_is_no_improvement() -> None:
 
 
 def test_training_is_not_ended_without_early_stop() -> None:
-    assert not BestSoFar(1, 0.1, evaluations_since=99).is_final(None)
-    assert not BestSoFar(1, 0.1, evaluations_since=99).is_final(EarlyStopConfig(patience=None))
+    assert not EarlyStopping(1, 0.1, evaluations_since=99).is_final(None)
+    assert not EarlyStopping(1, 0.1, evaluations_since=99).is_final(EarlyStopConfig(patience=None))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 - no champion below `min_win_rate` or with fewer than `min_prompts`; the first one must beat its SFT model
   significantly
 - a match needs evidence of 1 / level; a candidate that loses by the champion's own reward model does not win
-- a regression set that fell stops the promotion, by name, and those that passed are in the reason
+- a regression set that failed stops the promotion, by name, and those that passed are in the reason
 - with a margin for votes of people, a candidate without them or with a loss is refused, by name; without a
   margin they are only in the reason
 - without a match, or without the champion's judge, the champion stays
@@ -92,8 +92,18 @@ HELD = {"code": {"mean": -0.001, "low": -0.019, "high": 0.02, "margin": 0.02}}
     ("own", "against_champion", "rule", "reason"),
     [
         (HELD, HELD, "match", "; regression sets passed: code"),
-        (HELD | FELL, HELD, "regression", "fell against the SFT model: math -0.110 [-0.200, -0.050] (margin"),
-        (HELD, HELD | FELL, "regression", "fell against the champion: math -0.110 [-0.200, -0.050] (margin"),
+        (
+            HELD | FELL,
+            HELD,
+            "regression",
+            "failed against the SFT model: math -0.110 [-0.200, -0.050] (margin",
+        ),
+        (
+            HELD,
+            HELD | FELL,
+            "regression",
+            "failed against the champion: math -0.110 [-0.200, -0.050] (margin",
+        ),
     ],
 )
 def test_a_regression_set_that_fell_stops_the_promotion(

@@ -9,7 +9,7 @@ from rlhf_core.config.training import EarlyStopConfig
 
 
 @dataclass
-class BestSoFar:
+class EarlyStopping:
     """The evaluation with the lowest held-out loss; the earliest of equal ones."""
 
     step: int = 0
