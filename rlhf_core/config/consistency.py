@@ -122,9 +122,13 @@ def _either(numbers: Sequence[int]) -> str:
 
 
 def trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
-    """Return the DeepSpeed section of each model that this configuration trains, with its field."""
+    """Return the DeepSpeed sections that this configuration uses, with their fields.
+
+    The reward model in PPO has that of the critic.
+    """
     ppo = config.ppo
-    critic = [("ppo.critic_deepspeed", ppo.critic_deepspeed)] if ppo.uses_critic else []
+    has_critic = ppo.uses_critic or ppo.uses_reward_model
+    critic = [("ppo.critic_deepspeed", ppo.critic_deepspeed)] if has_critic else []
     return [
         *((f"{stage}.deepspeed", section.deepspeed) for stage, section in config.training_sections.items()),
         ("ppo.policy_deepspeed", ppo.policy_deepspeed),
@@ -150,7 +154,7 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     if config.evaluate.judge == "reward_model" and ppo.trains_on_reward_model:
         yield (
             "evaluate.judge is the reward model that the policy is trained with, whose scores also rise under"
-            " over-optimisation; add reward.judge={}, or name a language model, and leave evaluate.judge out"
+            " over-optimisation; use reward.judge={} or a language model, and leave evaluate.judge out"
         )
     if config.data.eval_fraction > 0.5:
         yield (

@@ -107,9 +107,9 @@ class PPOConfig(PackedSection):
     )
     missing_eos_penalty: NonNegativeFloat | None = result(
         None,
-        "Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model,"
-        " which was not trained with truncated responses (one standard deviation of its scores; Huang et al."
-        " 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`",
+        "Subtracted from the score of a response that ends at the length limit. null: 1 if a reward model, which"
+        " was not trained with truncated responses, has a weight (one standard deviation of its scores; Huang"
+        " et al. 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`",
     )
     overlong: OverlongConfig | None = result(None, "Soft penalty close to the length limit; null: none")
     dynamic_filtering: DynamicFilteringConfig | None = result(
@@ -125,7 +125,7 @@ class PPOConfig(PackedSection):
     gamma: Fraction = result(1.0, "Discount per token", within=Range(0.1, 1, "lower values hide the score"))
     lam: Fraction = result(
         1.0,
-        "GAE's lambda; 1 as in OpenRLHF and verl. 0.95: the score reaches earlier tokens by the critic only",
+        "GAE's lambda; 1 as in OpenRLHF and verl. 0.95: the score reaches far tokens only through the critic",
     )
     whiten_advantages: bool | None = result(
         None,

@@ -62,7 +62,9 @@ _HEADER = re.compile(
     re.I,
 )
 _COOKIE = re.compile(r"(cookie['\"]?\s*:\s*)[^\n'\"]+", re.I)
-_KEY_HEADER = re.compile(r"(\bx-[\w-]*(?:key|token|secret|auth)['\"]?\s*:\s*['\"b]*)[^\s'\",;}]+", re.I)
+_KEY_HEADER = re.compile(
+    r"((?<![\w-])x-[\w-]{0,60}?(?:key|token|secret|auth)['\"]?[ \t]*:[ \t]*['\"b]*)[^\s'\",;}]+", re.I
+)
 _ASSIGNED = re.compile(
     r"((?:passw(?:or)?d|passwd|pwd|passphrase|secret|(?:api|access|private|account)[_-]?key|credentials?)"
     r"['\"]?\s*(?:=|(?<=['\"]):)\s*)"
@@ -181,7 +183,7 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
             values |= {value, value.strip(), *value.split("\n")}
         # An address of a database or proxy may contain a password, regardless of the name of the variable.
         values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
-    values |= {_decoded(value)[-1] for value in values}
+    values |= {form for value in values for form in _decoded(value)}
     long = {value for value in values if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS}
     return tuple(
         sorted({form for value in long for form in _encoded(value)}, key=lambda form: (-len(form), form))

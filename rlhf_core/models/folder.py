@@ -544,10 +544,10 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{rule} bitsandbytes, which is not installed; install it, or leave quantize out"
             )
-        stages = [
-            deepspeed.zero_stage for name, deepspeed in trainers(config) if name.startswith(f"{field}.")
-        ]
-        if 3 in stages:
+        engines = [deepspeed for name, deepspeed in trainers(config) if name.startswith(f"{field}.")]
+        if field == "ppo" and not ppo.uses_critic:
+            engines = [ppo.policy_deepspeed]
+        if any(deepspeed.zero_stage == 3 for deepspeed in engines):
             yield ConfigError(f"{rule} zero_stage 0, 1 or 2: ZeRO cannot shard packed weights; got 3; use 2")
         has_other_weights = ppo.weight_sync.lora == "adapter" or ppo.colocate in ("none", "critic_reward")
         if field == "ppo" and has_other_weights:

@@ -1,4 +1,4 @@
-"""Logging of the commands and of their child processes, and rotation of the logs of servers."""
+"""Logging of the commands and of their child processes, and rotation of logs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,14 @@ def rotate_logs(folder: Path, max_bytes: int = LOG_BYTES) -> None:
     The content is copied and the file is truncated. Its writer keeps the file open in append mode and
     therefore continues at the beginning. Files that cannot be read or written are not changed.
     """
-    for file in folder.rglob("*.log"):
-        with suppress(OSError):
-            if file.stat().st_size > max_bytes:
-                shutil.copyfile(file, file.with_suffix(".log.1"))
-                os.truncate(file, 0)
+    with suppress(OSError):  # a folder that is deleted while it is read
+        files = list(folder.rglob("*.log"))
+        for file in files:
+            _rotate(file, max_bytes)
+
+
+def _rotate(file: Path, max_bytes: int) -> None:
+    with suppress(OSError):
+        if file.stat().st_size > max_bytes:
+            shutil.copyfile(file, file.with_suffix(".log.1"))
+            os.truncate(file, 0)

@@ -179,6 +179,8 @@ class _Reporter:
         if not self._log_file.exists():
             return
         with self._log_file.open("rb") as file:
+            if self._log_file.stat().st_size < self._copied:
+                self._copied = 0  # the log was rotated
             file.seek(self._copied)
             text = file.read()
         self._copied += len(text)

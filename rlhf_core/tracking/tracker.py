@@ -70,7 +70,7 @@ def open_tracking(config: PipelineConfig) -> Tracking:
     Raises ConfigError for an address that cannot be a tracker.
     """
     home = Home.of(config.run.home)
-    instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI"
+    instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
     if problem := credential_problem(config.tracking.uri or "", instead):
         raise ConfigError(f"tracking.uri: {problem}")
     uri = tracking_uri(config)

@@ -43,8 +43,11 @@ def served(context: StageContext, work: Callable[[StageContext], None]) -> None:
     thread = threading.Thread(target=rank_zero, daemon=True)
     thread.start()
     reply: CallReply | None = None
-    while (request := mailbox.exchange(reply, server.stop_requested, 0.1)) != END:
+    while True:
+        request = mailbox.exchange(reply, server.stop_requested, 0.1)
         sent = cloudpickle.loads(cloudpickle.dumps(request))  # as Ray sends it
+        if sent == END:
+            break
         reply = None if sent is None else server.execute(sent)
     thread.join(10)
     if failures:

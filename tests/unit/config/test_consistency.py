@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.consistency import check_consistency, unusual_settings
+from rlhf_core.config.consistency import check_consistency, trainers, unusual_settings
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.preflight import check
@@ -130,6 +130,15 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
 ]
 
 
+def test_the_reward_model_in_ppo_has_the_settings_of_the_critic() -> None:
+    """Also without a critic."""
+    tree = {"ppo": {"algorithm": "grpo", "samples_per_prompt": 4}}
+    assert "ppo.critic_deepspeed" in dict(trainers(config_from_tree(tree, "test")))
+    rules = {"ppo": {**tree["ppo"], "rewards": [{"type": "relevance"}]}, "reward": {"enabled": False}}
+    fields = [field for field, _ in trainers(config_from_tree(rules, "test"))]
+    assert fields == ["sft.deepspeed", "ppo.policy_deepspeed"]
+
+
 def said(ppo: dict[str, Any]) -> list[str]:
     return list(unusual_settings(config_from_tree({"run": {"device": "cpu"}, "ppo": ppo}, "test")))
 
@@ -149,7 +158,7 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
         ({"evaluate": {"temperature": 0.5}}, ("evaluate.temperature is 0.5", "ppo.temperature=1")),
         ({"data": {"eval_fraction": 0.6}}, ("data.eval_fraction is 0.6", "0.1 is usual")),
         ({"ppo": {"publish": "best"}}, ("ppo.publish is best", "add reward.judge={}")),
-        ({"evaluate": {"judge": "reward_model"}}, ("evaluate.judge is the reward", "add reward.judge={}")),
+        ({"evaluate": {"judge": "reward_model"}}, ("evaluate.judge is the reward", "use reward.judge={}")),
         ({"evaluate": {"prompts": 49}}, ("evaluate.prompts: 49", "register.min_prompts (50)")),
     ],
 )

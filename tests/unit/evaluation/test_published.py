@@ -141,15 +141,16 @@ def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -
 
 def test_files_without_the_effect_of_training_fail_the_stage(tmp_path: Path) -> None:
     """Their gap is below the fixed tolerance of bfloat16, and as large as the distance from the SFT model."""
-    ppo, sft, trained = save_artifacts(tmp_path, 5e-3)
+    ppo, sft, trained = save_artifacts(tmp_path, 5.5e-3)
     found = check(config_of(), (ppo, sft, trained))
     assert found["published/logprob_gap"] == 0.0
-    assert 0.01 < found["published/logprob_change"] < 0.05
+    assert 0.04 < found["published/logprob_change"] < 0.05
     file = ppo / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, file, {"format": "pt"})
     with pytest.raises(GateFailed, match=r"differ from the trained policy by .* more than .* do not match"):
         check(config_of(), (ppo, sft, trained))
+    check(config_of(weight_sync={"canary_tolerance": 0.1}), (ppo, sft, trained))
 
 
 def test_empty_responses_are_left_out_and_nothing_but_them_is_named(artifacts: Any) -> None:

@@ -112,6 +112,17 @@ def test_secret_is_removed_with_and_without_its_newline(written: str) -> None:
     assert CANARY not in scrubbed(f"Illegal header value {written}", {"RLHF_REWARD_TOKEN": f"{CANARY}\n"})
 
 
+def test_password_with_encoded_percent_signs_is_removed_in_each_form() -> None:
+    environ = {"DATABASE_URL": "postgres://u:ab%25ffcd99@h/x"}
+    assert scrubbed("failed for ab%ffcd99 and ab%25ffcd99", environ) == "failed for (hidden) and (hidden)"
+
+
+def test_long_lines_take_linear_time() -> None:
+    started = time.process_time()
+    scrubbed("x-" * 50_000, {})
+    assert time.process_time() - started < 2.0
+
+
 def test_secret_that_begins_with_another_is_removed_whole() -> None:
     environ = {"A_TOKEN": CANARY, "B_TOKEN": f"{CANARY}-and-more"}
     assert scrubbed(f"got {CANARY}-and-more and {CANARY}", environ) == "got (hidden) and (hidden)"
