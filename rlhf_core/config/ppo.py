@@ -107,8 +107,8 @@ class PPOConfig(PackedSection):
     )
     missing_eos_penalty: NonNegativeFloat | None = result(
         None,
-        "Subtracted from the score of a response that ends at the length limit. null: 1 if a reward model, which"
-        " was not trained with truncated responses, has a weight (one standard deviation of its scores; Huang"
+        "Subtracted from the score of a response that ends at the length limit. null: 1 if a reward model has"
+        " a weight, which was not trained with truncated responses (one standard deviation of its scores; Huang"
         " et al. 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`",
     )
     overlong: OverlongConfig | None = result(None, "Soft penalty close to the length limit; null: none")
