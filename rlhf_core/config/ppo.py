@@ -107,8 +107,8 @@ class PPOConfig(PackedSection):
     )
     missing_eos_penalty: NonNegativeFloat | None = result(
         None,
-        "Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model of"
-        " nonzero weight, which was not trained with truncated responses (one standard deviation of its"
+        "Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model"
+        " of nonzero weight, which was not trained with truncated responses (one standard deviation of its"
         " scores; Huang et al. 2024 give a fixed -1), and 0 with rules only or with `overlong`",
     )
     overlong: OverlongConfig | None = result(None, "Soft penalty close to the length limit; null: none")
