@@ -215,7 +215,7 @@ def test_regression_sets_are_in_report_metrics_and_facts(
     assert found["difference"]["mean"] == result.metrics["regression/words/difference/mean"]
     assert found["difference"]["mean"] == (-1.0 if fell else 1.0) and found["prompts"] == len(PROMPTS)
     page = (context.output / "report.html").read_text()
-    assert ("because it fell on regression sets: words" in page) == fell
+    assert ("because regression sets failed: words" in page) == fell
     assert result.attributes.get("fallen", "").startswith("words -1.000") == fell
     assert (context.output / "regression" / "words" / "prompts_eval.parquet").is_file()
 
