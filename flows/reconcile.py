@@ -9,7 +9,7 @@ names this flow run?
     CRASHED (the worker reported its end)         -> scheduled again
     CANCELLING for over 30 s, no process          -> CANCELLED
     lost `MAX_CONSECUTIVE_LOSSES` times in a row,
-    or `MAX_LOSSES` times in total                -> FAILED, with a message about it
+    or `MAX_LOSSES` times in total                -> FAILED, with the reason
 
 A run that has continued for ten minutes resets the count of consecutive losses, because a run of several days
 may be lost often. The counts are read from the server's history of the run, so they survive a restart of this

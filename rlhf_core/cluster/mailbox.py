@@ -7,7 +7,7 @@
       request                         ----->   ContextServer.execute calls the function
       returns or raises               <-----   asks for the next one, with the reply to this one
 
-A request is a function of the `ContextServer`, which Ray serializes by value with its arguments. Metrics,
+A request is a function that takes the `ContextServer`. Ray serializes it with the values it uses. Metrics,
 progress, checkpoints and the stop request stay in the stage's process, which holds the fence and the
 connections. Rank 0 needs no access to it: the stage's process only calls, and is never called.
 """
@@ -107,10 +107,14 @@ class Mailbox:
         )
 
 
-class _RemoteCheckpoints(Checkpoints):
+class _Remote:
+    """A part of the context. Its methods are called in the stage's process."""
+
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
 
+
+class _RemoteCheckpoints(_Remote, Checkpoints):
     def latest(self) -> tuple[int, Path] | None:
         return self._mailbox.call(lambda server: server.context.checkpoints.latest())
 
@@ -126,10 +130,7 @@ class _RemoteCheckpoints(Checkpoints):
         return self._mailbox.call(lambda server: server.context.checkpoints.best(known))
 
 
-class _RemoteProgress(Progress):
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-
+class _RemoteProgress(_Remote, Progress):
     def __call__(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
         self._mailbox.call(lambda server: server.context.progress(task, done, total, unit, **metrics))
 
@@ -144,10 +145,7 @@ class _Writable:
         return pickle.loads, (pickle.dumps(self._value),)
 
 
-class _RemoteMetrics(MetricLogger):
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-
+class _RemoteMetrics(_Remote, MetricLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self._mailbox.call(lambda server: server.context.metrics.log_metrics(metrics, step))
 

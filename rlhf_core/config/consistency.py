@@ -81,7 +81,7 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both"
             f" share processes (ppo.colocate=all); got {ppo.critic_deepspeed.hpz}"
         )
-    for field, deepspeed in trainers(config):
+    for field, deepspeed in deepspeed_sections(config):
         if deepspeed.hpz > 1 and deepspeed.zero_stage != 3:
             yield ConfigError(
                 f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1"
@@ -121,7 +121,7 @@ def _either(numbers: Sequence[int]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
+def deepspeed_sections(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
     """Return the DeepSpeed sections that this configuration uses, with their fields.
 
     The reward model in PPO has that of the critic.

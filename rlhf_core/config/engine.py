@@ -45,7 +45,7 @@ class EngineConfig(Section):
         "Share of GPU memory for weights and KV cache; lower it when colocated",
     )
     kv_cache_gib: PositiveFloat = execution(
-        1.0, "KV cache of a CPU engine in GiB", within=Range(0.01, 4096, "the memory of a host")
+        1.0, "KV cache of a CPU engine in GiB", within=Range(0.01, 4096, "larger than the memory of any host")
     )
     max_num_seqs: PositiveInt = rounding(
         256,

@@ -122,10 +122,11 @@ class PPOConfig(PackedSection):
         within=Range(0.1, 1e6, "the scores have standard deviation 1"),
     )
     kl: KLConfig = result(KLConfig(), "KL to the reference")
-    gamma: Fraction = result(1.0, "Discount per token", within=Range(0.1, 1, "lower values hide the score"))
+    gamma: Fraction = result(1.0, "Discount per token", within=Range(0.1, 1, "below it, the score is lost"))
     lam: Fraction = result(
         1.0,
-        "GAE's lambda; 1 as in OpenRLHF and verl. 0.95: the score reaches far tokens only through the critic",
+        "GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500 tokens"
+        " only through the critic",
     )
     whiten_advantages: bool | None = result(
         None,

@@ -29,7 +29,7 @@ rlhf run deployments/configs/demo.yaml ppo.steps=20 ppo.kl.coef=0.02 'data.sft=[
 The items of a list have an index (`ppo.rewards.0.weight=2`). Unknown keys, wrong types and values out of
 range are errors that name the line, the rule and a fix. All are reported before anything heavy starts.
 
-The column "affects" is the effect of a change of the field:
+The column "affects" gives the effect of changing the field:
 
 - `result`: other numbers. The value is part of the stage keys, so the stages that use it run again, and
   those after them.

@@ -2,7 +2,7 @@
 
     logprob_gap      mean |log p(training process) - log p(trained files)| over response tokens
     logprob_update   mean |log p(trained files) - log p(SFT model)|: the effect of training
-    logprob_change   mean |log p(training process) - log p(SFT model)|: the same, of the process
+    logprob_change   mean |log p(training process) - log p(SFT model)|
     loss             mean |log p(trained files) - log p(evaluated files)| / update
     merge_loss       the same for `policy/`, the merge, if it is rounded to the lower precision of training
                      and engines
@@ -38,10 +38,10 @@ SEQUENCES = 64
 _ROUNDING = 1e-5
 """Smaller gaps are caused by the order of float32 sums."""
 
-_PROCESS_ROUNDING = {"float32": 1e-3, "bfloat16": 0.02, "float16": 0.02}
-"""Smaller gaps between two processes can be caused by different batches and kernels."""
-_LARGEST_GAP = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-"""Larger gaps are allowed only by a higher `canary_tolerance`."""
+_ROUNDING_16_BIT = 0.02
+"""Smaller gaps between two processes can be caused by different batches and kernels in 16 bits."""
+_LARGEST_GAP_16_BIT = 0.05
+"""Larger gaps in 16 bits need a higher `ppo.weight_sync.canary_tolerance`."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,13 @@ def measure_published(
 def _allowed_gap(config: PipelineConfig, change: float) -> float:
     """Return the largest `logprob_gap` of files that match the policy.
 
-    Files of which the adapter has no effect differ by the whole `change`, which can be smaller than any
-    fixed tolerance. Half of it is allowed, but never less than rounding.
+    If the adapter in the files has no effect, the gap is the whole `change`, which can be smaller than the
+    limit for 16 bits. At most half of it is therefore allowed, unless that is less than rounding.
     """
-    dtype: str = config.ppo.policy_deepspeed.dtype
-    tolerance = config.ppo.weight_sync.canary_tolerance
-    if tolerance > _LARGEST_GAP[dtype]:
+    tolerance: float = config.ppo.weight_sync.canary_tolerance
+    if config.ppo.policy_deepspeed.dtype == "float32" or tolerance > _LARGEST_GAP_16_BIT:
         return tolerance
-    return min(_LARGEST_GAP[dtype], max(_PROCESS_ROUNDING[dtype], change / 2))
+    return min(_LARGEST_GAP_16_BIT, max(_ROUNDING_16_BIT, change / 2))
 
 
 def _share(gap: float, update: float) -> float:

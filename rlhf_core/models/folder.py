@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import is_hub_model
-from rlhf_core.config.consistency import trainers
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig
 from rlhf_core.config.redact import shown
-from rlhf_core.config.training import LoraConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
 from rlhf_core.models.headers import BadHeader, read_header
 from rlhf_core.models.shape import ModelShape, shape_from_config, tiny_shape
@@ -528,9 +527,12 @@ def check_tensor_parallel(config: PipelineConfig) -> Iterator[Finding]:
 def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
     """Check that the model has the targets of each adapter, and that its quantization is possible."""
     ppo = config.ppo
-    adapters: dict[str, LoraConfig | None] = {"ppo": ppo.lora}
-    adapters |= {stage: section.lora for stage, section in config.training_sections.items()}
-    for field, lora in adapters.items():
+    trained: list[tuple[str, LoraConfig | None, list[DeepSpeedConfig]]] = [
+        (stage, section.lora, [section.deepspeed]) for stage, section in config.training_sections.items()
+    ]
+    critic = [ppo.critic_deepspeed] if ppo.uses_critic else []
+    trained.append(("ppo", ppo.lora, [ppo.policy_deepspeed, *critic]))
+    for field, lora, engines in trained:
         if lora is None:
             continue
         if lora.targets is not None:
@@ -544,9 +546,6 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{rule} bitsandbytes, which is not installed; install it, or leave quantize out"
             )
-        engines = [deepspeed for name, deepspeed in trainers(config) if name.startswith(f"{field}.")]
-        if field == "ppo" and not ppo.uses_critic:
-            engines = [ppo.policy_deepspeed]
         if any(deepspeed.zero_stage == 3 for deepspeed in engines):
             yield ConfigError(f"{rule} zero_stage 0, 1 or 2: ZeRO cannot shard packed weights; got 3; use 2")
         has_other_weights = ppo.weight_sync.lora == "adapter" or ppo.colocate in ("none", "critic_reward")

@@ -106,8 +106,8 @@ def _deterministic(lm: Any) -> None:
     if not gap <= _allowed(first.dtype, noise=noise):
         raise ModelError(
             f"model.path: {_name(lm)}: hidden states in training mode differ by {gap:.1e} (relative) from"
-            " those in evaluation mode, so that other probabilities would be trained than evaluated; use"
-            " another architecture"
+            " those in evaluation mode, so the policy would be trained with other probabilities than it is"
+            " evaluated with; use another architecture"
         )
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from rlhf_core.config.consistency import trainers
+from rlhf_core.config.consistency import deepspeed_sections
 from rlhf_core.config.devices import cpu_cores, has_fast_bfloat16, runs_on_gpu, visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.placement import plan as plan_placement
@@ -76,8 +76,8 @@ def check_gpu_counts(
 
 def _training_ranks(config: PipelineConfig) -> list[tuple[str, int]]:
     """Return the ranks of the stages that train one model, with their DeepSpeed section."""
-    ranks = [(field, deepspeed.ranks) for field, deepspeed in trainers(config)]
-    return [(field, count) for field, count in ranks if not field.startswith("ppo.")]
+    sections = config.training_sections.items()
+    return [(f"{stage}.deepspeed", section.deepspeed.ranks) for stage, section in sections]
 
 
 def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
@@ -88,7 +88,9 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
             "model.attention: flash_attention_2 needs the package flash_attn, which is not installed; install"
             " it, or use sdpa"
         )
-    exact = [f"{field}.dtype" for field, deepspeed in trainers(config) if deepspeed.dtype == "float32"]
+    exact = [
+        f"{field}.dtype" for field, deepspeed in deepspeed_sections(config) if deepspeed.dtype == "float32"
+    ]
     if exact:
         verb = "is" if len(exact) == 1 else "are"
         yield ConfigError(
@@ -116,7 +118,7 @@ def _cpu_settings(config: PipelineConfig) -> Iterator[Finding]:
     level = config.ppo.engine.sleep_level
     if level > 0:
         yield ConfigError(f"ppo.engine.sleep_level: {level} needs GPUs; got 0 visible; use 0")
-    for field, deepspeed in trainers(config):
+    for field, deepspeed in deepspeed_sections(config):
         if deepspeed.offload != "none":
             yield ConfigError(
                 f"{field}.offload: {deepspeed.offload} needs a GPU to offload from; got 0 visible; use none"
@@ -126,7 +128,9 @@ def _cpu_settings(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
-    fields = [f"{field}.dtype" for field, deepspeed in trainers(config) if deepspeed.dtype == "bfloat16"]
+    fields = [
+        f"{field}.dtype" for field, deepspeed in deepspeed_sections(config) if deepspeed.dtype == "bfloat16"
+    ]
     if config.ppo.engine.dtype == "bfloat16":
         fields.append("ppo.engine.dtype")
     if fields and not has_fast_bfloat16():

@@ -17,6 +17,7 @@ from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError, ModelError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
+from rlhf_core.pipeline import StageName
 from rlhf_core.planning.hardware import GIB, Device, Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.layout import layout
 from rlhf_core.planning.loads import (
@@ -158,9 +159,10 @@ def _judge_engine(config: PipelineConfig, device: Device) -> Iterator[Problem]:
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
     placement = plan_placement(config.ppo)
-    needed = {stage: (section.deepspeed.ranks, "") for stage, section in config.training_sections.items()} | {
-        "ppo": (placement.devices, f" ({placement.describe()})")
-    }
+    needed: dict[StageName, tuple[int, str]] = {}
+    for name, section in config.training_sections.items():
+        needed[name] = (section.deepspeed.ranks, "")
+    needed["ppo"] = (placement.devices, f" ({placement.describe()})")
     sampling = config.evaluate.engines * config.ppo.engine.tensor_parallel
     needed["evaluate"] = (max(config.evaluate.ranks, sampling), "")
     for stage, (devices, how) in needed.items():

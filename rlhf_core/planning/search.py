@@ -505,7 +505,7 @@ class _PPOSearch:
     def _share(self, colocate: str) -> float:
         """Return the part of a device that an engine uses."""
         configured = self._config.ppo.engine.gpu_memory_utilization
-        # A share beside trainers does not apply to an engine that has its device for itself.
+        # The configured share is for engines that share their devices with training ranks.
         return 0.9 if colocate == "pairs" and self._config.ppo.colocate == "all" else configured
 
     def _fields(

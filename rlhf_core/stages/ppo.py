@@ -34,11 +34,9 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     decoder = load_decoder(context.inputs["data"])
     with _started(config, context, decoder, device) as controller:
         controller.run()
-        chosen = (
-            {}
-            if config.ppo.evaluation_interval is None
-            else _restore_published_weights(config, context, controller)
-        )
+        chosen: dict[str, float] = {}
+        if config.ppo.evaluation_interval is not None:
+            chosen = _restore_published_weights(config, context, controller)
         trained = _save(config, context, controller)
         steps = controller.completed_steps
     for folder in context.output.glob("policy*"):

@@ -33,7 +33,7 @@ import torch
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, RewardConfig, SFTConfig
-from rlhf_core.engines import deepspeed
+from rlhf_core.engines import deepspeed, sharding
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models import policy
@@ -153,19 +153,31 @@ def shard_small_parameters() -> None:
 
     It would keep all of them whole on every rank, and never prefetch or release any.
     """
+    limit_gathered_parameters(2000, prefetched=1000, stage3_param_persistence_threshold=0)
+
+
+def limit_gathered_parameters(live: int, *, prefetched: int, **settings: int) -> None:
+    """Change DeepSpeed's limits for ZeRO-3, which are too high to have an effect on small models.
+
+    Args:
+        live: Parameters that are gathered at a time, at most.
+        prefetched: Those of them that are prefetched, at most.
+        settings: Others of DeepSpeed's settings of ZeRO.
+    """
     original = deepspeed.deepspeed_config
 
     def changed(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        settings = original(*args, **kwargs)
-        settings["zero_optimization"] |= {
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 2000,
-            "stage3_max_reuse_distance": 2000,
-            "stage3_prefetch_bucket_size": 1000,
+        config = original(*args, **kwargs)
+        config["zero_optimization"] |= {
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
+            "stage3_prefetch_bucket_size": prefetched,
+            **settings,
         }
-        return settings
+        return config
 
     deepspeed.deepspeed_config = changed
+    sharding.deepspeed_config = changed
 
 
 def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:

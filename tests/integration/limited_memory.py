@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.engines import deepspeed, sharding
+from rlhf_core.engines import sharding
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models import saving
 from rlhf_core.models.folder import ModelFolder
@@ -30,7 +30,7 @@ from rlhf_core.ppo import worker
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
 from rlhf_core.stages import reward, sft
 from rlhf_core.types import PairExample
-from tests.integration.deepspeed_step import leave_for_good, torchrun_rank
+from tests.integration.deepspeed_step import leave_for_good, limit_gathered_parameters, torchrun_rank
 
 FILE_SIZE = "100MB"
 LIVE_SHARE = 0.1
@@ -168,25 +168,6 @@ def run_load(config: PipelineConfig) -> dict[str, int]:
     return found
 
 
-def limit_gathered_parameters(parameters: int) -> None:
-    """Limit what ZeRO-3 gathers in proportion to the size of this model."""
-    live = int(LIVE_SHARE * parameters)
-    full = deepspeed.deepspeed_config
-
-    def limited(*args: Any, **options: Any) -> dict[str, Any]:
-        settings = full(*args, **options)
-        if settings["zero_optimization"]["stage"] == 3:
-            settings["zero_optimization"] |= {
-                "stage3_max_live_parameters": live,
-                "stage3_max_reuse_distance": live,
-                "stage3_prefetch_bucket_size": live // 10,
-            }
-        return settings
-
-    vars(deepspeed).update(deepspeed_config=limited)
-    vars(sharding).update(deepspeed_config=limited)
-
-
 def main() -> None:
     folder, what, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     rank = torchrun_rank()
@@ -202,7 +183,8 @@ def main() -> None:
     if how == "whole":
         for module in (sft, reward, sharding):
             vars(module).update(shards_of=lambda _: None)
-    limit_gathered_parameters(ModelFolder(folder / "base").parameters)
+    live = int(LIVE_SHARE * ModelFolder(folder / "base").parameters)
+    limit_gathered_parameters(live, prefetched=live // 10)
     baseline = status("VmSize")
     if what == "load":
         found = run_load(config)

@@ -65,7 +65,9 @@ def test_a_rank_never_holds_the_whole_model_while_loading(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
-def test_a_model_larger_than_the_memory_of_a_rank_is_trained(tmp_path: Path) -> None:
+def test_a_model_larger_than_the_memory_of_a_rank_is_trained(
+    tmp_path: Path, summary_lines: list[str]
+) -> None:
     weights = make_model(tmp_path, layers=14, hidden=1024)
     for stage, share in LIMITS.items():
         limit = str(int(share * weights) // MIB)
@@ -74,7 +76,10 @@ def test_a_model_larger_than_the_memory_of_a_rank_is_trained(tmp_path: Path) -> 
         code, output = run(4, tmp_path, stage, "sharded", limit)
         assert code == 0, (stage, [line for line in output.splitlines() if "Error" in line])
         assert len(results(tmp_path, f"{stage}-sharded")) == 4
-        for rank in results(tmp_path, f"{stage}-sharded"):
-            assert rank["peak"] - rank["baseline"] < share * weights
+        peaks = [rank["peak"] - rank["baseline"] for rank in results(tmp_path, f"{stage}-sharded")]
+        summary_lines.append(
+            f"{stage}: memory of a rank: {max(peaks) / weights:.2f} times one model's weights"
+        )
+        assert max(peaks) < share * weights
     for model in ("sft/model", "reward/model", "ppo/policy"):
         assert 4 * ModelFolder(tmp_path / model).parameters > 0.99 * weights

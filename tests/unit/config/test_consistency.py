@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.consistency import check_consistency, trainers, unusual_settings
+from rlhf_core.config.consistency import check_consistency, deepspeed_sections, unusual_settings
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.preflight import check
@@ -133,9 +133,9 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
 def test_the_reward_model_in_ppo_has_the_settings_of_the_critic() -> None:
     """Also without a critic."""
     tree = {"ppo": {"algorithm": "grpo", "samples_per_prompt": 4}}
-    assert "ppo.critic_deepspeed" in dict(trainers(config_from_tree(tree, "test")))
+    assert "ppo.critic_deepspeed" in dict(deepspeed_sections(config_from_tree(tree, "test")))
     rules = {"ppo": {**tree["ppo"], "rewards": [{"type": "relevance"}]}, "reward": {"enabled": False}}
-    fields = [field for field, _ in trainers(config_from_tree(rules, "test"))]
+    fields = [field for field, _ in deepspeed_sections(config_from_tree(rules, "test"))]
     assert fields == ["sft.deepspeed", "ppo.policy_deepspeed"]
 
 

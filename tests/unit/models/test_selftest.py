@@ -8,6 +8,7 @@ name; the test leaves no trace, is the same in bfloat16 and costs little.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,23 +124,16 @@ def test_two_passes_in_training_mode_are_equal_whatever_the_random_part_is_calle
     assert torch.allclose(first, evaluated, atol=1e-5), "dropout of probability 1 has no random numbers"
 
 
-def test_randomness_that_has_no_known_name_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.llama import modeling_llama
-
-    plain = modeling_llama.LlamaMLP.forward
-    monkeypatch.setattr(
-        modeling_llama.LlamaMLP,
-        "forward",
-        lambda self, x: plain(self, x) * (1 + 1e-3 * torch.rand(1) * self.training),
-    )
-    with pytest.raises(ModelError, match="two passes in training mode differ by up to"):
-        load(save(tmp_path, "Llama"))
-
-
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (lambda: 1 + 1e-3 * torch.rand(1), "two passes in training mode differ by up to"),
+        (lambda: 1.5, "in training mode differ by .* from those in evaluation mode"),
+    ],
+    ids=["random", "constant"],
+)
 def test_a_model_that_computes_something_else_in_training_mode_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    factor: Callable[[], Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.llama import modeling_llama
 
@@ -147,9 +141,9 @@ def test_a_model_that_computes_something_else_in_training_mode_is_refused(
     monkeypatch.setattr(
         modeling_llama.LlamaMLP,
         "forward",
-        lambda self, x: plain(self, x) * (1 + 0.5 * self.training),
+        lambda self, x: plain(self, x) * (factor() if self.training else 1),
     )
-    with pytest.raises(ModelError, match=r"in training mode differ by .* from those in evaluation mode"):
+    with pytest.raises(ModelError, match=message):
         load(save(tmp_path, "Llama"))
 
 

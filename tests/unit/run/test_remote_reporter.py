@@ -3,10 +3,12 @@
 - a job that is started again by its scheduler continues the events of its first start
 - progress that is not written yet is replaced by later progress of the same task
 - the log ends with the last lines of a long one, without secrets, and is there before the final event
+- a log that was rotated is copied to the output from its beginning
 """
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,15 @@ def test_the_end_of_the_log_is_kept_without_secrets(
     assert "first" not in tail
     keys = files._store.list(files.folder)
     assert keys == [f"{files.folder}/events/000001.jsonl", f"{files.folder}/log.txt"]
+
+
+def test_a_rotated_log_is_copied_from_its_beginning(
+    files: JobFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, output = tmp_path / "log", io.StringIO()
+    monkeypatch.setattr(remote.sys, "stderr", output)
+    reporter = _Reporter(files, log)
+    for text in ("a long line before the rotation\n", "short\n"):
+        log.write_text(text)
+        reporter._echo()
+    assert output.getvalue() == "a long line before the rotation\nshort\n"
