@@ -153,6 +153,24 @@ def test_files_without_the_effect_of_training_fail_the_stage(tmp_path: Path) -> 
     check(config_of(weight_sync={"canary_tolerance": 0.1}), (ppo, sft, trained))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "change", "allowed"),
+    [
+        ("float32", 1e-4, 1.0, 1e-4),
+        ("float32", 0.01, 0.0, 0.01),
+        ("bfloat16", 1e-3, 0.0, 0.02),
+        ("bfloat16", 1e-3, 0.06, 0.03),
+        ("bfloat16", 0.05, 1.0, 0.05),
+        ("bfloat16", 0.1, 0.0, 0.1),
+    ],
+)
+def test_largest_gap_follows_the_precision_the_tolerance_and_the_effect_of_training(
+    dtype: str, tolerance: float, change: float, allowed: float
+) -> None:
+    config = config_of(dtype, weight_sync={"canary_tolerance": tolerance})
+    assert published._allowed_gap(config, change) == allowed
+
+
 def test_empty_responses_are_left_out_and_nothing_but_them_is_named(artifacts: Any) -> None:
     ppo, sft, trained = artifacts
     empty = ((3, 4, 5), ()), np.zeros(0, np.float32)
