@@ -67,7 +67,7 @@ def configuration(folder: Path, ranks: int) -> PipelineConfig:
     training = {
         "deepspeed": deepspeed,
         "lora": {"r": 4, "alpha": 8},
-        "batch_size": 4,
+        "batch_size": ranks,
         "micro_batch_tokens": 64,
         "checkpoint_every": 1,
     }
@@ -75,7 +75,7 @@ def configuration(folder: Path, ranks: int) -> PipelineConfig:
         "policy_deepspeed": deepspeed,
         "critic_deepspeed": deepspeed,
         "lora": {"r": 4, "alpha": 8},
-        "prompts_per_step": 16,
+        "prompts_per_step": 4 * ranks,
     }
     return PipelineConfig.model_validate_json(
         json.dumps(
