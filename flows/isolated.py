@@ -14,6 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.system.local_http import basic_auth
+
+EMBEDDED = "RLHF_EMBEDDED_PREFECT"
+"""Set in the environment if the server ends with this command. Links to its UI would not work later."""
 _SAFE_FOLDER = Path(__file__).resolve().parent
 """The folder of this package, which contains none of the settings files that Prefect looks for."""
 
@@ -45,6 +49,20 @@ def isolate_prefect() -> None:
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()
+
+
+def client_headers() -> dict[str, str]:
+    """Return the headers that Prefect's client would send, from the environment or the user's profile."""
+    isolate_prefect()
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    headers = dict(settings.client.custom_headers)
+    if settings.api.auth_string is not None:
+        headers |= basic_auth(settings.api.auth_string.get_secret_value())
+    elif settings.api.key is not None:
+        headers["Authorization"] = f"Bearer {settings.api.key.get_secret_value()}"
+    return headers
 
 
 def _nothing(*_arguments: Any, **_options: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from flows.prefect_server import EMBEDDED
+from flows.isolated import EMBEDDED
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.drift import DriftReport
 from rlhf_core.run.pipeline_run import PipelineRun

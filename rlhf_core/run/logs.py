@@ -46,7 +46,7 @@ def set_up_logging(home: Home) -> Console:
         )
     terminal.setFormatter(ScrubbingFormatter())
     terminal.addFilter(lambda record: record.exc_info is None)
-    for name in ("flows", "rlhf_core"):
+    for name in ("flows", "rlhf_cli", "rlhf_core"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.addHandler(file)

@@ -80,7 +80,7 @@ def run(home: Path, coef: float, seed: int) -> tuple[Curve, float]:
     are reused.
     """
     settings = [f"run.home={home}", f"run.seed={seed}", f"ppo.kl.coef={coef:g}"]
-    line = [sys.executable, "-m", "flows.cli", "run", str(CONFIG), *settings]
+    line = [sys.executable, "-m", "rlhf_cli.main", "run", str(CONFIG), *settings]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(line)} ended with code {done.returncode}")

@@ -180,7 +180,7 @@ def run_case(golden: Golden, case: Case, folder: Path) -> Result:
 def _command(
     home: Path, stage: StageName, trace: Path, environment: dict[str, str], overrides: Sequence[str]
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "flows.cli", "run", str(CONFIG), f"run.home={home}", *overrides]
+    command = [sys.executable, "-m", "rlhf_cli.main", "run", str(CONFIG), f"run.home={home}", *overrides]
     return subprocess.Popen(
         [*command, "--until", stage],
         env={**os.environ, **environment, TRACE: str(trace)},
@@ -242,10 +242,16 @@ def _kind(pid: int) -> str:
     except OSError:
         return "gone"
     known = {
-        "flows.cli": "flow", "rlhf_core.run": "stage", "ray::EngineActor": "engine", "ray::Worker": "worker",
-        "ray::": "ray worker", "raylet": "raylet", "gcs_server": "gcs", "uvicorn": "prefect server",
+        "rlhf_cli.main": "flow",
+        "rlhf_core.run": "stage",
+        "ray::EngineActor": "engine",
+        "ray::Worker": "worker",
+        "ray::": "ray worker",
+        "raylet": "raylet",
+        "gcs_server": "gcs",
+        "uvicorn": "prefect server",
         "spawn_main": "training rank",
-    }  # fmt: skip
+    }
     return next((name for part, name in known.items() if part in line), line[:40] or "gone")
 
 

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from flows.prefect_server import DATABASE_VARIABLES, read_auth_string
-from flows.reconcile import ENGINE_VARIABLE
-from flows.servers import flow_processes
+from rlhf_cli.prefect_server import DATABASE_VARIABLES, read_auth_string
+from rlhf_cli.reconcile import ENGINE_VARIABLE
+from rlhf_cli.servers import flow_processes
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import post
@@ -86,7 +86,7 @@ class Servers:
         self._rlhf("down")
 
     def _rlhf(self, command: str) -> None:
-        line = [sys.executable, "-m", "flows.cli", command, "--home", str(self.home)]
+        line = [sys.executable, "-m", "rlhf_cli.main", command, "--home", str(self.home)]
         done = subprocess.run(
             line, env=self._environment, capture_output=True, text=True, timeout=400, check=False
         )

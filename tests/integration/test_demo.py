@@ -35,7 +35,7 @@ def test_the_demo_raises_the_true_reward(seed: int, tmp_path: Path, summary_line
     command = [
         sys.executable,
         "-m",
-        "flows.cli",
+        "rlhf_cli.main",
         "run",
         str(DEMO),
         f"run.home={tmp_path}",

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.reconcile import ENGINE_VARIABLE
-from flows.servers import HOME_VARIABLE, flow_processes
-from flows.supervisor import POLL_SECONDS
+from rlhf_cli.reconcile import ENGINE_VARIABLE
+from rlhf_cli.servers import HOME_VARIABLE, flow_processes
+from rlhf_cli.supervisor import POLL_SECONDS
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import post
 from rlhf_core.system.processes import processes_with_env

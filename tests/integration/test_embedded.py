@@ -27,7 +27,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from flows.prefect_server import EmbeddedPrefect
+from rlhf_cli.prefect_server import EmbeddedPrefect
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import basic_auth, post, responds
 from rlhf_core.system.processes import ProcessId
@@ -37,7 +37,7 @@ from tests.chaos.servers import wait
 
 COMMAND = """
 import sys, time
-from flows.prefect_server import EmbeddedPrefect
+from rlhf_cli.prefect_server import EmbeddedPrefect
 from rlhf_core.system.home import Home
 
 server = EmbeddedPrefect(Home.of(sys.argv[1]))
@@ -261,7 +261,7 @@ def test_run_ends_well_if_its_server_disappears(tmp_path: Path) -> None:
         line = [
             sys.executable,
             "-m",
-            "flows.cli",
+            "rlhf_cli.main",
             "run",
             str(CONFIG),
             f"run.home={tmp_path / 'home'}",

@@ -129,7 +129,7 @@ def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Comma
         fault: str = "none:0:none", until: str = "sft", folder: Path | None = None
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.cli", "run", str(config), "--until", until],
+            [sys.executable, "-P", "-m", "rlhf_cli.main", "run", str(config), "--until", until],
             cwd=folder,
             env={**environment, "TOY_FAULT": fault},
             stdout=subprocess.PIPE,
@@ -366,6 +366,7 @@ def test_files_of_the_working_folder_are_not_used(command: Command, tmp_path: Pa
         "ray",
         "mlflow",
         "flows",
+        "rlhf_cli",
         "yaml",
     ):
         (folder / f"{name}.py").write_text(

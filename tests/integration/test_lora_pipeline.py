@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def rlhf_run(home: Path, *arguments: str) -> dict[str, Any]:
     """The summary of `rlhf run` with the smallest configuration."""
-    command = [sys.executable, "-P", "-m", "flows.cli", "run", str(TINY), f"run.home={home}", *arguments]
+    command = [sys.executable, "-P", "-m", "rlhf_cli.main", "run", str(TINY), f"run.home={home}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary: dict[str, Any] = json.loads(

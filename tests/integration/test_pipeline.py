@@ -68,7 +68,7 @@ def _run(
         sys.executable,
         "-P",
         "-m",
-        "flows.cli",
+        "rlhf_cli.main",
         "run",
         str(ASSETS / "tiny.yaml"),
         f"run.home={home}",

@@ -44,7 +44,17 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None, **headers: str
 def served(home: Path, environment: dict[str, str]) -> Iterator[tuple[int, str]]:
     """Run `rlhf serve`: its port and its first line."""
     port = free_port(18000)
-    command = [sys.executable, "-m", "flows.cli", "serve", MODEL, "--home", str(home), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf_cli.main",
+        "serve",
+        MODEL,
+        "--home",
+        str(home),
+        "--port",
+        str(port),
+    ]
     command += ["--vllm", "--enforce-eager"]  # compiling takes minutes on a CPU
     with (home / "serve.log").open("a") as log:
         process = subprocess.Popen(
@@ -95,7 +105,15 @@ def test_the_champion_is_served_and_after_a_rollback_the_one_before(
             with pytest.raises(urllib.error.HTTPError, match="403"):
                 ask(port, "/v1/models", origin="http://example.com")
         if version == 2:
-            command = [sys.executable, "-m", "flows.cli", "rollback", MODEL, "--reason", "it insults people"]
+            command = [
+                sys.executable,
+                "-m",
+                "rlhf_cli.main",
+                "rollback",
+                MODEL,
+                "--reason",
+                "it insults people",
+            ]
             done = subprocess.run(
                 [*command, "--home", str(home)], env=environment, capture_output=True, text=True, check=True
             )

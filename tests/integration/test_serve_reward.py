@@ -23,7 +23,7 @@ from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.types import RewardInput
 from tests.support.tiny_llama import save_tiny_llama
 
-COMMAND = [sys.executable, "-m", "flows.cli", "serve-reward", "--port", "0", "--device", "cpu"]
+COMMAND = [sys.executable, "-m", "rlhf_cli.main", "serve-reward", "--port", "0", "--device", "cpu"]
 
 
 def test_it_serves_a_reward_model_until_it_is_stopped(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ A host has an address (10.77.0.1, ...) and a hostname of its own, and private fo
 switch connects the hosts. Tests run outside, and see the files of a host below `Host.folder`.
 
     with start_hosts(3) as hosts, s3_server(hosts[2]) as environment, ray_cluster(hosts[:2]):
-        hosts[0].run(sys.executable, "-m", "flows.cli", "run", ..., **environment)
+        hosts[0].run(sys.executable, "-m", "rlhf_cli.main", "run", ..., **environment)
 
 It needs root, iproute2 and util-linux (`missing_right` says what is missing).
 """
@@ -345,7 +345,7 @@ def wait_until(
 
 def rlhf(*arguments: str) -> Sequence[str]:
     """Return the command line of `rlhf` with these arguments."""
-    return [sys.executable, "-P", "-m", "flows.cli", *arguments]
+    return [sys.executable, "-P", "-m", "rlhf_cli.main", *arguments]
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-PACKAGES = ("rlhf_core", "flows")
+PACKAGES = ("rlhf_core", "flows", "rlhf_cli")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli import _parse
+from rlhf_cli.main import _parse
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
 

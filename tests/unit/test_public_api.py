@@ -19,7 +19,7 @@ import sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("prefect", "flows"):
+        if name.partition(".")[0] in ("prefect", "flows", "rlhf_cli"):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Blocker())

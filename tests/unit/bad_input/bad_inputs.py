@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from flows import cli, external, isolated
+from flows import isolated
+from rlhf_cli import external
+from rlhf_cli import main as cli
 from rlhf_core.config.load import load_config
 from rlhf_core.testing import stage_context
 

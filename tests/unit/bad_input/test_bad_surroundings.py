@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from bad_inputs import Bad, Command
 
-from flows import cli, external
+from rlhf_cli import external
+from rlhf_cli import main as cli
 from rlhf_core.config import devices
 from rlhf_core.planning import devices as device_checks
 from rlhf_core.rewards import check as reward_checks
@@ -324,7 +325,7 @@ def test_a_prefect_address_where_something_else_answers_gives_one_message(
     command: Command, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(external, "prefect_responds", PREFECT_ANSWERS)
-    monkeypatch.setattr(external, "_client_headers", dict)  # they are Prefect's, whose import takes seconds
+    monkeypatch.setattr(external, "client_headers", dict)  # they are Prefect's, whose import takes seconds
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange) as server:
         server.way = way  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -335,7 +336,7 @@ def test_a_prefect_address_where_something_else_answers_gives_one_message(
 
 
 def test_a_prefect_address_where_nobody_answers_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "_client_headers", dict)
+    monkeypatch.setattr(external, "client_headers", dict)
     assert not external.prefect_responds("http://127.0.0.1:9/api", attempts=1)
 
 
@@ -425,7 +426,7 @@ def test_an_argument_that_cannot_work_gives_one_message(
 
 def outside(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    command = [sys.executable, "-m", "flows.cli", *arguments]
+    command = [sys.executable, "-m", "rlhf_cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), **options.pop("env", {})}
     return subprocess.run(
         command,
@@ -470,7 +471,7 @@ def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it
         )
         assert done.returncode == {"status": 0, "plan": 2}[command[1]], done.stderr
     code = (
-        "import flows, os, subprocess, sys; print(os.environ.get('PYTHONPATH')); "
+        "import rlhf_cli, os, subprocess, sys; print(os.environ.get('PYTHONPATH')); "
         "subprocess.run([sys.executable, '-P', '-c', 'import queue, secrets'])"
     )
     done = subprocess.run(
@@ -508,7 +509,7 @@ def test_a_closed_output_is_no_traceback(tmp_path: Path) -> None:
 def test_a_working_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
-    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -P -m flows.cli run c.yaml"
+    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -P -m rlhf_cli.main run c.yaml"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: the working folder does not exist any more")
@@ -516,7 +517,7 @@ def test_a_working_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_command_whose_streams_are_closed_does_its_work(tmp_path: Path, closed: str) -> None:
-    script = f"{sys.executable} -m flows.cli status --home {tmp_path} {closed}; echo $? > {tmp_path}/code"
+    script = f"{sys.executable} -m rlhf_cli.main status --home {tmp_path} {closed}; echo $? > {tmp_path}/code"
     subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert (tmp_path / "code").read_text() == "0\n"
 

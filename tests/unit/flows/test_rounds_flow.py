@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from flows import rounds as module
-from flows import rounds_command, start
-from flows.cli import main
 from flows.notify import notify_failure
+from rlhf_cli import rounds as rounds_command
+from rlhf_cli import start
+from rlhf_cli.main import main
 from rlhf_core.run import checks
 
 DEMO = "deployments/configs/demo.yaml"

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli import main
+from rlhf_cli.main import main
 from rlhf_core.config import PipelineConfig, devices
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError

@@ -74,10 +74,11 @@ def made_by(
     ppo: PPOConfig,
     *,
     order: Sequence[int] | None = None,
+    entropy: float = 0.5,
 ) -> Any:
     """Return the experience that several ranks make, as padded tensors.
 
-    `order` is the order in which the responses are distributed.
+    `order` is the order in which the responses are distributed, `entropy` that of every token.
     """
     unused: Any = None
     count = len(rollouts)
@@ -102,7 +103,7 @@ def made_by(
             [np.array(rollouts[i].response_ids, np.int32) for i in chosen],
             floats([r.rollout_logprobs for r in rollouts]),
             floats(old),
-            floats([[0.5] * len(o) for o in old]),
+            floats([[entropy] * len(o) for o in old]),
             floats(ref),
             None if values is None else floats(values),
         )

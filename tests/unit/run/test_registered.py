@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli import main
+from rlhf_cli.main import main
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.pipeline import StageName

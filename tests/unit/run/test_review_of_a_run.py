@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flows import cli
+from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.formats import Message

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from flows.prefect_server import server_environment
-from flows.supervisor import Supervisor
+from rlhf_cli.prefect_server import server_environment
+from rlhf_cli.supervisor import Supervisor
 from rlhf_core.system.api_key import KeyOnly
 from rlhf_core.system.home import Home
 from rlhf_core.system.loopback import OwnAddressOnly
@@ -39,7 +39,7 @@ def test_every_server_listens_on_loopback(tmp_path: Path) -> None:
 
 
 def test_no_wildcard_address_is_in_the_source() -> None:
-    files = [file for top in ("rlhf_core", "flows") for file in (ROOT / top).rglob("*.py")]
+    files = [file for top in ("rlhf_core", "flows", "rlhf_cli") for file in (ROOT / top).rglob("*.py")]
     wide = [
         file for file in files if re.search(r"""["'](0\.0\.0\.0|::)["']""", file.read_text(encoding="utf-8"))
     ]

@@ -93,7 +93,7 @@ def test_dependencies_are_imported_or_commented() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     dependencies = tomllib.loads(text)["project"]["dependencies"]
     modules = {"huggingface-hub": "huggingface_hub", "markdown-it-py": "markdown_it", "pyyaml": "yaml"}
-    files = [file for top in ("rlhf_core", "flows") for file in (ROOT / top).rglob("*.py")]
+    files = [file for top in ("rlhf_core", "flows", "rlhf_cli") for file in (ROOT / top).rglob("*.py")]
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     unexplained = []
     for dependency in dependencies:

@@ -24,7 +24,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from flows import cli
+from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, ScrubbingFormatter, has_credentials, is_secret, scrubbed, shown
 from rlhf_core.errors import InfrastructureError
@@ -266,7 +266,7 @@ def test_secret_is_removed_from_output_and_log_of_commands(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
     for name in ("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "MLFLOW_LOGGING_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    loggers = [logging.getLogger(name) for name in ("flows", "rlhf_core")]
+    loggers = [logging.getLogger(name) for name in ("flows", "rlhf_cli", "rlhf_core")]
     before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
 
     def fail(arguments: object) -> int:
@@ -323,7 +323,7 @@ def test_command_does_not_print_a_secret_of_its_environment(tmp_path: Path) -> N
     environment = {**os.environ, "HF_TOKEN": CANARY, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     (tmp_path / "c.yaml").write_text(f"ppo: {{steps: {CANARY}}}\n")
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", "c.yaml"], cwd=tmp_path, env=environment,
+        [sys.executable, "-m", "rlhf_cli.main", "run", "c.yaml"], cwd=tmp_path, env=environment,
         capture_output=True,
         text=True, timeout=60, check=False,
     )  # fmt: skip

@@ -222,7 +222,7 @@ def test_files_beside_the_data_are_not_run_and_a_pickle_is_no_data(tmp_path: Pat
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    for top in ("rlhf_core", "flows"):
+    for top in ("rlhf_core", "flows", "rlhf_cli"):
         for file in sorted((ROOT / top).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call):

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from requests.exceptions import Timeout
 
-from flows.cli import Stopped
+from rlhf_cli.main import Stopped
 from rlhf_core.tracking import bounded_http
 from rlhf_core.tracking.mlflow_client import Mlflow, UnusableAnswer
 from rlhf_core.tracking.tracker import Tracking

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from prefect.exceptions import ParameterTypeError
 
-from flows import champion, cli
+from flows import champion
+from rlhf_cli import main as cli
 from rlhf_core.tracking.champions import Move, move_champion
 from rlhf_core.tracking.mlflow_client import Mlflow
 

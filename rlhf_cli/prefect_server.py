@@ -23,6 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from flows.isolated import EMBEDDED
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.run.logs import rotate_logs
 from rlhf_core.system.environment import NO_TELEMETRY
@@ -35,8 +36,6 @@ from rlhf_core.system.supervised import SupervisedProcess
 
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 """Prefect's names for the address of its database. The first one has priority."""
-EMBEDDED = "RLHF_EMBEDDED_PREFECT"
-"""Set in the environment if the server ends with this command. Links to its UI would not work later."""
 START_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _AUTH_STRING = re.compile(r"rlhf:[\w-]{20,}")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flows import cli
+from rlhf_cli import main as cli
 from rlhf_core.errors import InputError, WorkerDied
 
 DEMO = "deployments/configs/demo.yaml"
@@ -28,7 +28,7 @@ HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers
 def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a new interpreter, which prints the heavy modules that it imported."""
     script = (
-        "import sys\nfrom flows.cli import main\ncode = 1\n"
+        "import sys\nfrom rlhf_cli.main import main\ncode = 1\n"
         "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
         f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\nsys.exit(code)"
     )
@@ -151,7 +151,7 @@ def test_each_error_and_signal_has_its_exit_code(
 
 
 def test_plan_ends_with_code_0_if_its_output_pipe_is_closed() -> None:
-    command = [sys.executable, "-m", "flows.cli", "plan", DEMO, "run.device=cpu"]
+    command = [sys.executable, "-m", "rlhf_cli.main", "plan", DEMO, "run.device=cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as plan:
         assert plan.stdout is not None and plan.stderr is not None
         plan.stdout.close()

@@ -14,7 +14,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from flows.servers import status
+from rlhf_cli.servers import status
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId

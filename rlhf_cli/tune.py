@@ -19,7 +19,7 @@ def add_tune_command(
     add_command: Callable[..., argparse.ArgumentParser],
     add_config: Callable[[argparse.ArgumentParser, str], None],
 ) -> None:
-    """Add the command to the parser, with functions of `flows.cli`."""
+    """Add the command to the parser, with functions of `rlhf_cli.main`."""
     text = "measure a few settings of ppo in short runs, and write the fastest as a configuration"
     example = "rlhf tune deployments/configs/demo.yaml --out tuned.yaml"
     sub = add_command(commands, "tune", text, _tune, example)

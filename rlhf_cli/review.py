@@ -13,7 +13,7 @@ _OPPONENTS = {"sft": "the SFT model", "champion": "the champion"}
 
 
 def add_review_command(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to the parser. `add_command` is the function of `flows.cli`."""
+    """Add the command to the parser. `add_command` is the function of `rlhf_cli.main`."""
     text = "write a page of blind pairs for people, or read its votes"
     sub = add_command(commands, "review", text, _review, "rlhf review demo-seed0-46d9a620")
     sub.add_argument("run", metavar="RUN", help="name of a finished run, or the path of its summary.json")

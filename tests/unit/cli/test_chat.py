@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli import main
+from rlhf_cli.main import main
 from rlhf_core.system.processes import free_port
 
 PIECES = ["Once\nupon", " a \x1b[31m\ttime"]

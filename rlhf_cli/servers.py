@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flows.external import external_mlflow_uri, external_prefect_url, prefect_responds
-from flows.prefect_server import external_database_url, read_auth_string
-from flows.reconcile import ENGINE_VARIABLE
+from rlhf_cli.external import external_mlflow_uri, external_prefect_url, prefect_responds
+from rlhf_cli.prefect_server import external_database_url, read_auth_string
+from rlhf_cli.reconcile import ENGINE_VARIABLE
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.run.environment import past_proxies
@@ -38,7 +38,7 @@ FLOW_STOP_SECONDS = 40.0
 """A stage may take 20 s to stop, and its flow needs some more time to report its state."""
 
 _MAX_FLOW_RUNS = 5
-_MODULES = ("flows.supervisor", "flows.isolated", "rlhf_core.run", "rlhf_core.tracking.database")
+_MODULES = ("rlhf_cli.supervisor", "flows.isolated", "rlhf_core.run", "rlhf_core.tracking.database")
 """Modules of this project that `up` and its flow runs start with `python -m`."""
 _PACKAGES = ("mlflow", "prefect")
 """Their modules are started with `python -m` too, and their scripts have the same names."""
@@ -114,7 +114,7 @@ def up(home: Home) -> str:
     _stop_remaining(home)
     home.servers.mkdir(parents=True, exist_ok=True)
     supervisor = launch(
-        [*python_module("flows.supervisor"), str(home.path)],
+        [*python_module("rlhf_cli.supervisor"), str(home.path)],
         {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)},
         log_file=home.supervisor_log,
     )

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from flows import supervisor
-from flows.servers import ServersState
-from flows.supervisor import Supervisor
+from rlhf_cli import supervisor
+from rlhf_cli.servers import ServersState
+from rlhf_cli.supervisor import Supervisor
 from rlhf_core.errors import StageFailed
 from rlhf_core.system.home import Home
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 
-from flows import reconcile
-from flows.reconcile import (
+from rlhf_cli import reconcile
+from rlhf_cli.reconcile import (
     MAX_CONSECUTIVE_LOSSES,
     MAX_LOSSES,
     MISSING_POLLS,

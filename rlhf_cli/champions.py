@@ -22,7 +22,7 @@ HUB = "hub:"
 
 
 def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
-    """Add the commands to the parser. `add_command` is the function of `flows.cli`."""
+    """Add the commands to the parser. `add_command` is the function of `rlhf_cli.main`."""
     text = "show the champion of a registered model and the history of champions"
     sub = add_command(commands, "champions", text, _champions, "rlhf champions demo-policy")
     sub.add_argument("name", metavar="NAME", nargs="?", help="registered model (default: all)")
@@ -157,7 +157,7 @@ def _publish(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from flows.chat import chat
+    from rlhf_cli.chat import chat
     from rlhf_core.system.api_key import API_KEY
 
     if arguments.url:

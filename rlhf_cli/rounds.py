@@ -19,7 +19,7 @@ def add_rounds_command(
     add_command: Callable[..., argparse.ArgumentParser],
     add_config: Callable[[argparse.ArgumentParser, str], None],
 ) -> None:
-    """Add the command to the parser, with functions of `flows.cli`."""
+    """Add the command to the parser, with functions of `rlhf_cli.main`."""
     text = "run the pipeline several times, each time with samples of the policies before"
     example = "rlhf rounds deployments/configs/demo.yaml --rounds 3 sample.answers=8"
     sub = add_command(commands, "rounds", text, _rounds, example)
@@ -28,7 +28,7 @@ def add_rounds_command(
 
 
 def _rounds(arguments: argparse.Namespace) -> int:
-    from flows.start import with_prefect
+    from rlhf_cli.start import with_prefect
     from rlhf_core.config.load import load_config
     from rlhf_core.errors import checking
     from rlhf_core.run.checks import check_config, reuse_check

@@ -17,10 +17,9 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
-from flows.isolated import isolate_prefect
+from flows.isolated import client_headers
 from rlhf_core.config.redact import credential_problem, shown
 from rlhf_core.errors import InputError
-from rlhf_core.system.local_http import basic_auth
 from rlhf_core.tracking.check import tracker_problem
 
 _SECONDS = 5.0
@@ -63,7 +62,7 @@ def prefect_responds(url: str, attempts: int = 3) -> bool:
     False if nothing responds. Raises InputError if the response is not from a Prefect server, or if the
     server requires other credentials.
     """
-    headers = {"Content-Type": "application/json", **_client_headers()}
+    headers = {"Content-Type": "application/json", **client_headers()}
     request = urllib.request.Request(f"{url}/flows/filter", b'{"limit": 1}', headers)
     retrying = Retrying(
         stop=stop_after_attempt(attempts),
@@ -117,20 +116,6 @@ def _read(response: http.client.HTTPResponse) -> bytes:
             break
         content += part
     return content
-
-
-def _client_headers() -> dict[str, str]:
-    """Return the headers that Prefect's client would send, from the environment or the user's profile."""
-    isolate_prefect()
-    from prefect.settings import get_current_settings
-
-    settings = get_current_settings()
-    headers = dict(settings.client.custom_headers)
-    if settings.api.auth_string is not None:
-        headers |= basic_auth(settings.api.auth_string.get_secret_value())
-    elif settings.api.key is not None:
-        headers["Authorization"] = f"Bearer {settings.api.key.get_secret_value()}"
-    return headers
 
 
 def _is_json_list(content: bytes) -> bool:

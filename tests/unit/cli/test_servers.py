@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flows.servers import HOME_VARIABLE, down, is_started_by_up, status, supervisor_of, up
+from rlhf_cli.servers import HOME_VARIABLE, down, is_started_by_up, status, supervisor_of, up
 from rlhf_core.errors import InputError
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
@@ -35,7 +35,7 @@ def home(tmp_path: Path) -> Home:
 @pytest.fixture
 def supervisor(home: Home) -> Iterator[ProcessId]:
     """A process with the environment and the command line of the supervisor of `home`. It does nothing."""
-    with _python(["-P", "-m", "flows.supervisor"], home) as process:
+    with _python(["-P", "-m", "rlhf_cli.supervisor"], home) as process:
         yield process
 
 
@@ -43,7 +43,7 @@ def supervisor(home: Home) -> Iterator[ProcessId]:
 def _python(arguments: list[str], home: Home) -> Iterator[ProcessId]:
     """Run Python with these arguments in the environment of `up`. The modules that it finds only sleep."""
     modules = home.path / "modules"
-    for name in ("flows/supervisor.py", "prefect/__main__.py"):
+    for name in ("rlhf_cli/supervisor.py", "prefect/__main__.py"):
         file = modules / name
         file.parent.mkdir(parents=True, exist_ok=True)
         (file.parent / "__init__.py").touch()
@@ -102,7 +102,7 @@ def test_down_does_not_stop_programs_of_a_flow_run(home: Home) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "/x/.venv/bin/python -P -m flows.supervisor /x/.rlhf",
+        "/x/.venv/bin/python -P -m rlhf_cli.supervisor /x/.rlhf",
         (
             "/x/.venv/bin/python -P -m uvicorn --factory flows.application:create_app --log-level warning"
             " --port 4200"
@@ -144,7 +144,7 @@ def test_programs_of_up_are_recognised(command: str) -> None:
         "python prefect.py",
         "python -m uvicorn my:app --log-config /srv/mlflow.server.json",
         "python -m prefecture",
-        "python -m flows.cli status",
+        "python -m rlhf_cli.main status",
     ],
 )
 def test_programs_with_similar_arguments_are_not_recognised(command: str) -> None:

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flows.champion_commands import add_champion_commands
-from flows.review_command import add_review_command
-from flows.rounds_command import add_rounds_command
-from flows.tune_command import add_tune_command
+from rlhf_cli.champions import add_champion_commands
+from rlhf_cli.review import add_review_command
+from rlhf_cli.rounds import add_rounds_command
+from rlhf_cli.tune import add_tune_command
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
 from rlhf_core.pipeline import STAGES
@@ -37,7 +37,7 @@ from rlhf_core.system.home import Home
 if TYPE_CHECKING:
     from rich.console import Console
 
-log = logging.getLogger("flows.cli")  # not __name__, which is __main__ for `python -m flows.cli`
+log = logging.getLogger("rlhf_cli.main")  # not __name__, which is __main__ for `python -m rlhf_cli.main`
 
 CONTINUE = "type the same command again to continue from there"
 
@@ -256,7 +256,7 @@ def _run(arguments: argparse.Namespace) -> int:
     home = Home.of(config.run.home)
     console = set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
-    from flows.start import with_prefect
+    from rlhf_cli.start import with_prefect
 
     return with_prefect(config, lambda: _run_flow(arguments, home, console))
 
@@ -345,21 +345,21 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from flows.servers import up
+    from rlhf_cli.servers import up
 
     print(up(_home(arguments).make()))
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from flows.servers import down
+    from rlhf_cli.servers import down
 
     print(down(_home(arguments)))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from flows.servers import status
+    from rlhf_cli.servers import status
 
     print(status(_home(arguments)))
     return 0

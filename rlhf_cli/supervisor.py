@@ -4,7 +4,7 @@ runs.
     supervisor --+-- prefect server    SQLite under {home}/servers/prefect, loopback, requires a password
                  +-- mlflow server     the same SQLite file that `rlhf run` writes, loopback, one process
                  +-- prefect worker    pool `rlhf`, one flow run at a time
-                 +-- reconciler        runs every 2 s (flows/reconcile.py)
+                 +-- reconciler        runs every 2 s (rlhf_cli/reconcile.py)
 
 The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has
 ended or that has not responded for 90 seconds. It writes the current state to {home}/servers/state.json and
@@ -30,15 +30,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from flows.prefect_server import (
+from rlhf_cli.prefect_server import (
     DATABASE_VARIABLES,
     ensure_auth_string,
     external_database_url,
     server_command,
     server_environment,
 )
-from flows.reconcile import Reconciler
-from flows.servers import (
+from rlhf_cli.reconcile import Reconciler
+from rlhf_cli.servers import (
     DEPLOYMENTS,
     FLOW_STOP_SECONDS,
     HOME_VARIABLE,
@@ -364,7 +364,7 @@ class Supervisor:
 
 
 def main() -> int:
-    """Entry point of the supervisor's process: `python -m flows.supervisor HOME`."""
+    """Entry point of the supervisor's process: `python -m rlhf_cli.supervisor HOME`."""
     handler = logging.StreamHandler()
     handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
