@@ -35,6 +35,7 @@ def notify(subject: str, body: str) -> None:
         if inspect.isawaitable(sent):
             run_coro_as_sync(cast(Coroutine[Any, Any, None], sent))
     except Exception as error:  # of the block's library, of any service
+        # Without the text of the error, which can contain the secret address of a webhook.
         log.warning("%s=%s: the notification could not be sent (%s)", VARIABLE, address, type(error).__name__)
 
 

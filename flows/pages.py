@@ -66,7 +66,7 @@ class ProgressPage:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._closed.set()
-        self._changed.set()
+        self._changed.set()  # wakes the thread, which reports the last event
         self._thread.join(timeout=2 * self._seconds)
 
     def event(self, event: dict[str, Any]) -> None:
@@ -80,6 +80,7 @@ class ProgressPage:
         failures = 0
         while failures < _MAX_FAILURES:
             self._changed.wait()
+            # Before `_latest` is read, so that an event that arrives in between is not lost.
             self._changed.clear()
             if self._latest is not None:
                 percent, text = describe(self._latest)
@@ -119,6 +120,7 @@ def publish_tags(run: PipelineRun) -> None:
     """Tags that tell this flow run from others: configuration, seed, and the pipeline's key."""
     settings = run.config.run
     with _view_only("tags"), get_client(sync_client=True) as client:
+        # An update replaces all tags, and the reconciler needs `auto-recover`.
         known = client.read_flow_run(runtime.flow_run.id).tags
         wanted = (settings.name, f"seed={settings.seed}", f"pipeline={run.key[:8]}")
         client.update_flow_run(

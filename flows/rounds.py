@@ -14,6 +14,7 @@ from rlhf_core.run.parameters import DEFAULT_CONFIG
 from rlhf_core.run.rounds import pinned_rounds, round_overrides
 
 
+# The flow of each round sends its own failures, so `on_failure` is not set.
 @flow(name="rlhf-rounds", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
 def rounds(
     config: File = DEFAULT_CONFIG,

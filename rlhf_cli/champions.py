@@ -140,6 +140,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     more = shlex.split(arguments.vllm)
     command = serve_command(policy, arguments.host, arguments.port, more)
     print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
+    # The server replaces this process, so signals reach it and its exit code is that of the command.
     os.execve(command[0], command, serve_environment())
 
 

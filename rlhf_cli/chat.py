@@ -33,6 +33,7 @@ def chat(url: str, model: str, key: str | None) -> None:
     # Without the proxy of the environment, which would see the messages and the key.
     connection = DefaultHttpxClient(trust_env=False)
     try:
+        # The client cannot be created without a key, also for a server that needs none.
         client = OpenAI(base_url=url, api_key=key or "none", max_retries=0, http_client=connection)
         served = [entry.id for entry in client.models.list()]
         if model not in served:

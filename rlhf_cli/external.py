@@ -63,6 +63,7 @@ def prefect_responds(url: str, attempts: int = 3) -> bool:
     server requires other credentials.
     """
     headers = {"Content-Type": "application/json", **client_headers()}
+    # Not `/health`, which Prefect answers without a password.
     request = urllib.request.Request(f"{url}/flows/filter", b'{"limit": 1}', headers)
     retrying = Retrying(
         stop=stop_after_attempt(attempts),

@@ -249,6 +249,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from rlhf_core.pipeline import stages_between
     from rlhf_core.run.checks import check_config, reuse_check
 
+    # Only for its error, before anything is read.
     stages_between(arguments.start, arguments.until)
     checked = check_config(arguments.config, arguments.overrides)
     reuse_check(checked)
@@ -287,6 +288,7 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
         display.close()
     from rich.console import Console
 
+    # In a file or a pipe, rich would break lines at 80 characters.
     output = Console(soft_wrap=not sys.stdout.isatty())
     output.print(stage_table(summary))
     if summary.get("reward") or summary.get("evaluate"):

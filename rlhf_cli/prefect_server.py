@@ -60,12 +60,12 @@ def server_environment(folder: Path, auth: str, port: int) -> dict[str, str]:
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port}",
         "PREFECT_UI_API_URL": "/api",  # the page's own origin, so that any host name or forwarded port works
         "PREFECT_HOME": str(folder),
-        "PREFECT_PROFILES_PATH": str(folder / "none.toml"),
+        "PREFECT_PROFILES_PATH": str(folder / "none.toml"),  # no such file: profiles of the user do not count
         "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),
         "PREFECT_MEMO_STORE_PATH": str(folder / "memo_store.toml"),
         **dict.fromkeys(DATABASE_VARIABLES, f"sqlite+aiosqlite:///{folder / 'prefect.db'}"),
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",  # the default is pickle
     }
 
 
@@ -144,6 +144,7 @@ class EmbeddedPrefect:
         self._server = SupervisedProcess(
             "Prefect's embedded server",
             server_command(port, "error"),
+            # An ephemeral server runs only the services that a single run needs, and not the scheduler.
             {**inherited, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
             home.logs / "prefect.log",
             # SIGKILL loses nothing: the run's own records are in the store and in MLflow.
@@ -199,6 +200,7 @@ class EmbeddedPrefect:
                     f" {self._server.log_file}"
                 )
             time.sleep(0.1)
+        # The API responds only after all migrations.
         self._complete.touch()
         self._lock.release()
         self._thread.start()

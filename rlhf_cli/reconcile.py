@@ -191,6 +191,7 @@ class Reconciler:
             )
             self._set_state(run_id, "FAILED", "Failed", message)
         else:
+            # `count_losses` finds this loss in the history later.
             if seen.state != "CRASHED":
                 self._set_state(run_id, "CRASHED", "Crashed", "its process is gone")
             message = "its process was lost; continuing from the last checkpoint"
@@ -208,6 +209,8 @@ class Reconciler:
             "flow_runs": {
                 "tags": {"all_": [TAG]},
                 "state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING", "CRASHED"]}},
+                # Not the runs inside `rlhf-rounds` and `rlhf-retrain`: they have no process of their own, and
+                # Prefect reschedules only runs of a deployment.
                 "parent_task_run_id": {"is_null_": True},
             },
             "sort": "EXPECTED_START_TIME_DESC",

@@ -42,6 +42,7 @@ def _rounds(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, given)
     with checking(arguments.config):
         resolved, _ = resolve_kept(config, "rounds")
+    # The overrides of the first round exactly as the flow gives them, so that the round reuses this check.
     checked = check_config(arguments.config, (*given, *resolved.pins, *round_overrides(config, ())))
     reuse_check(checked)
     console = set_up_logging(Home.of(checked.config.run.home))

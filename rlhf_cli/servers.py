@@ -102,6 +102,7 @@ def up(home: Home) -> str:
             f"servers for {home.path} are up already (supervisor pid {running.pid}); see `rlhf status`, or"
             " `rlhf down` first"
         )
+    # Only for their errors, which are then reported before anything starts.
     external_database_url()
     external_mlflow_uri()
     os.environ.update(past_proxies())
@@ -183,6 +184,7 @@ def down(home: Home) -> str:
         return f"nothing to stop: no servers of {home.path} are up"
     if supervisor is not None:
         supervisor.send(signal.SIGTERM)
+        # The supervisor stops the flow runs, and then up to three servers, each of which has 10 s.
         wait_gone([supervisor], FLOW_STOP_SECONDS + 40.0)
     _stop_remaining(home)
     _remove_addresses(home)

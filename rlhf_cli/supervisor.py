@@ -101,7 +101,7 @@ class Supervisor:
             HOME_VARIABLE: str(self._home.path),
             "MLFLOW_TRACKING_URI": self.mlflow_url,
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-            "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "5",
+            "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "5",  # each batch locks the database
             "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,rlhf_core",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PYTHONUNBUFFERED": "1",
@@ -115,6 +115,7 @@ class Supervisor:
         self.servers["worker"] = self._worker()
 
     def _prefect(self, port: int) -> SupervisedProcess:
+        # As `prefect server start` sets it, which is not used here. It lets Prefect free memory.
         environment = {**self.environment, "PREFECT__SERVER_FINAL": "1"}
         database_url = external_database_url()
         if database_url is not None:
@@ -141,7 +142,7 @@ class Supervisor:
             **os.environ,
             **NO_TELEMETRY,
             **SAFE_PATH,
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # no processes for jobs, which nothing here uses
             HOME_VARIABLE: str(self._home.path),
         }
         return SupervisedProcess(

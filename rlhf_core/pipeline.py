@@ -191,6 +191,7 @@ _TABLE = (
         "rlhf_core.stages.register:run",
         version=5,
         sections=("register",),
+        # Not `dpo`: its policy is never registered.
         inputs=("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"),
         sources=("ppo.", "evaluate.", "register."),
         sources_of_inputs=("ppo.", "evaluate."),

@@ -61,6 +61,7 @@ def check(config: PipelineConfig) -> list[str]:
         ("run.device", check_devices),
         ("run.home", check_disk),
     )
+    # By message: two checks that read the same file can find the same problem.
     errors: dict[str, InputError] = {}
     warnings: dict[str, None] = {}  # a set in the order of insertion
     for field, part in parts:

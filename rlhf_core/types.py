@@ -246,6 +246,7 @@ class StageContext:
         """
         if self.lineage is None:
             return str(self.inputs[stage])
+        # Not the address in the store: it is written into artifacts, and their digests must not depend on it.
         return f"artifacts/{stage}/{self.lineage.inputs[stage].key}"
 
 

@@ -66,6 +66,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     """
     valid = mask.bool()
     rewards, values = select(rewards, valid), select(values, valid)
+    # In the wider data type of the two.
     advantages = torch.zeros_like(rewards + values)
     next_value = advantages.new_zeros(valid.shape[0])
     next_advantage = next_value

@@ -53,6 +53,7 @@ def importance_weights(
     elif kind == "truncate":
         weights = w.clamp(low, high)
     elif kind == "mask":
+        # Both comparisons are false for NaN, so it stays NaN. `low <= w <= high` would make it 0.
         weights = torch.where((w < low) | (w > high), 0.0, w)
     elif kind == "sequence-mask":
         tokens = valid.sum(dim=1, keepdim=True).clamp(min=1)

@@ -67,6 +67,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = _per_token(logits)
         for rows in _chunks(logits):
             log_softmax = torch.log_softmax(_scaled(logits[rows], temperature), dim=-1)
+            # Any valid index for a negative label; its result is masked below.
             label = labels[rows].clamp(min=0).unsqueeze(-1)
             logprobs[rows] = log_softmax.gather(-1, label).squeeze(-1)
         return logprobs.masked_fill_(labels < 0, 0.0)

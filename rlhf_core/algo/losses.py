@@ -131,6 +131,7 @@ def policy_loss(
 
     with torch.no_grad():
         clip_fraction = masked_mean((clipped > plain).to(plain.dtype), mask)
+        # The tokens are samples of the old policy, so it is the first argument: KL(old || new).
         approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
     return PolicyLoss(aggregate(per_token, mask, aggregation, denominator), clip_fraction, approx_kl)
 

@@ -134,6 +134,7 @@ class NodeAgent:
         names = [participant.name for participant in self._monitor.local()]
         before = {name: len(read_stacks(self._monitor.folder, name)) for name in names}
         self._monitor.save_stacks()
+        # The driver has the same files.
         if self._shares_folders:
             return {}
         return {name: read_stacks(self._monitor.folder, name)[before[name] :] for name in names}
@@ -190,6 +191,7 @@ class NodeAgent:
     @_served
     def add(self, prefix: str, folder: Path, name: str) -> tuple[FileEntry, ...]:
         """Take the files of `folder` for the folder `name` of the bundle `prefix`, and return them."""
+        # DeepSpeed adds a script to each of its checkpoints. Programs are never stored in a bucket.
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
         if not files:
             return ()

@@ -33,7 +33,7 @@ def connect(processes: int, device: str, config: PipelineConfig | None = None) -
     import ray
     from ray.job_config import JobConfig
 
-    # Otherwise Ray replaces a worker's environment by its own thread counts.
+    # No telemetry. Ray leaves CUDA_VISIBLE_DEVICES as it is in processes that have no GPU.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray's monitor serves metrics on all interfaces. With an invalid port it only logs an error.

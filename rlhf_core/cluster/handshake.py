@@ -74,6 +74,7 @@ def check_nodes(config: PipelineConfig) -> None:
         _check_gpus(nodes, config)
     probe = _store_probe(config)
     store = probe.store()
+    # Each side reads what the other one wrote: a folder that is not shared would pass a test of writing.
     store.put_bytes(probe.key("driver"), b"driver")
     try:
         started = time.time()
@@ -150,6 +151,7 @@ def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig)
         try:
             (reports[node["NodeID"]],) = fetch([call], seconds)
         except RLHFError as error:
+            # A node without power is alive for Ray until its health check fails, after about a minute.
             if node["NodeID"] not in {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
                 log.warning("%s is lost, and is not used: %s", _name(node), error.message)
                 continue

@@ -51,6 +51,7 @@ class CallReply:
     error: RLHFError | None = None
 
 
+# A function of the module and no lambda: END has to be equal to itself after it was pickled.
 def _end(_: ContextServer) -> None:
     """The server does not call it."""
 
@@ -190,6 +191,7 @@ class LogForwarder(logging.Handler):
         self._mailbox = mailbox
 
     def emit(self, record: logging.LogRecord) -> None:
+        # As text, because the traceback of a record cannot be pickled.
         name, level, text = record.name, record.levelno, _FORMATTER.format(record)
         self._mailbox.post(CallRequest(lambda server: server.log(name, level, text), needs_reply=False))
 
@@ -238,6 +240,7 @@ class ContextServer:
 
     def log_file(self, name: str, content: bytes, folder: str) -> None:
         """Log a file of rank 0."""
+        # A folder of its own, so that the file keeps its name.
         temporary = Path(tempfile.mkdtemp(prefix="rlhf-log-"))
         try:
             (temporary / name).write_bytes(content)

@@ -168,6 +168,7 @@ class ClusterNodes:
     def _add_hosts(self, node_ids: Sequence[str]) -> None:
         import ray
 
+        # An agent that finds this file shares the folder with the driver.
         (self._work / MARK).write_text(self._own_id)
         added = []
         for host in [_Host(node_id, self._start(node_id)) for node_id in node_ids]:
@@ -185,6 +186,7 @@ class ClusterNodes:
         fetching = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
         fetching += [host.call(NodeAgent.discard_old_parts) for host in with_files]
         if self._base_model is not None:
+            # Also on hosts that share `run.home`, which need not share the base model.
             fetching += [host.call(NodeAgent.fetch_base_model, self._base_model) for host in added]
         self._wait(fetching)
         log.info("hosts of the stage: this one, %s", ", ".join(host.name for host in self._hosts))
@@ -206,6 +208,7 @@ class ClusterNodes:
 
         store = self._config.store
         endpoint = store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
+        # An agent has another working folder, so a relative path would be another one there.
         home = str(Home.of(self._config.run.home).path)
         config = self._config.model_copy(
             update={
@@ -267,6 +270,7 @@ class ClusterNodes:
 
         size = file.stat().st_size
         with file.open("rb") as opened:
+            # At least once, so that an empty file is created as well.
             for offset in range(0, max(size, 1), CHUNK_BYTES):
                 chunk = ray.put(opened.read(CHUNK_BYTES))  # one object for all hosts
                 self._wait([host.call(NodeAgent.write, file, offset, chunk) for host in hosts])
@@ -441,11 +445,13 @@ def needed_files(
     needed = set()
     for path in paths:
         folder = path.split("/")[0]
+        # PPO has a folder for each role. Other stages have their files at the top.
         if not any(folder in of_node for of_node in ranks.values()):
             folder = ""
         present = {rank for of_node in ranks.values() for rank in of_node.get(folder, ())}
         here = ranks.get(node_id, {}).get(folder, ())
         shard = _SHARD.search(path)
+        # The sets differ if another number of ranks saved (all files are converted), or if one saved for all.
         if shard is None or shards[_SHARD.sub("", path)] != present or int(shard[2]) in here:
             needed.add(path)
     return frozenset(needed)

@@ -451,6 +451,7 @@ class _Outcomes:
         name = self.names[rank]
         try:
             result = fetch([call], POLL_SECONDS)[0]
+            # `prepare` returns None.
             outcome = result if isinstance(result, Outcome) else Outcome(result)
         except WorkerDied:
             return Outcome(error=WorkerDied(f"{name} died; the stage continues from its last checkpoint"))
@@ -561,6 +562,7 @@ class _Follower:
                 return outcome.error
         error = failed[0].error
         assert error is not None
+        # gloo raises "Timed out waiting ..." if another rank did not join a collective in time.
         return self._stuck() if self._is_stuck() or "timed out" in error.message.lower() else error
 
     def _stuck(self) -> InfrastructureError:

@@ -66,6 +66,7 @@ class Usage:
 def process_usage() -> Usage:
     """Return CPU seconds and peak memory of this process."""
     own = resource.getrusage(resource.RUSAGE_SELF)
+    # Linux counts `ru_maxrss` in KiB.
     return Usage(own.ru_utime + own.ru_stime, own.ru_maxrss * 1024)
 
 

@@ -202,6 +202,8 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
             )
         return
     steps = ppo.steps - ppo.longest_warmup
+    # The controller multiplies the coefficient by at most 1 + 0.2 n / horizon in each step. A logarithm,
+    # because the power for all steps can overflow.
     log_most = steps * math.log1p(0.2 * ppo.rollout_batch_size / ppo.kl_horizon)
     if log_most < math.log(2):
         after = "" if ppo.critic_warmup_max_steps is None else " after the longest warm-up of the critic"
@@ -270,6 +272,7 @@ def _average(ppo: PPOConfig) -> Iterator[str]:
     steps = ppo.policy_optimizer_steps
     weight = ppo.ema_decay**steps
     if weight > _LARGEST_INITIAL_WEIGHT:
+        # Rounded down, so that the suggested value causes no warning.
         largest = math.floor(1e5 * _LARGEST_INITIAL_WEIGHT ** (1 / steps)) / 1e5
         yield (
             f"ppo.ema_decay: {ppo.ema_decay:g} gives the SFT model a weight of {weight:.2g} in the average"

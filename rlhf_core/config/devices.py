@@ -51,6 +51,7 @@ def visible_gpus() -> int:
     if chosen is None or present == 0:
         return present
     names = [name.strip() for name in chosen.split(",") if name.strip()]
+    # torch and CUDA ignore everything from a negative number on.
     if "-1" in names:
         names = names[: names.index("-1")]
     return len([name for name in names if not name.isdigit() or int(name) < present])
@@ -109,7 +110,7 @@ def _amd_gpus() -> list[str]:
         except OSError:
             continue  # the GPUs of other containers
         version = int(found[1]) if found else 0
-        if version:  # 0 for a CPU; 90402 is gfx942
+        if version:  # 0 for a CPU; 90402 is gfx942 and 90010 gfx90a, as the last part is hexadecimal
             names.append(f"AMD gfx{version // 10000}{version // 100 % 100}{version % 100:x}")
     return names
 

@@ -75,6 +75,7 @@ def _host_problem(host: str) -> str | None:
         return (
             "its host must be an address or a name of letters, digits, hyphens and dots (others as xn--...)"
         )
+    # Resolvers take `127.1`, `0x7f.1` and `2130706433` for addresses, which `ip_address` above does not.
     if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):
         return "its host must be written as four decimal numbers without leading zeros, such as 127.0.0.1"
     for label in labels:

@@ -87,6 +87,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
 
 
 def _validated(tree: dict[str, Any]) -> PipelineConfig:
+    # From JSON: strict validation of Python objects would refuse the lists of YAML where a field is a tuple.
     return PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_precision(tree))))
 
 
@@ -189,6 +190,7 @@ def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _default_json() -> str:
+    # Text, so that each caller parses a tree of its own, which overrides may change.
     return PipelineConfig().model_dump_json(by_alias=True)
 
 

@@ -46,6 +46,7 @@ def resolved(schema: Schema) -> Schema:
     """
     options = schema.get("anyOf", [])
     if {"type": "null"} in options:
+        # A field that can be null has exactly one other type.
         (option,) = (option for option in options if option != {"type": "null"})
         field = {key: value for key, value in schema.items() if key != "anyOf"}
         schema = {**option, **field, "nullable": True}
@@ -323,6 +324,7 @@ def _fix(schema: Schema, path: Keys, value: Any) -> str:
     elif kind == "string" and isinstance(value, int | float):
         return "put it in quotes"
     elif "pattern" in schema and path[-1] == "name" and isinstance(value, str):
+        # The strictest form of all fields `name` is that of rewards. It is valid for the others too.
         valid = re.sub(r"[^a-z0-9_]+", "_", word).strip("_")[:32]
         return f"use, for example, {valid or 'rlhf'}"
     return f"use, for example, {example}" if example else "write a value of that form"

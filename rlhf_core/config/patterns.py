@@ -55,6 +55,7 @@ def _escaped(pattern: str) -> str:
         in_set = start_of_set >= 0
         unchanged = _PLAIN.match(pattern, position)
         quantifier = _QUANTIFIER.match(pattern, position)
+        # Only an escape has a meaning inside a set; `(?#` is three literal characters there.
         if unchanged and (character == "\\" or not in_set):
             parts.append(unchanged[0])
             position = unchanged.end()

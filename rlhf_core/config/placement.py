@@ -122,6 +122,7 @@ def plan(ppo: PPOConfig) -> PlacementPlan:
             candidates += [(("critic", "reward"), critic)]
         else:
             candidates += [(("critic",), critic), (("reward",), ppo.reward_ranks)]
+    # Not the judge: it has no ranks of its own, those of the reward model hold it as well.
     exists = {
         "policy": True,
         "reference": True,

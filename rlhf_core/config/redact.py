@@ -53,10 +53,12 @@ _SECRET_VALUE = re.compile(
 
 _SLASHES = r"(?:https?:[/\\]+|:[/\\]{2,}|(?<![^\s'\"=(,])//(?=[^/\s@]*:))"
 """The start of a URL, up to its user or host. Clients accept backslashes and URLs without a scheme."""
+# Limits of repetitions, as here, keep the time linear in the length of a line.
 _URL_USER = re.compile(
     rf"({_SLASHES})(?:[^/\\\s@?#'\"]{{1,4000}}|[^/\s@'\"]{{0,200}}:[^@\s'\"]{{0,1000}})@", re.I
 )
 _HEADER = re.compile(
+    # `(?=\S*\d)`: without a digit, an ordinary word follows, as in "basic authentication".
     r"(authorization['\"]?\s*[:=]\s*['\"b]*(?:(?:basic|bearer|digest|token|negotiate)\s+)?|"
     r"\b(?:bearer|basic)\s+(?=\S*\d))[\w.~+/=%;:-]{8,}",
     re.I,
@@ -180,6 +182,7 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
         if name in _FOLDERS:
             continue
         if _SECRET_VARIABLE.search(name):
+            # A message can have a single line of a key, or a value without the newline at its end.
             values |= {value, value.strip(), *value.split("\n")}
         # An address of a database or proxy may contain a password, regardless of the name of the variable.
         values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
@@ -192,6 +195,7 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
 
 def _encoded(value: str) -> Iterator[str]:
     """Yield the forms of `value` in messages, JSON, URLs, HTML and headers."""
+    # Python decodes bytes of the environment that are not UTF-8 in this way.
     data = value.encode("utf-8", "surrogateescape")
     escaped = quote(data, safe="")
     yield from (value, repr(value)[1:-1], repr(data)[2:-1], json.dumps(value)[1:-1])
@@ -199,7 +203,7 @@ def _encoded(value: str) -> Iterator[str]:
     yield from (quote(data), escaped, escaped.lower(), escaped.replace("%20", "+"))
     for before in range(3):
         # In base64, the text before the value changes its first and last characters, for example in basic
-        # authentication.
+        # authentication. Characters that have bits of another text or of the padding are left out.
         text = b64encode(b"\0" * before + data).decode()
         core = text[(0, 2, 3)[before] : len(text) - (0, 3, 2)[(before + len(data)) % 3]]
         if len(core) >= _SHORTEST_SECRET:

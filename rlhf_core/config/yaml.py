@@ -232,6 +232,7 @@ def _plain(node: Any) -> Any:
         return {key.value: _plain(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item) for item in node.value]
+    # A scalar with a style is quoted or a block, and always text.
     return node.value if node.style else scalar(node.value)
 
 

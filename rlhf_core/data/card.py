@@ -105,6 +105,7 @@ def _parts(example: SFTExample | PairExample | PromptExample) -> dict[str, int]:
 def _percentile(values: Sequence[int], percent: int) -> int:
     """Return a percentile by the nearest-rank method."""
     ordered = sorted(values)
+    # -(-a // b) is a / b rounded up, in whole numbers.
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
@@ -127,6 +128,7 @@ def overlap(splits: Splits) -> dict[str, int]:
             inside = False
             if name == "sft":
                 text = split_key(item.text)
+                # One look-up for each length of a held-out prompt, not one comparison for each prompt.
                 begins = any(text[:length] in held for length in lengths if length <= len(text))
                 inside = begins or any(split_key(part) in held for part in item.text.split("\n\n"))
             near += inside or _words(item.key) in words
@@ -134,6 +136,7 @@ def overlap(splits: Splits) -> dict[str, int]:
 
 
 def _words(key: str) -> str:
+    # The key itself if it has no words: otherwise all such prompts would count as equal.
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", key).casefold())) or key
 
 

@@ -181,6 +181,7 @@ def divergence(before: Counter[str], after: Counter[str]) -> float:
         mean = (p + q) / 2
         terms += [share * math.log2(share / mean) for share in (p, q) if share > 0]
     chance = (len(names) - 1) * (1 / n + 1 / m) / (8 * math.log(2))
+    # The order of a set of texts differs between processes. The sum by fsum does not depend on it.
     return max(0.0, math.fsum(terms) / 2 - chance)
 
 
@@ -204,6 +205,7 @@ def _most_frequent(before: Counts, after: Counts) -> tuple[Counts, Counts]:
             continue
         n, m = old.total(), new.total()
         words = [word for word in old.keys() | new.keys() if old[word] + new[word] >= _MIN_COUNT]
+        # Equal shares are ordered by the word, because the order of a set of texts differs between processes.
         words.sort(key=lambda word: (-old[word] / n - new[word] / m, word))
         kept = set(words[:_WORDS])
         kept_before[place] = _only(old, kept)

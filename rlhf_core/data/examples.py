@@ -412,6 +412,7 @@ def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: floa
     position = {key: split_position(seed, key) for keys in keys_by_set.values() for key in keys}
     held = {key for key, value in position.items() if value < fraction}
     pinned: set[str] = set()
+    # Training prompts of all sets first: one that a set needs for training must not be held out later.
     for side in ("train", "eval"):
         for name, keys in keys_by_set.items():
             distinct = sorted(set(keys), key=lambda key: (position[key], key))
@@ -427,6 +428,7 @@ def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: floa
                 # Not a prompt that another set needs for training.
                 held.add(next((key for key in distinct if key not in pinned), distinct[0]))
     for name, keys in keys_by_set.items():
+        # A prompt that was held out for one set can be the last training prompt of another.
         if all(key in held for key in keys):
             raise DataError(
                 f"data.{name}: too few distinct prompts ({len(set(keys))}) to hold some out; give more rows"

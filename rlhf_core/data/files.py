@@ -150,6 +150,7 @@ def _check_first_rows(file: str, suffix: str, beginning: _Beginning) -> None:
         if beginning.is_cut:
             return
         raise
+    # The rows are long, and too few were read to refuse the file.
     if bad and beginning.is_cut and len(bad) < BEGINNING_ROWS:
         return
     if bad:
@@ -263,6 +264,7 @@ def _check_parquet_end(file: str, stream: IO[bytes]) -> None:
     """Check the last bytes only: importing pyarrow takes longer than all other checks together."""
     size = stream.seek(0, io.SEEK_END)
     stream.seek(max(0, size - 4))
+    # 12 bytes are the magic number at both ends and the length of the footer.
     if size < 12 or stream.read() != b"PAR1":
         raise DataError(f"{file}: this parquet file is cut short (no PAR1 at its end); copy it again")
 
@@ -326,6 +328,7 @@ def _read_jsonl(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield each line with its end. Of a line over the limit only the beginning is kept in memory."""
+    # One byte above the limit, so that a line of exactly the limit is not too long.
     while line := stream.readline(MAX_ROW_BYTES + 1):
         rest = line
         while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
@@ -344,6 +347,7 @@ def _jsonl_row(file: str, number: int, line: bytes) -> Row | BadRow:
         reason = str(error)
         if reason.startswith("not valid JSON") and not line.endswith(b"\n"):
             reason = "incomplete JSON: the last line is cut short"
+    # A character has at most 4 bytes in UTF-8, so 2000 bytes are at least 500 characters.
     return BadRow(file, number, reason, _cut(line[:2000].decode(errors="replace").strip()))
 
 
@@ -384,6 +388,7 @@ def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     """Read a CSV file. Its first line has the names of the fields. Empty cells are missing fields."""
+    # A setting of the whole process. By default, a cell of more than 131,072 characters is an error.
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become surrogates here, which the check of the text fields refuses row by row.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -398,6 +403,7 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
             " names of the fields into the first line"
         )
     while True:
+        # A row can have several lines. `line_num` is the last line of the row before.
         line = reader.line_num + 1
         try:
             cells = next(reader)

@@ -145,6 +145,7 @@ def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _OWN_FIELDS and value is not None:
             meta[str(name)] = value
     try:
+        # Read back, so that values have the types that a reader of the artifact gets: a tuple becomes a list.
         return dict(json.loads(json.dumps(meta, default=_as_text, allow_nan=False)))
     except (ValueError, RecursionError):
         # Field by field, to name the one that cannot be kept.
@@ -283,6 +284,7 @@ def _conversation(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
         return _messages(row, name)
     if not value.startswith("\n\nHuman:"):
         raise RowError(f"'prompt' is missing, and {name!r} is not a conversation that holds it")
+    # The text begins with a speaker, so the part before the first one is empty.
     _, *turns = _TRANSCRIPT_TURN.split(value)
     roles = {"Human": "user", "Assistant": "assistant"}
     return tuple(

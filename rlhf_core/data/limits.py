@@ -27,7 +27,9 @@ def memory_limit(spare: int) -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(statistics.read_text().split()[0]) * resource.getpagesize()
     if limits[0] != resource.RLIM_INFINITY:
+        # A limit that the process already has is not raised.
         spare = min(spare, limits[0] - used)
+    # It is the limit of the whole process: memory that other threads need in the meantime counts as well.
     resource.setrlimit(resource.RLIMIT_AS, (used + spare, limits[1]))
     try:
         yield
@@ -56,6 +58,7 @@ def ends_within(seconds: float, function: Callable[[], object], *, wall: float =
             with suppress(Exception):
                 function()
         finally:
+            # Not `sys.exit`: exit handlers and unwritten buffers are copies of those of the parent.
             os._exit(0)
     deadline = time.monotonic() + wall
     ended, status = os.waitpid(child, os.WNOHANG)

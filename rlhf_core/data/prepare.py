@@ -236,6 +236,7 @@ def _encode(
             done += 1
             if done % _REPORT_EVERY == 0 or done == total:
                 progress(done, total)
+        # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
         if quarantine.first.get(f"data.{name}"):
             check_bad_share(
                 config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine

@@ -32,6 +32,7 @@ def render(
 
     try:
         with memory_limit(_TEMPLATE_BYTES):
+            # The tokenizer's `apply_chat_template` calls this function, but returns no spans.
             texts, spans = render_jinja_template(
                 [messages],
                 chat_template=tokenizer.chat_template,
@@ -41,7 +42,7 @@ def render(
                 **tokenizer.special_tokens_map,
             )
     except TimeoutError:
-        raise
+        raise  # of `time_limit`
     except Exception as error:  # a template is a program and can raise any exception
         raise TemplateError(_reason(error)) from error
     return texts[0], [tuple(span) for span in spans[0]] if marks else []

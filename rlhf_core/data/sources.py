@@ -223,6 +223,7 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
             f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
         )
     files = {file: _stream_digest(_open(file, kind, store)) for file in _list_files(source.path, kind, store)}
+    # Names relative to the source, so that a copy elsewhere has the same digest.
     parts = [f"{_relative(file, source.path)}\x1f{digest}" for file, digest in files.items()]
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
@@ -393,6 +394,7 @@ def _read_files(
     digests = contents.files if contents is not None else dict.fromkeys(_list_files(path, kind, store))
     for file, expected in digests.items():
         with _open(file, kind, store) as stream, _unwritten(file, stream):
+            # Of the open stream: the name can lead to another file by now.
             if expected is not None and _digest_from_start(stream) != expected:
                 raise DataError(f"{file} {_CHANGED.format('its digest was taken')}")
             yield from read_file(file, stream)

@@ -249,6 +249,7 @@ def _other_topic(rng: random.Random, topic: Topic, prompts: Sequence[str]) -> To
 
 
 def _sigmoid(x: float) -> float:
+    # The argument of exp is never positive, so that it cannot overflow.
     return 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))
 
 

@@ -85,8 +85,11 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._specials = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        # `re` takes the first alternative that matches, so a token must come before its own beginnings.
+        # `(?!)` matches nothing.
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        # Without unk, which ordinary text becomes if the vocabulary does not cover it.
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
         self._skeletons: dict[tuple[tuple[str, ...], bool], list[int]] = {}
         self._header = ""
@@ -150,6 +153,7 @@ class Encoder:
         self._require_skeleton(tokens.ids, messages, generate=False)
         spans = [(_moved(text, start, restore), _moved(text, end, restore)) for start, end in spans]
         ids, mask = tokens.ids, self._mask(tokens, spans)
+        # A template may write a line feed after the last EOS, or no EOS at all.
         if messages[-1].role == "assistant" and 1 in mask:
             end = len(mask) - mask[::-1].index(1)
             ids, mask = ids[:end], mask[:end]
@@ -309,6 +313,7 @@ class Encoder:
             for char, spelled in (restore or {}).items():
                 piece = piece.replace(char, spelled)
             if special is None:
+                # In spite of its name, it makes the text of a special token ordinary text.
                 self._backend.encode_special_tokens = True
                 try:
                     encoding = self._backend.encode(piece, add_special_tokens=False)
@@ -393,6 +398,7 @@ class Encoder:
             if uses_power(template):
                 raise EncodeError("it uses the operator **")
             plain = [{"role": m.role, "content": m.content} for m in (ask, answer, ask, answer)]
+            # First in a fork, because `time_limit` cannot interrupt a single operation of C code.
             if not ends_within(_TEMPLATE_SECONDS, lambda: self._try_template(plain)):
                 raise TimeoutError
             with time_limit(_TEMPLATE_SECONDS):

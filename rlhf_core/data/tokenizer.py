@@ -67,6 +67,8 @@ def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
         factor = 1.0
         for step in _steps(settings.get(part)):
             if step.get("type") == "Replace":
+                # One replacement can create what the next one replaces, so factors are multiplied. A
+                # pattern that is a regular expression can match a single character.
                 pattern = step.get("pattern", {}).get("String", "x")
                 factor *= max(1.0, len(step.get("content", "")) / max(1, len(pattern)))
             else:
@@ -216,6 +218,7 @@ def load_decoder(data: Path) -> Decoder:
 
     def token_id(kind: str) -> int | None:
         token = names.get(kind)
+        # A text, or in some files an object with the text and its flags.
         content = token.get("content") if isinstance(token, dict) else token
         return None if content is None else tokenizer.token_to_id(content)
 

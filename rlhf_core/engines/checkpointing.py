@@ -90,6 +90,7 @@ def save(
         dist.barrier()  # no rank writes before rank 0 has emptied the folder
         engine.save_checkpoint(folder)
         failpoint("checkpoint.written")
+        # Rank 0 commits after the last rank has written.
         dist.barrier()
         if context is not None:
             heartbeat("commit", stall_after=math.inf)  # each request of an upload has its own timeout

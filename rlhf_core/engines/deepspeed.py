@@ -98,6 +98,7 @@ class TrainingEngine:
         self._grad_nonfinite = False
         self._rounded_sums = config.dtype == "bfloat16" and config.grad_accum_dtype is None
         if config.gradient_checkpointing and optimizer is not None:
+            # The reentrant kind gives no gradients to an adapter: its inputs come from frozen embeddings.
             module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
         torch_optimizer = None
         if optimizer is not None:
@@ -116,7 +117,7 @@ class TrainingEngine:
                 clip=None if optimizer is None else optimizer.max_grad_norm,
                 overlap=rank.device == "cuda" and rank.world_size > 1,
             ),
-            dist_init_required=False,
+            dist_init_required=False,  # `distributed.join` has done it
         )
         if torch_optimizer is not None and self.zero_stage == 0 and config.dtype != "float32":
             # DeepSpeed allocates Adam's state by a step with zero gradients, which counts as a step and
@@ -174,6 +175,7 @@ class TrainingEngine:
             NonFiniteError: Three such steps in a row, apart from those that a loss scale explains.
         """
         assert self.optimizer_config is not None
+        # Of the losses below: the step may halve it.
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
         self._grad_nonfinite = False
         count = 0
@@ -558,18 +560,17 @@ def deepspeed_config(
     ds: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
+        "managed_gradient_accumulation": False,  # every `step` is a boundary
         "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip or 0.0,
         "steps_per_print": 10**9,
-        # The whole buffer is allocated. Adapters have far fewer parameters than DeepSpeed's default of
-        # 5e8.
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": overlap and stage >= 2,
+            # The whole buffer is allocated, and adapters have far fewer parameters than the default of 5e8.
             "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
             "zero_hpz_partition_size": config.hpz if stage == 3 else 1,
         },
-        "zero_force_ds_cpu_optimizer": False,
+        "zero_force_ds_cpu_optimizer": False,  # otherwise offloading needs an optimizer of DeepSpeed
     }
     if config.offload != "none" and stage > 0:
         ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}

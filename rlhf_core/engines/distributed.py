@@ -110,6 +110,8 @@ def join(rank: Rank) -> None:
     if rank.rank == 0 and listener is None:
         listener = socket.create_server((rank.master_addr, rank.master_port))
     port = rank.master_port if listener is None else listener.getsockname()[1]
+    # DeepSpeed requires LOCAL_RANK, and calls `torch.load` with `weights_only=False`, which the last variable
+    # overrides.
     os.environ.update(
         RANK=str(rank.rank),
         WORLD_SIZE=str(rank.world_size),
@@ -119,6 +121,7 @@ def join(rank: Rank) -> None:
         TORCH_FORCE_WEIGHTS_ONLY_LOAD="1",
     )
     if rank.device == "cpu":
+        # Read when DeepSpeed is imported. By default DeepSpeed takes a GPU of this host.
         os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
@@ -142,6 +145,7 @@ def join(rank: Rank) -> None:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
+    # The classes in its checkpoints. `torch.load` refuses all others.
     torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
 
 

@@ -53,10 +53,12 @@ def convert(state: Path, target: Path) -> None:
     options = Namespace(
         input_folder=str(state),
         output_folder=str(target),
+        # With more, DeepSpeed starts processes for the work.
         num_extract_workers=1,
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
+        # The version of the format, which DeepSpeed's own checkpoints lack and the conversion requires.
         inject_missing_state=True,
     )
     output = io.StringIO()

@@ -37,6 +37,7 @@ class Zero3Shards:
 
         # The group of an earlier model. DeepSpeed refuses to create it again.
         group = groups._get_zero_param_intra_parallel_group() if config.hpz > 1 else None
+        # `trained` sets the size of the buckets of gradients only, which are not allocated here.
         settings = deepspeed_config(config, trained=1, clip=None)
         self._init: Any = LocalInit(config_dict_or_path=settings, zero_param_parallel_group=group)
         self._gathered: list[Any] = []
@@ -68,12 +69,14 @@ class Zero3Shards:
         self._gather([p for p in part.parameters() if hasattr(p, "ds_id")])
 
     def _after(self, part: nn.Module, inputs: Any, output: Any) -> None:
+        # The gradient of its output arrives before the backward pass of the part begins.
         for value in output if isinstance(output, tuple | list) else [output]:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 # torch declares it without types
                 value.register_hook(lambda _gradient: self._before(part, inputs))  # type: ignore[no-untyped-call]
 
     def _gather(self, parameters: list[Any]) -> None:
+        # DeepSpeed adds `partition` and `all_gather` to each sharded parameter. Both take the whole list.
         if self._gathered:
             self._gathered[0].partition(param_list=self._gathered)
         if parameters:

@@ -110,10 +110,12 @@ class Engine:
                 enforce_eager=engine.enforce_eager,
                 max_model_len=max_model_len,
                 max_num_seqs=engine.max_num_seqs,
+                # Seeds here have 63 bits. vLLM also seeds numpy, which takes 32.
                 seed=seed & 0x7FFFFFFF,
                 enable_prefix_caching=engine.prefix_caching,
                 disable_log_stats=True,
                 generation_config="vllm",
+                # At the temperature, as the trainer computes them. By default those before it are returned.
                 logprobs_mode="processed_logprobs",
                 trust_remote_code=False,
                 **options,
@@ -199,6 +201,7 @@ class Engine:
             running = len(prompts) - len(sampled)
             room = self._max_num_seqs // n - running
             if more and (room > 0 or running == 0):
+                # One prompt at a time if its samples alone are more than `max_num_seqs`.
                 taken = take(max(1, room))
                 more = len(taken) > 0
                 numbers = self.llm.enqueue(
@@ -213,6 +216,7 @@ class Engine:
                     prompts.append(prompt)
             # With several processes, a step without requests would wait for ever.
             for output in self.llm.llm_engine.step() if len(sampled) < len(prompts) else ():
+                # `enqueue` asks for final outputs, so each one has all samples of its prompt.
                 i = index[output.request_id]
                 sampled[i] = _rollouts(prompts[i], output, policy_version)
         return [sampled[i] for i in range(len(prompts))]
@@ -225,8 +229,10 @@ class Engine:
             temperature=temperature,
             seed=seed & 0x7FFFFFFF,
             max_tokens=max_new_tokens,
+            # Of the sampled token alone.
             logprobs=0,
             flat_logprobs=True,
+            # Without a tokenizer vLLM knows no EOS tokens but those of generation_config.json.
             stop_token_ids=self._stop_ids,
             detokenize=False,
         )
@@ -384,7 +390,9 @@ def _set_environment(engine: EngineConfig, device: str, vocabulary: int | None) 
             # Triton's attention would multiply in TF32, and the canary compares float32 with 1e-3.
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if device == "cpu":
+        # By default each engine would bind its threads to the same cores.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # vLLM reads whole GiB.
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(engine.kv_cache_gib)))
         if engine.enforce_eager and vocabulary is not None and vocabulary <= _MAX_EAGER_VOCABULARY:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"

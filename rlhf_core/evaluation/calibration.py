@@ -45,6 +45,7 @@ def calibration(scores_P2: Any) -> Calibration:
     gap_P = _gap(scores_P2)
     confidence_P = 1.0 / (1.0 + np.exp(-np.abs(gap_P)))
     right_P = _right(gap_P)
+    # A confidence of exactly 1 belongs to the last bin.
     index_P = np.minimum(((confidence_P - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
     confidence, accuracy, count = [], [], []
     gaps = []
@@ -92,6 +93,7 @@ def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]
     Each group has `from` and `to` (tokens), `pairs` and `accuracy`.
     """
     gap_P, longest_P = _gap(scores_P2), np.asarray(lengths_P2, dtype=float).max(axis=1)
+    # Stable: the order of equal lengths, and with it the groups, would otherwise depend on the CPU.
     order = np.argsort(longest_P, kind="stable")
     return [
         {

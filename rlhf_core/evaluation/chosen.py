@@ -101,6 +101,7 @@ def compare_with_chosen(
         rates[model] = win_rate(preferences[model], **settings).to_json()
         controlled[model] = length_controlled(preferences[model], lengths, interval.confidence).to_json()
     for name, found in interval.pair("win_rate_over_chosen", preferences).items():
+        # Adds only the differences. Rates of models have Wilson's interval if all preferences are equal.
         rates.setdefault(name, found)
     return {"prompts": len(pairs), "win_rate": rates, "win_rate_length_controlled": controlled}
 

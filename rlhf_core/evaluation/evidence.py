@@ -53,8 +53,10 @@ def log_evidence(outcomes: Sequence[float]) -> float:
     x = np.asarray(outcomes, dtype=np.float64)
     if not x.size:
         return 0.0
+    # In logarithms, because the capital of a long match exceeds the range of a float.
     capitals = np.stack([np.log1p(bet * x).cumsum() for bet in BETS])
     mixture = np.logaddexp.reduce(capitals, axis=0) - math.log(len(BETS))
+    # 0 is the logarithm of E_0, which the maximum includes.
     return max(0.0, float(mixture.max()))
 
 

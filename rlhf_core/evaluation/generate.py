@@ -20,7 +20,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
 
-_ADAPTER_ID = 1
+_ADAPTER_ID = 1  # vLLM refuses 0
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,7 @@ def _sample_on_actors(
     done: Callable[[int], None],
     context: StageContext | None,
 ) -> list[list[Rollout]]:
+    # `progress` has a parameter `done`, whose name the protocol `Progress` determines.
     report = done
     count = sampling.answers * sum(map(len, sets))
 
@@ -236,6 +237,7 @@ def _sample_here(
     from rlhf_core.engines.vllm import Engine
 
     seed = derive_seed(config.run.seed, sampling.purpose)
+    # A prompt takes a place in the engine for each of its samples.
     at_once = max(1, config.ppo.engine.max_num_seqs // sampling.answers)
     heartbeat("start an engine", config.run.timeouts.start)
     try:
@@ -264,6 +266,7 @@ def _sample_here(
                     n=sampling.answers,
                     max_new_tokens=config.ppo.max_new_tokens,
                     temperature=sampling.temperature,
+                    # One for each prompt, because vLLM adds the index of the sample.
                     seeds=[
                         derive_seed(config.run.seed, sampling.purpose, prompt.prompt_id, 0)
                         for prompt in batch

@@ -50,6 +50,7 @@ class HeldOutEvaluation:
         decode: Callable[[Sequence[int]], str],
         composer: RewardComposer,
     ) -> None:
+        # `model_copy` does not validate: an algorithm that compares samples of a prompt needs two of them.
         self._ppo = config.ppo.model_copy(update={"samples_per_prompt": 1})
         self._fleet = fleet
         self._prompts = list(prompts)
@@ -94,6 +95,7 @@ class HeldOutEvaluation:
         for source, indices in self._by_source().items():
             selected = {name: [values[i] for i in indices] for name, values in columns.items()}
             metrics |= {f"eval/by_source/{source}/{name}": mean for name, mean in _means(selected).items()}
+        # Other metrics that are not finite are left out. `Selection` reads the objective in any case.
         metrics = {
             name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)
         }
@@ -124,6 +126,7 @@ class HeldOutEvaluation:
         if "judge" in fleet.groups:
             columns["judge"] = fleet.scores(batch, "judge").gather().values
         pairs = zip(policy.gather("logprobs"), reference.gather("logprobs"), strict=True)
+        # In float64, because most of both values cancels.
         columns["kl"] = [float((new.astype("f8") - ref.astype("f8")).sum()) for new, ref in pairs]
         inputs = list(RewardInputs(fleet, batch, self._decode))
         if self._gold_known:

@@ -241,5 +241,6 @@ def judge_digest(config: PipelineConfig, sources: Mapping[str, str], rubric: str
     if settings.path is None:
         model: Any = [settings.url, settings.model, settings.max_tokens]
     else:
+        # Settings of the engine, such as its dtype, can change verdicts.
         model = [sources.get(FOLDER, settings.path), result_settings(config.ppo.engine)]
     return hashlib.sha256(json.dumps([FORM, rubric, model], sort_keys=True).encode()).hexdigest()

@@ -36,7 +36,7 @@ def length_controlled(
         confidence: Level of the interval, in [0, 1].
     """
     d = np.asarray(differences, dtype=np.float64)
-    scale = float(d.std()) or 1.0
+    scale = float(d.std()) or 1.0  # 0 if all differences are equal
     x = np.tanh(np.concatenate([d, [scale, -scale]]) / scale)
     y = np.concatenate([np.asarray(preferences, dtype=np.float64), [0.5, 0.5]])
     features = np.stack([np.ones_like(x), x], axis=1)

@@ -122,6 +122,7 @@ def _tokens(encoder: Encoder, questions: Sequence[str]) -> Iterator[_Asked | Non
 
 def _letter_tokens(encoder: Encoder, folder: Path) -> list[int]:
     """Return the token of each letter."""
+    # The last token, because some tokenizers put a blank before each text, which can be a token of its own.
     tokens = [encoder.tokenizer(letter, add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
     if len(set(tokens)) < len(LETTERS):
         raise ModelError(
@@ -150,6 +151,7 @@ def _choose_share(
     """Answer the share of one engine in its own process."""
     chosen: list[int] = []
     share = prompts[rank.rank :: rank.world_size]
+    # Empty if there are more engines than questions.
     if share:
         _choose(
             config, folder, share, letters, rank.device, lambda _start, part, _seconds: chosen.extend(part)

@@ -115,6 +115,7 @@ def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) 
         train = _training_prompts(artifacts.fetch(data))
         folder = artifacts.fetch(policy)
         sft = partial(_fetched, artifacts, "sft", tags)
+        # By the settings of its own run, which decide whether its adapter is loaded separately.
         files = policy_files(made_with(made["ppo"]), folder, sft)
         own_judge = tags.get("eval.judge", "")
         stage = scoring.MODEL_STAGES.get(own_judge or judge)
@@ -222,6 +223,7 @@ def _run_match(
         digest = _judge_digest(config, context, judge, code)
     by_champion_model = None
     if champion.reward is not None:
+        # The measure only selects the kind of scoring: the model may also be one of the stage `judge`.
         by_champion_model, _ = compare_by("reward_model", champion.reward)
     by_set = {"ppo": candidate_by_set, "champion": champion_by_set}
     regression = differences(compare_on_sets(config, by_set, "champion", context.sources))

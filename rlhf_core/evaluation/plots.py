@@ -90,7 +90,7 @@ def read_step_metrics(path: Path) -> StepMetrics:
             continue
         try:
             row = json.loads(line)
-            int(row["step"])
+            int(row["step"])  # raises if it is missing or no number
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptArtifact(
                 f"{path.name}:{number}: each line must be a JSON object with `step`; got {line[:60]!r}; run"

@@ -70,6 +70,7 @@ def made_with(ppo: Mapping[str, Any]) -> PPOConfig:
     }
     try:
         parts = {
+            # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
             name: kind.model_validate_json(json.dumps(ppo[name]))
             for name, kind in kinds.items()
             if ppo.get(name) is not None

@@ -117,6 +117,7 @@ def measure_published(
         "published/merge_loss": merged,
     }
     allowed = _allowed_gap(config, found["published/logprob_change"])
+    # Not `>`, because a gap of NaN must fail as well.
     if not found["published/logprob_gap"] <= allowed:
         raise GateFailed(
             "ppo: SFT model and adapter, loaded from their files, differ from the trained policy by"

@@ -182,6 +182,7 @@ def _placed(model: Any, settings: DeepSpeedConfig, rank: Rank) -> Any:
     from rlhf_core.engines.deepspeed import TrainingEngine
 
     model = model.requires_grad_(False).eval()
+    # DeepSpeed gathers the weights of a sharded model in the forward pass.
     return TrainingEngine(model, settings, None, rank) if settings.zero_stage == 3 else model
 
 

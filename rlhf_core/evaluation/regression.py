@@ -90,6 +90,7 @@ def compare_on_sets(
         ours, theirs = responses["ppo"][each.name], responses[opponent][each.name]
         field, name = f"evaluate.regression.{index}.reward", source_name(each.reward)
         digests = {name: code[field]} if field in code else {}
+        # In one call, because a Python function may compare the responses of its batch.
         values = score_rules(config, (each.reward,), [*ours, *theirs], digests).by_source[name]
         our_values, their_values = values[: len(ours)], values[len(ours) :]
         paired = [our - their for our, their in zip(our_values, their_values, strict=True)]

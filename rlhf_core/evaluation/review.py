@@ -89,6 +89,7 @@ def blind_pairs(
 ) -> list[BlindPair]:
     """Return the samples in random orders, which their digest determines."""
     rng = random.Random(derive_seed(0, "review", digest))
+    # If these draws change, the pages of earlier runs have other digests, and their votes are refused.
     pairs = [BlindPair(sample, rng.random() < 0.5, opponent) for sample in samples]
     rng.shuffle(pairs)
     return pairs
@@ -109,6 +110,7 @@ def render_page(name: str, pairs: Sequence[BlindPair]) -> str:
         name=name,
         pairs=pairs,
         digest=page_digest(pairs),
+        # Not escaped, because the digest is that of the text as it is.
         script=Markup(script),
         script_digest=f"sha256-{digest}",
     )
@@ -188,6 +190,7 @@ def win_rate_by_people(
     for file in newest_files(files):
         if file.page == page:
             for vote in read_votes(file, pairs):
+                # By identity, because a pair contains a dict and has no hash.
                 by_pair.setdefault(id(vote.pair), []).append(vote.preference)
     if not by_pair:
         return None

@@ -61,6 +61,7 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
     Raises:
         ConfigError: `evaluate.judge` names a measure that this run does not have.
     """
+    # In the order in which `auto` chooses.
     possible = {
         "language_model": config.evaluate.language_model is not None,
         "gold": gold_known,

@@ -58,6 +58,7 @@ def bootstrap_mean(values: Sequence[float], *, resamples: int, confidence: float
         index = int(np.flatnonzero(~np.isfinite(x))[0])
         raise NonFiniteError(f"value {index} of {x.size} to average is {x[index]}, but all must be finite")
     mean = float(x.mean())
+    # The mean of equal floats can differ from them in the last bit.
     if x.min() == x.max():
         return Interval(float(x[0]), float(x[0]), float(x[0]))
     rng = np.random.default_rng(seed)
@@ -141,6 +142,7 @@ class Verdicts:
         0.5. It is 1 if all prompts are ties.
         """
         decided = self.wins + self.losses
+        # In whole numbers, because 2.0 ** decided overflows from 1024 prompts on.
         return sum(math.comb(decided, k) for k in range(self.wins, decided + 1)) / (1 << decided)
 
 

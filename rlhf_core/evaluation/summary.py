@@ -217,6 +217,7 @@ def _numbers(
     rules = {}
     for name, pair in measured.rules.items():
         unmasked = _without_nan(pair)
+        # A source whose values are all masked has no mean.
         if unmasked["sft"]:
             rules[name] = interval.pair(f"rule/{name}", unmasked)
     return {

@@ -42,6 +42,7 @@ def add_adapter(model: Any, lora: LoraConfig | None) -> Any:
     lm.requires_grad_(False)
     inject_adapter_in_model(_peft_config(lm, lora), lm)
     model.lora = lora
+    # Again, for the layers A and B that PEFT has added.
     use_onednn(lm)
     return model
 
@@ -62,6 +63,7 @@ def _targets(lm: Any, lora: LoraConfig) -> tuple[str, ...]:
 def _peft_config(lm: Any, lora: LoraConfig) -> Any:
     from peft import LoraConfig as PeftConfig
 
+    # No dropout (the default of PEFT): a resumed run must be bit-identical, and the first ratio of PPO 1.
     return PeftConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -212,6 +214,7 @@ def adapter_config(
     """Return the content of `adapter_config.json`."""
     config = _peft_config(lm, lora)
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
+    # PEFT keeps the targets in a set, which has no order.
     plain = {
         name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()
     }

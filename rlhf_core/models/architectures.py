@@ -157,6 +157,7 @@ def _takes_attention(model_type: str) -> bool:
     source = _source(f"transformers.models.{folder}.modeling_{folder}")
     if source is None:
         return True
+    # The two conditions of vLLM: `is_backend_compatible` and `_can_set_attn_implementation` of transformers.
     if "_supports_attention_backend = True" in source or "ALL_ATTENTION_FUNCTIONS.get_interface(" in source:
         return True
     return re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) is None
@@ -180,6 +181,7 @@ def _inherits(module: str, name: str, wanted: str) -> bool:
     bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)]
     if wanted in bases:
         return True
+    # Bases from other packages, such as nn.Module, are not followed: `SupportsLoRA` is a class of vLLM.
     return any(
         _inherits(module, base, wanted) if base in classes else _inherits(*imported[base], wanted)
         for base in bases
@@ -191,6 +193,7 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
     """Return the absolute name of the module that `node` imports from."""
     if node.level == 0:
         return str(node.module)
+    # In an `__init__.py` the first dot is the package itself, elsewhere it is the parent of the module.
     is_package = (_file(module) or Path()).name == "__init__.py"
     parts = module.split(".")
     parts = parts[: len(parts) - node.level + is_package]
@@ -211,6 +214,7 @@ def _source(module: str) -> str | None:
 def _file(module: str) -> Path | None:
     """Return the source file of a module of an installed package, or None."""
     package, *parts = module.split(".")
+    # Of the top package alone, because `find_spec` imports the parents of a submodule.
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return None

@@ -78,6 +78,7 @@ class TokenBatch:
         if self.borders is None or attention not in (OWN_ATTENTION, "flash_attention_2"):
             return inputs
         longest = max(end - start for start, end in pairwise(self.borders))
+        # Ours cuts the row at Python integers: reading them from the device would wait for the GPU.
         inputs["cu_seq_lens_q"] = self.borders if attention == OWN_ATTENTION else self.borders_S
         # Without these, transformers derives them from the positions in every layer, and waits for the GPU.
         inputs |= {"cu_seq_lens_k": self.borders_S, "max_length_q": longest, "max_length_k": longest}
@@ -134,6 +135,7 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = Fal
     return TokenBatch(
         input_ids,
         positions,
+        # With an explicit type, because an empty list would become float32.
         torch.tensor(select, dtype=torch.long),
         torch.tensor(labels, dtype=torch.long),
         torch.tensor(last, dtype=torch.long),

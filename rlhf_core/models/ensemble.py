@@ -93,6 +93,7 @@ def combined(ensemble: EnsembleConfig | None, by_member: Sequence[Sequence[float
         return list(by_member[0])
     rows = _rows(by_member)
     if ensemble.combine == "worst_case":
+        # np.minimum returns NaN if a member gives NaN. np.fmin would drop it.
         scores_S = reduce(np.minimum, rows)
     elif ensemble.combine == "mean":
         scores_S = _mean(rows)

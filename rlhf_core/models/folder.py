@@ -98,6 +98,7 @@ class ModelFolder:
         The files may be missing. Raises ModelError if the folder has neither, or if the index is invalid.
         """
         single, index = self.root / "model.safetensors", self.root / "model.safetensors.index.json"
+        # Not `exists`: a link to nothing is reported as such, and not as a folder without weights.
         if os.path.lexists(single):
             return [single]
         if not index.is_file():

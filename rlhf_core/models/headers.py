@@ -67,6 +67,7 @@ def _parse_header(stream: BinaryIO) -> dict[str, Any]:
             if problem is not None:
                 raise BadHeader(f"is not safetensors (tensor {shown(name)} {problem})")
             end = max(end, entry["data_offsets"][1])
+    # It is a ValueError, too.
     except BadHeader:
         raise
     # Any JSON can be in the file, so that every access above can fail with one of these.
@@ -85,6 +86,7 @@ def _entry_problem(entry: Any) -> str | None:
     # The number of axes and their lengths are limited so that the product below stays small.
     if type(shape) is not list or len(shape) > _MAX_AXES:
         return f"has the impossible shape {shown(str(shape)[:80])}"
+    # Not isinstance, which accepts `true` as an integer.
     if not all(type(axis) is int and 0 <= axis < _AXIS_LIMIT for axis in shape):
         return f"has the impossible shape {shown(str(shape)[:80])}"
     begin, end = offsets

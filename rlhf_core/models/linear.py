@@ -118,6 +118,7 @@ class _Linear(torch.autograd.Function):
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W' + b over the last axis of `x`."""
+    # oneDNN raises an error for products over 0 elements, such as the gradient of a weight from 0 rows.
     if x.numel() == 0:
         return functional.linear(x, weight, bias)
     output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -127,6 +128,7 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def use_onednn(model: Any) -> Any:
     """Convert the plain linear layers of `model` to `OneDNNLinear`, in place."""
     for module in model.modules():
+        # Not isinstance: subclasses, such as those of bitsandbytes, compute in their own way.
         if type(module) is nn.Linear:
             module.__class__ = OneDNNLinear
     return model

@@ -71,6 +71,7 @@ def _filled(lengths: Sequence[int], costs: Sequence[int], count: int, budget: in
     heap = [(0, 0, index) for index in range(count)]  # (cost, tokens, group)
     for place, length in enumerate(lengths):
         full = []
+        # An empty group has room for a sequence of any length.
         while heap and heap[0][1] and heap[0][1] + length > budget:
             full.append(heapq.heappop(heap))
         if not heap:
@@ -78,6 +79,7 @@ def _filled(lengths: Sequence[int], costs: Sequence[int], count: int, budget: in
         cost, tokens, index = heap[0]
         groups[index].append(place)
         heapq.heapreplace(heap, (cost + costs[place], tokens + length, index))
+        # They may have room for a shorter sequence.
         for entry in full:
             heapq.heappush(heap, entry)
     return groups

@@ -72,6 +72,7 @@ class Policy(nn.Module):
         parts = self._parts(len(hidden_NH), rows)
         if parts <= 1:
             return self._of_labels(hidden_NH, batch.labels_N, temperature, with_entropy)
+        # Slices beyond the end are empty, where another rank has more parts.
         outputs = [
             checkpoint(
                 self._of_labels,
@@ -80,6 +81,7 @@ class Policy(nn.Module):
                 temperature,
                 with_entropy,
                 use_reentrant=False,
+                # The head draws no random numbers.
                 preserve_rng_state=False,
             )
             for part in range(parts)

@@ -30,6 +30,7 @@ def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> di
         bnb_4bit_quant_type=quantize,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
+        # Applies to 4 bits as well, despite its name.
         llm_int8_skip_modules=["lm_head", "score"],
     )
     return {"quantization_config": config, "device_map": {"": device}}

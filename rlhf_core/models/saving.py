@@ -127,6 +127,7 @@ class _SafetensorsFile:
             }
             self._positions[name] = (start, end)
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        # As safetensors does, so that the tensors begin at a multiple of 8 bytes.
         text += b" " * (-len(text) % 8)
         self._file: BinaryIO = path.open("wb")
         self._file.write(len(text).to_bytes(8, "little") + text)
@@ -135,6 +136,7 @@ class _SafetensorsFile:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         start, end = self._positions.pop(name)
+        # As bytes, because numpy has no bfloat16. A scalar needs an axis before it can be viewed as bytes.
         values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         assert values.nbytes == end - start
         self._file.seek(self._start + start)

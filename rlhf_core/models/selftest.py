@@ -103,6 +103,7 @@ def _deterministic(lm: Any) -> None:
         )
     tokens = [position for span in _spans(sequences, batch) for position in range(*span)]
     gap, noise = _gap(first[tokens], evaluated[tokens]), _gap(first[tokens], second[tokens])
+    # Not `gap >`: a gap of NaN must also be an error.
     if not gap <= _allowed(first.dtype, noise=noise):
         raise ModelError(
             f"model.path: {_name(lm)}: hidden states in training mode differ by {gap:.1e} (relative) from"
@@ -149,6 +150,7 @@ def _difference(lm: Any, *, pack: bool) -> str | None:
     with torch.no_grad():
         for sequence, (start, end) in zip(sequences, spans, strict=True):
             alone = _hidden(lm, collate([sequence], pad_id=0).to(lm.device))
+            # The same sequence in a batch of another shape shows the noise of the model itself.
             twice = _hidden(lm, collate([sequence, sequence], pad_id=0).to(lm.device))[: len(sequence)]
             gap, noise = _gap(hidden[start:end], alone), _gap(twice, alone)
             allowed = _allowed(hidden.dtype, noise=noise)
@@ -163,6 +165,7 @@ def _difference(lm: Any, *, pack: bool) -> str | None:
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the relative difference of (L, H) hidden states, as the median over tokens."""
     difference, size = (a.float() - b.float()).norm(dim=-1), b.float().norm(dim=-1)
+    # The median, because rounding can change the expert of a single token in a mixture of experts.
     return float((difference / size.clamp_min(1e-30)).median())
 
 

@@ -69,6 +69,7 @@ class ModelShape:
             biases += 2 * self.intermediate + self.hidden
         norms = 2 * self.hidden
         if self.qk_norm:
+            # One weight vector for the queries and one for the keys, which all heads share.
             norms += 2 * self.head_dim
         return weights + biases + norms
 

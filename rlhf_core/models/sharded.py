@@ -64,6 +64,7 @@ def load_sharded(
     # "pread" reads one tensor at a time. A mapped file counts as address space of the process as a whole.
     opened: list[Any] = [safe_open(file, framework="pt", backend="pread") for file in files]
     tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+    # The auto class itself needs a path.
     kind = auto._model_mapping[type(config)]
     with _one_tensor_at_a_time(), _cutting(shards, dtype) as not_finite:
         model, info = kind.from_pretrained(
@@ -76,6 +77,7 @@ def load_sharded(
             ignore_mismatched_sizes=True,  # all of them are reported together by the caller
         )
     _refuse_different_ties(folder, model, tensors)
+    # Without a path, transformers does not read this file.
     if model.can_generate() and (files[0].parent / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
@@ -116,6 +118,7 @@ def _cutting(shards: Shards, dtype: torch.dtype) -> Iterator[list[tuple[nn.Modul
     def on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         # Only values that were read have this mark. Others are empty, on `meta`, or initialized later.
         was_read = getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta
+        # `ds_id`: tied parameters are registered once more, after they were cut.
         if not was_read or hasattr(parameter, "ds_id"):
             return
         # As DeepSpeed does with whole parameters. transformers keeps a few of them in float32.
@@ -149,4 +152,5 @@ def _equal(first: Any, second: Any, rows: int = 4096) -> bool:
     shape = first.get_shape()
     if shape != second.get_shape() or not shape:
         return bool(shape == second.get_shape() and torch.equal(first[...], second[...]))
+    # In blocks of rows, so that neither tensor is read as a whole.
     return all(torch.equal(first[i : i + rows], second[i : i + rows]) for i in range(0, shape[0], rows))

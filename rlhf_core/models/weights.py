@@ -146,6 +146,7 @@ def check_headers(folder: Path, *, attention: str) -> None:
             )
             for name, entry in entries.items()
         }
+        # The auto class itself needs a path.
         kind = AutoModelForCausalLM._model_mapping[type(config)]
         model, info = kind.from_pretrained(
             None,
@@ -252,6 +253,7 @@ def refuse_non_finite(folder: Path | str, model: torch.nn.Module, of_shards: Seq
 
     `of_shards` names those that were found before they were sharded.
     """
+    # Sharded parameters are empty here and count as finite.
     wrong = [
         name for name, tensor in model.state_dict().items() if name in of_shards or not is_finite(tensor)
     ]

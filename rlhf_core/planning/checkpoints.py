@@ -67,6 +67,7 @@ def model_bytes(model: Model) -> float:
     """Return the bytes of a trained model's checkpoint: weights in the precision of training, and 12 bytes of
     state for each trained parameter. With adapters, the frozen weights are not part of it.
     """
+    # Without ZeRO, float32 weights have no separate master copy.
     state = 12 if model.size == 2 or model.stage else 8
     average = 4 * model.parameters if model.average else 0
     return (model.size + state) * model.trainable + average

@@ -170,9 +170,11 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
         folder = folder.parent
     copies = 1
     if config.store_folder is not None:
+        # One more, because the new checkpoint is committed before an old one is deleted.
         copies = config.store.keep_checkpoints + config.store.keep_best + 1
     # With an adapter, a checkpoint has nothing large. The merged model is saved once.
     bytes_per_parameter = _BYTES_PER_PARAMETER * copies if config.ppo.lora is None else 4
+    # Twice, for policy and critic.
     needed = 200_000_000 + 2 * _parameters(config) * bytes_per_parameter
     disk = shutil.disk_usage(folder)
     # File systems that are not disks, such as /proc, have a total of 0.

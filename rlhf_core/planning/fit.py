@@ -305,6 +305,7 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
             yield f"ppo.{name}_deepspeed.ranks", str(max(1, ranks // 2)), 1.5
     for level in range(engine.sleep_level):  # adapters need level 1, and offloaded states level 0
         yield "ppo.engine.sleep_level", str(level), 0.5
+    # -0.1: an engine on the devices of ranks leaves them more memory. 0.05: one by itself needs more.
     if "engine" in problem.what:
         yield from _larger_engine(config, -0.1 if "+engine" in problem.what else 0.05)
     if problem.what in ("engine", "devices"):

@@ -83,6 +83,7 @@ class Hardware:
         return f"{self.hosts} hosts of {devices}, {self.network} between them"
 
 
+# `link`: NVLink in one direction, half of what data sheets state (A100 600 GB/s, H100 and H200 900 GB/s).
 _DEVICES = {
     device.name: device
     for device in (

@@ -61,6 +61,7 @@ def arrange(ranks: Sequence[int], engines: int, tensor_parallel: int, hardware: 
         return Layout(groups, hosts_of(ranks[0], engines, hardware))
     hosts, missing = [], engines
     for host in range(hardware.hosts):
+        # Devices of this host that the ranks, which take the first ones, leave.
         left = min(hardware.per_host, max(0, (host + 1) * hardware.per_host - sum(ranks)))
         fitting = min(missing, left // tensor_parallel)
         if fitting:

@@ -105,6 +105,7 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
         count = config.sft.batch_size
         ranks = config.sft.deepspeed.ranks
         budget = config.sft.micro_batch_tokens
+        # `auto` counts as packed, which needs more memory (`Model._layer`).
         packed = config.sft.pack is not False
     elif stage in ("reward", "dpo"):
         section = config.reward if stage == "reward" else config.dpo

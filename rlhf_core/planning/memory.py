@@ -165,6 +165,7 @@ class Model:
         average = 0.0
         if self.average:
             average = 4 * self._whole / (n if self.stage == 3 else 1)
+        # ZeRO-3 allocates gradients and bucket once, at its start. For other stages, `backward` counts them.
         return Bytes(
             weights=weights,
             gradients=self.gradients if self.stage == 3 else 0.0,
@@ -186,6 +187,7 @@ class Model:
     @property
     def _optimizer(self) -> float:
         n = self.deepspeed.ranks
+        # ZeRO clones the weights as master weights, also those that are in float32 already.
         if self.stage:
             return 12 * self.trainable / n
         # Without ZeRO, float32 weights have no separate master copy.
@@ -241,6 +243,7 @@ class Model:
     def backward(self, batch: ForwardPass) -> Bytes:
         """Peak of a forward and backward pass, with the gradients of the micro-batches before."""
         shape, size = self.shape, self.size
+        # With checkpointing, only the input of each layer is kept.
         per_layer = size * shape.hidden if self._checkpoints else self._layer(batch)
         layers = batch.tokens * shape.layers * per_layer
         kept = layers + batch.tokens * (self._norm(shape.hidden) + size * shape.hidden)
@@ -256,6 +259,7 @@ class Model:
         # In parts, the head's gradients are added up: the sum so far, the next one, and both together.
         sums = new * shape.vocabulary * (2 if batch.tokens * shape.vocabulary > HEAD_CHUNK else 0)
         chunks = self._chunks(logits, 3 if self.size == 2 else 2)
+        # The logits and their gradient.
         loss = Bytes(activations=kept, logits=2 * logits, buffers=chunks + sums / 2)
         if self.stage == 1:
             loss = loss + reducing
@@ -337,6 +341,7 @@ class Model:
         shape, size = self.shape, self.size
         # With packing, the outputs of the sequences of a row are concatenated into one more tensor.
         joined = batch.packed and batch.attention == "sdpa"
+        # Queries and outputs, keys and values, and the log-sum-exp of each head, in float32.
         attention = size * ((3 if joined else 2) * shape.query + 2 * shape.kv) + 4 * shape.heads
         if batch.attention == "eager":
             attention += shape.heads * batch.longest * (4 + 2 * size)
@@ -346,6 +351,7 @@ class Model:
         norms = 2 * self._norm(shape.hidden)
         if shape.qk_norm:
             norms += self._norm(shape.query + shape.kv)
+        # Of the MLP: gate, activation of the gate, up, and the product of the last two.
         return norms + attention + 4 * size * shape.intermediate + adapters
 
     def _norm(self, width: int) -> float:

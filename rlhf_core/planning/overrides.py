@@ -16,6 +16,7 @@ def changed_fields(config: PipelineConfig, fields: Changes) -> Changes:
         for part in name.split("."):
             now = now[part] if isinstance(now, dict) else None
         same = str(now).lower() == value.lower()
+        # The search writes numbers with two decimals, 0.30 for 0.3.
         if isinstance(now, float):
             same = now == float(value)
         if not same:

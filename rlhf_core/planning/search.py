@@ -102,6 +102,8 @@ def shardings(
     for stage, offload, hpz, checkpoints in product(
         (0, 1, 2, 3), ("none", "optimizer", "all"), (1, hardware.per_host), (False, True)
     ):
+        # This and the conditions on hpz, float16 and grad_accum_dtype below are rules of
+        # `config.consistency`, which `model_copy` does not check.
         if (offload != "none" and stage == 0) or (offload == "all" and stage < 3):
             continue
         if ranks == 1 and offload == "none" and stage > 0:
@@ -310,6 +312,7 @@ class _PPOSearch:
                 min(self._hardware.count, self._config.ppo.minibatch_size), self._hardware.per_host
             )
             for ranks in product(counts, repeat=len(groups)):
+                # With `pairs`, at least one device is left for an engine.
                 if sum(ranks) <= self._hardware.count - (colocate == "pairs"):
                     yield from self._with_ranks(colocate, groups, ranks)
 
@@ -320,6 +323,7 @@ class _PPOSearch:
         if colocate == "all":
             alone = arrange(ranks, 0, 1, self._hardware)
             if alone is not None:
+                # All roles are in one group.
                 for tokens, (option,) in self._settings(colocate, groups, ranks, alone):
                     yield from self._colocated(ranks[0], tokens, option, alone.groups[0])
                     yield from self._in_turns(ranks[0], tokens, option, alone.groups[0])
@@ -413,6 +417,7 @@ class _PPOSearch:
         engine = engine.model_copy(update={"gpu_memory_utilization": share})
         serving = engine_memory(self._shape, engine, self._hardware.device, self._config.model.head_dtype)
         loads = list(group_loads(changed, self._shape, group, "cuda", serving.bytes))
+        # All phases have the same bytes in host memory.
         if max(load.total for load in loads) > memory or not _fits_hosts(loads[:1], self._hardware):
             return
         send = send_time(self._config, self._shape, self._hardware, hosts, hosts)
@@ -518,6 +523,7 @@ class _PPOSearch:
             "ppo.engine.sleep_level": "0",
         }
         backend = self._config.ppo.weight_sync.backend
+        # NCCL refuses two processes on one GPU, and `ipc` passes handles of memory of one GPU.
         if (backend, colocate) in (("nccl", "all"), ("ipc", "pairs")):
             fields["ppo.weight_sync.backend"] = "auto"
         for group, option in zip(groups, options, strict=True):

@@ -159,6 +159,7 @@ def turn_time(config: PipelineConfig, shape: ModelShape, group: Group) -> Second
         return NO_TIME
     models = ppo_models(config, shape, group).values()
     moved = sum(model.state.total - model.while_sampling.total for model in models)
+    # Level 1 keeps the weights of the engine in host memory. Level 2 drops them: the next sync sends all.
     if engine.sleep_level == 1:
         moved += shape.parameters * (4 if engine.dtype == "float32" else 2)
     return Seconds(host=2 * moved / OFFLOAD_BYTES)
@@ -237,6 +238,7 @@ def optimizer_step_time(
         host += micro_batches * 2 * model.size * model.parameters / n / OFFLOAD_BYTES
     if model.offloaded:
         host += 2 * 4.0 * model.trainable / n / OFFLOAD_BYTES
+        # The CPUs of a host update the shards of all ranks there.
         host += model.trainable / n * min(n, hardware.per_host) / HOST_ADAM
     return seconds + Seconds(host=host)
 

@@ -118,6 +118,7 @@ def _idle_cores(situation: Situation) -> str | None:
 
 def _few_engines(situation: Situation) -> str | None:
     count, share = situation.ppo.engine.count, situation.share("rollout")
+    # More engines cost devices: a setting of the present ones that would help is advised alone.
     if not situation.separate_engines or share < 0.5 or _eager(situation) or _few_sequences(situation):
         return None
     idle = situation.metrics["idle/policy"]
@@ -243,6 +244,7 @@ RULES = (
     Rule("padding", "padding/share", 0.2, _padding),
     Rule("sync", "sync/share", 0.15, _sync),
     Rule("rewards", "data_wait/share", 0.2, _rewards),
+    # Whenever an engine has sampled: the conditions are in the function.
     Rule("few_sequences", "rollout/decode_steps", 1.0, _few_sequences),
     Rule("eager", "rollout/token_latency", 0.005, _eager),
     Rule("checkpoints", "checkpoint/share", 0.1, _checkpoints),

@@ -33,6 +33,7 @@ def check_ray_address() -> Iterator[Finding]:
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
             return
+    # A label of the host name that is empty or too long is a UnicodeError, which is a ValueError.
     except (OSError, ValueError, OverflowError) as error:
         yield ConfigError(
             f"RAY_ADDRESS: no Ray cluster answers at {shown(address)} ({error}); start it, or unset it to"

@@ -136,6 +136,7 @@ class PPOController:
         """The evaluations so far, and the best version."""
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
         self._utilisation = Utilisation(config, fleet)
+        # The configured section: in `ppo`, `pack` is False also where a model does not support it.
         self._advice = Advice(config.ppo, fleet.device)
         self._checkpoint_seconds = 0.0
         """Of the last checkpoint."""
@@ -155,6 +156,7 @@ class PPOController:
         current step.
         """
         self._restore()
+        # The engines have loaded the SFT model, also if the policy continues from a checkpoint.
         self.sync()
         self._compare_engines()
         stop = self._context.stop
@@ -163,7 +165,9 @@ class PPOController:
             while not self._is_finished():
                 metrics = self.iterate()
                 self._log(metrics)
+                # Before the checkpoint: it has the score of this version, and its weights if it is the best.
                 self._evaluate()
+                # Before the checkpoint: an attempt that continues makes a step, as `trained_logprobs` needs.
                 if self._is_finished():
                     break
                 if self.completed_steps % self._ppo.checkpoint_every == 0 or stop.requested:
@@ -213,6 +217,7 @@ class PPOController:
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
+        # After the training: with filtering, the reward ranks get the next batch here, and a rank keeps one.
         if next_step is not None:
             with self._timed("rollout"):
                 self._next_batch = self._collector.finish(next_step)
@@ -311,6 +316,7 @@ class PPOController:
         old = fleet.logprobs("policy", batch, with_entropy=True)
         ref = fleet.logprobs("reference", batch, with_entropy=False)
         values = fleet.values(batch) if ppo.uses_critic else None
+        # Known if a restart of frozen models repeats the scoring: no service is asked twice.
         if batch.rewards is None:
             scores = fleet.scores(batch).gather() if "reward" in fleet.groups else None
             with self._timed("rewards"):
@@ -359,6 +365,7 @@ class PPOController:
             return
         score = metrics.get("objective/net_score", math.nan)
         checkpoints = (self._last_checkpoint_step, self._previous_checkpoint_step)
+        # Without checkpoints both steps are 0, which is the SFT model.
         if version > 0 and version in checkpoints and math.isfinite(score):
             self._scores[version] = score
 
@@ -372,6 +379,7 @@ class PPOController:
         try:
             if self._checks.is_finite(experience.metrics, responses, step):
                 trains_policy = self._warmup.is_over(experience.metrics, step)
+                # Before `verify`: the guard of the critic does not count steps of its warm-up.
                 experience.metrics[TRAINS_POLICY] = float(trains_policy)
                 self._checks.verify(experience.metrics, step)
                 with self._timed("training"):
@@ -495,6 +503,7 @@ class PPOController:
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
         self.completed_steps = self._last_checkpoint_step = int(state["done"])
+        # Checkpoints of earlier code lack it.
         self._previous_checkpoint_step = int(state.get("previous_checkpoint", 0))
         self._checks.load_state_dict(state)
         self._warmup.load_state_dict(state)

@@ -93,6 +93,7 @@ def _moves(evaluations: Evaluations) -> bool:
     distance = {}
     for version in (before, last):
         kl = evaluations[version].get(KL, math.nan) - evaluations[first].get(KL, math.nan)
+        # The KL is an estimate from samples: close to 0 it can be negative.
         distance[version] = math.sqrt(max(kl, 0.0))
     speed = (distance[last] - distance[before]) / (last - before)
     mean = distance[last] / (last - first)

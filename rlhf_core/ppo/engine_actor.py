@@ -148,6 +148,7 @@ class EngineActor(Actor):
             try:
                 (indices,) = fetch([call], self._config.run.timeouts.sync)
             except (TimeoutError, WorkerDied) as error:
+                # Not WorkerDied: the pool would replace this engine.
                 raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
             taken.extend(indices)
             return [(prompts[i], seeds[i]) for i in indices]
@@ -162,6 +163,7 @@ class EngineActor(Actor):
         )
         self.counters["decode_steps"] = self._engine.steps
         rollouts = [rollout for group in groups for rollout in group]
+        # Ray needs the number of results before the call, so there are always `parts` chunks, some empty.
         size = -(-len(taken) // parts)
         chunks = [taken[part * size : (part + 1) * size] for part in range(parts)]
         columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
@@ -238,6 +240,7 @@ class EngineActor(Actor):
         received: list[dict[str, str]] = self._engine.llm.collective_rpc("received_checksums")
         merged = dict(received[0])
         for other in received[1:]:
+            # Equal to no checksum, so that `verify` names the tensor.
             merged.update({name: "workers differ" for name in merged if other.get(name) != merged[name]})
         self._version = version
         return Acknowledgement(self._index, version, merged)
@@ -265,7 +268,7 @@ class RayEngineClient:
         self._timeout = timeout
 
     def init_weight_transfer_engine(self, init_info: Any) -> None:
-        # vLLM's trainer engines wrap the dict in a request object.
+        # vLLM's API also has a request object around the dict. Its trainer engines pass the dict itself.
         info: dict[str, Any] = getattr(init_info, "init_info", init_info)
         calls = [
             engine.call(EngineActor.init_weight_transfer_engine, info, position)

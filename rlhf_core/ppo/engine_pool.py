@@ -107,6 +107,7 @@ class EnginePool:
                     remaining[index] = call
                 except (WorkerDied, OutOfMemory) as error:
                     self._mark_dead(self._engines[index], f"while waiting for {what}: {error.message}")
+            # An answer that was evicted is in `remaining` again, and is no progress.
             if set(answered) - set(remaining) or self._client.monitor.busy():
                 last_progress = time.monotonic()
             # The monitor does not see an engine as stalled if the call never reached it.

@@ -76,6 +76,7 @@ def uniform_groups(scores_B: torch.Tensor, ppo: PPOConfig) -> list[int]:
     groups = scores_B.reshape(-1, ppo.samples_per_prompt)
     low = torch.where(groups.isnan(), torch.inf, groups).amin(1)
     high = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
+    # `>=`: a group without any score has inf and -inf, and nothing is learned from it either.
     uniform: list[int] = torch.nonzero(low >= high).flatten().tolist()
     return uniform
 
@@ -172,6 +173,7 @@ def make_rows(
         blocks.append(_make_block(chosen, torch.from_numpy(scores[part]), of_group, ppo, kl_coef))
     names = ("old_logprobs", "ref_logprobs", "advantages", "returns", "values", "weights")
     columns = {name: joined([block.columns[name] for block in blocks]) for name in names}
+    # The empty array is for a rank without responses.
     sums = {
         name: np.concatenate([np.zeros(0), *(block.sums[name] for block in blocks)])
         for name in ResponseSums.__dataclass_fields__
@@ -196,11 +198,13 @@ def _make_block(
     values_BT = torch.zeros_like(old_BT) if rows.values is None else padded(rows.values)
     rollout_BT, entropy_BT = padded(rows.rollout_logprobs), padded(rows.entropy)
     lengths_B = torch.tensor([len(ids) for ids in rows.response_ids])
+    # Also of responses without a score, so that all columns and sums have the same offsets.
     inside_BT = torch.arange(old_BT.shape[1]) < lengths_B.unsqueeze(1)
     mask_BT = inside_BT & ~scores_B.isnan().unsqueeze(1)
 
     k1_BT = select(kl_estimate(old_BT, ref_BT, "k1"), mask_BT)
     in_reward = kl_coef if ppo.kl.place == "reward" else 0.0
+    # Without a penalty in the reward it is multiplied by 0.
     penalty_BT = kl_estimate(old_BT, ref_BT, ppo.kl.used_estimator) if in_reward else k1_BT
     rewards_BT = token_rewards(scores_B, penalty_BT, mask_BT, in_reward)
     if advantages_B is not None:
@@ -226,8 +230,10 @@ def _make_block(
         **_engine_gap(old_BT, rollout_BT, mask_BT),
     }
     flat = {name: numbers_BT[inside_BT].double().numpy() for name, numbers_BT in tokens.items()}
+    # For an empty row, `reduceat` returns an element of the next one. Every response has a token.
     sums = {name: np.add.reduceat(values, offsets[:-1]) for name, values in flat.items()}
     sums["gap_max"] = np.maximum.reduceat(flat["gap"], offsets[:-1])
+    # Deviations from the mean: a variance from sums of squares would cancel where the mean is large.
     for name in ("advantages", "returns", "errors"):
         means = np.repeat(sums[name] / np.diff(offsets), np.diff(offsets))
         sums[f"{name}_spread"] = np.add.reduceat((flat[name] - means) ** 2, offsets[:-1])
@@ -245,6 +251,7 @@ def _make_block(
 
 def padded(arrays: Sequence[Any]) -> torch.Tensor:
     """Stack arrays of shape (T,) to (B, T), padded with zeros."""
+    # Copies, because arrays from Ray's object store are read-only, which torch does not support.
     return pad_sequence(
         [torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays], batch_first=True
     )
@@ -272,9 +279,11 @@ def _engine_gap(
     old_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return the differences between engine and trainer for the same weights and tokens."""
+    # Bounds that change no weight, also if `ppo.importance` has others or is off.
     weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, "truncate", 0.0, float("inf"))
     return {
         "gap": select((old_BT - rollout_BT).abs(), mask_BT),
+        # KL(engine || trainer): the tokens are samples of the engine.
         "gap_k3": select(kl_estimate(rollout_BT, old_BT, "k3"), mask_BT),
         "weights": weights_BT,
         "weights_square": weights_BT.square(),
@@ -340,6 +349,7 @@ def summarize(
         "rollout/logprob_gap_mean": _ratio(sums.gap, tokens),
         "rollout/logprob_gap_max": float(sums.gap_max.max()),
         "rollout/logprob_gap_k3": _ratio(sums.gap_k3, tokens),
+        # Without a single scored token it is 0, and not a division by 0.
         "rollout/effective_sample_size": float(
             sums.weights.sum() ** 2 / max(sums.weights_square.sum() * tokens, 1e-30)
         ),
@@ -381,6 +391,7 @@ def _response_metrics(
     return {
         "rollout/length": lengths_B.float().mean().item(),
         "rollout/eos_rate": finished_B.float().mean().item(),
+        # An empty response is EOS alone.
         "rollout/empty_rate": (finished_B & (lengths_B <= 1)).float().mean().item(),
         "rollout/unscored": float((~scored_B).sum()),
     }

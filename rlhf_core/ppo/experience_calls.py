@@ -81,6 +81,7 @@ def make_experience(
     scores_B = shaped_scores(batch.lengths_B, batch.finished_B, scores, ppo)
     advantages_B = response_advantages(scores_B, ppo)
     parts = []
+    # Divided as `old`, because a policy rank has the tokens of these responses.
     for rank, (share, worker) in enumerate(zip(old.shares, fleet.groups["policy"].workers, strict=True)):
         indices, objects = share.indices, ObjectArguments()
         inputs = ExperienceInputs(

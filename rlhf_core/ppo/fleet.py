@@ -118,6 +118,7 @@ class Scattered:
     def add_rows(self, objects: ObjectArguments, rank: int, shares: list[RankShare]) -> Places:
         """Add the columns that have the responses of `shares[rank]`, and return the places of the rows."""
         indices = shares[rank].indices
+        # Groups of the same size have the same list (`Fleet._route`): rank r of both has the same responses.
         if shares is self.shares:
             return objects.add_all_rows(self.columns[rank], len(indices))
         if self._places_B is None:
@@ -209,6 +210,7 @@ class Fleet:
             heartbeat("start Ray", self._timeouts.start)
             connect(self._plan.processes, self._device, self._config)
             self._start_actors()
+        # `with` does not call `__exit__` if `__enter__` raises.
         except BaseException as error:
             self.__exit__(type(error))
             raise
@@ -282,6 +284,7 @@ class Fleet:
             )
             workers.append(RemoteActor[ModelWorker](handle))
         started = WorkerGroup(group, tuple(workers))
+        # `folders` also has the judge, which is no role of the group.
         self.groups.update(dict.fromkeys(folders, started))
         return started
 
@@ -458,6 +461,7 @@ class Fleet:
             try:
                 return call()
             except InfrastructureError as error:
+                # A rank that failed early does not have the batch.
                 self._sent.forget()
                 unhealthy = self._unhealthy_groups()
                 if not restarts_left or not unhealthy or any(_trains(group) for group in unhealthy):
@@ -516,6 +520,7 @@ class Fleet:
         self.engines.mark_dead(f"before {what}", after_error=False)
         while True:
             self.engines.restart()
+            # Not in the `try`: engines that sleep have no restarts.
             self.turns.receive_weights()
             try:
                 self._connect()
@@ -538,6 +543,7 @@ class Fleet:
     def _connect(self) -> None:
         """Connect the policy to the present engines, unless it is connected to them."""
         engines, policy = self.engines.actors, self.groups["policy"]
+        # An engine that was restarted is another actor.
         if engines == self._connected:
             return
         senders = self._start_senders()
@@ -555,6 +561,7 @@ class Fleet:
         if self.sync_backend == "nccl_m2n":
             senders = policy.ranks
         elif self.sync_backend != "gloo":
+            # NCCL uses the address of rank 0 with a port of its own, and IPC neither.
             senders = 1
         elif wanted == "auto":
             several_hosts = len(set(self._addresses(policy.workers))) > 1

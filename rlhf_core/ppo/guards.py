@@ -82,6 +82,7 @@ class Guards:
 
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
         """Add `guards/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
+        # A step that is skipped is not checked, so these metrics are finite.
         if not self._initial:
             self._initial = {name: metrics[name] for name in _INITIAL_METRICS if name in metrics}
         conditions = self._conditions(metrics)

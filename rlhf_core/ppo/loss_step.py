@@ -101,6 +101,7 @@ def update_policy(
         for micro_batch in step.ptx_micro_batches:
             assert ppo.ptx is not None
             batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=ppo.packs)
+            # At temperature 1, as in SFT: demonstrations are not samples of the policy.
             logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
             sums["ptx_loss"] += loss.item()
@@ -186,6 +187,7 @@ def update_critic(
             batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
             values_N = engine(batch, "tokens")
             if not micro_batch:
+                # As in `_policy_part`.
                 yield 0.0 * values_N.sum()
                 continue
             mask_ST = _mask(chosen, batch)
@@ -234,6 +236,7 @@ def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 
 def _stack(arrays: Sequence[Any], batch: TokenBatch) -> torch.Tensor:
+    # Copies: values and returns of a critic with one rank are arrays of Ray, which are read-only.
     tensors = [torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays]
     return pad_sequence(tensors, batch_first=True).to(batch.input_ids_BL.device)
 

@@ -29,6 +29,7 @@ def in_batch_order(shares: Sequence[RankShare], of_ranks: Sequence[ModelScores])
     values_B, deviations_B, is_ensemble = np.zeros(count), np.zeros(count), False
     for share, scores in zip(shares, of_ranks, strict=True):
         values_B[share.indices] = scores.values
+        # A rank without responses has no deviations, also with an ensemble.
         if scores.deviations:
             is_ensemble = True
             deviations_B[share.indices] = scores.deviations

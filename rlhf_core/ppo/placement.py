@@ -92,6 +92,7 @@ def reserve_bundles(
     colocated = plan.colocated and gpus
     ranks = sum(group.ranks for group in plan.groups)
     if colocated:
+        # One core for the rank and one for the engine that shares its GPU.
         bundles: list[dict[str, float]] = [{"CPU": 2, "GPU": 1}] * ranks
     else:
         bundles = [{"CPU": 1, "GPU": gpus * plan.gpus_per_rank}] * ranks
@@ -130,6 +131,7 @@ class Bundles:
             near: Nodes that come first.
         """
         taken: list[int] = []
+        # A stable sort: otherwise nodes with many bundles stay first.
         for node in sorted(self._free, key=lambda node: node not in near):
             here = min(count - len(taken), len(self._free[node]) // neighbours * neighbours)
             taken += self._free[node][:here]
@@ -157,6 +159,7 @@ def assign(
     """
     colocated = plan.colocated and gpus
     node_of = dict(enumerate(nodes))
+    # Bundles of one size are interchangeable, so ranks and engines take them from the same nodes.
     for_ranks = for_engines = Bundles(node_of)
     if not colocated and gpus and plan.gpus_per_rank != plan.gpus_per_engine:
         for_ranks = Bundles({bundle: node_of[bundle] for bundle in range(plan.ranks)})
@@ -175,5 +178,6 @@ def assign(
         of_rank |= {(group.name, rank): bundle for rank, bundle in enumerate(taken)}
         if "policy" in group.roles:
             near = {node_of[bundle] for bundle in taken}
+            # Over CUDA IPC an engine only receives from a policy rank on its GPU.
             of_engine = taken[: plan.engines] if colocated else for_engines.take(plan.engines, near=near)
     return of_rank, of_engine

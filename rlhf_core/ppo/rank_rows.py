@@ -136,6 +136,7 @@ def policy_samples(
     rows = []
     for row, (prompt, response) in enumerate(zip(experience.prompts, experience.responses, strict=True)):
         advantages = columns.row("advantages", row)
+        # Only here, because the mean needs the sums of all ranks, and the returns are not whitened.
         if whitening is not None:
             advantages = whitening.apply(advantages)
         names = ("old_logprobs", "ref_logprobs", "weights")
@@ -201,6 +202,7 @@ def exchanged(rows: Sequence[_Row], exchange: Exchange, rank: Rank, columns: int
         return [rows[row] for row in exchange.send_rows[exchange.order].tolist()]
     rows_of_rank = np.split(exchange.send_rows, np.cumsum(exchange.send_counts)[:-1])
     sent = [_packed([rows[row] for row in part.tolist()]) for part in rows_of_rank]
+    # In elements of 4 bytes: the prompt, the response, and the columns, each as long as the response.
     row_sizes = exchange.prompt_lengths + exchange.lengths.astype(np.int64) * (1 + columns)
     ends = offsets_of(row_sizes)[np.cumsum(exchange.receive_counts)]
     arrived = _all_to_all(sent, np.diff(ends, prepend=0).tolist(), rank)
@@ -210,6 +212,7 @@ def exchanged(rows: Sequence[_Row], exchange: Exchange, rank: Rank, columns: int
 
 def _packed(rows: Sequence[_Row]) -> IntArray:
     """Return rows as one array; floats keep their bits."""
+    # For a rank that gets no rows: `np.concatenate` needs an array.
     arrays = [np.zeros(0, np.int32)]
     for prompt, response, columns in rows:
         arrays += [prompt, response, *(np.ascontiguousarray(column).view(np.int32) for column in columns)]

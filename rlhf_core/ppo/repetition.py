@@ -61,6 +61,8 @@ def _periods(ids_T: np.ndarray, window: int) -> Iterator[int]:
                 continue
             end = start + small + int(breaks[0]) + 1
         piece = text[start * size : end * size]
+        # The limit is where the second occurrence may end: a loop has at least three pieces, so its period
+        # is at most a third of the length.
         for position in _occurrences(text, piece, start + 1, end + length // 3, size):
             period = position - start
             if period not in seen:

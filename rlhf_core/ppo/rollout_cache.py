@@ -47,6 +47,7 @@ class RolloutCache:
     def __init__(self, folder: Path, prompts: Sequence[PromptExample], fleet: Fleet) -> None:
         self._folder = folder / "rollouts"
         self._prompts = prompts
+        # By identity: prompts with the same text have the same `prompt_id`, but may differ in `meta`.
         self._index = {id(prompt): i for i, prompt in enumerate(prompts)}
         self._fleet = fleet
 
@@ -84,6 +85,8 @@ class RolloutCache:
         )
         checksum = hashlib.sha256(content.encode()).hexdigest()
         (part / "manifest.json").write_text(f"{checksum}\n{content}", encoding="utf-8")
+        # A folder with files cannot be replaced. A kill between these two lines loses the cache, and the step
+        # is sampled again.
         shutil.rmtree(self._folder, ignore_errors=True)
         part.replace(self._folder)
 
@@ -95,6 +98,7 @@ class RolloutCache:
         if manifest is None:
             log.error("%s is damaged; step %d is sampled again", self._folder, step)
             return None
+        # Earlier code stored no version.
         if manifest["step"] != step or "version" not in manifest:
             return None
         loaded: list[dict[str, Any]] = []
@@ -104,6 +108,7 @@ class RolloutCache:
                 log.error("%s is damaged; step %d is sampled again", self._folder / name, step)
                 return None
             loaded.append(arrays)
+        # JSON keeps the order of `write`: the batch is last.
         *chunks, rows = loaded
         return RolloutBatch(
             [self._fleet.put(_columns(chunk)) for chunk in chunks],
@@ -135,6 +140,7 @@ def _columns(arrays: Mapping[str, Any]) -> RolloutColumns:
 
 def _save(file: Path, arrays: Mapping[str, Any]) -> str:
     """Write arrays to a file and return its sha256."""
+    # safetensors reads the memory of an array without its strides. `samples` becomes an array of one element.
     content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
     file.write_bytes(content)
     return hashlib.sha256(content).hexdigest()

@@ -207,6 +207,7 @@ class Collector:
                 break
             used += replacements
             prompts = [self._prompts[i] for i in replacements]
+            # The engines still have this version: the sync comes after `finish`.
             new = self._finish(self._start(prompts, step, round_, version, ahead=sampling.ahead))
             new.rewards = self.rewards(new)
             self._replace(batch, uniform[: len(replacements)], new)
@@ -249,6 +250,7 @@ class Collector:
         serving = self._fleet.engines.serving
         shares = assign([len(p.input_ids) for p in prompts], len(serving))
         for engine, share in zip(serving, shares, strict=True):
+            # With more engines than prompts, some have none.
             if share:
                 sampling.remaining[engine] = cut(
                     share, self._ppo.samples_per_prompt, self._chunk_rows(len(prompts))
@@ -283,11 +285,13 @@ class Collector:
         if self._queue is None:
             self._queue = self._fleet.start_queue()
         serving = self._fleet.engines.serving
+        # Answers refer to the order of their round. `collect` has waited for all answers of the round before.
         sampling.order = sorted(prompts, key=lambda i: (-len(sampling.prompts[i].input_ids), i))
         self._batches += 1
         opened = self._queue.call(PromptQueue.open, self._batches, len(prompts), len(serving))
         self._fleet.wait([opened], "the queue of prompts")
         size = max(1, self._chunk_rows(len(prompts)) // self._ppo.samples_per_prompt)
+        # Chunks of an equal share. Those of an engine that takes more prompts are larger.
         parts = -(-len(prompts) // (size * len(serving)))
         sampling.calls.clear()
         for engine in serving:
@@ -348,6 +352,7 @@ class Collector:
                 start = 0
                 for chunk, pending in zip(chunks, sampling.tokens[engine], strict=True):
                     end = start + len(chunk) * n
+                    # From a queue, some are empty.
                     if chunk:
                         sampled[chunk] = (pending, header.rows(start, end))
                     start = end
@@ -355,6 +360,7 @@ class Collector:
             if len(done) == len(sampling.prompts):
                 return sampled
             if not sampling.ahead:
+                # Restarts the lost engines. The policy still has the weights of this version.
                 self._fleet.sync(sampling.version)
             elif not engines.serving:
                 # An engine that is restarted would get the weights of the next version.
@@ -385,6 +391,7 @@ class Collector:
         batch.chunks += new.chunks
         for source, target in enumerate(groups):
             old_rows, new_rows = slice(target * n, (target + 1) * n), slice(source * n, (source + 1) * n)
+            # Can be written: `_places` and `_in_order` have copied what Ray returned, which is read-only.
             batch.places.objects[old_rows] = new_objects[new_rows]
             batch.places.rows[old_rows] = new.places.rows[new_rows]
             batch.lengths_B[old_rows] = new.lengths_B[new_rows]

@@ -31,6 +31,7 @@ def route(batch: RolloutBatch, ranks: int, micro_batch_tokens: int, *, pack: boo
     shares = []
     for indices in np.split(order, ends[:-1]):
         lengths = lengths_B[indices].tolist()
+        # For this rank alone, because a chunk is not divided. The numbers are made equal below.
         (micro_batches,) = plan_ranks(lengths, 1, micro_batch_tokens, pack=pack)
         chunks, positions = np.unique(batch.places.objects[indices], return_inverse=True)
         places = Places(positions, batch.places.rows[indices])

@@ -109,6 +109,7 @@ class Selection:
 
     def _is_better(self, found: HeldOutResult) -> bool:
         objective, kl = found.metrics[OBJECTIVE], found.metrics.get(KL, math.nan)
+        # `not <=` is also true for a KL that is NaN.
         if not math.isfinite(objective) or not kl <= self._ppo.publish_kl_limit:
             return False
         if self.best is None:  # the earliest one is the best also if it over-optimises

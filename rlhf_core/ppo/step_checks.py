@@ -77,6 +77,7 @@ class StepChecks:
             responses: Number of responses of the step.
             step: Number of the step.
         """
+        # Without a critic there is no `value/mean`.
         bad = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
         if metrics["rollout/unscored"] == responses:
             bad.append("every score")

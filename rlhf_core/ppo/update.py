@@ -49,6 +49,7 @@ class CriticWarmup:
         return {"critic_warmup_is_over": self._is_over}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # Checkpoints of earlier code lack it.
         self._is_over = bool(state.get("critic_warmup_is_over", False))
 
     def is_over(self, metrics: Metrics, step: int) -> bool:
@@ -161,6 +162,7 @@ class Updater:
     ) -> list[Pending[Metrics]]:
         workers = self._fleet.groups["critic"].workers
         assert experience.values is not None, "the critic has values"
+        # Divided as the values, because a critic rank has the tokens of these responses.
         shares = experience.values.shares
         calls = []
         for rank, worker in enumerate(workers):
@@ -211,6 +213,7 @@ class Updater:
         count = len(self._demonstrations)
         size = min(size, count)
         epoch, index = divmod(number, count // size)
+        # The smaller batch at the end of a permutation is never used.
         batch = epoch_batches(count, size, derive_seed(self._seed, "ptx"), epoch)[index]
         return [self._demonstrations[i] for i in batch]
 
@@ -298,6 +301,7 @@ def plan_exchange(batch: RolloutBatch, used: Sequence[Indices], ranks: int) -> l
     target = np.repeat(np.arange(ranks), [len(indices) for indices in used])
     home = home_B.objects[needed]
     # Both sorts are stable, so the rows from one rank to another are in the same order at both ends.
+    # `lexsort` sorts by its last argument first.
     sending, receiving = np.lexsort((target, home)), np.lexsort((home, target))
     counts = np.bincount(home * ranks + target, minlength=ranks * ranks).reshape(ranks, ranks)
     send_rows = np.split(home_B.rows[needed[sending]], np.cumsum(counts.sum(1))[:-1])
@@ -313,6 +317,7 @@ def plan_exchange(batch: RolloutBatch, used: Sequence[Indices], ranks: int) -> l
             counts[:, rank].copy(),
             prompt_lengths_B[arriving[rank]],
             batch.lengths_B[arriving[rank]],
+            # Counted from the first row that this rank gets.
             orders[rank] - (ends[rank] - len(orders[rank])),
         )
         for rank in range(ranks)

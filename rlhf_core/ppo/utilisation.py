@@ -63,6 +63,7 @@ class Utilisation:
         """Begin the next step now: what the engines sampled for an evaluation is not part of a step."""
         if self._last is not None:
             self._last = self._fleet.usage_by_group()
+            # Stores the values from which the next call counts.
             self._idle_cores(None, None)
 
     def measure(
@@ -114,6 +115,7 @@ class Utilisation:
             return {}
         used = controller
         for name in usage:
+            # An engine that was given up is missing in `usage`.
             for old, new in zip(before[name], usage[name], strict=False):
                 used += max(0.0, new.cpu_seconds - old.cpu_seconds)
         unused = 1 - used / (self._threads * seconds)

@@ -109,10 +109,12 @@ class ModelWorker(Actor):
         # The local rank is 0 on all: Ray shows each actor its own GPU only.
         limits = self.participant.timeouts
         self._rank = Rank(rank, world_size, 0, address, port, device, limits.start, limits.stall)
+        # torch takes the socket over, so `_rank` does not keep it.
         join(replace(self._rank, listener=self._listener))
         # The judge has no ranks of its own: those of the reward model hold it as well.
         roles: tuple[Role, ...] = (*self._roles, *(("judge",) if "judge" in self._folders else ()))
         for role in roles:
+            # For weights that no file has, of a new head or an adapter: every rank makes the same.
             torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
             self._models[role] = self._load(role)
         if "reward" in roles:
@@ -136,6 +138,7 @@ class ModelWorker(Actor):
         group = Group(self._roles, self._rank.world_size)
         adapted = group.adapted_from(role, self._config.ppo)
         if adapted is not None:
+            # It is loaded: `config.placement.plan` names a trained role before the frozen one.
             return WithoutAdapter(self._models[adapted])
         return self._load_model(role, self._folders[role])
 
@@ -160,6 +163,7 @@ class ModelWorker(Actor):
         deepspeed = group.deepspeed(role, ppo)
         load: Any = load_score_model
         if role in ("policy", "reference"):
+            # The same head for both: a KL between log-probabilities with different rounding has no meaning.
             load = partial(load_policy, head_dtype=self._config.model.head_dtype)
         model: Any = load(
             folder,
@@ -171,8 +175,10 @@ class ModelWorker(Actor):
             shards=shards_of(deepspeed),
         )
         if role == "critic":
+            # Before the adapter and the optimizer make their copies of the head.
             model.fold_statistics()
         optimizer = {"policy": ppo.policy, "critic": ppo.critic}.get(role)
+        # Only ZeRO-3 does something for a frozen model: it shards it.
         if not trained and deepspeed.zero_stage < 3:
             return model.requires_grad_(False).eval()
         if trained:
@@ -392,6 +398,7 @@ class ModelWorker(Actor):
         specs = [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)]
         weights = policy.adapter if adapter else policy.weights
         sharded: frozenset[str] = frozenset()
+        # With fewer senders, nobody would send the shards of the other ranks.
         if len(senders) == self._rank.world_size > 1 and policy.is_sharded:
             every = frozenset(spec.name for spec in specs)
             sharded = every if backend == "gloo" else row_blocks(specs, len(senders))

@@ -16,6 +16,7 @@ import regex
 
 _NUMBER_LENGTH = 1000
 """Longer texts are not read as numbers. A policy can repeat a digit; Python reads at most 4,300."""
+# A sign counts only if no word or number precedes it: the last number of `10-3` is 3, and `v2x` has none.
 _NUMBER = regex.compile(
     r"(?<![\w.])[-+−]?\s?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s?/\s?\d+)?(?![\d])",
 )
@@ -61,6 +62,7 @@ def _as_number(text: str) -> Fraction | None:
     text = regex.sub(r"[\s,$€£]|\\[,;!$%]|\\left|\\right", "", text).rstrip(".")
     fraction, whole = _FRAC.match(text), _WHOLE.match(text)
     if fraction:
+        # `Fraction` reads the ASCII minus only.
         sign, numerator, denominator = fraction[1], fraction[2].replace("−", "-"), int(fraction[3])
     elif whole:
         sign, numerator, denominator = whole[1], whole[2], int(whole[3] or 1)

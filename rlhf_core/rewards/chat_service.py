@@ -129,6 +129,7 @@ async def _ask_all(
     async def ask(question: str) -> None:
         nonlocal in_row
         async with places:
+            # Tested after the wait for a place, because the server may have failed in the meantime.
             if in_row >= _FAILED_IN_ROW and failed is not None:
                 failed(question, f"it was not asked, because {settings.url} gave others no answer")
                 return
@@ -137,6 +138,7 @@ async def _ask_all(
             except _NoReply as error:
                 if failed is None:
                     raise RewardError(f"{field}: {error}") from error
+                # A refused question does not count, because the server works.
                 in_row += isinstance(error, _Passing)
                 failed(question, str(error))
                 return
@@ -148,6 +150,7 @@ async def _ask_all(
             for question in questions:
                 group.create_task(ask(question))
     except* RewardError as errors:
+        # Callers expect a RewardError, not a group of them.
         raise errors.exceptions[0] from None
     finally:
         await poster.close()

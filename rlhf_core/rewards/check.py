@@ -100,6 +100,7 @@ def check_hosts(
         try:
             entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except OSError as error:
+            # No error: the stage that needs it may run on another host.
             yield f"{field}: {host} cannot be found from here ({error}); {user} will need it"
             continue
         addresses = [str(entry[4][0]) for entry in entries]
@@ -151,6 +152,7 @@ def _function_problem(source: PythonReward, field: str) -> str | None:
 
 def module_file(module: str) -> Path | None:
     """Return the file of a module, or None if it is not found. The packages around it are not executed."""
+    # The order in which the process of the function searches (`PythonFunction._start`).
     paths: list[str] | None = [*sys.path, os.getcwd()]
     spec = None
     parts = module.split(".")
@@ -182,6 +184,7 @@ def _names(body: list[ast.stmt]) -> set[str] | None:
                 part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)
             )
         elif isinstance(node, ast.Import | ast.ImportFrom):
+            # The name of a star import is `*`.
             names.update(alias.asname or alias.name for alias in node.names)
         else:
             inner = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]

@@ -158,6 +158,7 @@ class RewardComposer:
                         source, (digests or {}).get(source_name(source)), replies
                     )
         except BaseException:
+            # The sources before the one that failed may have started processes.
             self.close()
             raise
 
@@ -250,6 +251,7 @@ def weighted_sum(
             continue  # 0 * NaN is NaN
         values = list(by_source[source_name(source)])
         if isinstance(source, ModelReward) and score_clip is not None:
+            # `min` and `max` would return a limit for NaN.
             values = [
                 value if math.isnan(value) else max(-score_clip, min(score_clip, value)) for value in values
             ]

@@ -33,6 +33,7 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._wait()
+        # uvicorn answers each request with 503 once it has this number of connections, idle ones included.
         limit = self.limit_concurrency
         if limit is not None and len(self.connections) > limit - _SPARE:
             waiting = [
@@ -43,11 +44,13 @@ class GuardedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        # uvicorn sets `cycle` after complete headers, so single bytes of headers do not stop the timer.
         if self._serves:
             self._served()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        # uvicorn may already serve the next request of this connection (pipelining).
         if not self._serves:  # also if the request's body continues after a refusal
             self._wait()
 

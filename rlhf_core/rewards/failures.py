@@ -124,6 +124,7 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
     Halves are tried once each, down to single samples, until about 3 log2(n) calls have failed. The remaining
     samples are then scored in one call, because a function may compare the samples of its batch.
     """
+    # On the way down to one bad sample, one half fails at each of the log2(n) levels.
     budget = _MAX_BAD_SAMPLES * math.ceil(math.log2(max(2, len(samples))))
     reasons: dict[int, str] = {}
 
@@ -134,6 +135,7 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
             return
         for half in (part[: len(part) // 2], part[len(part) // 2 :]):
             try:
+                # Only whether it fails is used. Values of a part may differ from those of the whole batch.
                 call([samples[i] for i in half])
             except Failure as failed:
                 budget -= 1

@@ -107,6 +107,7 @@ class LanguageModelGrades:
         self, question: str, repeated: str, replies: Mapping[str, ModelReply], failed: Mapping[str, str]
     ) -> str:
         """Return why a question has no grade. If that ends the step, its replies are removed."""
+        # A source of weight 0 never ends the step (`RewardComposer`).
         if self._source.on_error == "abort" and self._source.weight != 0:
             self._replies.forget(question)
             self._replies.forget(repeated)
@@ -137,6 +138,7 @@ class LanguageModelGrades:
 
     def _judge(self) -> str:
         """Return the digest of all that decides a reply, but the question."""
+        # Rubric and scale are in the text of the question.
         parts = ["grade", FORM, self._source.url, self._source.model, self._source.max_tokens]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

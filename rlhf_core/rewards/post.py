@@ -39,7 +39,9 @@ class Poster:
         self._token_variable = token_variable
         self._client = httpx.AsyncClient(
             timeout=None,  # the caller limits the whole request
+            # The callers limit the number of requests. By default, httpx lets those above 100 wait.
             limits=httpx.Limits(max_connections=None),
+            # Reads SSL_CERT_FILE. The default of httpx does not if `trust_env` is false.
             verify=ssl.create_default_context(),
             trust_env=False,
         )
@@ -65,6 +67,7 @@ class Poster:
             try:
                 return await self._post_to(address, url, body)
             except httpx.ConnectError:
+                # No request was sent yet. After another error the host may have received it.
                 continue
         return await self._post_to(addresses[-1], url, body)
 
@@ -91,6 +94,7 @@ class Poster:
         headers = {
             "Host": whole.netloc.decode(),
             "Content-Type": "application/json",
+            # Not compressed: `aiter_raw` below, whose bytes are counted, does not decompress.
             "Accept-Encoding": "identity",
         }
         if self._token:

@@ -89,6 +89,7 @@ class PythonFunction:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_SECONDS)
+            # Also if the process has ended, because those that the function started may still run.
             self._kill()
 
     def __enter__(self) -> Self:
@@ -117,6 +118,7 @@ class PythonFunction:
             environment,
             pass_fds=(theirs.fileno(),),
         )
+        # The worker has the only copy of its end now, so that `recv` returns when the worker ends.
         theirs.close()
         self._channel, self._buffer = ours, b""
         try:
@@ -148,12 +150,14 @@ class PythonFunction:
             self._channel.settimeout(seconds)
             self._channel.sendall(line)
             while b"\n" not in self._buffer:
+                # Not 0: the socket would not block, and `recv` would raise BlockingIOError.
                 self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
                 part = self._channel.recv(1 << 16)
                 if not part:
                     raise Failure(f"its process ended{self._exit_status()}")
                 self._buffer += part
         except TimeoutError:
+            # This clause must come before that of OSError, of which TimeoutError is a subclass.
             self._kill()
             # The search for the sample that hangs waits for the time limit several times. That is useful only
             # if the other samples are used.
@@ -171,6 +175,7 @@ class PythonFunction:
             reply = json.loads(line)
         except (ValueError, RecursionError):
             reply = None
+        # The function can write to the socket as well. Its lines have no valid id, or follow the reply.
         if not isinstance(reply, dict) or reply.pop("id", None) != number or self._buffer:
             self._kill()
             raise Failure(f"its process wrote {line[:40]!r}, which is not a valid reply")

@@ -55,6 +55,7 @@ def load_function(
         if spec is None or spec.loader is None:
             raise ImportError(f"{file or own} is not a Python file")
         module = importlib.util.module_from_spec(spec)
+        # Before the code is executed, as in an import. Dataclasses, for example, look up their module there.
         sys.modules[own] = module
         if code is None:
             spec.loader.exec_module(module)
@@ -71,6 +72,7 @@ def as_floats(result: Any, count: int) -> list[float]:
     if isinstance(result, str | bytes | dict | set) or not hasattr(result, "__len__"):
         raise ValueError(f"it returned {_short(result)}, but a list of {count} floats is needed")
     values = result.tolist() if hasattr(result, "tolist") else list(result)
+    # `tolist` of an array without axes returns a number.
     if not isinstance(values, list) or len(values) != count:
         size = len(values) if isinstance(values, list) else 0
         raise ValueError(f"it returned {size} values for {count} responses ({_short(result)})")
@@ -100,6 +102,7 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
             traceback.print_exc()
             frame = traceback.extract_tb(error.__traceback__)[-1]
             text = str(error)
+            # Errors of `as_floats` are whole sentences. Others get their position in the user's code.
             if frame.filename != __file__:
                 line = f"{Path(frame.filename).name}:{frame.lineno}"
                 text = f"it raised {type(error).__name__}: {error} ({line})"
@@ -134,6 +137,7 @@ def main(argv: list[str]) -> None:
     empty.
     """
     descriptor, parent, function, file = int(argv[0]), int(argv[1]), argv[2], argv[3] or None
+    # While the function computes, nobody reads the socket and notices that the parent has ended.
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     os.dup2(2, 1)
     os.set_inheritable(descriptor, False)  # processes that the function starts must not inherit the socket

@@ -184,6 +184,7 @@ class RemoteService:
         self._name = source.name or source.type
         for url in source.urls:
             try:
+                # httpx decodes a host in Punycode only when the property is read, and raises then.
                 _ = httpx.URL(url).host, httpx.URL(url).netloc
             except (httpx.InvalidURL, ValueError) as error:
                 raise ConfigError(
@@ -194,6 +195,7 @@ class RemoteService:
             Replica(url, Breaker(source.breaker_failures, source.breaker_seconds)) for url in source.urls
         ]
         self._replicas = ReplicaPool(replicas, source.concurrency, source.timeout + source.breaker_seconds)
+        # One event loop for all batches, because the open connections of the poster belong to it.
         self._runner = asyncio.Runner()
         self._poster = Poster(f"reward {self._name}", source.allowed_hosts, reward_token(), TOKEN_VARIABLE)
 
@@ -231,6 +233,7 @@ class RemoteService:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._with_retries(part)) for part in parts]
         except* RewardError as errors:
+            # Callers expect a RewardError, not a group of them.
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -248,6 +251,7 @@ class RemoteService:
         except Failure as failure:
             if isinstance(failure, Refused):  # not retried, so tenacity did not call `after`
                 log.warning("reward %s: refused: %s", self._name, failure)
+            # Not raised, because the task group would cancel the other requests.
             return failure
 
     def _score_part(self, samples: Sequence[RewardInput]) -> Outcome:
@@ -262,6 +266,7 @@ class RemoteService:
                 async with asyncio.timeout(self._source.timeout):
                     status, answer = await self._poster.post(replica.url, body)
             except TimeoutError:
+                # This clause must come before that of OSError, of which TimeoutError is a subclass.
                 message = f"{address} gave no answer within {self._source.timeout:g} s"
                 raise Failure(message, searchable=False) from None
             except (httpx.HTTPError, OSError) as error:
@@ -275,6 +280,8 @@ class RemoteService:
             if status != 200:
                 kind = Refused if status in _REFUSED else Failure
                 message = f"{address} answers with status {status}: {answer[:200]!r}"
+                # A sample can cause a 500. Other statuses, such as 429 and 503, mean that the service is
+                # overloaded or down.
                 raise kind(message, searchable=status in _REFUSED | {500})
             return read_answer(answer, len(samples), address)
 

@@ -74,6 +74,8 @@ class Replies:
             return reply
         content = json.dumps(asdict(reply)) + "\n"
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Linked and not renamed: a link fails if the file exists, so the first of several runs wins. Both
+        # names must be on one file system, hence the temporary folder next to the file.
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=TEMPORARY) as folder:
             own = Path(folder) / "reply"
             write_atomic(own, content, private=True)

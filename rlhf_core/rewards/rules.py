@@ -146,6 +146,7 @@ def well_formed(sample: RewardInput) -> float:
     text = sample.response.strip()
     end = text.rstrip(_CLOSERS).rstrip()[-1:]
     start = text.lstrip(_OPENERS).lstrip()[:1]
+    # The last condition is true for a letter of a script without case, such as Chinese.
     begins = start.isupper() or start.isdigit() or (start.isalpha() and start.lower() == start.upper())
     checks = (sample.finished, bool(text), bool(end) and end in _FULL_STOPS, begins)
     return sum(checks) / len(checks)

@@ -98,6 +98,7 @@ class Scorer:
 
     def _ids(self, item: Mapping[str, Any], name: str) -> tuple[int, ...]:
         ids = item.get(name)
+        # Not `isinstance`, which takes true and false for integers.
         if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < self._vocabulary for i in ids):
             raise ItemError(f"{name} must be a list of token ids from 0 to {self._vocabulary - 1}")
         return tuple(ids)
@@ -116,6 +117,7 @@ class Scorer:
                 raise ItemError(
                     f"prompt and response do not fit the {self._positions} tokens that the model takes"
                 )
+            # A policy may end at once, but `Encoder.response` refuses a response without tokens.
             if not response:
                 return self._encoder.prompt(record.prompt), (self._encoder.eos_id,)
             prompt_ids, response_ids = self._encoder.response(record.prompt, response)

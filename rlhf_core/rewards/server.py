@@ -76,6 +76,7 @@ class MicroBatches:
         result: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
         self._waiting.append((pairs, result))
         self._arrived.set()
+        # If this request is cancelled, `run` still sets the result, which a cancelled future refuses.
         return await asyncio.shield(result)
 
     async def run(self) -> None:
@@ -85,6 +86,7 @@ class MicroBatches:
                 await self._arrived.wait()
                 try:
                     async with self._model_lock:
+                        # After the wait for the lock, so that requests that arrived meanwhile share the pass.
                         requests = self._next()
                         pairs = [pair for own, _ in requests for pair in own]
                         scores = await asyncio.get_running_loop().run_in_executor(
@@ -107,6 +109,7 @@ class MicroBatches:
         tokens = 0
         while self._waiting:
             tokens += sum(len(prompt) + len(response) for prompt, response in self._waiting[0][0])
+            # A first request above the limit is taken too, and `Scorer.scores` divides it.
             if chosen and tokens > self._scorer.micro_batch_tokens:
                 break
             chosen.append(self._waiting.popleft())
@@ -207,6 +210,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str | None]:
 
 def _check_token(request: Request, token: str | None) -> None:
     given = request.headers.get("authorization", "")
+    # Bytes, because `compare_digest` raises TypeError for text that is not ASCII.
     if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
         raise HTTPException(
             401, f"the token of this service must be sent; clients take it from {TOKEN_VARIABLE}"

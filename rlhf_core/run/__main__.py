@@ -54,6 +54,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, on_signal)
     log = logging.getLogger("rlhf_core.run")
     try:
+        # Imported here, so that a module that cannot be imported is sent as the error of the stage.
         from rlhf_core.run.attempt import execute
 
         spec_file = Path(sys.argv[1])
@@ -82,6 +83,7 @@ def _startup() -> Events:
     suspend = os.environ.pop(SUSPEND_VARIABLE, "600")
     if not flow.isdigit() or not sys.platform.startswith("linux"):
         return Events.from_environment()
+    # If the flow died before `fork_guard` asks the kernel for a signal, none would come.
     if os.getppid() != int(flow):
         sys.exit(EXIT_STOPPED)
     fork_guard(int(flow), float(stop), float(suspend))

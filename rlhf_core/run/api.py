@@ -72,6 +72,7 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags, kept=kept)
     with open_run(checked, start, until, tags, started) as run:
         artifacts: dict[StageName, ArtifactRef] = {}
+        # Also stages before `start`: their artifacts are found, or `PipelineRun.find` raises.
         for stage in STAGES:
             if run.has(stage):
                 artifacts[stage] = make_with_retries(run, stage, artifacts).ref

@@ -46,6 +46,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     store = open_store(spec.config)
     fence, waited = acquire(store, spec.key, spec.stage)
     with renewed(fence):
+        # Only after a wait: the flow has looked for the artifact before it started this process.
         if waited and (made := ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key)) is not None:
             events.send("reused")
             return made
@@ -54,6 +55,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
 
 def _execute(spec: StageSpec, store: Store, fence: Fence, events: Events, stop: StopRequest) -> ArtifactRef:
     """Run the stage with the right to commit."""
+    # Only with the fence: other uploads below these folders are of attempts that cannot commit any more.
     for folder in (f"checkpoints/{spec.key}", f"artifacts/{spec.stage}/{spec.key}"):
         store.abort_multipart_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
@@ -75,6 +77,7 @@ def _execute(spec: StageSpec, store: Store, fence: Fence, events: Events, stop: 
     )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
+    # What remains if the body is left by SystemExit, the request to stop.
     status = "KILLED"
     failpoint("stage.started")
     try:
@@ -147,6 +150,7 @@ class _Attempt:
         artifacts = ArtifactStore(self.store, spec.home.cache, outbox)
         nodes = None
         if on_cluster():
+            # Processes of later stages read models from artifacts.
             base_model = spec.sources.get("model") if spec.stage == "sft" else None
             inputs = list(spec.inputs.values())
             nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model)
@@ -162,6 +166,7 @@ class _Attempt:
             on_event=lambda event, step: self.events.send(event, step=step),
         )
         if nodes is not None:
+            # An upload in the background needs the agents on other hosts, which `leave` ends.
             nodes.before_leave = checkpoints.finish
         ref = artifacts.upload_pending(spec.stage, spec.key, self.fence)
         if ref is None:
@@ -171,6 +176,7 @@ class _Attempt:
                 checkpoints.finish()
                 raise
         failpoint("stage.published")
+        # Only now. If a kill prevents it, `PipelineRun.tidy` does the same when the artifact is reused.
         checkpoints.clear()
         shutil.rmtree(spec.rollout_cache, ignore_errors=True)
         return ref
@@ -202,6 +208,7 @@ class _Attempt:
         idle()
         result = STAGES[spec.stage].load()(spec.config, context)
         unregister()
+        # Before the artifact exists: from then on the stage is reused, and logs no metrics again.
         self.stage_run.flush()
         failpoint("stage.made")
         return artifacts.publish(

@@ -139,6 +139,8 @@ def start_child(
     and waits for `StageProcess.begin`. The kernel ends the process when the calling thread ends.
     """
     spec.write(_spec_file(log_file))
+    # `opened` closes the child's ends of the pipes in any case, `on_error` the ends of this process if the
+    # child does not start.
     with contextlib.ExitStack() as opened:
         read_fd, write_fd = os.pipe()
         opened.callback(os.close, write_fd)
@@ -161,6 +163,7 @@ def start_child(
             on_error.callback(request.close)
             variables[WAIT_VARIABLE] = str(request_fd)
             passed.append(request_fd)
+        # No parent_death_signal: the child asks the kernel itself (`fork_guard`).
         process = launch(
             [*python_module("rlhf_core.run"), str(_spec_file(log_file))],
             {**environment, **variables},
@@ -209,6 +212,7 @@ class _Lines:
     def wait(self, seconds: float) -> list[bytes]:
         """The lines that have come; waits at most `seconds` for the first."""
         if not self._open:
+            # At its end, select would return at once, and the loop of `_follow` would not pause.
             time.sleep(seconds)
             return []
         if not select.select([self._reader], [], [], seconds)[0]:
@@ -256,6 +260,7 @@ def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _cause(code: int) -> str:
+    # The guard exits with 128 + n if signal n ended the stage. -n: signal n ended the guard itself.
     if (number := -code if code < 0 else code - 128) in set(signal.Signals):
         hint = "; the kernel may have run out of memory" if number == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(number).name}{hint}"

@@ -58,6 +58,7 @@ class Lines:
             return
         now = time.monotonic()
         task, done, total = event["task"], event["done"], event["total"]
+        # A stage that continues begins at a later step. The time left follows from the steps after it.
         began, first = self._began.setdefault(task, (now, done))
         if done < total and task in self._logged and now - self._logged[task] < self._seconds:
             return
@@ -128,6 +129,7 @@ class Bars:
         for other, number in self._tasks.items():  # one at a time: what came before is done
             if other != name:
                 self._progress.update(number, visible=False)
+        # rich has no public access to a task by its id.
         task = self._progress.tasks[self._progress.task_ids.index(self._tasks[name])]
         self._progress.update(
             self._tasks[name],

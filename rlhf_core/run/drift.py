@@ -106,6 +106,7 @@ def _champion(run: PipelineRun) -> ModelVersion | None:
     run.tracking.wait(_MLFLOW_SECONDS)
     mlflow = run.tracking.mlflow
     with registry_errors(mlflow, f"name the champion of {model!r}"):
+        # `by_alias` raises an error for a model that does not exist.
         if mlflow.model_tags(model) is None:
             return None
         return mlflow.by_alias(model, CHAMPION)
@@ -179,6 +180,7 @@ def _measure(run: PipelineRun, request: DriftRequest) -> None:
             f" run.stage_timeout={run.config.run.stage_timeout:g} is over; log: {log_file}"
         ) from None
     finally:
+        # For an interruption or the end of its time. A process that has ended is not signalled.
         process.kill()
     if code:
         raise StageFailed(

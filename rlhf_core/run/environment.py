@@ -33,12 +33,14 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     Prefect's variables are removed. The reconciler takes every process with `PREFECT__FLOW_RUN_ID` for the
     engine of that flow run, and the child is not one.
     """
+    # Not os.cpu_count(): a container or `taskset` can allow fewer cores than the host has.
     threads = str(config.run.threads or len(os.sched_getaffinity(0)))
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
     child |= STAGE_PROCESS
     child |= past_proxies(environ)
     child |= dict.fromkeys(THREAD_VARIABLES, threads)
     if runs_on_gpu(config):
+        # The user's own value wins here, but not over STAGE_PROCESS.
         child = WITH_GPU | child
     else:
         child |= WITHOUT_GPU

@@ -69,6 +69,7 @@ class Events:
         data = (json.dumps({"event": event, **fields}, default=str) + "\n").encode()
         with self._lock:
             try:
+                # os.write may write a part only, for example if a signal interrupts it.
                 while data:
                     data = data[os.write(self._fd, data) :]
             except OSError:
@@ -104,6 +105,7 @@ class Warnings(logging.Handler):
 
         Records with a traceback are skipped, because the final error event contains them.
         """
+        # CRITICAL: `_abort` of attempt.py sends the same error as the final event.
         if record.exc_info or record.levelno >= logging.CRITICAL:
             return
         try:

@@ -49,10 +49,13 @@ def fork_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
     is that of the stage, or 128 + n if signal n ended it.
     """
     guard = os.getpid()
+    # Before the fork: the stage inherits the variables, and the guard removes the folders.
     scratch = _take_scratch()
     libc = ctypes.CDLL(None, use_errno=True)
+    # A fork does not inherit these two settings: they are the guard's alone.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    # Blocked before the fork: a signal waits for `sigtimedwait`, and does not end the guard.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     stage = os.fork()
     if stage:
@@ -60,8 +63,10 @@ def fork_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
         code = _watch(stage, flow, stop_seconds, suspend_seconds)
         for folder in scratch:
             shutil.rmtree(folder, ignore_errors=True)
+        # Not sys.exit: exit handlers and buffers of before the fork are also those of the stage.
         os._exit(code)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # If the guard died before the line above, the kernel sends no signal.
     if os.getppid() != guard:
         os._exit(128 + signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
@@ -84,6 +89,7 @@ def _take_scratch() -> tuple[str, str]:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _compiled(shared, usual))
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray chooses it
     ray = tempfile.mkdtemp(prefix="r-", dir=_short(base, _RAY_SOCKET))
+    # Both: `gettempdir` above has stored its result in `tempfile.tempdir`.
     os.environ["TMPDIR"] = tempfile.tempdir = usual
     os.environ["RAY_TMPDIR"] = ray
     return usual, ray
@@ -169,6 +175,7 @@ def _reap(stage: int) -> int | None:
     code = None
     with contextlib.suppress(ChildProcessError):
         while True:
+            # -1: orphans of the stage too. As zombies they would still be children in `_clear`.
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
@@ -183,6 +190,7 @@ def _clear(grace_seconds: float, stage: int) -> list[str]:
     kill_from = time.monotonic() + grace_seconds
     while time.monotonic() < kill_from + _KILL_SECONDS:
         _reap(stage)
+        # Listed again in each round, because a process can fork before it is killed.
         left = psutil.Process().children(recursive=True)
         if not left:
             break

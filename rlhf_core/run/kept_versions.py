@@ -82,6 +82,7 @@ def kept_versions(config: PipelineConfig, command: Command = "run") -> dict[str,
 
 
 def _file(config: PipelineConfig, command: Command) -> Path:
+    # Without digests of sources: the references are not resolved yet.
     identity = [command, pipeline_key(config, {}), references_of(config), tracking_uri(config)]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return Home.of(config.run.home).kept_versions(digest[:16])

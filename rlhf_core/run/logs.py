@@ -49,6 +49,9 @@ def set_up_logging(home: Home) -> Console:
     for name in ("flows", "rlhf_cli", "rlhf_core"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
+        # Those of an earlier command in this process write to streams that may be closed.
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
         logger.addHandler(file)
         logger.addHandler(terminal)
     return console
@@ -76,5 +79,6 @@ def rotate_logs(folder: Path, max_bytes: int = LOG_BYTES) -> None:
 def _rotate(file: Path, max_bytes: int) -> None:
     with suppress(OSError):
         if file.stat().st_size > max_bytes:
+            # Lines that are written between the two calls are lost.
             shutil.copyfile(file, file.with_suffix(".log.1"))
             os.truncate(file, 0)

@@ -68,6 +68,7 @@ class NextStage:
         try:
             self._process = start_child(StageSpec(stage, "", config), log_file, environment, waits=True)
         except OSError as error:
+            # `_origin` stays, so that `prepare_next` does not try again at each progress.
             log.info("the process of stage %s starts later: %s", stage, error)
             for file in (log_file, log_file.with_suffix(".json")):
                 file.unlink(missing_ok=True)

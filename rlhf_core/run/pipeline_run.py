@@ -113,6 +113,7 @@ class PipelineRun:
         """Ask MLflow for the run of this pipeline, if it has not answered yet."""
         if self.parent_run_id is None:
             self.parent_run_id = self.tracking.parent_run(self.key, self.name, self.tags, flat(self.config))
+            # The run in MLflow may be that of an earlier command, which had warnings.
             if "rlhf.warnings" not in self.tags:
                 self.tracking.remove_tags(self.parent_run_id, "rlhf.warnings")
             self.tracking.log_datasets(self.parent_run_id, data_sets(self.config, self.sources))
@@ -134,6 +135,7 @@ class PipelineRun:
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         row = STAGES[stage]
         sources = {name: digest for name, digest in self.sources.items() if name.startswith(row.sources)}
+        # The stage compares all of `sources`. The keys of its inputs contain those that are not in `own`.
         own = {name: digest for name, digest in sources.items() if not name.startswith(row.sources_of_inputs)}
         key = stage_key(self.config, stage, digests, own)
         return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources)
@@ -162,6 +164,7 @@ class PipelineRun:
     def tidy(self, spec: StageSpec) -> None:
         """Remove the temporary files of an attempt that was killed after it had published its artifact."""
         outbox = Outbox.of(self.store, self.home.outbox)
+        # `clear` does not use the folder for downloads.
         checkpoints = CheckpointStore(self.store, spec.key, self.home.cache, self.config.store, outbox=outbox)
         with suppress(StoreError):  # the next run tries again
             checkpoints.clear()
@@ -176,6 +179,7 @@ class PipelineRun:
         for number in range(1, 10_000):
             path = self.logs / f"{stage}-{number:02d}.log"
             try:
+                # Created at once, so that no other process takes the same number.
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except FileExistsError:
                 continue
@@ -298,6 +302,7 @@ def open_run(
     """
     for warning in checked.warnings:
         log.warning("%s", warning)
+    # Pinned, so that a push to the hub during the run changes neither keys nor data.
     run = PipelineRun(pinned(checked.config), checked.path, start, until, started)
     predecessor = run.unfinished_predecessor()
     if predecessor:
@@ -330,6 +335,7 @@ def open_run(
     finally:
         try:
             run.save_state(state, failure)
+            # The attempt that goes on may belong to the same MLflow run.
             if not continued_elsewhere:
                 run.tracking.finish(run.parent_run_id, status, reused=reused)
         finally:

@@ -169,6 +169,7 @@ def _hardware(
 def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> dict[str, Seconds]:
     seconds: dict[str, Seconds] = {}
     for stage, section in config.training_sections.items():
+        # The other stages train on pairs.
         sequences = 1 if stage == "sft" else 2
         model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
         batch = largest_pass(config, stage)

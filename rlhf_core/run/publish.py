@@ -50,6 +50,7 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
         (temporary / "README.md").write_text(model_card(policy), encoding="utf-8")
         for path in (temporary, *temporary.rglob("*")):  # artifacts are read-only
             path.chmod(0o755 if path.is_dir() else 0o644)
+        # This also replaces an empty folder.
         temporary.replace(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

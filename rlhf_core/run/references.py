@@ -261,6 +261,7 @@ class _Resolver:
     def _file_of_version(self, text: str) -> tuple[str, ModelVersion, ArtifactStore, ArtifactRef, str]:
         """Return name, version, store, artifact and file of `registry://NAME/VERSION/STAGE/FILE`."""
         parts = text.removeprefix("registry://").split("/", 3)
+        # Not `registry://`: `champion:NAME`, which is a reference to a model.
         if not text.startswith("registry://") or len(parts) < 4:
             raise InputError(f"a source must be {_FORMS_OF_SOURCES}; correct it")
         name, wanted, stage, file = parts

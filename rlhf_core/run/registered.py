@@ -268,5 +268,6 @@ def serve_environment() -> dict[str, str]:
     import torch
 
     if not torch.cuda.is_available():
+        # VLLM_CPU_KVCACHE_SPACE is in GiB.
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return variables | dict(os.environ)

@@ -132,6 +132,7 @@ class _Reporter:
                 if now - looked > _STOP_SECONDS:
                     looked = now
                     if self._files.is_asked_to_stop():
+                        # The handler runs in the main thread: its SystemExit has `run_child` end the stage.
                         os.kill(os.getpid(), signal.SIGTERM)
             except StoreError as error:
                 log.warning("%s; trying again", error.message)

@@ -49,6 +49,7 @@ def serve_reward(
         raise InputError(f"--micro-batch-tokens must be at least 1; got {micro_batch_tokens}")
     from rlhf_core.rewards.server import listen, make_server
 
+    # First: an address that cannot be used is reported before the model is fetched and loaded.
     socket, token = listen(host, port)
     with socket:
         folder, trained_as = locate(address, home, endpoint)

@@ -71,6 +71,7 @@ class StageSpec:
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> StageSpec:
         """Return the spec that `to_json` has written, validated like any configuration."""
+        # In JSON mode, the strict sections accept a list for a tuple. For Python objects they do not.
         config = PipelineConfig.model_validate_json(json.dumps(payload["config"]))
         inputs = {name: ArtifactRef(**ref) for name, ref in payload["inputs"].items()}
         return cls(

@@ -100,7 +100,7 @@ def get_or_run_stage(
         ref = _make(run, spec, log_file, dispatch, policy, waiting)
         failpoint("flow.made")
     elif run.next_stage.stage == stage:
-        run.next_stage.close()  # another run has made the artifact in the meantime
+        run.next_stage.close()  # the store has the artifact, which `prepare_next` does not look for
     if reused:
         # An artifact that was made under other limits must meet those of this configuration.
         check_gate(run.config, stage, ref.metrics)

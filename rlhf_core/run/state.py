@@ -91,4 +91,6 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _is_number(value: Any) -> bool:
+    # `type`, because a bool is an int. The bound excludes NaN and infinity, which Python's json reads, and
+    # integers that are too large for a float.
     return type(value) in (int, float) and abs(value) < 1e12

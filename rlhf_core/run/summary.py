@@ -64,6 +64,7 @@ def summarize(
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
     if "register" in records:
+        # Attributes of artifacts are texts.
         registered = records["register"].ref.attributes
         summary["registration"] = {
             name: registered[name] for name in ("model", "version", "rule", "reason") if name in registered

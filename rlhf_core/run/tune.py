@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 STEPS = 3
 """Measured steps of a candidate. One more before them is not counted."""
 _SHORT = (
-    "ppo.checkpoint_every=1000000",
+    "ppo.checkpoint_every=1000000",  # never, in a few steps
     "ppo.samples_every=1000000",
-    "ppo.critic_warmup_steps=0",
+    "ppo.critic_warmup_steps=0",  # these steps train the critic only
     "ppo.critic_warmup_max_steps=null",
     "ppo.evaluate_every=null",
     "ppo.stop_patience=null",

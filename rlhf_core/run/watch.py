@@ -113,6 +113,7 @@ class Watch:
             return Verdict(False, "Unchanged", "the sources look as after the last retraining")
         interrupted = bool(self._run) and self._state.run == self._run
         hours = (time.time() - self._state.started) / 3600
+        # Negative hours, after the clock was set back, are no reason to wait.
         if not interrupted and 0 <= hours < min_pause_hours:
             return Verdict(
                 False, "Waiting", f"{hours:.1f} hours since the last start, of {min_pause_hours:g}"

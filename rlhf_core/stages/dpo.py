@@ -216,6 +216,7 @@ def pair_logprobs(
     collective.
     """
     engine.module.eval()
+    # The rows of other ranks stay 0, so the sum has the rows of all.
     found_P2 = torch.zeros(len(pairs), 2, dtype=torch.float64, device=engine.rank.torch_device)
     plan = micro_batches(engine.rank, pairs, config)
     for number, micro_batch in enumerate(plan, start=1):
@@ -232,6 +233,7 @@ def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOCo
     The implicit reward of a response is beta times the logarithm of policy over reference.
     """
     reference = [row.reference for row in rows]
+    # An empty micro-batch gives an empty list, which has one axis only.
     reference_P2 = policy_P2.new_tensor(reference).view(len(rows), 2)
     chosen, rejected = policy_P2.unbind(1)
     ref_chosen, ref_rejected = reference_P2.unbind(1)

@@ -151,14 +151,18 @@ def train_epochs(
             failpoint(f"{training.stage}.step")
             step += 1
             tokens += sum(map(tokens_of, batch))
+            # Evaluations and checkpoints do not count.
             seconds += time.monotonic() - started
             evaluation = {}
+            # With early stop the last weights are a candidate too. Without it, the caller evaluates them.
             at_the_end = step == total and early_stop is not None
             in_between = step < total and every is not None and step % every == 0
             if at_the_end or in_between:
                 evaluation = evaluate()
+                # The loss is a sum over all ranks, so every rank decides the same here and in `is_final`.
                 if early_stop is not None and best.add(step, evaluation["eval/loss"]):
                     engine.snapshot_best()
+                # After `add`, which counts an evaluation whose loss is not finite.
                 evaluation = {name: value for name, value in evaluation.items() if math.isfinite(value)}
             if context is not None:
                 if step < total and not best.is_final(early_stop):  # at the end those of the best are logged
@@ -176,6 +180,7 @@ def train_epochs(
                 state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
                 score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
             )  # fmt: skip
+    # 0: no early stop, or no finite loss. `step`: the engine has the best weights already.
     if 0 < best.step < step:
         engine.restore_best()
     return Trained(step, best.step or step, tokens / max(seconds, 1e-9))

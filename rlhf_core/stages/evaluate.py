@@ -92,6 +92,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         scoring.score, judge, config, judge_model, pad_id=decoder.pad, device=device, context=context
     )
     with evaluation_session(config, device, context):
+        # First: a judge that is refused costs no samples.
         language_model = _load_checked_judge(config, context, device) if judge == MEASURE else None
         found = generate.responses_to_sets(
             config, models, decoder.response, sets, device=device, context=context
@@ -224,6 +225,7 @@ def _measure(
     every = [sample for samples in responses.values() for sample in samples]
 
     def by_model(values: Sequence[float]) -> ByModel:
+        # Each model has one response to each prompt, and its responses are adjacent.
         starts = range(0, len(every), count)
         return {
             model: list(values[start : start + count]) for model, start in zip(responses, starts, strict=True)

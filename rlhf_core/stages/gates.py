@@ -21,6 +21,7 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     if stage == "evaluate" and config.evaluate.language_model is not None:
         _check_language_model(config.evaluate.language_model, metrics)
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
+    # `not <=`, so that NaN does not pass.
     if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
         cause, fix = why_merged(config.ppo.lora)
         raise GateFailed(

@@ -71,6 +71,7 @@ def train_members(
     """
     first, position, finished = _resume(steps, out, context)
     if finished.members:
+        # An earlier attempt may have been killed before this check, or ended by it.
         check(finished.metrics())
     for number in range(first, ensemble.members):
         if context is None:
@@ -83,6 +84,8 @@ def train_members(
             continue
         finished.members.append(member)
         if number + 1 < ensemble.members:
+            # Committed as step 0 of the next member: only the finished members. Before the check, so that an
+            # attempt with a lower limit need not train this member again.
             following = _context(context, number + 1, ensemble, steps, finished, None)
             heartbeat("commit", math.inf)  # each request of an upload has its own timeout
             with new_checkpoint(following, work, 0, 0):
@@ -154,10 +157,12 @@ def _resume(
     if context is not None:
         latest = context.checkpoints.latest()
         if latest is not None:
+            # A training commits no checkpoint at its last step, so a multiple of `steps` begins a member.
             number, step = divmod(latest[0], steps)
             if number:
                 finished.load(latest[1] / _FOLDER)
             found = [(number, (step, latest[1]) if step else None)]
+    # The broadcast has a time limit, and rank 0 may still download.
     wait_for_rank_zero("restored members")
     dist.broadcast_object_list(found, src=0)
     number, position = found[0]

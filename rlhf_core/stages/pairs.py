@@ -40,6 +40,7 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list
 
 
 def _is_of_judge(pair: PairExample, fraction: float) -> bool:
+    # A seed has 63 bits, so the quotient is uniform in [0, 1].
     return derive_seed(0, "judge", pair.prompt_id) / 2.0**63 < fraction
 
 
@@ -49,6 +50,7 @@ def micro_batches(
     """Return the micro-batches of `rank`, as indices of `pairs`. Both responses of a pair are in the same
     one.
     """
+    # Padded: two rows for each pair, both as wide as the longer of the two sequences.
     lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in pairs]
     if config.packs:
         lengths = [pair_tokens(pair) for pair in pairs]

@@ -130,6 +130,7 @@ def _save(config: PipelineConfig, context: StageContext, controller: PPOControll
     if ppo.lora is not None:
         controller.save_adapter(context.output / "adapter", f"{context.artifact_name('sft')}/model")
         trained = TrainedPolicy(*controller.trained_logprobs(SEQUENCES))
+    # At the end, because the average replaces the weights that were saved and measured above.
     if ppo.ema_decay is not None and ppo.publish != "average":
         controller.restore_average()
         controller.save_policy(context.output / "policy_ema")

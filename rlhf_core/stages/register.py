@@ -49,6 +49,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             "The stage register needs the lineage of its inputs (StageContext.lineage); run it by the"
             " pipeline."
         )
+    # Before anything is registered, because a file that cannot be used ends the stage.
     people = _People(config, context)
     digest = weights_sha256(context.inputs["ppo"] / "policy")
     content = _evaluation(context.inputs["evaluate"])
@@ -181,6 +182,7 @@ def _play(
     samples = context.output / "match_samples.jsonl"
     samples.write_text(lines, encoding="utf-8")
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
+    # 1 for a win, 0 for a tie and -1 for a loss.
     outcomes = [2 * preference - 1 for preference in result.comparison.preferences]
     return Match(
         rate.mean,

@@ -134,7 +134,7 @@ def _train_member(
     config, reward = inputs.config, inputs.config.reward
     data, sft, held_out = inputs.data, inputs.sft, inputs.held_out
     folder = member_folder(out / "model", number)
-    torch.manual_seed(inputs.seed(number, "init"))
+    torch.manual_seed(inputs.seed(number, "init"))  # of the score head and of adapters
     model = load_score_model(
         sft / "model",
         dtype=reward.deepspeed.dtype,
@@ -144,6 +144,7 @@ def _train_member(
         pack=reward.pack,
         shards=shards_of(reward.deepspeed),
     )
+    # Each rank plans the micro-batches of all ranks, so all must use the same layout.
     reward = reward.model_copy(update={"pack": all_ranks_pack(model, reward.pack, rank, "reward.pack")})
     pad_id = load_decoder(data).pad
     add_adapter(model, reward.lora)
@@ -153,9 +154,11 @@ def _train_member(
     training = Training(inputs.stage, inputs.seed(number), pad_id, work, context)
     metrics = train_reward(engine, inputs.train, held_out, reward, training)
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
+    # Before the model is saved, which writes them to its folder.
     statistics = model.statistics = ScoreStatistics.of(scores)
     exchanged = exchange_pairs(held_out)
     of_exchanged = {} if exchanged is None else evaluate_reward(engine, exchanged, reward, pad_id)[0]
+    # Before `merge_adapter`: saving merges by itself, and would add the adapter a second time.
     engine.save_model(folder, model.save)
     engine.save_adapter(
         member_folder(out / "adapter", number),
@@ -304,9 +307,12 @@ def train_step(
     def losses() -> Iterator[torch.Tensor]:
         for micro_batch in micro_batches(engine.rank, batch, config):
             chosen, rejected = _forward(engine, [batch[i] for i in micro_batch], config, pad_id)
+            # This rank has no pair left. A loss of 0 with a gradient lets it take part in the collective
+            # operations of the backward pass.
             if not micro_batch:
                 yield 0.0 * chosen.sum()
                 continue
+            # `pair_loss` is the mean of the micro-batch. So weighted, the parts add up to that of the batch.
             loss = pair_loss(chosen, rejected, [batch[i] for i in micro_batch], config) * (
                 len(micro_batch) / len(batch)
             )
@@ -340,8 +346,10 @@ def evaluate_reward(
     for micro_batch in micro_batches(engine.rank, held_out, config):
         heartbeat("evaluation")
         chosen, rejected = _forward(engine, [held_out[i] for i in micro_batch], config, pad_id)
+        # Not strict: an empty micro-batch has the scores of its dummy token.
         for i, c, r in zip(micro_batch, chosen.tolist(), rejected.tolist(), strict=False):
             scores[i] = torch.tensor([c, r], dtype=torch.float64)
+    # The pairs of other ranks have the score 0 here, so the sum has the scores of all.
     scores = scores.to(engine.rank.torch_device)
     dist.all_reduce(scores)
     scores = scores.cpu()
@@ -360,6 +368,7 @@ def evaluate_sequences(
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
     plan = plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
     batches = Batches(sequences, plan, pad_id=pad_id, device=rank.torch_device, pack=config.packs)
+    # Statistics with mean 0 and std 1 leave the scores raw. Sequences of other ranks have the score 0.
     own = sequence_scores(engine, ScoreStatistics(), batches)
     flat = torch.tensor(own, dtype=torch.float64, device=rank.torch_device)
     dist.all_reduce(flat)
@@ -431,4 +440,5 @@ def _forward(
     sequences = [TokenSequence.of(p.prompt_ids, p.chosen_ids) for p in pairs]
     sequences += [TokenSequence.of(p.prompt_ids, p.rejected_ids) for p in pairs]
     scores = engine(collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device), "last")
+    # Without pairs, the batch is one dummy token, whose score keeps the graph for the backward pass.
     return scores[: len(pairs)] if pairs else scores, scores[len(pairs) :]

@@ -169,6 +169,7 @@ def select(
         worst = min(usable, key=lambda answer: answer.score)
         if min_score is None or best.score >= min_score:
             best_answers.append(best)
+        # The data stage refuses a pair of equal texts.
         if best.score > worst.score and best.sample.response != worst.sample.response:
             pairs.append((best, worst))
     return best_answers, pairs

@@ -96,7 +96,7 @@ def _train(
 ) -> dict[str, float]:
     sft = config.sft
     folder, revision = base_model(config, data)
-    torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))
+    torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))  # of a model from scratch, and of adapters
     policy = load_policy(
         folder,
         dtype=sft.deepspeed.dtype,
@@ -109,9 +109,12 @@ def _train(
         shards=shards_of(sft.deepspeed),
     )
     if context is not None:
+        # Again, because a file may have changed while the ranks loaded it.
         require_same_state(state, config, context.sources)
+    # Each rank plans the micro-batches of all ranks, so all must use the same layout.
     sft = sft.model_copy(update={"pack": all_ranks_pack(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
+    # The engines end a response at the `eos_token_id` of config.json, so it must be that of the data.
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
     # Sampling settings of the base model (top_p, repetition_penalty) would change samples and reach the
     # registered policy.
@@ -124,6 +127,7 @@ def _train(
     train = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")]
     training = Training("sft", derive_seed(config.run.seed, "sft"), ids.pad, work, context)
     metrics = train_sft(engine, train, held_out, sft, training)
+    # Before `merge_adapter`: saving merges by itself, and would add the adapter a second time.
     engine.save_model(out / "model", policy.save)
     engine.save_adapter(out / "adapter", str(folder), revision)
     saved: dict[str, float] | None = None
@@ -180,7 +184,7 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
-            top_k=0,
+            top_k=0,  # transformers otherwise samples from the 50 most likely tokens
             temperature=config.ppo.temperature,
             max_new_tokens=config.ppo.max_new_tokens,
         )[0, ids.shape[1] :]
@@ -254,6 +258,8 @@ def train_step(
     targets = sum(sequence.targets for sequence in batch)
     loss_sum = torch.zeros((), device=engine.rank.torch_device)
 
+    # A generator: the backward pass of a loss runs before the next forward pass, so the activations of one
+    # micro-batch are in memory at a time.
     def losses() -> Iterator[torch.Tensor]:
         for micro_batch in _my_micro_batches(engine, batch, config):
             tensors = collate([batch[i] for i in micro_batch], pad_id=pad_id, pack=config.packs).to(
@@ -337,6 +343,7 @@ def _loss_and_count(
 
 def _measures(sums: torch.Tensor) -> dict[str, float]:
     loss = (sums[0] / sums[1]).item()
+    # `math.exp` raises OverflowError for the loss of a training that diverged.
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 50.0))}
 
 

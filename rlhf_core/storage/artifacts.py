@@ -126,7 +126,9 @@ class ArtifactStore:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "parents": {name: {"key": ref.key, "digest": ref.digest} for name, ref in parents},
             "metrics": _finite(provenance.metrics),
+            # Existing manifests have the attributes under this name.
             "facts": dict(provenance.attributes),
+            # Other values, such as paths, become text: the checksum of the manifest accepts JSON only.
             "config": json.loads(json.dumps(provenance.config, default=str, allow_nan=False)),
             "versions": versions(),
             "mlflow_run_id": provenance.mlflow_run_id,
@@ -231,6 +233,8 @@ class ArtifactStore:
             return None
         log.info("uploading the artifact %s/%s, which an earlier attempt made", kind, key)
         manifest = self._outbox.upload(prefix, fence.check)
+        # None: the store has another artifact, or the pending one was damaged and there may be none. Then the
+        # stage makes it again.
         return self.find(kind, key) if manifest is None else self._committed(kind, key, manifest, fence)
 
     def _committed(
@@ -259,8 +263,10 @@ class ArtifactStore:
 
     def _read(self, kind: str, key: str) -> Manifest | None:
         manifest = bundles.read(self._store, _prefix(kind, key))
+        # A manifest that was copied from another key has an intact checksum.
         if manifest is not None and (manifest.body.get("kind"), manifest.body.get("key")) != (kind, key):
             raise CorruptArtifact(f"The manifest of {kind}/{key} is that of another artifact.")
+        # Also when reading, because files can get into a store without `publish`.
         program = _find_program(manifest.files) if manifest is not None else None
         if program is not None:
             raise CorruptArtifact(
@@ -301,6 +307,7 @@ def _prefix(kind: str, key: str) -> str:
     return f"artifacts/{kind}/{key}"
 
 
+# `tracking.registry` writes a local path as `local-store://` if MLflow is a server.
 _ADDRESS = re.compile(r"(?:local-store://)?(.+)/artifacts/([a-z]+)/([0-9a-f]{16})(?:/.*)?")
 
 

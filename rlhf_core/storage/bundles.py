@@ -123,6 +123,7 @@ class FileDigests:
         return dict(zip(names, _in_parallel(self._digest, files), strict=True))
 
     def _digest(self, path: Path) -> str:
+        # Before the file is read: a change in the meantime is then found at the next call.
         status = path.stat()
         stamp = (status.st_ino, status.st_size, status.st_ctime_ns)
         known = self._known.get(path)
@@ -137,6 +138,7 @@ def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     A stop does not wait for a transfer: the threads are daemons, unlike those of `ThreadPoolExecutor`.
     """
     with ThreadPool(_THREADS) as pool:
+        # Not `map`, which waits for all items before it raises an error.
         return list(pool.imap(call, items))
 
 
@@ -197,19 +199,22 @@ def commit(
         elsewhere: further files of the bundle, which other hosts upload.
         uploaded: waits until they have.
     """
-    # Hosts with a common folder have the same files.
+    # Hosts with a common folder report the same files. The manifest lists each file once.
     merged = {entry.path: entry for entry in (*elsewhere, *files)}
     manifest = Manifest(prefix, folder, tuple(merged[path] for path in sorted(merged)), body)
     existing = _existing(store, prefix)
+    # With the same folder, it was committed before. For example, a kill came before the outbox was emptied.
     if existing is not None:
         return existing if existing.folder == folder else None
     try:
         upload(store, source, files, manifest.data)
         uploaded()
+        # A file that the store has lost must be found before the manifest exists.
         missing = find_damage(store, manifest)
         if not missing:
             may_commit()
     except FileNotFoundError as error:
+        # For example, another writer deleted the folder while it was filled, see below.
         missing = str(error)
     except BaseException:
         _delete_uncommitted(store, manifest)
@@ -242,6 +247,7 @@ def _existing(store: Store, prefix: str) -> Manifest | None:
             check_files(store, manifest)
         return manifest
     except CorruptArtifact as error:
+        # A damaged manifest that stays would block the new one, which is created only if there is none.
         record = mark_damaged(store, prefix, error.message, manifest)
         log.error("%s It is marked as damaged: %s", error.message, record)
         return None
@@ -250,6 +256,7 @@ def _existing(store: Store, prefix: str) -> Manifest | None:
 def upload(store: Store, source: Path, files: Sequence[FileEntry], target: str) -> None:
     """Copy `files` of the local folder `source` to the folder `target` of the store."""
     folder = store.local_path(target)
+    # On one disk the files are linked and need no space.
     if folder is not None and not on_one_disk(source, folder):
         require_free(folder, sum(entry.size for entry in files), store.uri(target))
     _in_parallel(
@@ -309,6 +316,7 @@ def parse(prefix: str, raw: bytes, uri: str) -> Manifest:
         if schema != SCHEMA:
             raise CorruptArtifact(f"{uri} has schema {schema!r}; this version reads {SCHEMA}.")
         files = tuple(FileEntry(**entry) for entry in content.pop("files"))
+        # The names become paths of a download, and must not lead out of its folder.
         for path in (folder, *(entry.path for entry in files)):
             check_key(path)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InputError) as error:
@@ -387,6 +395,7 @@ def fetch(
     check_files(store, manifest)
     local = store.local_path(manifest.data)
     if local is not None:
+        # A local store has no folder for a bundle without files.
         local.mkdir(parents=True, exist_ok=True)
         verify(local, manifest, needed)
         return local
@@ -417,6 +426,7 @@ def _download(store: Store, manifest: Manifest, target: Path, needed: Callable[[
         try:
             verify(temporary, manifest, needed)
         except CorruptArtifact as error:
+            # `temporary` will be gone when the message is read.
             message = error.message.replace(str(temporary), store.uri(manifest.data))
             raise CorruptArtifact(message) from error
         try:
@@ -452,6 +462,8 @@ def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | Non
             return f"already, {folder} is in its place"
     name = f"{prefix}/{_DAMAGED}{hashlib.sha256(raw).hexdigest()[:12]}.json"
     record = {"reason": reason, "manifest": raw.decode("utf-8", errors="replace")}
+    # The record first, under a name that follows from the content: after a kill in between, the manifest is
+    # still there, and the next reader writes the same record.
     store.put_if_absent(name, json.dumps(record, indent=1).encode())
     store.delete([f"{prefix}/{MANIFEST}"])
     return store.uri(name)

@@ -54,6 +54,8 @@ LAST_SECONDS = 10.0
 _ANY = re.compile(r"/step-(\d{8,})/")
 _COMMITTED = re.compile(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$")
 _NEWEST = "newest.json"
+# Below every step, so that it names no checkpoint as gone. It still shows that there was one: without an
+# intact one, `latest` needs `allow_fresh_start`.
 _DAMAGED_POINTER = -1
 """Stands for the step in a `newest.json` that cannot be read."""
 _ONLY_LOGGED = {"threads", "git", "ray", "datasets", "mlflow", "prefect", "gpu_driver"}
@@ -190,6 +192,7 @@ class CheckpointStore:
             except CorruptArtifact as error:
                 if not self._store.exists(f"{prefix}/{MANIFEST}"):
                     continue  # a later attempt deleted it while it was read
+                # Without newest.json, the damaged checkpoint shows that there was one: no silent fresh start.
                 newest = step if newest is None else newest
                 self._mark_damaged(step, error, manifest)
         if newest is not None:
@@ -260,6 +263,7 @@ class CheckpointStore:
             known: scores of earlier checkpoints, by step, that were determined after those were saved.
         """
         started = time.monotonic()
+        # With an outbox, the checkpoint is on the local disk before the store is asked for anything.
         if self._outbox is None:
             self._may_commit()
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
@@ -292,6 +296,7 @@ class CheckpointStore:
             )
             self._committed(step, manifest)
         else:
+            # Before `result`, so that an error of the previous upload does not lose this checkpoint.
             self._outbox.add(prefix, folder, files, folder=name, body=body)
             if self._background_upload is not None:
                 self._background_upload.result()
@@ -319,9 +324,11 @@ class CheckpointStore:
     def clear(self) -> None:
         """Delete all checkpoints, after the stage's artifact was published. Damaged ones stay."""
         if self._background_upload is not None:
+            # Without a limit, because the upload would add files again after the deletion.
             self._background_upload.report(None)
         if self._outbox is not None:
             self._outbox.discard_all(self._root)
+        # First. After a kill in between, `latest` would report the step that it names as lost.
         self._store.delete([f"{self._root}/{_NEWEST}"])
         for step in self._steps(committed=False):
             bundles.remove(self._store, self._prefix(step))
@@ -440,6 +447,7 @@ class CheckpointStore:
         newest, older = steps[:keep], steps[keep:]
         if len(newest) < keep:
             return
+        # From all manifests, because a later one can have the score of an older checkpoint.
         scored = [(score, step) for score, step in self._scored(steps, {}) if step in older]
         best = {step for _, step in sorted(scored, reverse=True)[: self._store_settings.keep_best]}
         deleted = [s for s in self._steps(committed=False) if s < newest[-1] and s not in best]
@@ -453,6 +461,7 @@ class CheckpointStore:
 
         A score is stored in the checkpoint's own manifest, in a later manifest or in `known`.
         """
+        # Scores are not used then, and no manifest need be read.
         if self._store_settings.keep_best == 0:
             steps = []
         own: dict[int, float] = {}

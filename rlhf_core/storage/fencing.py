@@ -90,8 +90,10 @@ def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECON
     for _ in range(_MAX_CLAIMS):
         while True:
             attempt = _latest(store, stage_key)
+            # The same holder is kept, with the time for which it was observed.
             if holder is None or holder.attempt != attempt:
                 holder = _read_holder(store, stage_key, attempt)
+            # None: no attempt has claimed the key yet, or its record cannot be read.
             if holder is None or not holder.lives(store, stage_key):
                 break
             if holder.is_here and holder.seconds > seconds:
@@ -131,6 +133,7 @@ def renewed(fence: Fence) -> Iterator[None]:
 
     def renew() -> None:
         beats = 0
+        # No renewal at the start: an observer counts from its first observation.
         while not ended.wait(BEAT_SECONDS):
             beats += 1
             try:
@@ -170,11 +173,14 @@ class _Holder:
         """Observe it once more, and return whether it still holds the key."""
         if self.is_here:
             self._pass_time(math.inf)
+            # This process would wait for itself until the time is over.
             return self.process.pid != os.getpid() and self.process.alive()
+        # Versions without leases: whether the holder lives cannot be seen, so it is not waited for.
         beat = store.read_bytes(_beat_key(stage_key, self.attempt)) if self.has_lease else _ENDED
         if beat == _ENDED:
             return False
-        # This process may have been suspended, or the store unreachable, for this process and the holder.
+        # A longer time since the last observation counts as 4 s: this process was suspended, or the store did
+        # not answer, and the holder may have had the same trouble.
         self._pass_time(2 * _REMOTE_POLL_SECONDS)
         if beat != self._beat:
             self._beat, self.seconds = beat, 0.0
@@ -234,6 +240,7 @@ def _key(stage_key: str, attempt: int) -> str:
 
 def _latest(store: Store, stage_key: str) -> int:
     names = (key.rsplit("/", 1)[-1].removesuffix(".json") for key in store.list(_folder(stage_key)))
+    # Not `isdigit`, which also accepts characters that `int` does not, such as a superscript 2.
     return max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
 
 

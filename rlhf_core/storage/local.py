@@ -20,6 +20,8 @@ from rlhf_core.system.files import TEMPORARY, UnfitFile, fsync, read_bounded, re
 
 log = logging.getLogger(__name__)
 
+# EMLINK: the file has its maximum number of links. EPERM is also Linux's answer for a file of another user
+# that this one cannot write (fs.protected_hardlinks).
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
 """Errors of file systems that cannot link two paths."""
 
@@ -57,6 +59,7 @@ class LocalFiles:
                 return _created(temporary, target, data)
             finally:
                 temporary.unlink(missing_ok=True)
+                # The new name is not on the disk before its folder is.
                 fsync(target.parent)
 
     def read_bytes(self, key: str) -> bytes | None:

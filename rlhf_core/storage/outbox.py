@@ -46,6 +46,7 @@ class Outbox:
             folder: name of the folder for the files below `prefix`.
             body: other entries of the manifest.
         """
+        # `commit` keeps a bundle that is there already.
         self.discard(prefix)
         bundles.commit(
             self._pending, prefix, source, files, folder=folder, body=body, may_commit=lambda: None
@@ -109,6 +110,7 @@ class Outbox:
             raise StoreError(
                 f"{error.message} It is kept in {source}; the same command uploads it from there."
             ) from error
+        # Also if the store has another bundle there: this one cannot be committed any more.
         self.discard(prefix)
         return committed
 
@@ -119,6 +121,7 @@ class Outbox:
         """
         try:
             manifest = bundles.read(self._pending, prefix)
+            # The outbox is a local store, from which nothing is copied to the cache.
             return None if manifest is None else (manifest, bundles.fetch(self._pending, manifest, Path()))
         except CorruptArtifact as error:
             record = bundles.mark_damaged(self._pending, prefix, error.message)

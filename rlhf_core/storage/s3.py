@@ -120,6 +120,7 @@ def filesystem(endpoint: str | None) -> Any:
 
     bounded = Bounded(
         endpoint_url=endpoint,
+        # Other processes write to the bucket, and a cached listing would hide their claims and manifests.
         use_listings_cache=False,
         skip_instance_cache=True,
         max_concurrency=_CONCURRENCY,
@@ -133,6 +134,7 @@ def filesystem(endpoint: str | None) -> Any:
             "response_checksum_validation": "when_required",
         },
     )
+    # Attempts of s3fs itself, in addition to those of botocore. The default is 5.
     bounded.retries = 2
     return bounded
 
@@ -226,6 +228,7 @@ class S3Objects:
         self._call("write", key, lambda: self._pipe(self._path(key), data))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
+        # Without conditional puts, the put below would replace an existing object.
         if self.read_bytes(key) is not None:
             return False
         mode = "create" if self._conditional else "overwrite"
@@ -264,6 +267,7 @@ class S3Objects:
     def abort_multipart_uploads(self, prefix: str) -> None:
         bucket, _, _ = self._root.partition("/")
         start = self._path(prefix).removeprefix(f"{bucket}/") + "/"
+        # `timeout` is an argument of fsspec, which limits the wait for the coroutine, and not of the request.
         request = functools.partial(self._fs.call_s3, Bucket=bucket, timeout=REQUEST_SECONDS)
         # Without retries: not every server supports it, and nothing depends on it.
         try:
@@ -354,6 +358,7 @@ def with_retries(what: str, retry_seconds: float, call: Callable[[], _T]) -> _T:
 
 
 def _is_temporary(error: BaseException) -> bool:
+    # A StoreError, with which `attempt` ends the retries, is not one of these errors.
     return isinstance(error, _client_errors()) and not isinstance(error, FileNotFoundError | FileExistsError)
 
 
@@ -376,6 +381,7 @@ def _error_of(state: RetryCallState) -> BaseException:
     return error
 
 
+# An OSError, because `with_retries` handles only the exceptions of `_client_errors`.
 class _TooMuch(OSError):
     """The amount of data exceeds that of any valid store."""
 
@@ -391,6 +397,7 @@ def _client_errors() -> tuple[type[Exception], ...]:
 
 def _code(error: BaseException) -> str:
     """Return the code of the server's answer; '' if there was none."""
+    # s3fs converts the client's error to an OSError without the response, and sets it as the cause.
     response = getattr(error.__cause__ or error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 

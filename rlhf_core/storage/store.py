@@ -22,10 +22,12 @@ from rlhf_core.storage.s3 import S3Objects
 from rlhf_core.system.files import TEMPORARY
 
 _CHECK_SECONDS = 2.0
+# S3 allows 1024 bytes for a key together with the prefix of the store, file systems 255 for one name.
 _MAX_KEY_BYTES, _MAX_NAME_BYTES = 900, 255
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _ENDPOINT = re.compile(r"https?://[^/\s]+")
+# `?`, because s3fs takes `?versionId=` out of a path. Surrogates, because UTF-8 cannot encode them.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?\ud800-\udfff]")
 
 
@@ -34,6 +36,7 @@ def check_key(key: str) -> str:
     names = key.split("/")
     if (
         not key
+        # `replace`, because the surrogates that the next line refuses would raise an error here.
         or len(key.encode(errors="replace")) > _MAX_KEY_BYTES
         or _UNSAFE.search(key)
         or any(not name or name in (".", "..") or name.startswith(TEMPORARY) for name in names)

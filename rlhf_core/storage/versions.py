@@ -81,9 +81,11 @@ def _code_digest() -> str:
 
 def _git_sha() -> str:
     root = Path(__file__).resolve().parents[2]
+    # git would also find the repository of a folder above an installed package.
     if not (root / ".git").exists():
         return ""
     try:
+        # No tag matches, so that `--always` gives the commit and not the nearest tag.
         command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--match=NONE"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

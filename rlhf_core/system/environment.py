@@ -35,10 +35,11 @@ STAGE_PROCESS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "MPLBACKEND": "Agg",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait stall each other on a busy machine
-    "PYTHONFAULTHANDLER": "1",
-    "PYTHONHASHSEED": "0",
-    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",  # a crash in C code writes stacks to the log
+    "PYTHONHASHSEED": "0",  # the same order of sets in all processes
+    "PYTHONUNBUFFERED": "1",  # what a process prints before it is killed is in the log
     "TOKENIZERS_PARALLELISM": "false",
+    # A pickle can run code. This also holds where DeepSpeed calls torch.load with weights_only=False.
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
 }
 """Variables of every process of a stage. Those of Prefect are left out, because no such process uses it."""

@@ -41,6 +41,7 @@ def failpoint(name: str, *acts: str) -> str | None:
         _append(Path(trace, "passes"), f"{time.time():.6f} {os.getpid()} {name}\n")
     for entry in filter(None, wanted.split(",")):
         point, nth, action = entry.split(":")
+        # `_first` is last: it creates the file that keeps other processes from acting.
         if point == name and int(nth) == _seen[name] and (trace is None or _first(Path(trace, entry))):
             if action in _SIGNALS:
                 os.kill(os.getpid(), _SIGNALS[action])

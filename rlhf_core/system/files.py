@@ -172,7 +172,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the content of `path`; None if there is no such file or it is not a JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # RecursionError: thousands of nested lists
         return None
     return content if isinstance(content, dict) else None
 

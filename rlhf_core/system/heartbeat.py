@@ -66,11 +66,14 @@ class _Registration:
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         # Opened to append: an engine that replaces a stuck one keeps the stacks of its predecessor.
         self._stacks: IO[str] = _stacks_file(folder, name).open("a")
+        # Before the first record: a monitor sends the signal to every process that has one, and without a
+        # handler the signal would kill.
         faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
 
     def write(self, activity: str, stall_after: float) -> None:
         self.beats += 1
         self.activity = activity
+        # A limit of math.inf is written as Infinity, which is not JSON, but which Python's json reads.
         record = json.dumps([*self._identity, self.beats, stall_after, activity[:100]])
         # One write of a fixed size: a reader sees the old record or the new one, and the file never grows.
         os.pwrite(self._file, record.ljust(_RECORD_BYTES).encode(), 0)
@@ -225,6 +228,7 @@ class Monitor:
         self._closed.set()
         self._thread.join()
         unregister()
+        # Stacks that were written stay for people. The file of a process without any is empty.
         for file in self.folder.glob("*"):
             if self._temporary or file.suffix != ".stacks" or not file.stat().st_size:
                 file.unlink()
@@ -237,6 +241,7 @@ class Monitor:
 
     def local(self) -> list[Participant]:
         """Return the participants on this host as of now."""
+        # 0.0, here and below: only the thread of the monitor counts seconds, or they would count twice.
         self._poll(0.0)
         return [participant for participant in self._all() if participant.is_local]
 
@@ -403,6 +408,7 @@ def _culprits(participants: list[Participant]) -> list[Participant]:
         for participant in participants
         if participant.activity and not _is_this_process(participant)
     ]
+    # `seconds` grows from poll to poll, so processes that stopped together can differ by a poll.
     longest = max((participant.seconds for participant in working), default=0.0)
     return [participant for participant in working if participant.seconds > longest - 2 * POLL_SECONDS]
 

@@ -51,6 +51,7 @@ def is_own(headers: list[tuple[bytes, bytes]]) -> bool:
     if len(hosts) != 1:
         return False
     name, _, port = hosts[0].rpartition(":")
+    # `localhost` and `[::1]` without a port: the last colon, if there is one, is part of the address.
     if not port.isdigit():
         name = hosts[0]
     return is_loopback(name) and all(origin == f"http://{hosts[0]}" for origin in origins)

@@ -34,6 +34,7 @@ def stop_after_failing(seconds: float) -> Callable[[RetryCallState], bool]:
     tenacity's own `stop_before_delay` counts from the first start: a call that needs minutes, such as an
     upload, would not be retried at all.
     """
+    # State of one call: each call needs a stop function of its own.
     first_failure: float | None = None
 
     def stop(state: RetryCallState) -> bool:
@@ -42,6 +43,7 @@ def stop_after_failing(seconds: float) -> Callable[[RetryCallState], bool]:
         assert failed_at is not None
         if first_failure is None:
             first_failure = failed_at
+        # tenacity draws the pause before it asks the stop function.
         return failed_at + state.upcoming_sleep - first_failure > seconds
 
     return stop

@@ -214,5 +214,6 @@ def scripted_engines(respond: Respond) -> Iterator[list[ScriptedEngine]]:
         started.append(ScriptedEngine(respond, model, options))
         return started[-1]
 
+    # In the module that defines it: callers import the class when they start an engine.
     with mock.patch("rlhf_core.engines.vllm.Engine", start):
         yield started

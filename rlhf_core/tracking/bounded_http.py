@@ -54,7 +54,8 @@ class BoundedAdapter(HTTPAdapter):
     def send(
         self, request: PreparedRequest, stream: bool = False, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Response:
-        # A redirect belongs to the call that was redirected.
+        # The session follows a redirect with another call of this method. It belongs to the call that was
+        # redirected, and shares its time.
         now = time.monotonic()
         target, began = getattr(_here, "redirect", ("", now))
         spent = now - began if request.url == target else 0.0
@@ -118,7 +119,8 @@ class _Call:
         with self._lock:
             self._over = True
             for connection in self._connections:
-                # Bypass the TLS layer, which does not support concurrent threads.
+                # Bypass the TLS layer, which does not support concurrent threads. TypeError: the connection
+                # has no socket yet, or not any more.
                 with suppress(OSError, TypeError):
                     socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
 

@@ -110,6 +110,7 @@ def revocation(
         if REVOKED in each.tags
     ]
     existing = {each.version for each in versions}
+    # Only of deleted versions. An existing one has the tag REVOKED, which a person may have removed.
     for move in moves:
         if move.digests and move.previous not in existing and move.state != "overtaken":
             tag = f"{move.key} of the registered model"
@@ -156,7 +157,8 @@ def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
     """
     earlier = history(mlflow, model)
     if earlier and move.time <= earlier[-1].time:
-        # The clock of the host that made the last move is ahead. The history is ordered by time.
+        # The clock of the host that made the last move is ahead. The history is ordered by time. 10 us later,
+        # because names of tags have microseconds, and a float of this size is exact to a quarter of one.
         move = replace(move, time=earlier[-1].time + 1e-5)
     _record(mlflow, model, move)
     failpoint("champion.recorded")
@@ -173,6 +175,7 @@ def settle(mlflow: Mlflow, model: str) -> None:
         if now in (move.previous, move.version):
             _finish(mlflow, model, move)
         else:
+            # The alias is at neither end of the move: somebody has moved it by hand, which is respected.
             _record(mlflow, model, replace(move, state="overtaken"))
 
 
@@ -181,6 +184,7 @@ def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
     versions = {each.version: each for each in mlflow.versions(model)}
     if move.version is not None:
         version = versions.get(move.version)
+        # The version may have been deleted or revoked after the move was recorded.
         if version is None or revocation(version, versions.values(), history(mlflow, model)):
             overtaken = replace(move, state="overtaken")
             _record(mlflow, model, overtaken)
@@ -227,6 +231,7 @@ def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Move:
         champion = mlflow.by_alias(model, CHAMPION)
         version = find_version(mlflow, model, version).version
         if champion is not None and champion.version == version:
+            # The same command again, after a kill, returns the move that `settle` has finished.
             last = _last(mlflow, model)
             if last is not None and last.version == version:
                 return last
@@ -256,6 +261,7 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         champion = mlflow.by_alias(model, CHAMPION)
         if to not in (None, NONE):
             to = find_version(mlflow, model, to).version
+        # Before the checks below: after a rollback to no champion, the same command finds none.
         last = _last(mlflow, model)
         if last is not None and _is_same_rollback(last, champion.version if champion else None, reason, to):
             return last

@@ -108,6 +108,7 @@ class Evaluation:
         names = {each.name for each in fields(cls)}
         try:
             content = json.loads(text)
+            # Records of other versions have other fields.
             return cls(**{name: value for name, value in content.items() if name in names})
         except (ValueError, TypeError, AttributeError):
             return None
@@ -244,12 +245,14 @@ def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> D
             " a person can decide with `rlhf promote`"
         )
         return Decision(False, "judge", text)
+    # math.exp raises OverflowError above 709.
     text = (
         f"{words}; evidence {math.exp(min(match.log_evidence, 700)):.3g} of the {1 / level:.3g} needed"
         f" (level {level:.2g}, register.alpha={gate.alpha:g} in a year)"
     )
     if match.log_evidence < -math.log(level):
         return Decision(False, "match", text, tested=True)
+    # The evidence is its maximum over the prompts, so that the match can be lost in the end.
     if match.win_rate <= 0.5:
         text += "; the candidate must win more than half of the match"
         return Decision(False, "match", text, tested=True)

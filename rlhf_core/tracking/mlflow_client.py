@@ -35,6 +35,7 @@ _ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
 }
 _LAST_SECONDS = 3
+# The largest batches that MLflow accepts.
 _POINTS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
 _NAME = re.compile(r"[^\w\-./: ]")
@@ -102,6 +103,7 @@ class UnusableAnswer(Exception):
 
 def shorten_timeouts() -> None:
     """Try each request once and for a few seconds only, because this process has been asked to end."""
+    # MLflow reads the variables at each request, so that clients that exist follow them.
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(_LAST_SECONDS)
 
@@ -117,6 +119,7 @@ class Mlflow:
 
     @functools.cached_property
     def _client(self) -> Any:
+        # Before the import, which reads some of them. The user's own values stay.
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         # It logs a warning for every retry; `Tracking` logs one for the whole call.
@@ -186,6 +189,7 @@ class Mlflow:
         try:
             return bool(self._client.get_run(run_id).info.run_id == run_id)
         except MlflowException as error:
+            # The second for an id that does not have the form of MLflow's ids.
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return False
             raise
@@ -363,6 +367,7 @@ class Mlflow:
         run = self._client.get_run(run_id)
         data = run.inputs.dataset_inputs[0].dataset if run.inputs and run.inputs.dataset_inputs else None
         on = {"dataset_name": data.name, "dataset_digest": data.digest} if data else {}
+        # Not the present time, which is part of the key of a row: the same metrics would get another row.
         time = int(run.info.start_time)
         self._client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
         points = [
@@ -455,6 +460,7 @@ class Mlflow:
 
     def by_alias(self, name: str, alias: str) -> ModelVersion | None:
         """Return the version that has the alias, or None."""
+        # `get_model_version_by_alias` has the same error for a missing alias as for an invalid name.
         version = self._client.get_registered_model(name).aliases.get(alias)
         if version is None:
             return None
@@ -477,6 +483,7 @@ def sqlite_path(uri: str) -> Path | None:
     """Return the file of an SQLite address; None for any other address."""
     if not uri.startswith("sqlite:///"):
         return None
+    # As in SQLAlchemy, the path begins after the third slash, and is relative without a fourth one.
     return Path(urlsplit(uri).path.removeprefix("/") or ".").absolute()
 
 
@@ -535,6 +542,7 @@ def _identity(value: Any, what: str) -> str:
 
 
 def _state(run: Any) -> RunState:
+    # `run.data.metrics` has the values without their steps.
     last = {metric.key: int(metric.step) for metric in run.data._metric_objs}
     running = run.info.status == "RUNNING"
     run_id = _identity(run.info.run_id, "run")

@@ -94,6 +94,7 @@ def next_test(
     def digest(prompts: int) -> str | None:
         if isinstance(match, Match):
             return match.digest(prompts)
+        # Only a match can be continued: another evaluation is another test.
         return hashlib.sha256(evaluation.to_json().encode()).hexdigest()[:16]
 
     if isinstance(match, Match):

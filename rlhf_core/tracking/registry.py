@@ -127,8 +127,11 @@ def register(
             refusal = revoked or _champion_is_missing(mlflow, model, champion)
             decision = refusal or _decide(candidate, champion, match, gate, test.level)
             if decision.tested:
+                # A test that continues an earlier one has its time, and replaces it.
                 own = [*(each for each in own if each.time != test.time), test]
             outcome = _Outcome(decision, opponent, match if isinstance(match, Match) else None)
+            # MLflow has no transactions: two registrations that get here at the same moment can still spend
+            # the same part of the budget.
             now = mlflow.by_alias(model, CHAMPION)
             if (now and now.version) != outcome.opponent:
                 champion = now

@@ -53,6 +53,7 @@ class Spool:
         self._points = self.folder / "points.jsonl"
         self._files = self.folder / "files"
         root.mkdir(parents=True, exist_ok=True)
+        # In ascending order, so that values and files of later attempts replace those of earlier ones.
         for number, earlier in sorted(_attempts(root).items()):
             if number < attempt:
                 self._merge(earlier)
@@ -118,6 +119,7 @@ class Spool:
         points = earlier / self._points.name
         if points.exists():
             with self._points.open("a", encoding="utf-8") as file:
+                # A new line, because a kill may have cut the last one short.
                 file.write("\n" + points.read_text(encoding="utf-8", errors="replace"))
         files = earlier / self._files.name
         for path in _finished(files):
@@ -194,6 +196,7 @@ class StageRun:
         self._state: RunState | None = None
         self._recorded: dict[str, int] = {}
         self._lock = threading.Lock()
+        # `_next_try` is 0.0 while the tracker answers.
         self._pause, self._next_try = _FIRST_PAUSE, 0.0
         self.tracking_uri = uri
         """Address of the tracker, without credentials."""
@@ -275,6 +278,7 @@ class StageRun:
         self._mlflow.log_points(run_id, points)
         for point in points:
             self._recorded[point.key] = max(point.step, self._recorded.get(point.key, point.step))
+        # After a kill before this line, `_new_points` of the next attempt drops the points that were sent.
         self._spool.clear_points()
         files = self._spool.files()
         for path, name in files:
@@ -283,6 +287,7 @@ class StageRun:
         tables = [name for _, name in files if name.startswith(f"{_TABLES}/")]
         if tables:
             self._mlflow.tag_tables(run_id, tables)
+        # At the end: a file that is sent again replaces itself.
         for path, _ in files:
             path.unlink()
 
@@ -291,6 +296,7 @@ class StageRun:
         return [
             Point(key, value, step, state.start + step * MS_PER_STEP)
             for (key, step), value in self._spool.pending.items()
+            # All points are new of a metric that the tracker does not have.
             if step > self._recorded.get(key, step - 1)
         ]
 

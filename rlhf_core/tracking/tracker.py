@@ -199,6 +199,7 @@ class Tracking:
         def log_all() -> None:
             state = self.mlflow.find_run({PIPELINE_KEY: pipeline_key})
             if state is not None:
+                # A fixed time, because it is part of the key of MLflow's rows.
                 time = state.start + MS_PER_STEP
                 points = [Point(clean_name(name), value, 0, time) for name, value in metrics.items()]
                 self.mlflow.log_points(state.run_id, points)
@@ -335,6 +336,7 @@ class Tracking:
 
 
 def _is_temporary(error: BaseException) -> bool:
+    # Errors of other libraries, such as a refused connection, have no status.
     status = getattr(error, "get_http_status_code", lambda: 500)()
     return isinstance(error, Exception) and not 400 <= status < 500
 

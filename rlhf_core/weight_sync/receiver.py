@@ -72,6 +72,7 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.inbox = _Inbox(self.model, is_adapter=self.vllm_config.lora_config is not None)
+        # vLLM moves the parameters to `meta` until new ones arrive. With an adapter, none arrive.
         if not self.inbox.is_adapter:
             _release_experts(self.model)
             initialize_layerwise_reload(self.model)
@@ -95,8 +96,10 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
 
         if self.inbox.is_adapter:
             return
+        # First, because the next line resets the counters.
         _require_experts(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
+        # Last: only now every layer has its tensors back.
         _repack_embeddings(self.model)
 
     def shutdown(self) -> None:
@@ -127,6 +130,7 @@ def _require_experts(model: torch.nn.Module) -> None:
 
     for experts in _experts(model):
         info = get_layerwise_info(experts)
+        # vLLM resets a layer once it has all its weights; then `can_load` is false.
         if info.can_load() and info.load_numel <= 0:
             raise ModelError(
                 f"model.path: vLLM does not load the experts of {type(model).__name__} in a weight sync; use"
@@ -178,7 +182,8 @@ class _Inbox:
                 yield name, tensor
 
         if self.is_adapter:
-            # Copied, because vLLM's backends reuse their buffers.
+            # In host memory, for `load_adapter`. Over NCCL the tensors are views, and each would keep its
+            # whole bucket.
             self.adapter.update((name, tensor.to("cpu", copy=True)) for name, tensor in hashed())
             return None
         return self._model.load_weights(hashed())  # type: ignore[operator]
@@ -199,6 +204,7 @@ def _checksummed(base: Any) -> Any:
                 super().start_weight_update()
 
         def receive_weights(self, update_info: Any) -> None:
+            # vLLM's backends pass what arrives to `self.model.load_weights`.
             model = self.model
             self.model = self.inbox
             try:
@@ -239,6 +245,7 @@ def _m2n_receiver(base: Any) -> Any:
         def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
             """Take the position of this engine, from which its ranks follow as those of a replica."""
             rest = dict(init_dict)
+            # A copy: all of vLLM reads the original, and this engine is no data-parallel replica.
             self.parallel_config = copy.copy(self.parallel_config)
             self.parallel_config.data_parallel_index = rest.pop("position")
             return super().parse_init_info(rest)

@@ -89,6 +89,7 @@ class WeightSender:
             )
         else:
             if listener is not None:
+                # vLLM opens the ports that it needs.
                 listener.close()
             self._transport = VllmTransport(self._stream, specs, client, rank, transport)
 
@@ -193,6 +194,7 @@ class _GlooTransport:
                 joined.result()
         if len(addresses) > 1:
             limit = timedelta(seconds=transport.timeout)
+            # One client more than sender 0 has counted. Its store does not wait for clients.
             store = self._group.store if index == 0 else rendezvous(*addresses[0], size, timeout=limit)
             self.senders = SenderGroup(store, index, transport.sender_names, transport.timeout)
 
@@ -212,6 +214,7 @@ class _GlooTransport:
             # Rank 0 raises: its error is that of the engines.
         finally:
             # Also if the engines failed: the other ranks wait for this one in the remaining collectives.
+            # Ranks that do not send do only this.
             for _ in stream:
                 pass
 
@@ -229,6 +232,7 @@ class _GlooTransport:
             received = pool.submit(client.update_weights, dict(update))
             received.add_done_callback(self.senders.report_from)
             self._broadcast(stream, received)
+            # The engines wait for the parts of all senders: if one has failed, they do not answer.
             while not wait([received], timeout=0.05).done:
                 self.senders.check()
             received.result()
@@ -246,6 +250,7 @@ class _GlooTransport:
         sending: tuple[Any, torch.Tensor] | None = None
         try:
             for bucket in cut(self._specs, self._bucket_bytes):
+                # While the bucket before is being sent.
                 buffer = pack([next(stream)[1].cpu() for _ in bucket])
                 if sending is not None:
                     self._finish(sending[0], received)

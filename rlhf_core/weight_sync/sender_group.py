@@ -52,6 +52,7 @@ class SenderGroup:
         if self._store is not None:
             # Without rank 0 there is no store, and its death is the error of the sync.
             with suppress(RuntimeError):
+                # "": the key is set only if it is missing, so the first error stays.
                 self._store.compare_set(self._key("failed"), "", f"{self._senders[self._index]}: {error}")
 
     def report_from(self, received: Future[None]) -> None:
@@ -65,6 +66,7 @@ class SenderGroup:
         if self._store is None or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS
+        # `get` would wait for the key.
         if self._store.check([self._key("failed")]):
             raise WeightSyncError(self._store.get(self._key("failed")).decode())
 

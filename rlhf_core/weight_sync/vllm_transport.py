@@ -55,6 +55,7 @@ class VllmTransport:
                 return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in specs]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                # The iterator from which `drain` takes what vLLM has left.
                 return sending.current
 
         self.senders = SenderGroup(None, 0, transport.sender_names[:1], transport.timeout)
@@ -70,6 +71,7 @@ class VllmTransport:
 
             nccl = NCCLTrainerInitInfo(
                 master_address=transport.senders[0][0],
+                # Only the port of rank 0 is used.
                 master_port=free_port(),
                 world_size=len(transport.receivers) + 1,
                 rank=rank,
@@ -120,6 +122,7 @@ def row_blocks(specs: list[TensorSpec], ranks: int) -> frozenset[str]:
     """Return the tensors whose ZeRO-3 shards are blocks of rows, which `nccl_m2n` sends without a gather."""
     from vllm.distributed.weight_transfer.m2n_common import MAX_SOURCE_SHARDS
 
+    # Each engine receives whole tensors, and NCCL cannot join one from more shards.
     if ranks > MAX_SOURCE_SHARDS:
         return frozenset()
     return frozenset(spec.name for spec in specs if spec.shape and spec.shape[0] % ranks == 0)
@@ -163,6 +166,7 @@ class M2NTransport:
 
         class Source(M2NWeightSource):  # type: ignore[misc]
             def mesh(self) -> Any:
+                # A mesh has two axes. All ranks are on the first one, which divides the rows of a tensor.
                 return M2NMesh((ranks, 1), 0)
 
             def metadata(self) -> list[Any]:
@@ -193,6 +197,7 @@ class M2NTransport:
         info = M2NTrainerInitInfo(
             rank=index,
             master_address=address,
+            # `get` waits until rank 0 has set it.
             master_port=int(store.get("nccl_port")),
             world_size=ranks + len(transport.receivers),
             num_trainer_ranks=ranks,
@@ -289,9 +294,11 @@ class _Versioned:
             method(*args)
         except Exception as error:
             if not self._defers_errors:
+                # Another thread may wait in NCCL for ever. With this limit, the monitor reports it.
                 heartbeat(f"broadcast weights after an engine failed: {error}", _FAILED_SECONDS)
                 raise
             self._error = error
 
     def __getattr__(self, name: str) -> Any:
+        # `init_weight_transfer_engine`, which vLLM calls before the first update.
         return getattr(self._client, name)

@@ -137,7 +137,9 @@ def tensor_checksum(tensor: torch.Tensor, first: int = 0) -> str:
     for start in range(0, bits.numel(), chunk):
         part = bits[start : start + chunk].long()
         index = torch.arange(first + start, first + start + part.numel(), device=part.device)
+        # Sums and products of int64 wrap around, which is arithmetic modulo 2^64.
         plain += part.sum()
+        # An odd number has an inverse modulo 2^64, so a difference in one element is never multiplied to 0.
         weighted += (part * (index * 2654435761 * 2 + 1)).sum()
     return _encode(*torch.stack([plain, weighted]).tolist())
 
@@ -208,6 +210,7 @@ def routes(sender: str, hosts: Sequence[str]) -> list[Route]:
     found = []
     for receiver, host in enumerate(hosts):
         neighbours = on_host[host]
+        # Rank 0 is the sender.
         rank = direct.index(receiver) + 1 if receiver in direct else 0
         relay = host if host != sender and len(neighbours) > 1 else ""
         found.append(Route(rank, len(direct) + 1, relay, neighbours.index(receiver), len(neighbours)))
@@ -260,6 +263,7 @@ class GlooSource:
     def start(self, size: int) -> tuple[Any, torch.Tensor]:
         """Start to receive a buffer (size,) of uint8. `finish` waits for it."""
         buffer = torch.empty(size, dtype=torch.uint8)
+        # From the sender, or from the first receiver on this host.
         return _broadcast(self._direct or self._relay, buffer), buffer
 
     def finish(self, arriving: tuple[Any, torch.Tensor]) -> torch.Tensor:
@@ -280,6 +284,8 @@ class GlooSource:
 
 
 def _group(store: Any, name: str, rank: int, size: int, timeout: float) -> Any:
+    # Not `new_group`: engines are not in the trainers' default group. Groups that share a store need keys
+    # with different prefixes.
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
 
 
@@ -306,6 +312,8 @@ def receive_buckets(
         next_parts = _start_parts(sources, following)
         buffers = [source.finish(part) for source, part in zip(sources, arriving, strict=True)]
         tensors = unpack(buffers, bucket)
+        # A suspended generator keeps its local variables: the buffers of this bucket would stay in memory
+        # while the model loads its tensors.
         arriving = next_parts
         del buffers
         yield list(zip((spec.name for spec in bucket), tensors, strict=True))

@@ -25,6 +25,7 @@ _OUT_OF_MEMORY = re.compile(r"OOMKilled|OUT_OF_MEMORY|out of memory", re.IGNOREC
 class Job:
     """What a scheduler starts."""
 
+    # 47 is the limit of KubeRay for the name of a RayJob.
     name: str
     """Unique in the cluster, at most 47 characters: a-z, 0-9 and `-`."""
     stage: StageName

@@ -115,6 +115,7 @@ class _Follower:
     def _find(self) -> JobFiles | None:
         """Return the files of a job of this stage that has not ended."""
         files = JobFiles.newest(self._store, self._spec.key)
+        # A scheduler can report a job as active for a while after it has sent its outcome.
         if files is None or files.submission.executor != self._kind or self._has_outcome(files):
             return None
         submission = files.submission
@@ -171,6 +172,7 @@ class _Follower:
     def _start(self, files: JobFiles) -> None:
         config, stage = self._spec.config, self._spec.stage
         endpoint = config.store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3", "")
+        # Not sys.executable: the image or the batch script of the node has `python` on its PATH.
         command = ["python", "-P", "-m", "rlhf_core.run.remote", config.store_url, self._spec.key]
         command += [str(files.number), *([endpoint] if endpoint else [])]
         name = files.submission.job_name
@@ -255,6 +257,7 @@ class _Follower:
             deadline = time.monotonic() + _STOP_SECONDS
             while time.monotonic() < deadline:
                 self._read_events(files)
+                # A job that still waits in a queue has nothing to save.
                 if self._outcome is not None or self._scheduler.status(name).state != "running":
                     break
                 time.sleep(POLL_SECONDS)

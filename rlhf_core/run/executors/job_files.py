@@ -75,6 +75,7 @@ class JobFiles:
         """
         content = {
             "spec": spec.to_json(),
+            # Random, because a job of another store can have the same stage and number.
             "job_name": f"rlhf-{spec.stage}-{secrets.token_hex(6)}-{self.number}",
             "executor": executor,
             "seconds": seconds,

@@ -86,6 +86,7 @@ class KubeRayJobs:
         """Delete a RayJob with its Ray cluster. One that does not exist is ignored."""
 
         def delete() -> None:
+            # Foreground: the RayJob exists until its Ray cluster is deleted.
             self._objects.delete_namespaced_custom_object(
                 **self._place, name=name, propagation_policy="Foreground", **_LIMIT
             )

@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 class _Client(JobSubmissionClient):  # type: ignore[misc] # the library is not typed
     def _do_request(self, *args: Any, **kwargs: Any) -> requests.Response:
+        # Ray sets no timeout, and then requests waits without a limit.
         answer: requests.Response = super()._do_request(*args, **{"timeout": _REQUEST_SECONDS, **kwargs})
         return answer
 
@@ -57,6 +58,7 @@ class RayJobs:
                     entrypoint=shlex.join(job.command),
                     submission_id=job.name,
                     metadata={"rlhf_stage": job.stage},
+                    # No GPUs: ranks and engines ask Ray for theirs, and the stage's own process needs none.
                     entrypoint_num_cpus=resources.cpus_per_node,
                     entrypoint_memory=None if memory is None else int(memory[:-2]) * _UNITS[memory[-2:]],
                 )
@@ -88,6 +90,7 @@ class RayJobs:
 
     def _call(self, request: Callable[[], T], **missing: T) -> T:
         """Send a request. `missing` is the answer if the job does not exist."""
+        # `missing` is a keyword argument without a default, because None is a possible answer.
         address = shown(os.environ.get(ADDRESS, ""))
         try:
             return request()
@@ -98,6 +101,7 @@ class RayJobs:
         except (ConnectionError, requests.RequestException) as error:
             raise InfrastructureError(f"the Ray cluster at {address} does not answer: {error}") from error
         except RuntimeError as error:
+            # The status is only in the text: Ray raises RuntimeError for every answer that is an error.
             if "status code 404" in str(error) and "missing" in missing:
                 return missing["missing"]
             raise InfrastructureError(f"the Ray cluster at {address}: {error}") from error

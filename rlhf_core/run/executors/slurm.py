@@ -66,11 +66,12 @@ class SlurmJobs:
             "--nodes": resources.nodes or 1,
             "--gpus-per-node": resources.gpus_per_node or None,
             "--cpus-per-task": resources.cpus_per_node,
+            # Slurm's K, M, G and T are powers of 1024.
             "--mem": resources.memory_per_node and resources.memory_per_node.removesuffix("i"),
             "--partition": resources.queue,
             "--qos": resources.priority,
             "--account": resources.account,
-            "--time": resources.time_limit and max(1, resources.time_limit // 60),
+            "--time": resources.time_limit and max(1, resources.time_limit // 60),  # minutes
             "--output": self._logs / f"{job.name}.out",
         }
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
@@ -78,6 +79,7 @@ class SlurmJobs:
 
     def status(self, name: str) -> JobStatus:
         """Return the status of a job: from the queue, or from accounting if it has left the queue."""
+        # all: also jobs that ended a short time ago, because a cluster may have no accounting.
         queue = ["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%T|%r"]
         lines = self._run(queue).splitlines()
         if not lines:

@@ -79,7 +79,7 @@ class Command:
         out, err = self.captured.readouterr()
         assert (code, out) == (2, ""), err
         assert seconds < SECONDS
-        assert err.startswith("error: ")
+        assert err.startswith("error: "), err
         message = err.removeprefix("error: ").removesuffix("\n")
         assert [word for word in NOT_FOR_USERS if word in message] == []
         assert all(0 < len(line) < 1200 for line in message.split("\n")), message
