@@ -58,8 +58,9 @@ def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
     sub.add_argument(
         "--vllm",
         metavar="ARGUMENTS",
-        default="",
-        help="further arguments of vLLM in one text, such as --vllm '--max-model-len 2048'",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="what follows goes to vLLM, such as --vllm --max-model-len 2048; also as one text",
     )
 
     text = "talk to a policy that `rlhf serve` serves"
@@ -137,7 +138,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered import open_policy, serve_command, serve_environment
 
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    more = shlex.split(arguments.vllm)
+    more = [word for text in arguments.vllm for word in shlex.split(text)]
     command = serve_command(policy, arguments.host, arguments.port, more)
     print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
     # The server replaces this process, so signals reach it and its exit code is that of the command.

@@ -451,8 +451,12 @@ def needed_files(
         present = {rank for of_node in ranks.values() for rank in of_node.get(folder, ())}
         here = ranks.get(node_id, {}).get(folder, ())
         shard = _SHARD.search(path)
+        if shard is None:
+            needed.add(path)
+            continue
         # The sets differ if another number of ranks saved (all files are converted), or if one saved for all.
-        if shard is None or shards[_SHARD.sub("", path)] != present or int(shard[2]) in here:
+        saved_by_these_ranks = shards[_SHARD.sub("", path)] == present
+        if not saved_by_these_ranks or int(shard[2]) in here:
             needed.add(path)
     return frozenset(needed)
 

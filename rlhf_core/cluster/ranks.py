@@ -406,8 +406,10 @@ class _RankGroup:
         while outcomes.pending:
             heartbeat("wait for the ranks to start", self._limits.start)
             outcomes.collect()
-            for outcome in outcomes.failed:
-                raise outcome.error or AssertionError
+            if outcomes.failed:
+                error = outcomes.failed[0].error
+                assert error is not None
+                raise error
             if outcomes.pending and time.monotonic() >= deadline:
                 raise WorkerStuck(
                     f"{self._names[min(outcomes.pending)]} was not up after {self._limits.start:g} s"
@@ -563,7 +565,9 @@ class _Follower:
         error = failed[0].error
         assert error is not None
         # gloo raises "Timed out waiting ..." if another rank did not join a collective in time.
-        return self._stuck() if self._is_stuck() or "timed out" in error.message.lower() else error
+        if self._is_stuck() or "timed out" in error.message.lower():
+            return self._stuck()
+        return error
 
     def _stuck(self) -> InfrastructureError:
         limit = f"run.timeouts.stall={self._limits.stall:g}"

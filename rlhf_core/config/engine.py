@@ -19,8 +19,14 @@ from rlhf_core.config.base import (
     rounding,
 )
 
-MAX_ENGINE_RANK = 512
+_ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+MAX_ENGINE_RANK = _ENGINE_RANKS[-1]
 """The largest rank of an adapter that vLLM serves."""
+
+
+def engine_rank(rank: int) -> int:
+    """Return the smallest `max_lora_rank` of vLLM for an adapter of this rank."""
+    return next(size for size in _ENGINE_RANKS if size >= rank)
 
 
 class EngineConfig(Section):

@@ -191,17 +191,19 @@ class TrainingEngine:
             group["lr"] = rate
         self.engine.step()
         self.steps_done += 1
-        if self.engine.was_step_applied():
-            norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
-        else:
+        if not self.engine.was_step_applied():
             norm = math.nan
+        elif self._own_clipping:
+            norm = self._grad_norm
+        else:
+            norm = float(self.engine.get_global_grad_norm() or 0.0)
         self._grad_nonfinite = not math.isfinite(norm) and scale <= _LARGE_SCALE
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + self._grad_nonfinite
-        if math.isfinite(norm) and self._average is not None:
-            self._average.update()
         if not math.isfinite(norm):
             self.skipped_steps += 1
             log.warning("optimizer step %d was skipped: its gradient is not finite", self.steps_done)
+        elif self._average is not None:
+            self._average.update()
         if self._skipped_in_a_row >= 3:
             raise NonFiniteError(
                 f"the gradients of optimizer steps {self.steps_done - 2} to {self.steps_done} are not finite;"
@@ -298,10 +300,8 @@ class TrainingEngine:
         )
 
     def shards(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights in the order of `weights`: of those in `names` the elements that this rank holds,
-        (elements,), the others as a whole.
-
-        The weights must be sharded. This is a collective operation for those that are not in `names`.
+        """Yield the sharded weights in the order of `weights`: of those in `names` the elements that this
+        rank holds, (elements,), the others as a whole, for which this is a collective operation.
         """
         for group in self._gather_groups():
             with self._gathered([parameter for name, parameter in group if name not in names]):

@@ -35,5 +35,5 @@ def reload_states(engine: Any) -> None:
     engine.reload_states()
     if engine.zero_optimization_partition_weights():
         device = get_accelerator().current_device_name()
-        # Copies are queued behind each other, and this waits for them.
+        # Without `non_blocking`, so it returns when all copies have ended.
         reload_optimizer_states(engine.optimizer.optimizer, device)

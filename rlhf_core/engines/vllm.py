@@ -21,14 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.engine import EngineConfig, engine_rank
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, WeightSyncError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, Rollout
 
-_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks that vLLM supports."""
 CPU_TOKENS_PER_STEP = 4096
 """Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
 """
@@ -61,13 +59,12 @@ class Engine:
         """Start an engine.
 
         Args:
-            model: A Hugging Face folder, whose `eos_token_id` ends a response.
+            model: A Hugging Face folder. An `eos_token_id` of its two configurations ends a response.
             engine: Memory, parallelism and precision.
             device: "cpu" or "cuda".
             max_model_len: Tokens of a prompt and its response, at most.
             seed: Of vLLM. Each request has its own seed.
-            weight_transfer: The backend of weight sync ("gloo", "nccl", "ipc", "nccl_m2n") if the weights
-                will be updated.
+            weight_transfer: The backend of weight sync (gloo, nccl, ipc, nccl_m2n) if there will be one.
             adapter_rank: If the updated weights are those of an adapter on `model`, its rank.
             head_dtype: With "float32" the logits are not rounded.
             sleep_level: On a GPU, whether the engine can `sleep`, and how.
@@ -93,7 +90,7 @@ class Engine:
             options["weight_transfer_config"] = WeightTransferConfig(backend=f"rlhf_{weight_transfer}")
             options["worker_extension_cls"] = _EXTENSION
         if adapter_rank is not None:
-            size = next(size for size in _ADAPTER_RANKS if size >= adapter_rank)
+            size = engine_rank(adapter_rank)
             options |= {"enable_lora": True, "max_lora_rank": size, "max_loras": 1, "max_cpu_loras": 1}
         if head_dtype == "float32":
             options["hf_overrides"] = {"head_dtype": "float32"}
@@ -215,7 +212,9 @@ class Engine:
                     index[number.partition("-")[0]] = len(prompts)
                     prompts.append(prompt)
             # With several processes, a step without requests would wait for ever.
-            for output in self.llm.llm_engine.step() if len(sampled) < len(prompts) else ():
+            if len(sampled) == len(prompts):
+                continue
+            for output in self.llm.llm_engine.step():
                 # `enqueue` asks for final outputs, so each one has all samples of its prompt.
                 i = index[output.request_id]
                 sampled[i] = _rollouts(prompts[i], output, policy_version)

@@ -44,7 +44,7 @@ def register() -> None:
         borders_S, longest = kwargs.pop("cu_seq_lens_k", None), kwargs.pop("max_length_q", None)
         kwargs.pop("max_length_k", None)
         plain = not kwargs.get("dropout") and kwargs.get("position_bias") is None
-        if borders_S is not None and plain and has_varlen_kernel(query):
+        if borders_S is not None and plain and has_varlen_kernel(query, value):
             return varlen(query, key, value, borders_S, longest, kwargs.get("scaling")), None
         if query.is_cuda and query.dtype == torch.float32:
             # Torch's memory-efficient kernel needs as many heads of keys as of queries. Without it, memory
@@ -71,13 +71,16 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
 
 
-def has_varlen_kernel(query: torch.Tensor) -> bool:
-    """Return whether `varlen` computes with these queries (1, heads, L, d): NVIDIA's GPUs from Ampere on."""
+def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether `varlen` computes with these queries and values (1, heads, L, d): NVIDIA's GPUs from
+    Ampere on, and heads of one size.
+    """
     return (
         query.is_cuda
         and torch.version.cuda is not None
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
+        and query.shape[-1] == value.shape[-1]  # not so in multi-head latent attention (DeepSeek-V3)
         and query.shape[-1] <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )

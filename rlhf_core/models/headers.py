@@ -72,7 +72,7 @@ def _parse_header(stream: BinaryIO) -> dict[str, Any]:
         raise
     # Any JSON can be in the file, so that every access above can fail with one of these.
     except (ValueError, AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        raise BadHeader("is not safetensors (its header is no JSON)") from error
+        raise BadHeader("is not safetensors (its header is damaged)") from error
     if size != 8 + length + end:
         raise BadHeader(f"has {size} bytes instead of {8 + length + end}: cut short or damaged")
     return header

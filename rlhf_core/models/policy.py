@@ -132,7 +132,7 @@ def load_policy(
 
     Args:
         folder: A model folder, or a hub id.
-        dtype: Data type of the weights, a name of `types.DTYPES`.
+        dtype: Data type of the weights, a name of `DTYPES`.
         attention: transformers' name of the implementation.
         device: Where a quantized model is loaded.
         revision: Commit or branch of a hub id.

@@ -134,8 +134,8 @@ def load_score_model(
     first.
 
     Args:
-        folder: A folder with a causal LM or a score model, or a hub id.
-        dtype: Data type of the weights, a name of `types.DTYPES`.
+        folder: A folder with a causal LM or a score model.
+        dtype: Data type of the weights, a name of `policy.DTYPES`.
         attention: transformers' name of the implementation.
         device: Where a quantized model is loaded.
         quantize: `nf4` stores linear layers in 4 bits (`models.quantized`).

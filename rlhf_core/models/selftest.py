@@ -61,7 +61,7 @@ def tested(lm: Any, pack: Packing) -> bool:
         try:
             _deterministic(lm)
             lm.eval()
-            problem = _difference(lm, pack=False)
+            problem = _dependence(lm, pack=False)
             if problem is not None:
                 raise ModelError(
                     f"model.path: {_name(lm)}: in right-padded rows {problem}; use a decoder-only model with"
@@ -69,7 +69,7 @@ def tested(lm: Any, pack: Packing) -> bool:
                 )
             if pack is False:
                 return False
-            problem = _difference(lm, pack=True)
+            problem = _dependence(lm, pack=True)
         finally:
             lm.train(training)
     if problem is not None and pack is True:
@@ -125,8 +125,8 @@ def _generator(lm: Any) -> torch.Tensor:
     return torch.cuda.get_rng_state(lm.device) if lm.device.type == "cuda" else torch.get_rng_state()
 
 
-def _difference(lm: Any, *, pack: bool) -> str | None:
-    """Return how a sequence in a batch differs from the same sequence alone, or None."""
+def _dependence(lm: Any, *, pack: bool) -> str | None:
+    """Return how a sequence depends on the others of its batch, or None."""
     sequences = _sequences(lm)
     batch = collate(sequences, pad_id=0, pack=pack).to(lm.device)
     spans = _spans(sequences, batch)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import ExternalReward, LanguageModelReward, RemoteReward
 
@@ -141,16 +142,17 @@ def _slow_group(situation: Situation, slow: str, fast: str) -> str | None:
     ppo, metrics = situation.ppo, situation.metrics
     if not situation.separate_engines:
         return None
-    rates = metrics.get(f"tokens_per_s/{slow}", 0.0), metrics.get(f"tokens_per_s/{fast}", 0.0)
-    if not 0 < 1.5 * rates[0] <= rates[1] or situation.share("training") < 0.3:
+    slow_rate = metrics.get(f"tokens_per_s/{slow}", 0.0)
+    fast_rate = metrics.get(f"tokens_per_s/{fast}", 0.0)
+    if slow_rate == 0 or fast_rate < 1.5 * slow_rate or situation.share("training") < 0.3:
         return None
     ranks = (ppo.critic_deepspeed if slow == "critic" else ppo.policy_deepspeed).ranks
-    wanted = min(ppo.minibatch_size, math.floor(ranks * rates[1] / rates[0] + 0.5))
+    wanted = min(ppo.minibatch_size, math.floor(ranks * fast_rate / slow_rate + 0.5))
     if wanted <= ranks:
         return None
     return (
         f"the {fast} idles {metrics[f'idle/{fast}']:.0%} of a step and waits for the {slow}, which trains"
-        f" {rates[0]:.0f} tokens/s and the {fast} {rates[1]:.0f}: ppo.{slow}_deepspeed.ranks={wanted} would"
+        f" {slow_rate:.0f} tokens/s and the {fast} {fast_rate:.0f}: ppo.{slow}_deepspeed.ranks={wanted} would"
         " balance them"
     )
 
@@ -172,7 +174,9 @@ def _sync(situation: Situation) -> str | None:
     found = (
         f"the weight sync takes {metrics['sync/share']:.0%} of a step, {metrics['sync/gb_per_s']:.2g} GB/s"
     )
-    if ppo.lora is not None and not ppo.syncs_adapter and ppo.served_dtype != "float32":
+    lora = ppo.lora
+    can_send_adapter = lora is not None and lora.quantize is None and lora.r <= MAX_ENGINE_RANK
+    if can_send_adapter and not ppo.syncs_adapter and ppo.served_dtype != "float32":
         return f"{found}: ppo.weight_sync.lora=adapter would send the adapter alone"
     backend, ranks = ppo.weight_sync.backend, ppo.policy_deepspeed.ranks
     if situation.device == "cuda" and backend == "gloo":

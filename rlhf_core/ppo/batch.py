@@ -93,7 +93,7 @@ class RolloutBatch:
         return np.fromiter((len(prompt.input_ids) for prompt in self.prompts), np.int32, len(self.prompts))
 
     @property
-    def bytes(self) -> int:
+    def token_bytes(self) -> int:
         """Approximate size of the tokens: an id and a log-probability each."""
         return int(4 * self.prompt_lengths_B.sum() + 8 * self.lengths_B.sum())
 

@@ -23,7 +23,7 @@ def check_ray_address() -> Iterator[Finding]:
     if not address:
         return
     match = _HOST_AND_PORT.fullmatch(address)
-    if match is None:
+    if match is None or int(match[2]) > 65_535:
         yield ConfigError(
             f"RAY_ADDRESS: must be host:port of a running cluster's head; got {shown(address)}; give it (`ray"
             " status` shows it), or unset it to start Ray on this machine"

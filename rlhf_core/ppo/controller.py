@@ -464,7 +464,7 @@ class PPOController:
         ]
         size = sum(fleet.wait(sizes, "the checkpoint's size"))
         if self._next_batch is not None:
-            size += self._next_batch.bytes
+            size += self._next_batch.token_bytes
         with new_checkpoint(self._context, scratch, step, size, known=self._scores) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained:

@@ -267,11 +267,9 @@ class RayEngineClient:
         self._hosts = hosts
         self._timeout = timeout
 
-    def init_weight_transfer_engine(self, init_info: Any) -> None:
-        # vLLM's API also has a request object around the dict. Its trainer engines pass the dict itself.
-        info: dict[str, Any] = getattr(init_info, "init_info", init_info)
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         calls = [
-            engine.call(EngineActor.init_weight_transfer_engine, info, position)
+            engine.call(EngineActor.init_weight_transfer_engine, init_info, position)
             for position, engine in enumerate(self._engines)
         ]
         self._wait(calls, "init_weight_transfer_engine")
@@ -282,8 +280,8 @@ class RayEngineClient:
     def start_weight_update(self) -> None:
         self._call_all(EngineActor.start_weight_update)
 
-    def update_weights(self, update_info: Any) -> None:
-        self._call_all(EngineActor.update_weights, getattr(update_info, "update_info", update_info))
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call_all(EngineActor.update_weights, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call_all(EngineActor.finish_weight_update, weight_version)

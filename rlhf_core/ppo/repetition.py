@@ -30,7 +30,8 @@ def repeats(response_ids: Sequence[int] | np.ndarray[Any, Any]) -> bool:
         # In a loop of this period, each token is equal to the token one period before.
         differs = np.flatnonzero(ids_T[period:] != ids_T[:-period])
         edges = np.concatenate(([-1], differs, [length - period]))
-        if np.diff(edges).max() - 1 >= needed:
+        runs_of_equal = np.diff(edges) - 1
+        if runs_of_equal.max() >= needed:
             return True
     return False
 

@@ -135,7 +135,7 @@ class RolloutCache:
 
 
 def _columns(arrays: Mapping[str, Any]) -> RolloutColumns:
-    return RolloutColumns(**{**arrays, "samples": int(arrays["samples"])})
+    return RolloutColumns(**{**arrays, "samples": int(arrays["samples"][0])})
 
 
 def _save(file: Path, arrays: Mapping[str, Any]) -> str:

@@ -422,7 +422,8 @@ def _places(chunks: Sequence[Chunk], samples: int) -> Places:
 def _in_order(chunks: Sequence[Chunk], headers: Sequence[RolloutHeader], samples: int) -> RolloutHeader:
     """Return the headers of chunks as one header in the order of the prompts."""
     prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
-    order = (np.argsort(prompts)[:, None] * samples + np.arange(samples)).reshape(-1)
+    first_rows = np.argsort(prompts) * samples
+    order = (first_rows[:, None] + np.arange(samples)).reshape(-1)
     return RolloutHeader(
         np.concatenate([header.lengths for header in headers])[order],
         np.concatenate([header.finished for header in headers])[order],

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.rpc import Pending, as_argument
+from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.ppo.batch import RolloutBatch
@@ -54,8 +55,10 @@ class CriticWarmup:
 
     def is_over(self, metrics: Metrics, step: int) -> bool:
         """Return whether `step` trains the policy. `metrics` are those of its experience."""
-        if self._is_over or step <= self._ppo.warmup_steps:
-            return self._is_over
+        if self._is_over:
+            return True
+        if step <= self._ppo.warmup_steps:
+            return False
         explained = metrics.get("value/explained_variance", 0.0)  # equal returns have none
         self._is_over = explained > 0 or step > self._ppo.longest_warmup
         if self._is_over and self._ppo.critic_warmup_max_steps is not None:
@@ -112,9 +115,10 @@ class Updater:
                 # the weights.
                 if minibatch:
                     batches.append(minibatch)
+        roles: tuple[Role, ...] = ("policy", "critic") if self._ppo.uses_critic else ("policy",)
         plans: dict[int, list[RankUpdate]] = {}
         """By the number of ranks."""
-        for role in ("policy", "critic") if self._ppo.uses_critic else ("policy",):
+        for role in roles:
             ranks = self._fleet.groups[role].ranks
             if ranks not in plans:
                 plans[ranks] = plan_update(batch, batches, ranks, self._ppo)

@@ -79,6 +79,9 @@ class Utilisation:
         """
         usage = self._fleet.usage_by_group()
         before, self._last = self._last, usage
+        if usage is not None and before is not None and len(usage[ENGINES]) != len(before[ENGINES]):
+            # An engine was given up. Those after it have other positions now.
+            before = None
         measured = self._idle_cores(usage, before)
         if usage is None or before is None:
             return {}
@@ -115,8 +118,7 @@ class Utilisation:
             return {}
         used = controller
         for name in usage:
-            # An engine that was given up is missing in `usage`.
-            for old, new in zip(before[name], usage[name], strict=False):
+            for old, new in zip(before[name], usage[name], strict=True):
                 used += max(0.0, new.cpu_seconds - old.cpu_seconds)
         unused = 1 - used / (self._threads * seconds)
         # A busy machine leaves this run less than its cores; then they are not idle.
@@ -255,10 +257,9 @@ def seconds_of(process: Counters, methods: Sequence[str]) -> float:
 def _differences(before: Sequence[Usage], after: Sequence[Usage]) -> list[Counters]:
     """Return what the counters of each process have grown by."""
     differences: list[Counters] = []
-    for index, usage in enumerate(after):
-        old = before[index].counters if index < len(before) else {}
-        grown = {name: value - old.get(name, 0.0) for name, value in usage.counters.items()}
+    for old, new in zip(before, after, strict=True):
+        grown = {name: value - old.counters.get(name, 0.0) for name, value in new.counters.items()}
         # A process that was replaced counts from 0 again.
         replaced = min(grown.values(), default=0.0) < 0
-        differences.append(usage.counters if replaced else grown)
+        differences.append(new.counters if replaced else grown)
     return differences

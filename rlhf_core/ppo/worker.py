@@ -399,7 +399,8 @@ class ModelWorker(Actor):
         weights = policy.adapter if adapter else policy.weights
         sharded: frozenset[str] = frozenset()
         # With fewer senders, nobody would send the shards of the other ranks.
-        if len(senders) == self._rank.world_size > 1 and policy.is_sharded:
+        every_rank_sends = len(senders) == self._rank.world_size
+        if every_rank_sends and len(senders) > 1 and policy.is_sharded:
             every = frozenset(spec.name for spec in specs)
             sharded = every if backend == "gloo" else row_blocks(specs, len(senders))
             weights = partial(policy.shards, sharded)

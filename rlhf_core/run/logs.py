@@ -49,9 +49,6 @@ def set_up_logging(home: Home) -> Console:
     for name in ("flows", "rlhf_cli", "rlhf_core"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
-        # Those of an earlier command in this process write to streams that may be closed.
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
         logger.addHandler(file)
         logger.addHandler(terminal)
     return console

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.engine import engine_rank
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank, made_with, policy_files
 from rlhf_core.pipeline import StageName
@@ -244,7 +245,7 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
         rank = adapter_rank(policy.files.adapter)
         adapters = [f"{name}={policy.files.adapter}" for name in names]
         command += ["--served-model-name", f"{policy.name}-sft", "--enable-lora"]
-        command += ["--max-lora-rank", str(max(8, rank)), "--lora-modules", *adapters]
+        command += ["--max-lora-rank", str(engine_rank(rank)), "--lora-modules", *adapters]
     return [*command, *more]
 
 

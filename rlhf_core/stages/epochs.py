@@ -154,10 +154,12 @@ def train_epochs(
             # Evaluations and checkpoints do not count.
             seconds += time.monotonic() - started
             evaluation = {}
-            # With early stop the last weights are a candidate too. Without it, the caller evaluates them.
-            at_the_end = step == total and early_stop is not None
-            in_between = step < total and every is not None and step % every == 0
-            if at_the_end or in_between:
+            if step == total:
+                # With early stop the last weights are a candidate too. Without it, the caller evaluates them.
+                is_due = early_stop is not None
+            else:
+                is_due = every is not None and step % every == 0
+            if is_due:
                 evaluation = evaluate()
                 # The loss is a sum over all ranks, so every rank decides the same here and in `is_final`.
                 if early_stop is not None and best.add(step, evaluation["eval/loss"]):

@@ -213,7 +213,7 @@ def _measure(
     """
     sources = scoring.rule_sources(config)
     models = {name: stage for name, stage in scoring.MODEL_STAGES.items() if stage in context.inputs}
-    parts = gold_known + len(models) + bool(sources) + len(policies)
+    parts = len(models) + len(policies) + int(gold_known) + int(bool(sources))
     done = 0
 
     def report() -> None:

@@ -111,13 +111,13 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "weights_sha256": digest,
     }
     (context.output / "registration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    metrics = {"version": float(done.version), "champion": float(done.decision.champion)}
+    headline = {"version": float(done.version), "champion": float(done.decision.champion)}
     if done.match is not None:
-        metrics["win_rate_over_champion"] = done.match.win_rate
+        headline["win_rate_over_champion"] = done.match.win_rate
     against = {"sft": candidate.evaluation.votes, "champion": done.match.votes if done.match else None}
     for opponent, votes in against.items():
-        metrics |= {f"votes_against_{opponent}/{name}": value for name, value in (votes or {}).items()}
-    return StageResult(metrics, {name: value for name, value in facts.items() if value is not None})
+        headline |= {f"votes_against_{opponent}/{name}": value for name, value in (votes or {}).items()}
+    return StageResult(headline, {name: value for name, value in facts.items() if value is not None})
 
 
 class _People:

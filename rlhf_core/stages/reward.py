@@ -441,4 +441,6 @@ def _forward(
     sequences += [TokenSequence.of(p.prompt_ids, p.rejected_ids) for p in pairs]
     scores = engine(collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device), "last")
     # Without pairs, the batch is one dummy token, whose score keeps the graph for the backward pass.
-    return scores[: len(pairs)] if pairs else scores, scores[len(pairs) :]
+    if not pairs:
+        return scores, scores[:0]
+    return scores[: len(pairs)], scores[len(pairs) :]

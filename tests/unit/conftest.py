@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,19 @@ import torch.distributed as dist
 
 from rlhf_core.engines.distributed import Rank
 
+# Before Prefect is imported, as `set_up_logging` does: its console handler would keep the stream of the test
+# that imports it first.
+os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+
 OnTwoRanks = Callable[[Callable[[Any], Any]], Any]
+
+
+@pytest.fixture(autouse=True)
+def no_log_handlers_left() -> Iterator[None]:
+    """Remove the handlers of `set_up_logging`, which would write to the streams of a test that has ended."""
+    yield
+    for name in ("flows", "rlhf_cli", "rlhf_core"):
+        logging.getLogger(name).handlers.clear()
 
 
 @pytest.fixture(scope="session")

@@ -261,6 +261,8 @@ ENVIRONMENTS = {
         ("RAY_ADDRESS", "127.0.0.1:1", "unset it")),
     "a Ray cluster without a host": ({"RAY_ADDRESS": "nonsense:1"},
         ("RAY_ADDRESS", "nonsense:1", "unset it")),
+    "a Ray cluster with a port beyond all": ({"RAY_ADDRESS": "127.0.0.1:99999"},
+        ("RAY_ADDRESS", "host:port", "127.0.0.1:99999", "unset it")),
     "any Ray cluster": ({"RAY_ADDRESS": "auto"}, ("RAY_ADDRESS", "host:port", "'auto'", "unset it")),
     "a Ray client": ({"RAY_ADDRESS": "ray://host:10001"}, ("RAY_ADDRESS", "host:port", "unset it")),
     "a token in Prefect's address": (

@@ -77,7 +77,7 @@ def test_a_packed_row_is_one_call_for_each_layer(
     signature = REAL.replace(parameters=[REAL.parameters[name] for name in names])
     scripted.__signature__ = signature
     monkeypatch.setattr(torch_varlen, "varlen_attn", scripted)
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda query: True)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda query, value: True)
     torch.testing.assert_close(policy(BATCH).logprobs_N, expected_N, rtol=0, atol=1e-9)
     assert len(calls) == LAYERS
     assert calls[0]["borders"].tolist() == [0, 6, 12, 23, 26]
@@ -94,6 +94,7 @@ def test_a_packed_row_is_one_call_for_each_layer(
         ({"dtype": torch.float32}, False),
         ({"shape": (1, 4, 9, 20)}, False),
         ({"shape": (1, 4, 9, 512)}, False),
+        ({"shape": (1, 4, 9, 192)}, False),  # larger than the values, as in DeepSeek-V3
     ],
 )
 def test_the_kernel_is_used_where_it_computes(
@@ -104,7 +105,8 @@ def test_the_kernel_is_used_where_it_computes(
     query: Any = SimpleNamespace(
         **{"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 9, 64), "device": "cuda", **changes}
     )
-    assert attention.has_varlen_kernel(query) is used
+    value: Any = SimpleNamespace(shape=(1, 4, 9, 128 if query.shape[-1] == 192 else query.shape[-1]))
+    assert attention.has_varlen_kernel(query, value) is used
 
 
 def test_flash_attention_gets_the_borders() -> None:

@@ -206,6 +206,13 @@ def test_fewer_bytes_make_a_sync_shorter(
     assert rule == "sync" and field in sentence
 
 
+def test_an_adapter_that_engines_do_not_serve_is_not_advised(caplog: pytest.LogCaptureFixture) -> None:
+    base = {"engine": {"dtype": "bfloat16", "enforce_eager": False}, "staleness": 1}
+    for lora in ({"r": 8, "quantize": "nf4"}, {"r": 1024}):
+        ppo = base | {"policy_deepspeed": {"dtype": "bfloat16"}, "lora": lora}
+        assert given(caplog, ppo, [step(ppo, sync=3.0)] * 5) == []
+
+
 def test_all_policy_ranks_of_a_cpu_can_send(caplog: pytest.LogCaptureFixture) -> None:
     ppo = {"weight_sync": {"backend": "gloo", "senders": 1}, "policy_deepspeed": {"ranks": 4}}
     ((_, sentence),) = given(caplog, ppo, [step(ppo, sync=3.0)] * 5, "cpu")

@@ -3,7 +3,8 @@
 - shares of idle time, tokens per second, the latency of a token and the time without any call, by hand
 - engines that take prompts from a queue have a rate of tokens too
 - the time in which memory moves between devices and host is a share of its own: it is neither idle nor wait
-- a process that was replaced counts from 0; without all counters there are no metrics
+- a process that was replaced counts from 0; without all counters, and if an engine was given up, there are no
+  metrics
 - padded rows cost what their longest row costs; packed rows cost nothing
 """
 
@@ -60,6 +61,7 @@ class Fleet:
         self.steps = 0
         self.lost = False
         self.engine_starts = 0
+        self.first_engine = 0
 
     def usage_by_group(self) -> dict[str, list[Usage]] | None:
         """Return the usage after each step."""
@@ -69,7 +71,7 @@ class Fleet:
         second = ENGINE | {"seconds/sample": 1.0}
         of_engines = [times(ENGINE, self.steps), times(second, self.steps - self.engine_starts)]
         counters = {
-            ENGINES: of_engines,
+            ENGINES: of_engines[self.first_engine :],
             "policy+reference": [times(POLICY, self.steps) | {"seconds/load": 30.0}],
             "critic+reward": [times(CRITIC, self.steps) | {"seconds/save_checkpoint": 9.0 * self.steps}],
         }
@@ -160,6 +162,15 @@ def test_without_all_counters_there_are_no_metrics(fleet: Any) -> None:
     fleet.lost = False
     assert measured(utilisation) == {}, "the counters before are not known"
     assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
+
+
+def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Any) -> None:
+    """The engine after it has another position in the next usage."""
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    measured(utilisation)
+    fleet.first_engine = 1
+    assert measured(utilisation) == {}
+    assert measured(utilisation)["idle/engines"] == pytest.approx(1 - 2.0 / 10)
 
 
 def test_cores_that_others_use_are_not_idle(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,18 @@ def test_other_options_of_vllm_are_passed_on(home: str) -> None:
     assert serve_command(open_policy(MODEL, home), "127.0.0.1", 8000, more)[-len(more) :] == more
 
 
+@pytest.mark.parametrize("given", [["--enforce-eager", "-tp", "2"], ["--enforce-eager -tp 2"]])
+def test_what_follows_the_option_goes_to_vllm(
+    home: str, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execve", lambda _file, command, _environment: started.append(command))
+    main(["serve", MODEL, "--home", home, "--vllm", *given])
+    assert started[0][-3:] == ["--enforce-eager", "-tp", "2"]
+
+
 def test_an_adapter_is_served_on_its_base(home: str, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"r": 16}')
+    (tmp_path / "adapter_config.json").write_text('{"r": 12}')
     policy = open_policy(MODEL, home)
     adapted = replace(policy, files=PolicyFiles(tmp_path / "sft", tmp_path))
     text = " ".join(serve_command(adapted, "localhost", 1))
