@@ -75,10 +75,11 @@ def cluster() -> Iterator[None]:
                 time.sleep(0.5)
             yield
         finally:
-            processes = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
-            for process in processes:
-                process.kill()
-            psutil.wait_procs(processes, timeout=20)
+            if head.poll() is None:
+                processes = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+                for process in processes:
+                    process.kill()
+                psutil.wait_procs(processes, timeout=20)
 
 
 def _answers() -> bool:
