@@ -44,7 +44,8 @@ pytestmark = pytest.mark.skipif(not CLUSTER.is_dir(), reason="make .venv-cluster
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A Ray head on loopback with two CPUs; the environment of this process names it."""
-    port, dashboard = free_port(16379), free_port(18265)
+    # Not 10002 to 19999, which are the ports of Ray's workers.
+    port, dashboard = free_port(26379), free_port(28265)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -62,7 +63,7 @@ def cluster() -> Iterator[None]:
             *(f"{program}/ray", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=2"),
             *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
-            *("--object-store-memory=100000000", f"--dashboard-agent-listen-port={free_port(15365)}"),
+            *("--object-store-memory=100000000", f"--dashboard-agent-listen-port={free_port(25365)}"),
         ]
         with (Path(folder) / "head.log").open("wb") as log:
             head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -10,6 +10,7 @@ import os
 import shlex
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import requests
@@ -34,6 +35,8 @@ _STATES: dict[RayStatus, JobState] = {
 }
 
 T = TypeVar("T")
+_ERROR: Any = object()
+"""No answer in place of an error."""
 
 
 class _Client(JobSubmissionClient):  # type: ignore[misc] # the library is not typed
@@ -86,11 +89,12 @@ class RayJobs:
 
     @cached_property
     def _client(self) -> _Client:
-        return _Client(os.environ[ADDRESS])
+        return _Client(os.environ[ADDRESS], headers=_authorization())
 
-    def _call(self, request: Callable[[], T], **missing: T) -> T:
-        """Send a request. `missing` is the answer if the job does not exist."""
-        # `missing` is a keyword argument without a default, because None is a possible answer.
+    def _call(self, request: Callable[[], T], missing: T = _ERROR) -> T:
+        """Send a request. `missing` is the answer if the job does not exist; by default, an error is
+        raised.
+        """
         address = shown(os.environ.get(ADDRESS, ""))
         try:
             return request()
@@ -102,6 +106,19 @@ class RayJobs:
             raise InfrastructureError(f"the Ray cluster at {address} does not answer: {error}") from error
         except RuntimeError as error:
             # The status is only in the text: Ray raises RuntimeError for every answer that is an error.
-            if "status code 404" in str(error) and "missing" in missing:
-                return missing["missing"]
+            if "status code 404" in str(error) and missing is not _ERROR:
+                return missing
             raise InfrastructureError(f"the Ray cluster at {address}: {error}") from error
+
+
+def _authorization() -> dict[str, str]:
+    """Return the header with the token of RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; {} without one."""
+    # Ray's client adds it only if RAY_AUTH_MODE was set before ray was imported.
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if not token and path:
+        try:
+            token = Path(path).read_text(encoding="ascii")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"RAY_AUTH_TOKEN_PATH: cannot read {shown(path)} ({error})") from error
+    return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
