@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
+from prefect import flow, runtime
 
-from flows.notify import notify_failure
+from flows.notify import notify, notify_failure
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
@@ -14,7 +14,6 @@ from rlhf_core.run.parameters import DEFAULT_CONFIG
 from rlhf_core.run.rounds import pinned_rounds, round_overrides
 
 
-# The flow of each round sends its own failures, so `on_failure` is not set.
 @flow(name="rlhf-rounds", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
 def rounds(
     config: File = DEFAULT_CONFIG,
@@ -29,10 +28,18 @@ def rounds(
         number: Number of rounds.
         overrides: Other fields, each as `section.field=value`.
     """
-    first = load_config(config, overrides)
     summaries: list[dict[str, Any]] = []
-    with pinned_rounds(first) as pins:
-        for _ in range(number):
-            own = round_overrides(first, summaries)
-            summaries.append(rlhf(config=config, overrides=(*overrides, *pins, *own)))
+    in_round = False
+    try:
+        first = load_config(config, overrides)
+        with pinned_rounds(first) as pins:
+            for _ in range(number):
+                own = round_overrides(first, summaries)
+                in_round = True
+                summaries.append(rlhf(config=config, overrides=(*overrides, *pins, *own)))
+                in_round = False
+    except Exception as error:
+        if not in_round:  # the flow of a round sends its own failure
+            notify(f"{runtime.flow_run.name} failed", f"{type(error).__name__}: {error}")
+        raise
     return summaries

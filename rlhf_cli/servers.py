@@ -67,7 +67,7 @@ class ServersState(BaseModel):
     pid: int
     """Process id of the supervisor."""
     started: float
-    """Start time of the supervisor, in seconds since the epoch."""
+    """Start time of the supervisor, see `ProcessId`."""
     prefect: str
     """URL of Prefect's API."""
     mlflow: str
@@ -261,7 +261,9 @@ def supervisor_of(home: Home) -> ProcessId | None:
     if state is None:
         return None
     process = ProcessId(state.pid, state.started)
-    return process if process.alive() and process in _processes_of(home) else None
+    # Only the pid: the start time in a state file of an earlier release has another form.
+    is_of_home = any(process.pid == other.pid for other in _processes_of(home))
+    return process if process.alive() and is_of_home else None
 
 
 def flow_processes(home: Home) -> list[ProcessId]:

@@ -52,6 +52,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _table(tuned: Tuned) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="seconds of a PPO step, median of 3")
@@ -59,9 +60,10 @@ def _table(tuned: Tuned) -> Table:
     for column in ("settings", "step", *phases):
         table.add_column(column, justify="left" if column == "settings" else "right")
     for trial in tuned.trials:
+        label = escape(trial.label)
         if trial.seconds is None:
-            table.add_row(trial.label, "-", trial.problem)
+            table.add_row(label, "-", escape(trial.problem))
             continue
         times = [f"{trial.phases[phase]:.3f}" for phase in phases]
-        table.add_row(trial.label, f"{trial.seconds:.3f}", *times)
+        table.add_row(label, f"{trial.seconds:.3f}", *times)
     return table

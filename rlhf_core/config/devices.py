@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from rlhf_core.config.pipeline import PipelineConfig
@@ -50,11 +51,27 @@ def visible_gpus() -> int:
                 break
     if chosen is None or present == 0:
         return present
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
-    # torch and CUDA ignore everything from a negative number on.
-    if "-1" in names:
-        names = names[: names.index("-1")]
-    return len([name for name in names if not name.isdigit() or int(name) < present])
+    return _count_chosen(chosen, present)
+
+
+def _count_chosen(chosen: str, present: int) -> int:
+    """Return how many of `present` GPUs a value of CUDA_VISIBLE_DEVICES selects.
+
+    As in `_parse_visible_devices` of torch/cuda/__init__.py, the list ends before the first entry that is no
+    GPU, and selects none if an entry occurs twice.
+    """
+    is_uuid = chosen.startswith(("GPU-", "MIG-"))
+    pattern = f"{chosen[:4]}.*" if is_uuid else r"\s*\+?\d+"
+    names: list[str] = []
+    for entry in chosen.split(","):
+        found = re.match(pattern, entry)
+        if found is None:
+            break
+        name = found[0] if is_uuid else str(int(found[0]))
+        if name in names:
+            return 0
+        names.append(name)
+    return len(list(takewhile(lambda name: is_uuid or int(name) < present, names)))
 
 
 def uses_gpu(device: str) -> bool:

@@ -17,12 +17,13 @@ import regex
 _QUANTIFIER = re.compile(r"\{([0-9]+(,[0-9]*)?|,[0-9]*)\}")
 _PLAIN = re.compile(r"\\N\{[^}]*\}|\\.|\(\?#[^)]*\)", re.DOTALL)
 """Parts that are copied unchanged: an escape, a named character, a comment."""
-_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
+_VERBOSE = re.compile(r"\\.|\(\?#[^)]*\)|\[\^?\]?(?:\\.|[^\]\\])*\]|(\(\?[a-zA-Z]*x)", re.DOTALL)
+"""An escape, a comment, a set, or the beginning of a group with the flag x, which is group 1."""
 
 
 def pattern_problem(pattern: str) -> str | None:
     """Return why `pattern` cannot be used, or None. It must compile with `re` and with `regex`."""
-    if _VERBOSE.search(pattern):
+    if any(part[1] for part in _VERBOSE.finditer(pattern)):
         return "has the flag x (verbose), which is not supported; leave it out, with the blanks and comments"
     try:
         with warnings.catch_warnings():

@@ -509,13 +509,13 @@ class PPOConfig(PackedSection):
     @model_validator(mode="after")
     def _check_colocation(self) -> Self:
         policy, critic = self.policy_deepspeed.ranks, self.critic_deepspeed.ranks
-        if self.colocate == "all" and policy != critic:
+        used = self.uses_critic or self.uses_reward_model  # both have the ranks of the critic
+        if self.colocate == "all" and used and policy != critic:
             raise ValueError(
                 "ppo.colocate=all needs ppo.policy_deepspeed.ranks equal to ppo.critic_deepspeed.ranks; "
                 f"got {policy} and {critic}"
             )
-        one_rank_each = self.engine.tensor_parallel == 1 and self.engine.count <= policy
-        if self.colocate == "all" and not one_rank_each:
+        if self.colocate == "all" and (self.engine.tensor_parallel > 1 or self.engine.count > policy):
             raise ValueError(
                 "ppo.colocate=all puts each engine on the device of one rank: it needs"
                 " ppo.engine.tensor_parallel=1 and ppo.engine.count at most ppo.policy_deepspeed.ranks"

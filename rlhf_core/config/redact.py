@@ -205,7 +205,9 @@ def _encoded(value: str) -> Iterator[str]:
         # In base64, the text before the value changes its first and last characters, for example in basic
         # authentication. Characters that have bits of another text or of the padding are left out.
         text = b64encode(b"\0" * before + data).decode()
-        core = text[(0, 2, 3)[before] : len(text) - (0, 3, 2)[(before + len(data)) % 3]]
+        first = (0, 2, 3)[before]
+        cut = (0, 3, 2)[(before + len(data)) % 3]
+        core = text[first : len(text) - cut]
         if len(core) >= _SHORTEST_SECRET:
             yield from (core, core.replace("+", "-").replace("/", "_"))
 

@@ -108,7 +108,8 @@ def _section_parts(
             default.
         printed: The earlier sections; this one is added.
     """
-    absent = " Absent (`null`) by default." if schema.get("default", {}) is None else ""
+    is_absent = "default" in schema and schema["default"] is None
+    absent = " Absent (`null`) by default." if is_absent else ""
     sections = {}
     values = []
     for name in schema["properties"]:

@@ -131,7 +131,8 @@ def overlap(splits: Splits) -> dict[str, int]:
                 # One look-up for each length of a held-out prompt, not one comparison for each prompt.
                 begins = any(text[:length] in held for length in lengths if length <= len(text))
                 inside = begins or any(split_key(part) in held for part in item.text.split("\n\n"))
-            near += inside or _words(item.key) in words
+            if inside or _words(item.key) in words:
+                near += 1
     return {"exact": exact, "near": near}
 
 

@@ -31,14 +31,14 @@ ROLES = ("system", "user", "assistant")
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
 _INVISIBLE = (
     string.whitespace
-    + "\x85\xa0\xad\u115f\u1160\u180e\u2800\u3164\ufeff\uffa0"
+    + "\x1c\x1d\x1e\x1f\x85\xa0\xad\u115f\u1160\u1680\u180e\u2800\u3000\u3164\ufeff\uffa0"
     + "".join(
         chr(code)
         for start, end in ((0x2000, 0x2010), (0x2028, 0x2030), (0x205F, 0x2070))
         for code in range(start, end)
     )
 )
-"""White space and invisible characters."""
+"""All white space of Unicode, and invisible characters."""
 _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -172,7 +172,7 @@ def _checked(text: Any, name: str) -> str:
         raise RowError(f"{name} is missing or null")
     if not isinstance(text, str):
         raise RowError(f"{name} must be a string; got {json_type(text)}")
-    if not text.strip() or not text.strip(_INVISIBLE):
+    if not text.strip(_INVISIBLE):
         raise RowError(f"{name} is {'blank' if text else 'empty'}")
     if "\x00" in text:
         raise RowError(f"{name} has a NUL character")

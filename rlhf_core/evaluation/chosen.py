@@ -100,9 +100,10 @@ def compare_with_chosen(
         lengths = [float(len(a.response_ids) - len(b.response_ids)) for a, b in zip(own, chosen, strict=True)]
         rates[model] = win_rate(preferences[model], **settings).to_json()
         controlled[model] = length_controlled(preferences[model], lengths, interval.confidence).to_json()
-    for name, found in interval.pair("win_rate_over_chosen", preferences).items():
-        # Adds only the differences. Rates of models have Wilson's interval if all preferences are equal.
-        rates.setdefault(name, found)
+    for name, found in interval.by_model("win_rate_over_chosen", preferences).items():
+        # Only the differences. The rates of models are above, with Wilson's interval if all are equal.
+        if name not in responses:
+            rates[name] = found
     return {"prompts": len(pairs), "win_rate": rates, "win_rate_length_controlled": controlled}
 
 

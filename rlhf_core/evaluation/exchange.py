@@ -56,7 +56,7 @@ def exchanged_gold(
     """Return the mean gold reward of each model with exchanged prompts and its interval. None if `exchange`
     returns None.
     """
-    pair: ByModel = {}
+    by_model: ByModel = {}
     for model, samples in responses.items():
         partner = exchange([sample.prompt for sample in samples])
         if partner is None:
@@ -64,5 +64,5 @@ def exchanged_gold(
         exchanged = []
         for sample, i in zip(samples, partner, strict=True):
             exchanged.append(replace(sample, prompt=samples[i].prompt))
-        pair[model] = score_gold(exchanged)
-    return interval.pair("gold_exchanged", pair)
+        by_model[model] = score_gold(exchanged)
+    return interval.by_model("gold_exchanged", by_model)

@@ -153,7 +153,7 @@ def _sample_sets(
     context: StageContext | None,
 ) -> list[list[Rollout]]:
     if needs_actors(config.evaluate.engines) or engine_changes_classes(files.model):
-        return _sample_on_actors(config, files, sets, sampling, device=device, done=done, context=context)
+        return _sample_on_actors(config, files, sets, sampling, device=device, report=done, context=context)
     return _sample_here(config, files, sets, sampling, device=device, done=done)
 
 
@@ -164,11 +164,9 @@ def _sample_on_actors(
     sampling: SamplingSettings,
     *,
     device: str,
-    done: Callable[[int], None],
+    report: Callable[[int], None],
     context: StageContext | None,
 ) -> list[list[Rollout]]:
-    # `progress` has a parameter `done`, whose name the protocol `Progress` determines.
-    report = done
     count = sampling.answers * sum(map(len, sets))
 
     def progress(task: str, done: int, total: int, unit: str, **metrics: float) -> None:

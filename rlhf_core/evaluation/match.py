@@ -23,7 +23,7 @@ from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets
-from rlhf_core.evaluation.statistics import Answer, Comparison, compare, differences
+from rlhf_core.evaluation.statistics import Answer, Comparison, compare, regression_differences
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests
@@ -59,7 +59,7 @@ class MatchResult:
     in this store.
     """
     regression: Mapping[str, Mapping[str, float]]
-    """Differences on the regression sets, candidate minus champion (`regression.differences`)."""
+    """Differences on the regression sets, candidate minus champion (`statistics.regression_differences`)."""
     samples: tuple[Mapping[str, str], ...]
     """The first `evaluate.samples` pairs of answers, with the winner by the judge, for people."""
 
@@ -226,7 +226,7 @@ def _run_match(
         # The measure only selects the kind of scoring: the model may also be one of the stage `judge`.
         by_champion_model, _ = compare_by("reward_model", champion.reward)
     by_set = {"ppo": candidate_by_set, "champion": champion_by_set}
-    regression = differences(compare_on_sets(config, by_set, "champion", context.sources))
+    regression = regression_differences(compare_on_sets(config, by_set, "champion", context.sources))
     preferences = dict(zip(prompt_ids, comparison.preferences, strict=True))
     pairs = zip(candidate_answers, champion_answers, strict=True)
     samples = [_sample(ours, theirs, preferences) for ours, theirs in pairs if ours.prompt_id in preferences]

@@ -39,10 +39,8 @@ def evaluation_session(config: PipelineConfig, device: str, context: StageContex
     if not needs_actors(largest) and not has_engine_actor:
         yield
         return
-    with (
-        nullcontext(context.monitor) if context.monitor is not None else Monitor() as monitor,
-        ray_session(largest, device, config, monitor, context.nodes),
-    ):
+    session = Monitor() if context.monitor is None else nullcontext(context.monitor)
+    with session as monitor, ray_session(largest, device, config, monitor, context.nodes):
         yield
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
-from rlhf_core.evaluation.statistics import differences, failed_sets
+from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 
 MODELS = ("sft", "ppo", "dpo")
 """All that there can be. A report has those with responses."""
@@ -75,7 +75,7 @@ def render(report: Report) -> str:
     """Return the HTML document. The same report always gives the same bytes."""
     evaluation = report.evaluation
     verdict, tone = _verdict(evaluation["win_rate"])
-    sets = differences(evaluation.get("regression", {}))
+    sets = regression_differences(evaluation.get("regression", {}))
     page = environment().get_template("report.html.j2")
     document = page.render(
         name=report.name,
@@ -184,24 +184,24 @@ def _changes(source: Mapping[str, Any]) -> str:
     for key, label in _MEASURES.items():
         if source.get(key):
             parts.append(f"{label} {_signed(source[key]['difference'])}")
-    for name, pair in source["rules"].items():
-        parts.append(f"Rule {name} {_signed(pair['difference'])}")
+    for name, by_model in source["rules"].items():
+        parts.append(f"Rule {name} {_signed(by_model['difference'])}")
     return "; ".join(parts)
 
 
-def _interval_bars(pair: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+def _interval_bars(by_model: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
     """Return the positions in pixels of the models' means and intervals, on one scale,
     in an image 180 wide.
     """
-    models = [model for model in MODELS if model in pair]
-    low = min(pair[model]["low"] for model in models)
-    high = max(pair[model]["high"] for model in models)
+    models = [model for model in MODELS if model in by_model]
+    low = min(by_model[model]["low"] for model in models)
+    high = max(by_model[model]["high"] for model in models)
     bars = []
     for number, model in enumerate(models):
         bar: dict[str, Any] = {"model": model, "y": 8 + 12 * number}
         for part in ("mean", "low", "high"):
             if high > low:
-                bar[part] = 8 + 164 * (pair[model][part] - low) / (high - low)
+                bar[part] = 8 + 164 * (by_model[model][part] - low) / (high - low)
             else:
                 bar[part] = 90.0
         bars.append(bar)

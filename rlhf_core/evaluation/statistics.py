@@ -93,7 +93,9 @@ def wilson(share: float, count: int, confidence: float) -> Interval:
     return Interval(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
-def difference(share_a: float, count_a: int, share_b: float, count_b: int, confidence: float) -> Interval:
+def difference_of_shares(
+    share_a: float, count_a: int, share_b: float, count_b: int, confidence: float
+) -> Interval:
     """Return `share_a` - `share_b` of two independent samples, with Newcombe's hybrid score interval (1998,
     method 10):
 
@@ -210,7 +212,7 @@ def preference(a: float, b: float) -> float:
     return 1.0 if a > b else 0.0
 
 
-def differences(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def regression_differences(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return what decides for each regression set: `mean`, `low` and `high` of the paired difference, and
     `margin`.
 
@@ -227,7 +229,7 @@ def failed_sets(sets: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return a phrase for each regression set that failed: the lower bound of the difference is not above
     -margin.
 
-    `sets` is what `differences` returned.
+    `sets` is what `regression_differences` returned.
     """
     phrases = []
     for name, found in sets.items():

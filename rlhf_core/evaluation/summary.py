@@ -46,8 +46,8 @@ class Measured:
     def select(self, indices: Sequence[int]) -> Measured:
         """Return the values of the prompts with these indices."""
         return Measured(
-            {name: _select(pair, indices) for name, pair in self.measures.items()},
-            {name: _select(pair, indices) for name, pair in self.rules.items()},
+            {name: _select(by_model, indices) for name, by_model in self.measures.items()},
+            {name: _select(by_model, indices) for name, by_model in self.rules.items()},
             _select(self.kl, indices),
             [self.sources[i] for i in indices],
         )
@@ -62,8 +62,8 @@ def without_masked(
     measured, and its failures exclude no prompt.
     """
     masked: set[int] = set()
-    for pair in measured.measures.values():
-        for values in pair.values():
+    for by_model in measured.measures.values():
+        for values in by_model.values():
             masked.update(i for i, value in enumerate(values) if math.isnan(value))
     indices = [i for i in range(len(measured.sources)) if i not in masked]
     return _select(responses, indices), measured.select(indices)
@@ -75,15 +75,15 @@ def _select(by_model: Mapping[str, list[T]], indices: Sequence[int]) -> dict[str
 
 def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> dict[str, list[Answer]]:
     """Return the answers of each model, with all their scores that are not masked."""
-    columns = dict(measured.measures) | {f"rule/{name}": pair for name, pair in measured.rules.items()}
-    by_model: dict[str, list[Answer]] = {}
+    columns = dict(measured.measures) | {f"rule/{name}": rule for name, rule in measured.rules.items()}
+    found: dict[str, list[Answer]] = {}
     for model, samples in responses.items():
-        by_model[model] = []
+        found[model] = []
         for i, sample in enumerate(samples):
-            values = {name: pair[model][i] for name, pair in columns.items()}
+            values = {name: by_model[model][i] for name, by_model in columns.items()}
             scores = {name: value for name, value in values.items() if not math.isnan(value)}
-            by_model[model].append(Answer(sample, scores))
-    return by_model
+            found[model].append(Answer(sample, scores))
+    return found
 
 
 class Intervals:
@@ -112,14 +112,14 @@ class Intervals:
     def mean(self, name: str, values: Sequence[float]) -> Interval:
         return bootstrap_mean(values, **self.settings(name))
 
-    def pair(self, name: str, pair: ByModel) -> dict[str, dict[str, float]]:
+    def by_model(self, name: str, values: ByModel) -> dict[str, dict[str, float]]:
         """Return the mean of each model, of `difference`, PPO's policy minus SFT model by prompt, and of
         `ppo_minus_dpo`, PPO's policy minus DPO's.
         """
-        columns = pair | {"difference": _difference(pair["ppo"], pair["sft"])}
-        if "dpo" in pair:
-            columns["ppo_minus_dpo"] = _difference(pair["ppo"], pair["dpo"])
-        return {model: self.mean(name, values).to_json() for model, values in columns.items()}
+        columns = values | {"difference": _difference(values["ppo"], values["sft"])}
+        if "dpo" in values:
+            columns["ppo_minus_dpo"] = _difference(values["ppo"], values["dpo"])
+        return {model: self.mean(name, column).to_json() for model, column in columns.items()}
 
 
 def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
@@ -213,13 +213,13 @@ def _numbers(
         ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
     kl = interval.mean("kl", measured.kl["ppo"])
-    measures = {name: interval.pair(name, pair) for name, pair in measured.measures.items()}
+    measures = {name: interval.by_model(name, by_model) for name, by_model in measured.measures.items()}
     rules = {}
-    for name, pair in measured.rules.items():
-        unmasked = _without_nan(pair)
+    for name, by_model in measured.rules.items():
+        unmasked = _without_nan(by_model)
         # A source whose values are all masked has no mean.
         if unmasked["sft"]:
-            rules[name] = interval.pair(f"rule/{name}", unmasked)
+            rules[name] = interval.by_model(f"rule/{name}", unmasked)
     return {
         "win_rate": win_rate(preferences, **interval.settings("win_rate")).to_json(),
         "win_rate_length_controlled": length_controlled(
@@ -233,9 +233,9 @@ def _numbers(
         "rules": rules,
         "kl": kl.mean,
         "kl_interval": kl.to_json(),
-        "lengths": interval.pair("length", lengths),
+        "lengths": interval.by_model("length", lengths),
         "eos_rate": eos_rate,
-        "eos_rate_difference": interval.pair("eos_rate", ended)["difference"],
+        "eos_rate_difference": interval.by_model("eos_rate", ended)["difference"],
         "prompts": len(responses["sft"]),
     }
 
@@ -257,10 +257,11 @@ def dpo_json(
     }
 
 
-def _without_nan(pair: ByModel) -> ByModel:
+def _without_nan(by_model: ByModel) -> ByModel:
     """Return the values of the prompts for which all models have one."""
-    indices = [i for i, values in enumerate(zip(*pair.values(), strict=True)) if not math.isnan(sum(values))]
-    return _select(pair, indices)
+    rows = zip(*by_model.values(), strict=True)
+    indices = [i for i, values in enumerate(rows) if not math.isnan(sum(values))]
+    return _select(by_model, indices)
 
 
 def _by_source(
@@ -309,10 +310,10 @@ def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
 def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     flat: dict[str, float] = {"kl": evaluation["kl"]}
     names = ("gold_reward", "gold_reward_exchanged", "judge_model", "reward_model")
-    pairs = {name: evaluation[name] for name in names if evaluation.get(name)}
-    pairs |= {f"rules/{name}": pair for name, pair in evaluation["rules"].items()}
-    for name, pair in pairs.items():
-        for model, interval in pair.items():
+    measures = {name: evaluation[name] for name in names if evaluation.get(name)}
+    measures |= {f"rules/{name}": rule for name, rule in evaluation["rules"].items()}
+    for name, by_model in measures.items():
+        for model, interval in by_model.items():
             flat |= {f"{name}/{model}/{part}": value for part, value in interval.items()}
     for name in ("win_rate", "win_rate_length_controlled", *DPO_WIN_RATES):
         flat |= {f"{name}/{part}": value for part, value in evaluation.get(name, {}).items()}

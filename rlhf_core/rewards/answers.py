@@ -16,9 +16,10 @@ import regex
 
 _NUMBER_LENGTH = 1000
 """Longer texts are not read as numbers. A policy can repeat a digit; Python reads at most 4,300."""
-# A sign counts only if no word or number precedes it: the last number of `10-3` is 3, and `v2x` has none.
+# A sign counts only if no word or number precedes it and no blank follows it: the last number of `10-3`,
+# `10 - 3` and the list item `- 3` is 3. `v2x` has none.
 _NUMBER = regex.compile(
-    r"(?<![\w.])[-+−]?\s?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s?/\s?\d+)?(?![\d])",
+    r"(?<![\w.])[-+−]?(?:[$€£]\s?)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s?/\s?\d+)?(?![\d])",
 )
 _FRAC = regex.compile(r"^([-+−]?)\\[dt]?frac\{([-+−]?\d+)\}\{(\d+)\}$")
 _WHOLE = regex.compile(r"^([-+−]?)(\d+(?:\.\d+)?|\.\d+)(?:/(\d+))?%?$")

@@ -6,11 +6,11 @@ The file of a reward function is parsed, but neither imported nor executed.
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from rlhf_core.config.chat_service import ChatServiceConfig
@@ -152,19 +152,33 @@ def _function_problem(source: PythonReward, field: str) -> str | None:
 
 def module_file(module: str) -> Path | None:
     """Return the file of a module, or None if it is not found. The packages around it are not executed."""
-    # The order in which the process of the function searches (`PythonFunction._start`).
-    paths: list[str] | None = [*sys.path, os.getcwd()]
+    paths: list[str] | None = None
     spec = None
     parts = module.split(".")
     for depth in range(len(parts)):
         try:
-            spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), paths)
+            spec = _find_spec(".".join(parts[: depth + 1]), paths)
         except (ImportError, ValueError, TypeError):
             return None
         if spec is None:
-            return Path(parts[0]) if parts[0] in sys.builtin_module_names else None
+            return None
         paths = list(spec.submodule_search_locations or [])
     return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _find_spec(name: str, paths: list[str] | None) -> ModuleSpec | None:
+    """Return what an import of the module finds in `paths` of the package around it; None for no package."""
+    for finder in sys.meta_path:
+        if finder is PathFinder:
+            # The order in which the process of the function searches (`PythonFunction._start`). Without the
+            # names of the packages around it, because a namespace package would need them to be imported.
+            where = [*sys.path, os.getcwd()] if paths is None else paths
+            spec = PathFinder.find_spec(name.rpartition(".")[2], where)
+        else:
+            spec = finder.find_spec(name, paths)
+        if spec is not None:
+            return spec
+    return None
 
 
 def _names(body: list[ast.stmt]) -> set[str] | None:

@@ -130,7 +130,8 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
 
     def search(part: Sequence[int], error: Failure) -> None:
         nonlocal budget
-        if len(part) == 1 or budget <= 0 or not error.searchable:
+        is_final = len(part) == 1 or budget <= 0 or not error.searchable
+        if is_final:
             reasons.update(dict.fromkeys(part, str(error)))
             return
         for half in (part[: len(part) // 2], part[len(part) // 2 :]):

@@ -37,22 +37,19 @@ class Poster:
         self._allowed_hosts = allowed_hosts
         self._token = token
         self._token_variable = token_variable
-        self._client = httpx.AsyncClient(
-            timeout=None,  # the caller limits the whole request
-            # The callers limit the number of requests. By default, httpx lets those above 100 wait.
-            limits=httpx.Limits(max_connections=None),
-            # Reads SSL_CERT_FILE. The default of httpx does not if `trust_env` is false.
-            verify=ssl.create_default_context(),
-            trust_env=False,
-        )
-
-    @property
-    def is_closed(self) -> bool:
-        return self._client.is_closed
+        # Reads SSL_CERT_FILE. The default of httpx does not if `trust_env` is false.
+        self._tls = ssl.create_default_context()
+        self._clients: dict[str, httpx.AsyncClient] = {}
+        """One for each host. A client keeps connections by address, and would use one whose certificate was
+        checked against another host of this address.
+        """
+        self.is_closed = False
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        self.is_closed = True
+        for client in self._clients.values():
+            await client.aclose()
 
     async def post(self, url: str, body: bytes) -> tuple[int, bytes]:
         """Return the status and the body of the answer.
@@ -99,14 +96,15 @@ class Poster:
         }
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        request = self._client.build_request(
+        client = self._client_of(whole.host)
+        request = client.build_request(
             "POST",
             whole.copy_with(host=address),
             content=body,
             headers=headers,
             extensions={"sni_hostname": whole.host},
         )
-        response = await self._client.send(request, stream=True)
+        response = await client.send(request, stream=True)
         try:
             answer = b""
             async for piece in response.aiter_raw():
@@ -116,3 +114,14 @@ class Poster:
             return response.status_code, answer
         finally:
             await response.aclose()
+
+    def _client_of(self, host: str) -> httpx.AsyncClient:
+        if host not in self._clients:
+            self._clients[host] = httpx.AsyncClient(
+                timeout=None,  # the caller limits the whole request
+                # The callers limit the number of requests. By default, httpx lets those above 100 wait.
+                limits=httpx.Limits(max_connections=None),
+                verify=self._tls,
+                trust_env=False,
+            )
+        return self._clients[host]

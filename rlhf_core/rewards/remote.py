@@ -82,29 +82,38 @@ class Breaker:
         self._limit, self._seconds, self._clock = failures, seconds, clock
         self._in_row = 0
         self._opened: float | None = None
-        self._probing = False
+        self._requests = 0
+        self._probe: int | None = None
+        """Number of the request that is sent while the breaker is open."""
 
     @property
     def allows(self) -> bool:
         """Whether a request may be sent now."""
         if self._opened is None:
             return True
-        return not self._probing and self._clock() >= self._opened + self._seconds
+        return self._probe is None and self._clock() >= self._opened + self._seconds
 
-    def began(self) -> None:
-        """Record the start of a request."""
-        self._probing = self._opened is not None
+    def began(self) -> int:
+        """Record the start of a request. Return its number."""
+        self._requests += 1
+        if self._opened is not None:
+            self._probe = self._requests
+        return self._requests
 
     def succeeded(self) -> None:
         """Record a success: the breaker closes."""
-        self._in_row, self._opened, self._probing = 0, None, False
+        self._in_row, self._opened, self._probe = 0, None, None
 
-    def failed(self) -> None:
-        """Record a failure, which may open the breaker."""
+    def failed(self, request: int) -> None:
+        """Record the failure of the request with this number, which may open the breaker.
+
+        The request may have begun before the breaker opened. The probe then continues.
+        """
         self._in_row += 1
-        if self._probing or self._in_row >= self._limit:
+        if self._in_row >= self._limit:
             self._opened = self._clock()
-        self._probing = False
+        if request == self._probe:
+            self._probe = None
 
 
 @dataclass
@@ -131,7 +140,7 @@ class ReplicaPool:
         self._timeout = timeout
 
     async def acquire(self) -> Replica:
-        """Return the replica with the fewest active requests, then the fewest so far; `use` it afterwards.
+        """Return the replica with the fewest active requests, then the fewest so far; `use` it at once.
 
         Raises `Failure` if the breakers of all stay open.
         """
@@ -143,7 +152,6 @@ class ReplicaPool:
                 chosen = min(free, key=lambda replica: (replica.active, replica.requests))
                 chosen.active += 1
                 chosen.requests += 1
-                chosen.breaker.began()
                 return chosen
             if allowed:
                 # Busy, but not broken: their requests end within their own time limit.
@@ -159,13 +167,14 @@ class ReplicaPool:
         `Refused` counts as a success of the replica. So does, during the search for bad samples
         (`searching`), any failure that a sample may have caused.
         """
+        request = replica.breaker.began()
         try:
             yield
         except Failure as failure:
             if isinstance(failure, Refused) or (searching and failure.searchable):
                 replica.breaker.succeeded()
             else:
-                replica.breaker.failed()
+                replica.breaker.failed(request)
             raise
         finally:
             replica.active -= 1

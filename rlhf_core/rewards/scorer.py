@@ -119,7 +119,7 @@ class Scorer:
                 )
             # A policy may end at once, but `Encoder.response` refuses a response without tokens.
             if not response:
-                return self._encoder.prompt(record.prompt), (self._encoder.eos_id,)
+                return self._encoder.prompt(record.prompt), (self._encoder.eos_id,) if finished else ()
             prompt_ids, response_ids = self._encoder.response(record.prompt, response)
         except UnicodeEncodeError as error:
             raise ItemError("its texts must be Unicode, without lone surrogates") from error

@@ -44,10 +44,12 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     Errors of the stage are raised. Its MLflow run is then FAILED, or KILLED if the process was asked to stop.
     """
     store = open_store(spec.config)
-    fence, waited = acquire(store, spec.key, spec.stage)
+    fence = acquire(store, spec.key, spec.stage)
     with renewed(fence):
-        # Only after a wait: the flow has looked for the artifact before it started this process.
-        if waited and (made := ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key)) is not None:
+        # Another run can have made it since the flow looked for it: this process may have been in a queue, or
+        # have waited for the fence.
+        made = ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key)
+        if made is not None:
             events.send("reused")
             return made
         return _execute(spec, store, fence, events, stop or StopRequest())

@@ -206,16 +206,19 @@ class _Lines:
 
     def __init__(self, reader: BinaryIO) -> None:
         self._reader = reader
+        # Not `select.select`, which refuses descriptors from 1024 on.
+        self._poll = select.poll()
+        self._poll.register(reader, select.POLLIN)
         self._rest = b""
         self._open = True
 
     def wait(self, seconds: float) -> list[bytes]:
         """The lines that have come; waits at most `seconds` for the first."""
         if not self._open:
-            # At its end, select would return at once, and the loop of `_follow` would not pause.
+            # At its end, `poll` would return at once, and the loop of `_follow` would not pause.
             time.sleep(seconds)
             return []
-        if not select.select([self._reader], [], [], seconds)[0]:
+        if not self._poll.poll(seconds * 1000):
             return []
         while (data := self._reader.read(65536)) is not None:
             if not data:
@@ -261,7 +264,8 @@ def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:
 
 def _cause(code: int) -> str:
     # The guard exits with 128 + n if signal n ended the stage. -n: signal n ended the guard itself.
-    if (number := -code if code < 0 else code - 128) in set(signal.Signals):
+    number = -code if code < 0 else code - 128
+    if number in set(signal.Signals):
         hint = "; the kernel may have run out of memory" if number == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(number).name}{hint}"
     return f"ended with exit code {code} and no result"

@@ -40,12 +40,13 @@ class Lines:
         self._seconds = seconds
         self.summary: dict[str, Any] | None = None
         """Of the run, once all its stages have finished."""
-        self._began: dict[str, tuple[float, int]] = {}
+        self._first: dict[str, tuple[float, int]] = {}
+        """Time and steps of the first report of each task."""
         self._logged: dict[str, float] = {}
 
     def started(self, stage: str, log_file: str) -> None:
         # The same object shows further runs of this process: their tasks have the same names.
-        self._began.clear()
+        self._first.clear()
         self._logged.clear()
         log.info("%s: running, log %s", stage, log_file)
 
@@ -59,14 +60,14 @@ class Lines:
         now = time.monotonic()
         task, done, total = event["task"], event["done"], event["total"]
         # A stage that continues begins at a later step. The time left follows from the steps after it.
-        began, first = self._began.setdefault(task, (now, done))
+        first_time, first_done = self._first.setdefault(task, (now, done))
         if done < total and task in self._logged and now - self._logged[task] < self._seconds:
             return
         self._logged[task] = now
         numbers = headline("", event.get("metrics") or {})
         left = (
-            f", {duration((now - began) / (done - first) * (total - done))} left"
-            if first < done < total
+            f", {duration((now - first_time) / (done - first_done) * (total - done))} left"
+            if first_done < done < total
             else ""
         )
         log.info(

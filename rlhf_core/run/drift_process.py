@@ -17,7 +17,8 @@ from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.data.drift import Change, Drift, compare, statistics, to_json
 from rlhf_core.data.tokenizer import load_decoder
-from rlhf_core.evaluation.statistics import difference
+from rlhf_core.evaluation.statistics import difference_of_shares
+from rlhf_core.run.spec import config_from_json
 from rlhf_core.system.files import write_json
 
 
@@ -57,7 +58,7 @@ class DriftRequest:
 def main(path: Path) -> None:
     """Measure what the request in `path` asks for."""
     request = DriftRequest.read(path)
-    config = PipelineConfig.model_validate_json(json.dumps(request.config))
+    config = config_from_json(request.config)
     data = Path(request.data)
     before = statistics(Path(request.champion_data), deduplicated=request.champion_deduplicated)
     after = statistics(data, deduplicated=config.data.deduplicate)
@@ -85,7 +86,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> Drift:
     measures, _ = evaluate_saved(config, model, pairs, load_decoder(data).pad, device)
     before, after = request.accuracy, measures["eval/accuracy"]
     before_count = len(load_pairs(Path(request.champion_data), "eval"))
-    loss = difference(before, before_count, after, len(pairs), config.evaluate.confidence)
+    loss = difference_of_shares(before, before_count, after, len(pairs), config.evaluate.confidence)
     category = "pairs with the higher score for the chosen response"
     return Drift(
         "agreement",

@@ -115,12 +115,13 @@ class Warnings(logging.Handler):
             return
         text = re.sub(r"\d+", "#", message)
         names = {kind: getattr(record, kind) for kind in ("guard", "advice") if hasattr(record, kind)}
-        counts = record.levelno < logging.ERROR and not names
-        if text in self._sent_kinds or (counts and not self._left):
+        is_limited = record.levelno < logging.ERROR and not names
+        if text in self._sent_kinds or (is_limited and not self._left):
             return
         self._sent_kinds.add(text)
-        self._left -= counts
-        last = "; further warnings are in the log" if counts and not self._left else ""
+        if is_limited:
+            self._left -= 1
+        last = "; further warnings are in the log" if is_limited and not self._left else ""
         self._events.send("warning", message=message + last, **names)
 
 

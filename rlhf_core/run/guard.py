@@ -35,6 +35,8 @@ import psutil
 
 LEFTOVER_SECONDS = 5.0
 """How long descendants may outlive the stage. Ray's daemons need 2 s after a normal end."""
+_STOPPING_SECONDS = 2.0
+"""The same, if the stage was asked to stop or the flow has died."""
 _KILL_SECONDS = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -59,7 +61,8 @@ def fork_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     stage = os.fork()
     if stage:
-        os.closerange(3, 256)  # the pipe of the events is the stage's: its end must mean the stage's end
+        # The pipe of the events is the stage's: its end must mean the stage's end.
+        os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
         code = _watch(stage, flow, stop_seconds, suspend_seconds)
         for folder in scratch:
             shutil.rmtree(folder, ignore_errors=True)
@@ -155,10 +158,16 @@ def _watch(stage: int, flow: int, stop_seconds: float, suspend_seconds: float) -
         if signum is not None and signum.si_signo in _REQUESTS:
             # A second request is not given any time.
             deadline = time.monotonic() + (stop_seconds if deadline == float("inf") else 0.0)
-            with contextlib.suppress(ProcessLookupError):
+            if code is None:  # otherwise another process can have its pid
                 os.kill(stage, signal.SIGINT)
     stopping = deadline < float("inf") or not flow_lives
-    killed = _clear(0.0 if code is None else 2.0 if stopping else LEFTOVER_SECONDS, stage)
+    if code is None:
+        grace = 0.0
+    elif stopping:
+        grace = _STOPPING_SECONDS
+    else:
+        grace = LEFTOVER_SECONDS
+    killed = _clear(grace, stage)
     if killed and not stopping:
         sys.stderr.write(f"processes that outlived the stage were killed: {', '.join(killed)}\n")
     return 128 + signal.SIGKILL if code is None else code

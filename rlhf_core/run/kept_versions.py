@@ -18,7 +18,7 @@ from typing import Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key, tracking_uri
-from rlhf_core.errors import GateFailed, InputError, NonFiniteError
+from rlhf_core.errors import GateFailed, InputError, NonFiniteError, StageHeld
 from rlhf_core.run.references import Resolved, references_of, resolve
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
@@ -49,6 +49,8 @@ class KeptVersions:
         write_json(self.file, dict(self.pinned))
         try:
             yield
+        except StageHeld:
+            raise  # the process that makes the stage may belong to the same run
         except (GateFailed, NonFiniteError, InputError):
             self.file.unlink(missing_ok=True)
             raise

@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import (
@@ -82,7 +84,7 @@ class PipelineRun:
         self.stages = stages_between(start, until)
         self.config = config
         self.config_path = config_path
-        self.started = _process_start() if started is None else started
+        self.started = psutil.Process().create_time() if started is None else started
         self.sources = external_digests(config)
         self.key = pipeline_key(config, self.sources)
         self.name = pipeline_name(config, self.key)
@@ -134,11 +136,15 @@ class PipelineRun:
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         row = STAGES[stage]
-        sources = {name: digest for name, digest in self.sources.items() if name.startswith(row.sources)}
-        # The stage compares all of `sources`. The keys of its inputs contain those that are not in `own`.
-        own = {name: digest for name, digest in sources.items() if not name.startswith(row.sources_of_inputs)}
-        key = stage_key(self.config, stage, digests, own)
-        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources)
+        # The stage compares all sources that it reads. The keys of its inputs contain the others.
+        sources_read, sources_in_key = {}, {}
+        for name, digest in self.sources.items():
+            if name.startswith(row.sources):
+                sources_read[name] = digest
+                if not name.startswith(row.sources_of_inputs):
+                    sources_in_key[name] = digest
+        key = stage_key(self.config, stage, digests, sources_in_key)
+        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources_read)
 
     def find(self, spec: StageSpec) -> ArtifactRef | None:
         """Return the artifact of this key, or None if it must be made.
@@ -210,10 +216,17 @@ class PipelineRun:
         """Store a message of PPO as the tag `rlhf.{name}` of the MLflow run: `guard.loops`, `advice.sync`."""
         self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
 
+    def runs_elsewhere(self) -> bool:
+        """Return whether another process of this host, which is alive, goes on with this run."""
+        state = read_state(self.folder / "run.json")
+        if state is None or state["state"] != "running" or "process" not in state:
+            return False
+        pid, started, host = state["process"]
+        return pid != os.getpid() and is_alive(int(pid), float(started), host) is True
+
     def save_state(self, state: str, error: str = "") -> None:
         """Write `run.json`, unless another live process has written it and goes on with this run."""
-        previous = read_state(self.folder / "run.json")
-        if previous is not None and previous["state"] == "running" and _runs_elsewhere(previous):
+        if self.runs_elsewhere():
             return
         stages = {}
         for name, record in self.records.items():
@@ -271,16 +284,7 @@ class PipelineRun:
 
 def _process_start() -> float:
     process = ProcessId.of(os.getpid())
-    return time.time() if process is None else process.started
-
-
-def _runs_elsewhere(state: Mapping[str, Any]) -> bool:
-    """Return whether another process of this host, which is alive, has written a `run.json`."""
-    try:
-        pid, started, host = state["process"]
-    except (KeyError, ValueError, TypeError):
-        return False
-    return pid != os.getpid() and is_alive(int(pid), float(started), host) is True
+    return 0.0 if process is None else process.started
 
 
 @contextmanager
@@ -330,7 +334,10 @@ def open_run(
         current_display().run_finished(summary)
     except Exception as error:
         state, status, failure = "failed", "FAILED", f"{type(error).__name__}: {error}"
-        continued_elsewhere = isinstance(error, StageHeld | Superseded)
+        # A stage that is held can also be that of another run, which has the same stage.
+        continued_elsewhere = isinstance(error, Superseded) or (
+            isinstance(error, StageHeld) and run.runs_elsewhere()
+        )
         raise
     finally:
         try:

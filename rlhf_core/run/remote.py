@@ -9,6 +9,7 @@ Exit codes: 0 a result was sent; 2 and 3 an error was sent (`rlhf_core.errors`);
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -87,6 +88,8 @@ class _Reporter:
         self._files = files
         self._log_file = log_file
         self._waiting: list[dict[str, Any]] = []
+        self._content: list[dict[str, Any]] = []
+        """Content of the object `_number`, which may have been written, although that raised an error."""
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._number = files.count_events() + 1
@@ -134,8 +137,8 @@ class _Reporter:
                     if self._files.is_asked_to_stop():
                         # The handler runs in the main thread: its SystemExit has `run_child` end the stage.
                         os.kill(os.getpid(), signal.SIGTERM)
-            except StoreError as error:
-                log.warning("%s; trying again", error.message)
+            except (OSError, StoreError) as error:
+                log.warning("%s; trying again", error)
         self._echo()
         deadline = time.monotonic() + _LAST_SECONDS
         # The log first: a flow that reads the final event reads the log next.
@@ -148,24 +151,23 @@ class _Reporter:
             try:
                 write()
                 return
-            except StoreError as error:
-                log.error("%s", error.message)
+            except (OSError, StoreError) as error:
+                log.error("%s", error)
             if time.monotonic() > deadline:
                 return
             time.sleep(SEND_SECONDS)
 
     def _write_events(self) -> None:
-        with self._lock:
-            events, self._waiting = self._waiting, []
-        if not events:
-            return
-        try:
-            self._files.write_events(self._number, events)
-        except StoreError:
-            with self._lock:
-                self._waiting = events + self._waiting
-            raise
-        self._number += 1
+        while True:
+            if not self._content:
+                with self._lock:
+                    self._content, self._waiting = self._waiting, []
+            if not self._content:
+                return
+            # After an error, the same content again: a flow may have read the object, and reads it once.
+            self._files.write_events(self._number, self._content)
+            self._number += 1
+            self._content = []
 
     def _write_log(self) -> None:
         if not self._log_file.exists():
@@ -176,17 +178,18 @@ class _Reporter:
         self._files.write_log(scrubbed(tail).encode())
 
     def _echo(self) -> None:
-        """Copy the stage's log to the output of this process, which the scheduler's tools show."""
-        if not self._log_file.exists():
-            return
-        with self._log_file.open("rb") as file:
+        """Copy the stage's log to the output of this process, which the scheduler's tools show.
+
+        Errors are ignored: the output can be a file on a full disk, and events do not depend on it.
+        """
+        with contextlib.suppress(OSError), self._log_file.open("rb") as file:
             if self._log_file.stat().st_size < self._copied:
                 self._copied = 0  # the log was rotated
             file.seek(self._copied)
             text = file.read()
-        self._copied += len(text)
-        sys.stderr.write(text.decode(errors="replace"))
-        sys.stderr.flush()
+            self._copied += len(text)
+            sys.stderr.write(text.decode(errors="replace"))
+            sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rlhf_core.evaluation.review import (
 )
 from rlhf_core.evaluation.votes import MAX_BYTES, parse_votes
 from rlhf_core.pipeline import StageName
+from rlhf_core.run.spec import config_from_json
 from rlhf_core.storage.artifacts import ArtifactStore, parse_address
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import read_bounded, read_json, write_atomic
@@ -114,7 +115,7 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
     if not samples_file.is_file():
         raise InputError(f"{ref.uri} has no samples of a match: there was none; use --against sft")
     pairs = load_blind_pairs(samples_file, opponent)
-    config = PipelineConfig.model_validate_json(json.dumps(artifacts.config(ref)))
+    config = config_from_json(artifacts.config(ref))
     name = str(summary.get("run", file.parent.name))
     return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
 

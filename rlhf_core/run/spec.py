@@ -14,6 +14,12 @@ from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
 
 
+def config_from_json(tree: Mapping[str, Any]) -> PipelineConfig:
+    """Return the configuration that was written as JSON, validated."""
+    # In JSON mode, the strict sections accept a list for a tuple. For Python objects they do not.
+    return PipelineConfig.model_validate_json(json.dumps(tree))
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """One attempt at one stage."""
@@ -71,8 +77,7 @@ class StageSpec:
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> StageSpec:
         """Return the spec that `to_json` has written, validated like any configuration."""
-        # In JSON mode, the strict sections accept a list for a tuple. For Python objects they do not.
-        config = PipelineConfig.model_validate_json(json.dumps(payload["config"]))
+        config = config_from_json(payload["config"])
         inputs = {name: ArtifactRef(**ref) for name, ref in payload["inputs"].items()}
         return cls(
             payload["stage"],

@@ -34,7 +34,7 @@ from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
-from rlhf_core.evaluation.statistics import Comparison, compare, differences, failed_sets
+from rlhf_core.evaluation.statistics import Comparison, compare, failed_sets, regression_differences
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
@@ -137,7 +137,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "judge": scoring.judge_name(config, judge),
         "judge_trained_on": facts.trained_on,
     }
-    if failed := failed_sets(differences(regression)):
+    if failed := failed_sets(regression_differences(regression)):
         log.warning("regression sets failed against the SFT model: %s", ", ".join(failed))
         attributes["fallen"] = ", ".join(failed)
     return StageResult(metrics, attributes)

@@ -482,6 +482,7 @@ def remove(store: Store, prefix: str, *, keep: str = "") -> None:
         store.delete([f"{prefix}/{MANIFEST}"])
     if kept == {""}:
         store.delete_prefix(prefix)
+        return
     if None in kept:
         # One of the folders belongs to a damaged bundle, and its manifest does not say which.
         return

@@ -135,7 +135,7 @@ class CheckpointStore:
             store: the store with the checkpoints.
             stage_key: key of the stage.
             work: local folder for downloads.
-            policy: how many checkpoints to keep, and from which to resume.
+            store_settings: how many checkpoints to keep, and from which to resume.
             fence: the right to commit; None only for a sole writer, such as a tool.
             outbox: if given, uploads run in the background.
             hosts: the other hosts of the stage, if it runs on a cluster.

@@ -78,10 +78,9 @@ class Fence:
             )
 
 
-def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> tuple[Fence, bool]:
+def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> Fence:
     """Claim the key of stage `name` when no other attempt holds it.
 
-    Returns the fence, and whether another attempt held the key before: it may have published the artifact.
     Raises StageHeld if a process of this machine holds it for longer than `seconds`. A holder on another
     machine is waited for as long as it renews its lease.
     """
@@ -108,7 +107,7 @@ def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECON
             time.sleep(_LOCAL_POLL_SECONDS if holder.is_here else _REMOTE_POLL_SECONDS)
         # Exactly the next number: of several processes that wait for the same holder, one gets it.
         if _create(store, stage_key, attempt + 1):
-            return Fence(store, stage_key, attempt + 1), waited
+            return Fence(store, stage_key, attempt + 1)
     raise _unclaimed(stage_key)
 
 
@@ -253,14 +252,13 @@ def _read_holder(store: Store, stage_key: str, attempt: int) -> _Holder | None:
     try:
         content: dict[str, Any] = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
         host, machine = str(content.get("host", "")), content.get("machine", _machine())
-        started = float(content["started"])
         return _Holder(
             attempt,
-            ProcessId(int(content["pid"]), started),
+            ProcessId(int(content["pid"]), float(content["started"])),
             host,
             is_here=(host, machine) == (socket.gethostname(), _machine()),
             has_lease=content.get("lease") is True,
-            since=f"{datetime.fromtimestamp(started):%d %b %H:%M}",
+            since=f"{datetime.fromisoformat(content['time']).astimezone():%d %b %H:%M}",
         )
     except _UNREADABLE:
         return None

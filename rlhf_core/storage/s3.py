@@ -1,8 +1,8 @@
 """Storage in a bucket of S3 or of a compatible server.
 
 A file is complete on the local disk before its upload starts. An upload that a signal interrupts therefore
-leaves
-nothing or the complete object: a single put announces its length, and a multipart upload must be completed.
+leaves nothing or the complete object: a single put announces its length, and a multipart upload must be
+completed.
 
     answer                                   result
     5xx, SlowDown, timeout, reset, cut body  retried with random back-off until `retry_seconds` have passed

@@ -23,7 +23,6 @@ from pathlib import Path
 
 _FAULT = re.compile(r"[\w.]+:\d+:\w+")
 _seen: Counter[str] = Counter()
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
 
 
 def is_well_formed(faults: str) -> bool:
@@ -43,16 +42,17 @@ def failpoint(name: str, *acts: str) -> str | None:
         point, nth, action = entry.split(":")
         # `_first` is last: it creates the file that keeps other processes from acting.
         if point == name and int(nth) == _seen[name] and (trace is None or _first(Path(trace, entry))):
-            if action in _SIGNALS:
-                os.kill(os.getpid(), _SIGNALS[action])
-            if action == "raise":
-                raise OSError(f"failpoint {name} asked for an error")
-            if action == "enospc":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if action == "sleep":
-                time.sleep(600)
-            elif action not in (*_SIGNALS, *acts):
-                raise ValueError(f"RLHF_FAIL: no action {action!r} at {name}")
+            match action:
+                case "kill" | "term" | "int" | "stop":
+                    os.kill(os.getpid(), signal.Signals[f"SIG{action.upper()}"])
+                case "raise":
+                    raise OSError(f"failpoint {name} asked for an error")
+                case "enospc":
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                case "sleep":
+                    time.sleep(600)
+                case _ if action not in acts:
+                    raise ValueError(f"RLHF_FAIL: no action {action!r} at {name}")
             return action
     return None
 

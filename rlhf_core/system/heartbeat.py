@@ -42,7 +42,8 @@ POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """Time that code which waits for a stalled participant has to report it, before the monitor calls `fail`."""
 _STACKS_SECONDS = 3.0
-_RECORD_BYTES = 400
+_RECORD_BYTES = 1500
+"""More than any record has: 100 characters of the activity, with up to 12 bytes each in JSON."""
 
 State = Literal["running", "suspended", "dead", "lost"]
 """`lost`: the host of the process does not answer any more."""

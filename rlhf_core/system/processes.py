@@ -13,12 +13,16 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from rlhf_core.errors import InfrastructureError
 
 _PR_SET_PDEATHSIG = 1
+_TICKS = os.sysconf("SC_CLK_TCK")
+_SINCE_EPOCH = 1e9
+"""Start times of records of earlier releases, in seconds since the epoch, are larger."""
 _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _KILL_SECONDS = 5.0
 """Time that the kernel may need for a SIGKILL on a loaded machine."""
@@ -30,13 +34,15 @@ class ProcessId:
 
     pid: int
     started: float
-    """Start time in seconds since the epoch, as reported by the kernel."""
+    """Start time in seconds since the boot of the machine. A change of the clock does not affect it."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
         """Return the identity of the process that has `pid` now, or None."""
-        with contextlib.suppress(psutil.Error):
-            return cls(pid, psutil.Process(pid).create_time())
+        with contextlib.suppress(OSError):
+            # The fields after the name of the program, which can contain spaces and brackets.
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            return cls(pid, int(fields[19]) / _TICKS)
         return None
 
     def alive(self) -> bool:
@@ -44,7 +50,10 @@ class ProcessId:
         # A pid from a damaged file may be invalid.
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < 1.0
+            if self.started > _SINCE_EPOCH:
+                same = abs(process.create_time() - self.started) < 1.0
+            else:
+                same = ProcessId.of(self.pid) == self
             return same and process.status() != psutil.STATUS_ZOMBIE
         return False
 
@@ -100,8 +109,9 @@ def processes_with_env(variable: str) -> Iterator[tuple[ProcessId, str]]:
         # The environment of other users' processes cannot be read.
         with contextlib.suppress(psutil.Error, OSError):
             value = process.environ().get(variable)
-            if value is not None and process.status() != psutil.STATUS_ZOMBIE:
-                yield ProcessId(process.pid, process.create_time()), value
+            identity = ProcessId.of(process.pid)
+            if value is not None and identity is not None and process.status() != psutil.STATUS_ZOMBIE:
+                yield identity, value
 
 
 def stop(processes: Iterable[ProcessId], grace_seconds: float) -> None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 import time
 from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +27,7 @@ from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.planning import devices as device_checks
 from rlhf_core.ppo import check as ray_checks
 from rlhf_core.preflight import check
+from rlhf_core.rewards.check import module_file
 from tests.support.model_folder import model_folder
 
 ROW = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
@@ -158,6 +162,28 @@ def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
+def test_module_is_found_where_an_import_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "elsewhere" / "pack"
+    (source / "part").mkdir(parents=True)
+    (source / "__init__.py").write_text("open('ran', 'w')\n")
+    (source / "part" / "mine.py").write_text("open('ran', 'w')\n")
+
+    class Finder:
+        """As of an editable installation."""
+
+        @staticmethod
+        def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            assert (path is None) == ("." not in name)
+            return spec_from_file_location(name, source / "__init__.py") if name == "editable" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    # `part` is a namespace package, which has no file.
+    assert module_file("editable.part.mine") == source / "part" / "mine.py"
+    assert module_file("editable") == source / "__init__.py"
+    assert module_file("editable.part") is None and module_file("editable.none") is None
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_may_be_a_mistake_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_bytes(ROW)
     assert "only judges" in check(config("ppo.rewards=[{type: gold}]"))[0]
@@ -238,6 +264,14 @@ def test_engines_that_cannot_share_a_rank_s_device_are_refused(engine: str) -> N
         (4, "0,2", 2),
         (4, "0,7", 1),
         (4, "1,-1,2", 1),
+        (2, "0,9,1", 1),
+        (2, "0,0", 0),
+        (2, "0, 00", 0),
+        (2, "-2,0", 0),
+        (2, "0,,1", 1),
+        (2, "1gpu,none,0", 1),
+        (2, "GPU-a,0,GPU-b", 1),
+        (2, "GPU-a,GPU-a", 0),
         (1, "MIG-a,MIG-b", 2),
         (0, "0", 0),
     ],

@@ -2,6 +2,7 @@
 
 - each colocation has the right roles in one process, with the right number of ranks
 - a model that does not exist (reward model, critic) has no process
+- models on the policy's ranks have the same number of ranks, if they exist
 - processes that share devices need as many as the larger of the two groups
 """
 
@@ -13,6 +14,7 @@ import pytest
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
+from rlhf_core.errors import ConfigError
 
 PPO = {
     "prompts_per_step": 8,
@@ -51,6 +53,16 @@ def test_roles_of_each_colocation(colocate: str, groups: dict[str, int]) -> None
 def test_absent_model_has_no_process(settings: dict[str, Any], groups: list[str]) -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": "none", **settings}}, "test")
     assert [group.name for group in plan(config.ppo).groups] == groups
+
+
+def test_only_existing_models_must_have_the_ranks_of_the_policy() -> None:
+    ppo = {**PPO, "colocate": "all", "critic_deepspeed": {"ranks": 1}}
+    for algorithm in ("ppo", "reinforce_pp"):  # critic and reward model, reward model alone
+        with pytest.raises(ConfigError, match=r"equal to ppo\.critic_deepspeed\.ranks; got 2 and 1"):
+            config_from_tree({"ppo": {**ppo, "algorithm": algorithm}}, "test")
+    alone = {**ppo, "algorithm": "reinforce_pp", "rewards": [{"type": "repetition"}]}
+    [group] = plan(config_from_tree({"ppo": alone}, "test").ppo).groups
+    assert (group.name, group.ranks) == ("policy+reference", 2)
 
 
 def test_colocated_trainers_and_engines_have_half_a_device_each() -> None:

@@ -4,7 +4,8 @@ Rules:
 - five formats are told apart by their fields; strings and message lists mean the same;
 - conversations without `prompt` (message lists, and HH-RLHF transcripts) share their common beginning as the
   prompt;
-- every malformed row is refused with a reason that names the field;
+- every malformed row is refused with a reason that names the field; a text of white space and invisible
+  characters is blank;
 - other fields are kept as JSON in `meta`.
 """
 
@@ -81,6 +82,7 @@ def test_a_demanded_format_wins_over_the_fields() -> None:
         normalise({"prompt": "q"}, "completion")
 
 
+WHITE_SPACE = "".join(filter(str.isspace, map(chr, range(0x110000))))
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "no known format.*fields: none"),
@@ -127,6 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": b"a"}, "'prompt' must be a list of messages; got binary data"),
     ({"prompt": "\u200b"}, "'prompt' is blank"),
     ({"prompt": "a", "completion": "\ufeff \u2060\u3164"}, "'completion' is blank"),
+    ({"text": f"{WHITE_SPACE}\u200b"}, "'text' is blank"),
 ]
 
 

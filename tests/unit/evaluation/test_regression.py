@@ -23,7 +23,7 @@ from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets, prepare_sets, regression_metrics
-from rlhf_core.evaluation.statistics import differences, failed_sets
+from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.pipeline import STAGES
 from rlhf_core.preflight import check
 from rlhf_core.run.external_inputs import external_digests
@@ -79,7 +79,7 @@ def test_a_set_falls_if_the_lower_bound_reaches_the_margin(
     found = compare_on_sets(config, responses, "sft", {})
     assert found["sums"]["sft"]["mean"] == 0.75 and found["sums"]["ppo"]["mean"] == ours / 40
     assert found["sums"]["difference"]["mean"] == pytest.approx((ours - 30) / 40)
-    names = failed_sets(differences(found))
+    names = failed_sets(regression_differences(found))
     assert bool(names) == falls
     if falls:
         assert names[0].startswith("sums -0.100 [-0.2") and names[0].endswith("(margin 0.1)")

@@ -257,9 +257,9 @@ def test_failures_of_a_source_with_weight_0_exclude_no_prompt(
 def test_interval_of_the_difference_is_paired(scripted: Any, context: StageContext) -> None:
     interval = Intervals(config_of(evaluate={"bootstrap": 500}))
     sft = [float(i) for i in range(40)]
-    pair = interval.pair("gold", {"sft": sft, "ppo": [value + 1.0 for value in sft]})
-    assert pair["difference"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
-    assert pair["ppo"]["low"] < pair["sft"]["high"]
+    found = interval.by_model("gold", {"sft": sft, "ppo": [value + 1.0 for value in sft]})
+    assert found["difference"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert found["ppo"]["low"] < found["sft"]["high"]
 
 
 @pytest.mark.parametrize(

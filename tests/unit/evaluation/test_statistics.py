@@ -19,7 +19,7 @@ from rlhf_core.evaluation.statistics import (
     Verdicts,
     bootstrap_mean,
     compare,
-    difference,
+    difference_of_shares,
     distinct_n,
     win_rate,
 )
@@ -107,7 +107,7 @@ def test_answers_to_different_prompts_are_refused() -> None:
 def test_a_difference_of_shares_has_the_published_interval(
     a: int, of_a: int, b: int, of_b: int, low: float, high: float
 ) -> None:
-    found = difference(a / of_a, of_a, b / of_b, of_b, 0.95)
+    found = difference_of_shares(a / of_a, of_a, b / of_b, of_b, 0.95)
     assert (found.mean, found.low, found.high) == pytest.approx((a / of_a - b / of_b, low, high), abs=5e-5)
 
 

@@ -1,6 +1,7 @@
 """The flow `rlhf-rounds` and the command `rlhf rounds`.
 
 - each round calls the flow of the pipeline with the overrides of the user and those of the round
+- an error before a round is a notification; that of a round is sent by the round's own flow
 - the command checks the configuration of the first round and prints the table
 - a number of rounds below 1 is an error before anything starts
 """
@@ -18,6 +19,7 @@ from flows.notify import notify_failure
 from rlhf_cli import rounds as rounds_command
 from rlhf_cli import start
 from rlhf_cli.main import main
+from rlhf_core.errors import DataError, RLHFError
 from rlhf_core.run import checks
 
 DEMO = "deployments/configs/demo.yaml"
@@ -58,6 +60,26 @@ def test_each_round_is_a_run_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) ->
         },
     ]
     assert module.rounds.on_crashed_hooks == [notify_failure]
+
+
+@pytest.mark.parametrize("case", ["configuration", "nothing for the next round", "round"])
+def test_an_error_is_one_notification(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rlhf(**_parameters: Any) -> dict[str, Any]:
+        if case == "round":
+            raise DataError("no rows")
+        return summary_of(1) | {"sample": {"best": 0, "pairs": 0}}
+
+    sent: list[tuple[str, str]] = []
+    monkeypatch.setattr(module, "notify", lambda subject, body: sent.append((subject, body)))
+    monkeypatch.setattr(module, "runtime", SimpleNamespace(flow_run=SimpleNamespace(name="demo-seed0-a1")))
+    monkeypatch.setattr(module, "rlhf", rlhf)
+    config = str(tmp_path / "none.yaml") if case == "configuration" else DEMO
+    with pytest.raises(RLHFError) as error:
+        module.rounds.fn(config, 2, (f"run.home={tmp_path}",))
+    if case == "round":
+        assert sent == []
+    else:
+        assert sent == [("demo-seed0-a1 failed", f"{type(error.value).__name__}: {error.value}")]
 
 
 def test_the_command_checks_and_prints_the_table(

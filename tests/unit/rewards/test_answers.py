@@ -2,6 +2,7 @@ r"""Verifiable answers.
 
 - the answer is found where people and models put it: after `####`, in the last \boxed{}, or as the last
   number
+- a sign belongs to a number if nothing is between them, and no number before it
 - numbers are equal whatever their separators, signs, currency, decimals or fractions; texts without their
   decoration
 - a response without an answer scores 0; a row without one is an error that names the field
@@ -27,6 +28,11 @@ from rlhf_core.types import RewardInput
         ("Half of 10 is 5.", "5"),
         ("It costs 1,234.50 dollars", "1,234.50"),
         ("The change is -3", "-3"),
+        ("The change is -$ 3", "-$ 3"),
+        ("Answer:\n- 18", "18"),
+        ("Answer:\n- $18", "$18"),
+        ("5 - 3", "3"),
+        ("5-3", "3"),
         ("so 3/4 of it", "3/4"),
         ("first 7, then\n#### 42 apples in 3 boxes", "42"),
         ("no number here", None),

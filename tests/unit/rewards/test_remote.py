@@ -7,10 +7,11 @@
 - an item without a score, or one that the service refuses, does not affect the other items
 - redirects, wrong tokens and wrong paths end the step at once; redirects are not followed
 - only addresses that the allow-list covers are connected to; proxies of the environment are not used
-- the certificate is checked against the name in the url, for any address
+- the certificate is checked against the name in the url, for any address, and for each name of an address
 - the token is sent, but not unencrypted to a public address
 """
 
+import asyncio
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -33,7 +35,7 @@ from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.failures import Outcome
-from rlhf_core.rewards.post import MAX_ANSWER_BYTES
+from rlhf_core.rewards.post import MAX_ANSWER_BYTES, Poster
 from rlhf_core.rewards.remote import RemoteService, read_answer
 from rlhf_core.types import RewardInput
 
@@ -356,17 +358,41 @@ def test_the_certificate_is_checked_against_the_name_in_the_url(
     serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, right: bool
 ) -> None:
     service = serve(lengths)
-    certificate = self_signed(tmp_path / "both.pem", name)
+    use_https(service, monkeypatch, self_signed(tmp_path / "both.pem", name))
+    url = f"https://scores.example:{service.server_port}/score"
+    outcome = ask([url], batch("ab"), allowed_hosts=("scores.example", "127.0.0.1"), retries=0)
+    assert outcome == Outcome([2.0]) if right else "CERTIFICATE_VERIFY_FAILED" in outcome.reasons[0]
+    assert len(service.seen) == int(right)
+
+
+def test_the_certificate_is_checked_for_each_name_of_an_address(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        poster = Poster("reward", ("scores.example", "other.example", "127.0.0.1"), None, None)
+        try:
+            for _ in range(2):
+                await poster.post(url, b'{"items": []}')
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await poster.post(url.replace("scores", "other"), b'{"items": []}')
+        finally:
+            await poster.close()
+
+    service = serve(lengths)
+    use_https(service, monkeypatch, self_signed(tmp_path / "both.pem", "scores.example"))
+    url = f"https://scores.example:{service.server_port}/score"
+    asyncio.run(main())
+    assert len(service.seen) == 2
+
+
+def use_https(service: Service, monkeypatch: pytest.MonkeyPatch, certificate: Path) -> None:
+    """Serve over TLS with a trusted certificate, at the address of every name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     service.socket = context.wrap_socket(service.socket, server_side=True)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     found = [(2, 1, 6, "", ("127.0.0.1", service.server_port))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
-    url = f"https://scores.example:{service.server_port}/score"
-    outcome = ask([url], batch("ab"), allowed_hosts=("scores.example", "127.0.0.1"), retries=0)
-    assert outcome == Outcome([2.0]) if right else "CERTIFICATE_VERIFY_FAILED" in outcome.reasons[0]
-    assert len(service.seen) == int(right)
 
 
 def self_signed(file: Path, name: str) -> Path:

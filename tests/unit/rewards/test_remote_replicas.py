@@ -1,7 +1,8 @@
 """Selection of a replica, and its circuit breaker.
 
 - a breaker opens after failures in a row, but not if a success is in between
-- an open breaker allows nothing; after its time it allows one request, whose result closes or reopens it
+- an open breaker allows nothing; after its time it allows one request, whose result closes or reopens it;
+  the failure of a request that began before does not allow another one
 - the least busy replica is selected, then the one with the fewest requests, within the concurrency
 - a refusal counts as a success of the replica; during a search, so does a failure that a sample may have
   caused
@@ -27,18 +28,18 @@ class FakeClock:
 def opened(clock: FakeClock, failures: int = 2, seconds: float = 10.0) -> Breaker:
     breaker = Breaker(failures, seconds, clock)
     for _ in range(failures):
-        breaker.began()
-        breaker.failed()
+        breaker.failed(breaker.began())
     return breaker
 
 
 def test_it_opens_after_failures_in_a_row_only() -> None:
     breaker = Breaker(2, 10.0, FakeClock())
-    for result in (breaker.failed, breaker.succeeded, breaker.failed):
-        breaker.began()
-        result()
+    breaker.failed(breaker.began())
+    breaker.began()
+    breaker.succeeded()
+    breaker.failed(breaker.began())
     assert breaker.allows
-    breaker.failed()
+    breaker.failed(breaker.began())
     assert not breaker.allows
 
 
@@ -57,15 +58,29 @@ def test_probe_closes_or_reopens_the_breaker() -> None:
     clock = FakeClock()
     breaker = opened(clock)
     clock.now += 10
-    breaker.began()
-    breaker.failed()
+    breaker.failed(breaker.began())
     assert not breaker.allows
     clock.now += 10
     breaker.began()
     breaker.succeeded()
     assert breaker.allows
-    breaker.failed()
+    breaker.failed(breaker.began())
     assert breaker.allows, "closed, it counts from zero again"
+
+
+def test_failure_of_an_earlier_request_does_not_end_the_probe() -> None:
+    clock = FakeClock()
+    breaker = Breaker(1, 10.0, clock)
+    earlier = breaker.began()
+    breaker.failed(breaker.began())
+    clock.now += 10
+    probe = breaker.began()
+    breaker.failed(earlier)
+    clock.now += 10
+    assert not breaker.allows, "the probe still runs"
+    breaker.failed(probe)
+    clock.now += 10
+    assert breaker.allows
 
 
 def replicas(

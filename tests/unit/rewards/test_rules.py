@@ -3,7 +3,7 @@
 - each rule's value on small responses, computed by hand
 - edge cases: empty responses, prompts without content words, other scripts
 - a pattern that takes too long is stopped and counts as no match
-- a pattern has the meaning of Python's `re`, although another engine matches it
+- a pattern has the meaning of Python's `re`, although another engine matches it; the flag x is refused
 """
 
 import dataclasses
@@ -210,6 +210,28 @@ def test_a_pattern_means_what_it_means_to_python(pieces: list[str], texts: list[
             pattern,
             text,
         )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_verbose"),
+    [
+        ("(?x)a b", True),
+        ("a(?ix:b)", True),
+        (r"\\(?x:a)", True),
+        ("[]](?x:a)", True),
+        ("(?#[)(?x:a)", True),
+        ("(?i:x)", False),
+        (r"\(?max\)?", False),
+        ("[(?x]", False),
+        ("[^](?x]", False),
+        (r"[\](?x]", False),
+        ("(?#(?x)a", False),
+    ],
+)
+def test_the_flag_x_is_refused_and_its_characters_are_not(pattern: str, is_verbose: bool) -> None:
+    re.compile(pattern)
+    assert ("flag x" in (pattern_problem(pattern) or "")) == is_verbose
+    assert is_verbose or pattern_problem(pattern) is None
 
 
 @pytest.mark.parametrize(

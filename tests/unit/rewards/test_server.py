@@ -204,6 +204,8 @@ def test_a_response_that_the_limit_cut_has_no_eos(scorer: Scorer) -> None:
     prompt_ids, whole = scorer.encode(item)
     assert whole[-1] == scorer._encoder.eos_id
     assert scorer.encode({**item, "finished": False}) == (prompt_ids, whole[:-1])
+    with pytest.raises(ItemError, match="the response has no tokens"):
+        scorer.encode({**item, "response": "", "finished": False})
 
 
 def test_a_conversation_is_a_prompt(scorer: Scorer) -> None:

@@ -1,6 +1,7 @@
 """One attempt at one stage, with a real store and a stage of a few lines.
 
 - an attempt that was overtaken commits neither a checkpoint nor an artifact
+- an artifact that another run has made since the flow looked for it is reused
 - the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
   wrote or start anew where all are damaged
 """
@@ -76,6 +77,12 @@ def test_superseded_attempt_commits_nothing(
         attempt(overtaken)
     assert attempt.saved() == []
     assert attempt.store.list("artifacts") == []
+
+
+def test_artifact_that_exists_by_now_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = Attempt(tmp_path, monkeypatch)
+    made = attempt(lambda _context: None)
+    assert attempt(lambda _context: pytest.fail("the stage ran again")) == made
 
 
 def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from rlhf_core.config.drift import DriftConfig
 from rlhf_core.data.drift import Drift
 from rlhf_core.data.drift_page import findings
 from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
-from rlhf_core.evaluation.statistics import difference
+from rlhf_core.evaluation.statistics import difference_of_shares
 from rlhf_core.run import drift
 from rlhf_core.run.drift import _request, compare_with_champion
 from rlhf_core.run.drift_process import DriftRequest, agreement
@@ -197,7 +197,7 @@ def test_agreement_is_the_loss_of_accuracy(
     found = agreement(config, request)
     assert found.value == pytest.approx(loss)
     assert (found.changes[0].before, found.changes[0].after) == (accuracy, 0.5)
-    interval = difference(accuracy, len(TEXTS), 0.5, len(TEXTS), 0.95)
+    interval = difference_of_shares(accuracy, len(TEXTS), 0.5, len(TEXTS), 0.95)
     assert (found.low, found.high) == (interval.low, interval.high)
 
 
@@ -210,7 +210,7 @@ def test_a_limit_of_agreement_is_not_crossed_by_chance() -> None:
     for before, after in itertools.product(range(pairs + 1), repeat=2):
         if before - after > 0.1 * pairs:
             share = shares[before] * shares[after]
-            interval = difference(before / pairs, pairs, after / pairs, pairs, 0.95)
+            interval = difference_of_shares(before / pairs, pairs, after / pairs, pairs, 0.95)
             drift = Drift("agreement", interval.mean, "pairs", interval.low, interval.high)
             above += share
             stopped += share * (findings([drift], limits)[0].state == "stop")

@@ -3,15 +3,24 @@ user.
 
 - a folder whose path is too long for the sockets in it is passed over
 - compiled programs of a folder that somebody else made, or can write to, are not loaded
+
+The guard itself:
+
+- it closes all descriptors of the stage, also with high numbers
+- a request to stop that arrives together with the end of the stage is not sent to the pid of the stage
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,3 +112,34 @@ def test_compiled_code_writable_by_others_is_not_loaded(
     own, _ = guard._take_scratch()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == os.path.join(own, "compiled")
     assert "is not a folder of this user alone" in capfd.readouterr().err
+
+
+STAGE_WITH_HIGH_DESCRIPTOR = """
+import fcntl, os, time
+from rlhf_core.run.guard import fork_guard
+
+pipe = fcntl.fcntl(os.pipe()[1], fcntl.F_DUPFD, 300)
+fork_guard(os.getppid(), 5.0, 60.0)
+deadline = time.monotonic() + 10
+while os.path.exists(f"/proc/{os.getppid()}/fd/{pipe}") and time.monotonic() < deadline:
+    time.sleep(0.05)
+print(sorted(map(int, os.listdir(f"/proc/{os.getppid()}/fd"))))
+"""
+
+
+def test_guard_keeps_no_descriptor_of_the_stage(usual: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STAGE_WITH_HIGH_DESCRIPTOR], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[0, 1, 2]\n"
+
+
+def test_request_to_stop_is_not_sent_to_a_stage_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    request = SimpleNamespace(si_signo=signal.SIGTERM)
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *_arguments: request)
+    monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append((pid, signum)))
+    monkeypatch.setattr(guard, "_reap", lambda stage: 0)
+    monkeypatch.setattr(guard, "_clear", lambda grace_seconds, stage: [])
+    assert guard._watch(4711, os.getppid(), 20.0, 60.0) == 0
+    assert sent == []

@@ -4,6 +4,7 @@
 - other settings, another registry and rounds have versions of their own
 - a version that was revoked in the meantime is not used
 - an error that the same configuration would end with again keeps nothing
+- a command that is refused, because another process makes a stage, leaves the versions of that process
 - the command, the Python API, rounds and the looks of a retraining use the same versions
 - a look at a champion reads none of its files
 """
@@ -19,7 +20,7 @@ import pytest
 from flows import rounds as rounds_flow
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError, GateFailed
+from rlhf_core.errors import ConfigError, GateFailed, StageHeld
 from rlhf_core.run import api, rounds
 from rlhf_core.run.checks import CheckedConfig, check_config
 from rlhf_core.run.kept_versions import resolve_kept
@@ -72,7 +73,7 @@ def attempt(settings: list[str], error: Exception | None = None) -> tuple[str, s
             key = run.spec("data", {}).key
             if error is not None:
                 raise error
-    except (InterruptedError, GateFailed):
+    except (InterruptedError, GateFailed, StageHeld):
         assert error is not None
     return checked.reference_tags["rlhf.reference.model.path"].rpartition(" ")[2], key
 
@@ -110,6 +111,15 @@ def test_an_error_that_would_come_again_keeps_nothing(
     assert kept_files(tmp_path) == []
     crown("2")
     assert attempt(settings, InterruptedError())[0] == "2"
+
+
+def test_a_command_that_is_refused_keeps_the_versions_of_the_run(
+    settings: list[str], crown: Callable[[str], None]
+) -> None:
+    first = attempt(settings, InterruptedError())
+    attempt(settings, StageHeld("another process makes it"))
+    crown("2")
+    assert attempt(settings, InterruptedError()) == first
 
 
 def test_a_version_that_was_revoked_in_the_meantime_is_not_used(

@@ -7,6 +7,7 @@
 - a run under new settings names the unfinished run that it differs from, and why
 - each attempt has a log file of its own
 - a process that waits for a stage ends with the run, also if the run fails or is stopped
+- a run whose stage another process makes ends in MLflow, unless that process goes on with the same run
 - a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
 - the summary has the documented fields, and nothing that was not measured
 """
@@ -16,7 +17,10 @@ from __future__ import annotations
 import contextvars
 import io
 import json
+import os
+import socket
 from contextlib import suppress
+from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +33,7 @@ import rlhf_core.run.pipeline_run as pipeline_run
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, StageHeld
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run.checks import check_config, checked_config, loaded_config, reuse_check
 from rlhf_core.run.parameters import overrides_of
@@ -47,6 +51,7 @@ from rlhf_core.run.summary import (
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from rlhf_core.system.processes import ProcessId
 from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
@@ -471,6 +476,35 @@ def test_the_end_of_a_run_ends_the_process_that_waits(
         assert closed == []
         raise ending
     assert closed == [True]
+
+
+@pytest.mark.parametrize("same_run", [True, False])
+def test_a_refused_command_ends_only_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_run: bool
+) -> None:
+    ended: list[str] = []
+
+    class Tracker:
+        parent_run = staticmethod(lambda *_args: "run-1")
+
+        def finish(self, run_id: str, status: str, *, reused: bool) -> None:
+            ended.append(status)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_args, **_named: None
+
+    monkeypatch.setattr(pipeline_run, "open_tracking", lambda config: Tracker())
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{home: {tmp_path / 'home'}, device: cpu}}\n")
+    with pytest.raises(StageHeld), open_run(check_config(str(file), []), "data", "data") as run:
+        if same_run:
+            state = run.folder / "run.json"
+            other = ProcessId.of(os.getppid())
+            assert other is not None
+            process = [*astuple(other), socket.gethostname()]
+            state.write_text(json.dumps({**json.loads(state.read_text()), "process": process}))
+        raise StageHeld("stage data is being made")
+    assert ended == ([] if same_run else ["FAILED"])
 
 
 def test_rerun_removes_outdated_warning_tags(tmp_path: Path) -> None:

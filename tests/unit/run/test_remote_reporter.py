@@ -4,15 +4,20 @@
 - progress that is not written yet is replaced by later progress of the same task
 - the log ends with the last lines of a long one, without secrets, and is there before the final event
 - a log that was rotated is copied to the output from its beginning
+- an object of events that may have been read is not changed, and later events follow in the next one
+- the final event is sent although the log cannot be read or copied to the output
 """
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhf_core.errors import StoreError
 from rlhf_core.run import remote
 from rlhf_core.run.executors.job_files import LOG_BYTES, JobFiles
 from rlhf_core.run.remote import _Reporter
@@ -73,3 +78,47 @@ def test_a_rotated_log_is_copied_from_its_beginning(
         log.write_text(text)
         reporter._echo()
     assert output.getvalue() == "a long line before the rotation\nshort\n"
+
+
+def test_events_that_a_flow_may_have_read_are_not_changed(
+    files: JobFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (
+        {"event": "checkpoint", "step": 1},
+        {"event": "error", "type": "DataError", "message": "x"},
+    )
+    write = files.write_events
+
+    def lose_the_answer(number: int, events: list[dict[str, Any]]) -> None:
+        write(number, events)
+        monkeypatch.setattr(files, "write_events", write)
+        raise StoreError("no answer")
+
+    monkeypatch.setattr(files, "write_events", lose_the_answer)
+    reporter = _Reporter(files, tmp_path / "log")
+    reporter.send(first)
+    with pytest.raises(StoreError):
+        reporter._write_events()
+    reporter.send(second)
+    reporter._write_events()
+    assert [files.read_events(number) for number in (1, 2, 3)] == [[first], [second], None]
+
+
+class FullDisk(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, text)
+
+
+@pytest.mark.parametrize("log_is_readable", [True, False])
+def test_the_final_event_does_not_depend_on_the_log(
+    files: JobFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_is_readable: bool
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("a line\n") if log_is_readable else log.mkdir()
+    monkeypatch.setattr(remote, "_LAST_SECONDS", 0.0)
+    monkeypatch.setattr(remote.sys, "stderr", FullDisk())
+    with _Reporter(files, log) as reporter:
+        reporter.send_error(StoreError("the disk is full"))
+    assert [event["type"] for event in files.read_events(1) or ()] == ["StoreError"]

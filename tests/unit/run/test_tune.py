@@ -4,22 +4,28 @@
   staleness; none that is refused or is the configuration already
 - the fastest candidate is written with the user's overrides; an existing file is never overwritten
 - a candidate that fails is left out; if none runs, nothing is written
+- the table shows problems and overrides without markup
 - the first step is not counted, and with staleness the last one is not either
 """
 
 from __future__ import annotations
 
+import io
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from rlhf_cli.tune import _table
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InfrastructureError, InputError
 from rlhf_core.run import tune as module
-from rlhf_core.run.tune import candidates, tune
+from rlhf_core.run.tune import Trial, Tuned, candidates, tune
+
+PHASES = ("rollout", "scoring", "training", "sync")
 
 
 @pytest.fixture
@@ -110,3 +116,12 @@ def test_nothing_is_written_if_no_candidate_runs(
     with pytest.raises(InputError, match="no candidate of ppo runs; as configured: too little memory"):
         tune(file, [], out)
     assert not out.exists()
+
+
+def test_the_table_has_no_markup() -> None:
+    trials = (Trial(("a=[b]",), None, {}, "no [/x] in [red]"), Trial((), 1.0, dict.fromkeys(PHASES, 0.25)))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(_table(Tuned(trials, trials[1], Path("tuned.yaml"))))
+    shown = console.export_text()
+    assert "a=[b]" in shown and "no [/x] in [red]" in shown
+    assert "as configured" in shown and "0.250" in shown

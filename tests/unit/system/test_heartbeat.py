@@ -9,11 +9,13 @@
 - a participant on another host is not taken for this process; its host's monitor observes it, saves its
   stacks and kills it
 - an unregistered participant is not reported, and empty files are removed
+- a record with an activity in any script can be read, and so can the next one
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -178,6 +180,18 @@ def test_unregistered_participant_is_not_reported(tmp_path: Path, start: Start) 
         assert monitor.unhealthy() == []
         unregister()
     assert not (tmp_path / "stacks").exists()
+
+
+@pytest.mark.parametrize("character", ["x", "ß", "\U0001f600", "\0"])
+def test_records_can_be_read_after_a_long_activity(tmp_path: Path, character: str) -> None:
+    register(tmp_path, "engine 0", math.inf)
+    try:
+        for activity in (character * 200, "step 2"):
+            heartbeat(activity)
+            seen = heartbeat_module._read(tmp_path / "engine_0.heartbeat", "engine 0")
+            assert seen is not None and seen.activity == activity[:100]
+    finally:
+        unregister()
 
 
 def test_participant_of_another_host_with_this_process_id_is_busy(monitor: Monitor) -> None:

@@ -1,11 +1,19 @@
-"""Processes are identified by pid and start time, and a free port is one that nobody listens on."""
+"""Processes are identified by pid and start time, and a free port is one that nobody listens on.
+
+- a change of the clock does not end the identity of a process
+- records of earlier releases have start times in seconds since the epoch
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
+
+import psutil
+import pytest
 
 from rlhf_core.system.processes import ProcessId, free_port, stop, wait_gone
 
@@ -26,6 +34,20 @@ def test_process_that_ignores_sigterm_is_killed() -> None:
     assert process.wait(timeout=5) == -signal.SIGKILL
     assert wait_gone([child], 1.0)
     process.stdout.close()
+
+
+def test_a_process_stays_alive_if_the_clock_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ProcessId.of(os.getpid())
+    assert own is not None and own.alive()
+    later = psutil.boot_time() + 3600  # the kernel computes it from the clock
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: later)
+    assert own.alive() and ProcessId.of(os.getpid()) == own
+
+
+def test_start_times_of_earlier_releases_are_compared_with_the_clock() -> None:
+    started = psutil.Process().create_time()
+    assert ProcessId(os.getpid(), started).alive()
+    assert not ProcessId(os.getpid(), started - 100).alive()
 
 
 def test_used_port_is_avoided() -> None:

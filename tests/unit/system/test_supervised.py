@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,8 @@ def test_silent_process_is_killed_with_its_group_and_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervised, "SILENT_SECONDS", 0.3)
+    now = 1000.0
+    monkeypatch.setattr(supervised, "time", SimpleNamespace(monotonic=lambda: now))
     healthy = [True]
     child_file = tmp_path / "child"
     # `mlflow server` also starts the actual server as a child.
@@ -59,15 +62,19 @@ def test_silent_process_is_killed_with_its_group_and_restarted(
     server.ensure_running()
     first = server.process
     assert first is not None
-    time.sleep(0.4)
+    now += 0.4
     server.kill_if_silent()
     assert first.poll() is None
     healthy[0] = False
     server.kill_if_silent()
     assert first.poll() is None, "a single failed check is not enough"
+    deadline = time.monotonic() + 20
+    while not child_file.exists() or not child_file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     child = ProcessId.of(int(child_file.read_text()))
     assert child is not None
-    time.sleep(0.4)
+    now += 0.4
     server.kill_if_silent()
     assert first.returncode == -signal.SIGKILL
     assert wait_gone([child], 5.0), "the child would keep the port"

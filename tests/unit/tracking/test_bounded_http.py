@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from requests.exceptions import Timeout
+from urllib3.connection import HTTPConnection
 
 from rlhf_cli.main import Stopped
 from rlhf_core.tracking import bounded_http
@@ -111,6 +112,30 @@ def test_slow_answer_ends_at_the_time_limit(what: str, server: Callable[[Serve],
     assert time.monotonic() - started < 3
 
 
+def test_no_answer_is_read_if_the_time_ends_while_connecting(
+    server: Callable[[Serve], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = HTTPConnection._new_conn
+
+    def connect_slowly(connection: HTTPConnection) -> socket.socket:
+        time.sleep(1.2)
+        return connect(connection)
+
+    def serve_slowly(connection: socket.socket) -> None:
+        connection.sendall(OK + b"Content-Length: 20\r\n\r\n")
+        for _ in range(20):
+            time.sleep(0.2)
+            connection.sendall(b" ")
+
+    mlflow = Mlflow(server(serve_slowly), "e")
+    _ = mlflow._client
+    monkeypatch.setattr(HTTPConnection, "_new_conn", connect_slowly)
+    started = time.monotonic()
+    with pytest.raises(Exception, match="no whole answer within 1 s"):
+        mlflow.ping()
+    assert time.monotonic() - started < 3
+
+
 @pytest.mark.parametrize(
     ("raised", "seen"),
     [(KeyboardInterrupt, KeyboardInterrupt), (Stopped, Stopped), (OSError, Timeout), (None, Timeout)],
@@ -125,10 +150,11 @@ def test_interrupt_is_not_replaced_by_a_timeout(
             raise raised(signal.SIGTERM)
 
 
-def test_redirects_that_lead_on_and_on_slowly_are_one_call(server: Callable[[Serve], str]) -> None:
+@pytest.mark.parametrize("path", ["/", "/a b"])
+def test_redirects_that_lead_on_and_on_slowly_are_one_call(path: str, server: Callable[[Serve], str]) -> None:
     def elsewhere(connection: socket.socket) -> None:
         time.sleep(0.3)
-        _whole("307 Temporary Redirect", b"", f"Location: /{time.monotonic_ns()}")(connection)
+        _whole("307 Temporary Redirect", b"", f"Location: {path}{time.monotonic_ns()}")(connection)
 
     mlflow = Mlflow(server(elsewhere), "e")
     _ = mlflow._client
