@@ -17,16 +17,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
+from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 
-MODELS = ("sft", "ppo", "dpo")
-"""All that there can be. A report has those with responses."""
-
-_MEASURES = {
-    "gold_reward": "Gold reward",
-    "judge_model": "Second reward model",
-    "reward_model": "Reward model",
-}
 _JUDGES = {
     "gold": "the gold reward",
     "judge_model": "a second reward model, trained with other pairs",
@@ -86,6 +79,7 @@ def render(report: Report) -> str:
         lineage=report.lineage,
         data_card=report.data_card,
         facts=report.facts,
+        measures=MEASURES,
         models=[model for model in MODELS if model in evaluation["eos_rate"]],
         verdict=verdict,
         tone=tone,
@@ -181,7 +175,7 @@ def _signed(difference: Mapping[str, float], digits: int = 3) -> str:
 def _changes(source: Mapping[str, Any]) -> str:
     """Return the mean difference of every measure of one data source."""
     parts = []
-    for key, label in _MEASURES.items():
+    for key, label in MEASURES.items():
         if source.get(key):
             parts.append(f"{label} {_signed(source[key]['difference'])}")
     for name, by_model in source["rules"].items():

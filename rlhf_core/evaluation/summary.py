@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.length_control import length_controlled
+from rlhf_core.evaluation.measures import MEASURES
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
@@ -309,7 +310,7 @@ def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     flat: dict[str, float] = {"kl": evaluation["kl"]}
-    names = ("gold_reward", "gold_reward_exchanged", "judge_model", "reward_model")
+    names = (*MEASURES, "gold_reward_exchanged")
     measures = {name: evaluation[name] for name in names if evaluation.get(name)}
     measures |= {f"rules/{name}": rule for name, rule in evaluation["rules"].items()}
     for name, by_model in measures.items():

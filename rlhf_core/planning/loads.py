@@ -10,6 +10,7 @@ evaluate        one frozen model at a time on `ranks` devices: load -> score; en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,11 +94,19 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
     return (*loads, *_ppo(config, shape, device, kind), *_evaluate(config, shape, kind), *judging)
 
 
-def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> ForwardPass:
+def largest_pass(
+    config: PipelineConfig, stage: str, *, update: bool = True, ranks: int | None = None
+) -> ForwardPass:
     """Return the largest micro-batch of one rank.
 
     It has the configured number of tokens, more if one sequence (or a pair) is longer, and fewer if the
-    rank's part of the batch is smaller. With `update=False`, it is that of PPO's scoring.
+    rank's part of the batch is smaller.
+
+    Args:
+        config: Configuration of the pipeline.
+        stage: Name of a stage that trains.
+        update: False for PPO's scoring.
+        ranks: Of a group of PPO; by default of the policy's.
     """
     data, ppo = config.data, config.ppo
     if stage == "sft":
@@ -117,10 +126,10 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
     else:
         longest = config.max_sequence_tokens
         count = ppo.minibatch_size if update else ppo.rollout_batch_size
-        ranks = ppo.policy_deepspeed.ranks
+        ranks = ranks or ppo.policy_deepspeed.ranks
         budget = ppo.micro_batch_tokens
         packed = ppo.pack is not False
-    tokens = max(longest, min(budget, -(-count // ranks) * longest))
+    tokens = max(longest, min(budget, math.ceil(count / ranks) * longest))
     return ForwardPass(tokens, longest, packed, config.model.attention)
 
 
@@ -178,7 +187,7 @@ def group_loads(
     if serving is not None and config.ppo.engine.sleep_level:
         yield from _turn_loads(config, group, models, serving)
         return
-    for phase, load in _phases(config, models).items():
+    for phase, load in _phases(config, models, group.ranks).items():
         yield DeviceLoad("ppo", what, phase, group.ranks, load, serving or NOTHING, kind, host)
 
 
@@ -195,7 +204,7 @@ def _turn_loads(
     if engine.sleep_level == 1:
         host += serving.weights
     sleeping = asleep(engine)
-    for phase, load in _phases(config, models).items():
+    for phase, load in _phases(config, models, group.ranks).items():
         yield DeviceLoad("ppo", what, phase, group.ranks, load, sleeping, host=host)
     weights = sleeping + Bytes(weights=serving.weights)
     yield DeviceLoad("ppo", what, "sync", group.ranks, state, weights, host=host)
@@ -281,7 +290,7 @@ def ppo_models(
     return models
 
 
-def _phases(config: PipelineConfig, models: dict[str, Model]) -> dict[str, Bytes]:
+def _phases(config: PipelineConfig, models: dict[str, Model], ranks: int) -> dict[str, Bytes]:
     """Return the memory of one group in each phase.
 
     Its roles are loaded and compute one after the other, and all of them stay in memory.
@@ -290,7 +299,8 @@ def _phases(config: PipelineConfig, models: dict[str, Model]) -> dict[str, Bytes
     for model in models.values():
         loading = max(loading, resting + model.loading, key=lambda load: load.total)
         resting = resting + model.state
-    scoring, update = largest_pass(config, "ppo", update=False), largest_pass(config, "ppo")
+    scoring = largest_pass(config, "ppo", update=False, ranks=ranks)
+    update = largest_pass(config, "ppo", ranks=ranks)
     if config.ppo.ptx is not None:
         update = max(update, largest_pass(config, "sft"), key=lambda batch: batch.tokens)
     trained = [model for model in models.values() if model.trained]

@@ -242,36 +242,49 @@ class Model:
 
     def backward(self, batch: ForwardPass) -> Bytes:
         """Peak of a forward and backward pass, with the gradients of the micro-batches before."""
-        shape, size = self.shape, self.size
         # With checkpointing, only the input of each layer is kept.
-        per_layer = size * shape.hidden if self._checkpoints else self._layer(batch)
-        layers = batch.tokens * shape.layers * per_layer
-        kept = layers + batch.tokens * (self._norm(shape.hidden) + size * shape.hidden)
-        logits = self._logits(batch)
-        # In the backward pass of a layer: its activations, recomputed, and gradients inside its MLP.
-        recomputed = self._layer(batch) if self._checkpoints else 0.0
-        in_backward = batch.tokens * (size * (shape.intermediate + 2 * shape.hidden) + recomputed)
-        # A new gradient is kept next to the old one until it is added.
-        new = size * shape.hidden if self.lora is None else 0
+        per_layer = self.size * self.shape.hidden if self._checkpoints else self._layer(batch)
+        layers = batch.tokens * self.shape.layers * per_layer
+        norm = batch.tokens * (self._norm(self.shape.hidden) + self.size * self.shape.hidden)
+        if self.scores:
+            peaks = [self._score_peak(batch, layers + norm)]
+        else:
+            peaks = [self._loss_peak(batch, layers + norm), self._head_peak(batch, layers + norm)]
+        peaks.append(self._layer_peak(batch, layers))
         held = self.gradients if self.stage < 3 else 0.0
         common = Bytes(gradients=held, buffers=self._gathered)
-        reducing = Bytes(buffers=self._bucket if self.stage in (1, 2) else 0.0)
-        # In parts, the head's gradients are added up: the sum so far, the next one, and both together.
-        sums = new * shape.vocabulary * (2 if batch.tokens * shape.vocabulary > HEAD_CHUNK else 0)
+        return common + max(peaks, key=lambda peak: peak.total)
+
+    def _score_peak(self, batch: ForwardPass, kept: float) -> Bytes:
+        """Return the memory in the backward pass of the last norm: its gradients are in float32."""
+        return Bytes(activations=kept + batch.tokens * 8 * self.shape.hidden) + self._reducing
+
+    def _loss_peak(self, batch: ForwardPass, kept: float) -> Bytes:
+        """Return the memory in the backward pass of the loss: the logits, their gradient, and the first of
+        `_head_sums`.
+        """
+        logits = self._logits(batch)
         chunks = self._chunks(logits, 3 if self.size == 2 else 2)
-        # The logits and their gradient.
-        loss = Bytes(activations=kept, logits=2 * logits, buffers=chunks + sums / 2)
-        if self.stage == 1:
-            loss = loss + reducing
+        peak = Bytes(activations=kept, logits=2 * logits, buffers=chunks + self._head_sums(batch) / 2)
+        return peak + self._reducing if self.stage == 1 else peak
+
+    def _head_peak(self, batch: ForwardPass, kept: float) -> Bytes:
+        """Return the memory in the backward pass of the head."""
+        logits = self._logits(batch)
         rounded = logits / 2 if self._logit != self.size else 0.0  # gradients of the logits in 16 bits
-        weights = new * shape.vocabulary + sums
-        head = (
-            Bytes(activations=kept, logits=logits + rounded, buffers=weights + self._head_copies) + reducing
-        )
-        last = Bytes(activations=layers + in_backward, buffers=new * shape.intermediate) + reducing
-        if self.scores:  # the last norm's gradients, in float32
-            loss = head = Bytes(activations=kept + batch.tokens * 8 * shape.hidden) + reducing
-        return common + max(loss, head, last, key=lambda moment: moment.total)
+        weights = self._new_gradients * self.shape.vocabulary + self._head_sums(batch)
+        buffers = weights + self._head_copies
+        return Bytes(activations=kept, logits=logits + rounded, buffers=buffers) + self._reducing
+
+    def _layer_peak(self, batch: ForwardPass, layers: float) -> Bytes:
+        """Return the memory in the backward pass of a layer: its activations, recomputed, and gradients
+        inside its MLP.
+        """
+        recomputed = self._layer(batch) if self._checkpoints else 0.0
+        width = self.shape.intermediate + 2 * self.shape.hidden
+        activations = layers + batch.tokens * (self.size * width + recomputed)
+        buffers = self._new_gradients * self.shape.intermediate
+        return Bytes(activations=activations, buffers=buffers) + self._reducing
 
     @property
     def step(self) -> Bytes:
@@ -299,6 +312,22 @@ class Model:
         )
 
     # -- parts --
+
+    @property
+    def _reducing(self) -> Bytes:
+        return Bytes(buffers=self._bucket if self.stage in (1, 2) else 0.0)
+
+    @property
+    def _new_gradients(self) -> int:
+        """Bytes of a row of new gradients, which are kept next to the old ones until they are added."""
+        return self.size * self.shape.hidden if self.lora is None else 0
+
+    def _head_sums(self, batch: ForwardPass) -> int:
+        """Return the bytes of two sums of the head's gradients, if it is computed in parts: the sum so far,
+        and the one with the next part.
+        """
+        parts = batch.tokens * self.shape.vocabulary > HEAD_CHUNK
+        return self._new_gradients * self.shape.vocabulary * (2 if parts else 0)
 
     @property
     def _gathered(self) -> float:

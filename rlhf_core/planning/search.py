@@ -296,7 +296,7 @@ class _PPOSearch:
         limit = min(self._hardware.count, self._config.ppo.minibatch_size)
         for ranks in rank_counts(limit, self._hardware.per_host):
             spans = ranks > self._hardware.per_host
-            if self._group("pairs", group.roles, ranks, ranks, self._longest, spans):
+            if self._group("pairs", group.roles, ranks, self._longest, spans):
                 return ranks
         return None
 
@@ -305,15 +305,18 @@ class _PPOSearch:
         return [ways for ways in self._tensor_parallel() if self._rollout(1, ways, share) is not None]
 
     def _candidates(self) -> Iterator[_Candidate]:
-        for colocate in ("pairs", "all"):
+        # With staleness, the engines need devices of their own.
+        colocations = ("pairs",) if self._config.ppo.staleness else ("pairs", "all")
+        for colocate in colocations:
             ppo = self._config.ppo.model_copy(update={"colocate": colocate})
             groups = plan(ppo).groups
             counts = rank_counts(
                 min(self._hardware.count, self._config.ppo.minibatch_size), self._hardware.per_host
             )
+            # With `pairs`, at least one device is left for an engine.
+            reserved = 1 if colocate == "pairs" else 0
             for ranks in product(counts, repeat=len(groups)):
-                # With `pairs`, at least one device is left for an engine.
-                if sum(ranks) <= self._hardware.count - (colocate == "pairs"):
+                if sum(ranks) <= self._hardware.count - reserved:
                     yield from self._with_ranks(colocate, groups, ranks)
 
     def _with_ranks(
@@ -365,10 +368,10 @@ class _PPOSearch:
         self, colocate: str, groups: tuple[Group, ...], ranks: tuple[int, ...], where: Layout
     ) -> Iterator[tuple[int, tuple[_Option, ...]]]:
         """Yield the tokens of a micro-batch with the settings of all groups that fit."""
-        largest = math.ceil(self._config.ppo.rollout_batch_size / ranks[0]) * self._longest
+        largest = math.ceil(self._config.ppo.rollout_batch_size / min(ranks)) * self._longest
         for tokens in micro_batches(self._config.ppo.micro_batch_tokens, self._longest, largest):
             choices = [
-                self._group(colocate, group.roles, count, ranks[0], tokens, len(hosts) > 1)
+                self._group(colocate, group.roles, count, tokens, len(hosts) > 1)
                 for group, count, hosts in zip(groups, ranks, where.groups, strict=True)
             ]
             for options in product(*choices):
@@ -398,7 +401,7 @@ class _PPOSearch:
         ppo, memory = self._config.ppo, self._hardware.device.memory
         if option.sharding.zero_stage == 0 or option.sharding.offload != "none":
             return
-        if ppo.staleness or ppo.evaluation_interval is not None:
+        if ppo.evaluation_interval is not None:
             return
         level = 1 if ppo.syncs_adapter else 2
         engine = ppo.engine.model_copy(update={"sleep_level": level, "count": ranks, "tensor_parallel": 1})
@@ -433,21 +436,14 @@ class _PPOSearch:
         return _Candidate(seconds, self._tried, fields)
 
     def _group(
-        self,
-        colocate: str,
-        roles: tuple[str, ...],
-        ranks: int,
-        policy_ranks: int,
-        tokens: int,
-        spans: bool,
+        self, colocate: str, roles: tuple[str, ...], ranks: int, tokens: int, spans: bool
     ) -> list[_Option]:
         """Return the ways to run a group that fit, without those that another one is better than."""
         ppo = self._config.ppo
-        policy = ppo.policy_deepspeed.model_copy(update={"ranks": policy_ranks, "hpz": 1})
-        update = {"colocate": colocate, "micro_batch_tokens": tokens, "policy_deepspeed": policy}
+        update = {"colocate": colocate, "micro_batch_tokens": tokens}
         sized = self._config.model_copy(update={"ppo": ppo.model_copy(update=update)})
-        passes = largest_pass(sized, "ppo"), largest_pass(sized, "ppo", update=False)
-        key = (roles, ranks, spans, *passes)
+        passes = [largest_pass(sized, "ppo", update=training, ranks=ranks) for training in (True, False)]
+        key = (colocate, roles, ranks, spans, *passes)
         if key in self._options:
             return self._options[key]
         base = ppo.policy_deepspeed if "policy" in roles else ppo.critic_deepspeed
@@ -522,13 +518,15 @@ class _PPOSearch:
             "ppo.engine.gpu_memory_utilization": f"{self._share(colocate):.2f}",
             "ppo.engine.sleep_level": "0",
         }
-        backend = self._config.ppo.weight_sync.backend
+        backend, senders = self._config.ppo.weight_sync.backend, self._config.ppo.weight_sync.senders
         # NCCL refuses two processes on one GPU, and `ipc` passes handles of memory of one GPU.
-        if (backend, colocate) in (("nccl", "all"), ("ipc", "pairs")):
+        if (backend, colocate) in (("nccl", "all"), ("nccl_m2n", "all"), ("ipc", "pairs")):
             fields["ppo.weight_sync.backend"] = "auto"
         for group, option in zip(groups, options, strict=True):
             if "policy" in group.roles:
                 fields |= _trainer_fields("ppo.policy_deepspeed", option.sharding)
+                if senders != "auto" and senders > option.sharding.ranks:
+                    fields["ppo.weight_sync.senders"] = "auto"
             if "critic" in group.roles or "reward" in group.roles:
                 fields |= _trainer_fields("ppo.critic_deepspeed", option.sharding)
             if group.roles == ("reward",):

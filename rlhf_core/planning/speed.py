@@ -179,7 +179,7 @@ def group_time(
     """
     ppo, length = config.ppo, config.max_sequence_tokens
     count, optimizer_steps = ppo.rollout_batch_size, ppo.epochs * ppo.minibatches
-    budget = largest_pass(config, "ppo").tokens
+    budget = largest_pass(config, "ppo", ranks=group.ranks).tokens
     models = ppo_models(config, shape, group)
     # With adapters, a role without a model of its own also makes a forward pass.
     model = models.get("policy") or next(iter(models.values()))

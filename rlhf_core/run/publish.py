@@ -17,6 +17,7 @@ from typing import Any
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.errors import InputError
+from rlhf_core.evaluation.measures import MEASURES
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered import RegisteredPolicy, RegisteredVersion
 from rlhf_core.storage.bundles import weights_sha256
@@ -227,7 +228,7 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
         judge += f" {_code(evaluation['language_model']['name'])}"
     rows = [f"| measure | policy | {confidence} interval |", "|---|---|---|"]
     rows.append(f"| win rate over the SFT model | {rate['mean']:.3f} | {_interval(rate)} |")
-    for name in ("gold_reward", "judge_model", "reward_model"):
+    for name in MEASURES:
         values = (evaluation.get(name) or {}).get("ppo")
         if values:
             rows.append(f"| {name.replace('_', ' ')} | {values['mean']:.4g} | {_interval(values)} |")

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, InputError
+from rlhf_core.evaluation.measures import MEASURES
 from rlhf_core.run.api import run_pipeline
 from rlhf_core.run.kept_versions import resolve_kept
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_MEASURES = ("gold_reward", "judge_model", "reward_model")
-"""Measures of a round, the best one first. Rules are the last choice."""
 
 
 def run_rounds(
@@ -131,7 +129,7 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
 def _measure(evaluation: Mapping[str, Any]) -> str | None:
     """Return the measure that the rounds are compared by; None if there is none."""
     rules = [name for name in evaluation if name.startswith("rules/")]
-    return next((name for name in (*_MEASURES, *rules) if name in evaluation), None)
+    return next((name for name in (*MEASURES, *rules) if name in evaluation), None)
 
 
 def _mean(interval: Mapping[str, float] | None) -> str:

@@ -11,7 +11,6 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, scrubbed, shown
@@ -193,8 +192,7 @@ def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
         return S3Objects(
             bucket, prefix.strip("/"), endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"), retry_seconds
         )
-    folder = urlsplit(url).path if url.startswith("file://") else url
-    return LocalFiles(Path(folder).expanduser().absolute())
+    return LocalFiles(Path(url.removeprefix("file://")).expanduser().absolute())
 
 
 # -- addresses --
@@ -215,9 +213,8 @@ def url_problem(url: str) -> str | None:
         return _s3_problem(url, rest)
     if scheme != "file":
         return f"must be a folder, file:// or s3://bucket/prefix; got scheme {scheme[:20]}://; use s3://"
-    host = rest.split("/")[0]
-    if host not in ("", "localhost"):
-        return f"must not name a host; got {shown(url)}; write file:///path or a plain path"
+    if not rest.startswith("/"):
+        return f"must be file:///path, without a host; got {shown(url)}; write that, or a plain path"
     return None
 
 

@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urljoin
 
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
@@ -55,15 +54,15 @@ class BoundedAdapter(HTTPAdapter):
         self, request: PreparedRequest, stream: bool = False, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Response:
         # The session follows a redirect with another call of this method. It belongs to the call that was
-        # redirected, and shares its time.
+        # redirected, and shares its time. Its request is a copy, which has the same `hooks`.
         now = time.monotonic()
-        target, began = getattr(_here, "redirect", ("", now))
-        spent = now - began if request.url == target else 0.0
-        _here.redirect = ("", now)
+        hooks, began = getattr(_here, "redirected", (None, now))
+        spent = now - began if request.hooks is hooks else 0.0
+        _here.redirected = (None, now)
         with _Call(self._seconds(request, timeout), spent):
             response = super().send(request, stream, timeout, *args, **kwargs)
             if response.is_redirect:
-                _here.redirect = (urljoin(str(request.url), response.headers["location"]), now - spent)
+                _here.redirected = (request.hooks, now - spent)
             if not stream:
                 # Otherwise `Response.content` would read the body later and without limits.
                 response._content = _read(response)
@@ -145,7 +144,10 @@ class _HTTPConnection(HTTPConnection):
 
     def _new_conn(self) -> socket.socket:
         self._register()
-        return super()._new_conn()
+        self.sock = super()._new_conn()
+        # Again, because the time can end while there is no socket that could be shut down.
+        self._register()
+        return self.sock
 
     def request(self, *args: Any, **kwargs: Any) -> None:
         self._register()

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rlhf_core.errors import RLHFError
-from rlhf_core.evaluation.statistics import Verdicts, differences, failed_sets
+from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences
 
 Votes = Mapping[str, float]
 """Win rate of the policy by the votes of people (`evaluation.review.win_rate_by_people`)."""
@@ -66,7 +66,7 @@ class Evaluation:
     judge_digest: str | None = None
     """Digest of the judge."""
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Differences to the SFT model on the regression sets (`evaluation.regression.differences`)."""
+    """Differences to the SFT model on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
     """Of people, against the SFT model. Not part of the record."""
 
@@ -89,7 +89,7 @@ class Evaluation:
             **verdicts,
             judge=judge,
             judge_digest=digests.get(str(judge)),
-            regression=differences(content.get("regression") or {}),
+            regression=regression_differences(content.get("regression") or {}),
         )
 
     def to_json(self) -> str:
@@ -138,7 +138,7 @@ class Match:
     outcomes: tuple[str, ...] = ()
     """Prompt and outcome of each prompt, in order. Not part of the record."""
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Differences to the champion on the regression sets (`evaluation.regression.differences`)."""
+    """Differences to the champion on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
     """Of people, against the champion."""
 

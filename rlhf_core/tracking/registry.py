@@ -133,7 +133,8 @@ def register(
             # MLflow has no transactions: two registrations that get here at the same moment can still spend
             # the same part of the budget.
             now = mlflow.by_alias(model, CHAMPION)
-            if (now and now.version) != outcome.opponent:
+            current = now.version if now else None
+            if current != outcome.opponent:
                 champion = now
                 continue
             # Before the alias, so that a retry after a kill in between makes the same decision.

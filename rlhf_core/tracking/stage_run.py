@@ -3,10 +3,9 @@
     log_metrics / log_table / ... -> spool on disk -> flush() -> MLflow
 
 Only `flush` waits for the tracker; if that does not answer it returns soon, and a later `flush` tries again.
-Each
-point is stored exactly once: its time is the run's start plus its step, MLflow's rows are keyed by the time,
-and a point at or below the highest step that the tracker has of its metric is a replay after a crash and is
-dropped.
+Each point is stored exactly once: its time is the run's start plus its step, MLflow's rows are keyed by the
+time, and a point at or below the highest step that the tracker has of its metric is a replay after a crash
+and is dropped.
 """
 
 from __future__ import annotations
@@ -296,8 +295,7 @@ class StageRun:
         return [
             Point(key, value, step, state.start + step * MS_PER_STEP)
             for (key, step), value in self._spool.pending.items()
-            # All points are new of a metric that the tracker does not have.
-            if step > self._recorded.get(key, step - 1)
+            if key not in self._recorded or step > self._recorded[key]
         ]
 
     def _opened(self) -> RunState:

@@ -1,9 +1,8 @@
 """Tracking: one MLflow run per pipeline run, and a nested run per stage.
 
 A run is found by its tags before one is created, so that a pipeline that is continued writes to the same
-runs. A
-tracker that is down never stops a pipeline: data is kept on disk (`stage_run.Spool`) or left out, with one
-warning.
+runs. A tracker that is down never stops a pipeline: data is kept on disk (`stage_run.Spool`) or left out,
+with one warning.
 """
 
 from __future__ import annotations

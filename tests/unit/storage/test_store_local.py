@@ -1,8 +1,8 @@
 """The local store: keys stay inside, objects appear whole, creation happens once, bad addresses are refused.
 
-Locks: key table, address table, credentials never echoed, put/get/list/delete, no temporary file left or
-listed, an interrupted write changes nothing, content is on the disk before its name, one winner among racing
-creators, linked writes, full disks in one sentence.
+Locks: key table, address table, one folder for all forms of an address, credentials never echoed,
+put/get/list/delete, no temporary file left or listed, an interrupted write changes nothing, content is on the
+disk before its name, one winner among racing creators, linked writes, full disks in one sentence.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InputError, RLHFError
 from rlhf_core.storage.store import Store
 
@@ -60,6 +61,8 @@ def test_an_odd_but_harmless_key_is_kept_as_it_is(store: Store, key: str) -> Non
         "gs://bucket/x",
         "http://host/x",
         "file://host/x",
+        "file://localhost/x",
+        "file://",
         "",
         "  ",
     ],
@@ -88,10 +91,13 @@ def test_an_endpoint_must_be_the_address_of_a_server() -> None:
         Store("s3://bucket/x", "127.0.0.1:9000")
 
 
-def test_a_file_address_is_the_same_store_as_its_path(tmp_path: Path) -> None:
-    Store(f"file://{tmp_path}/s").put_bytes("a/b", b"1")
-    assert Store(tmp_path / "s").read_bytes("a/b") == b"1"
-    assert Store(tmp_path / "s").uri("a/b") == str(tmp_path / "s" / "a" / "b")
+@pytest.mark.parametrize("name", ["s", "run#1", "run?x", "a%20b"])
+def test_a_file_address_is_the_same_store_as_its_path(name: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/{name}"
+    Store(url).put_bytes("a/b", b"1")
+    assert Store(tmp_path / name).read_bytes("a/b") == b"1"
+    assert Store(tmp_path / name).uri("a/b") == str(tmp_path / name / "a" / "b")
+    assert config_from_tree({"store": {"url": url}}, "test").store_folder == tmp_path / name
 
 
 def test_what_is_put_is_listed_read_and_deleted(store: Store, tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Splits of PPO that the rules of the configuration restrict, and groups with different numbers of ranks.
+
+- a split found is a valid configuration with staleness, without critic, and with settings of the weight sync
+  that not every split can have
+- with engines on the devices of the ranks, ranks save memory for the engines also if other placements were
+  tried before
+- memory and time of a group depend on its own number of ranks
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan
+from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.models.shape import ModelShape
+from rlhf_core.planning.fit import judge
+from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
+from rlhf_core.planning.loads import device_loads
+from rlhf_core.planning.overrides import with_changes
+from rlhf_core.planning.search import Split, fastest
+from rlhf_core.planning.speed import group_time
+
+RULES_ALONE = {"algorithm": "reinforce_pp", "rewards": [{"type": "repetition"}]}
+"""Neither critic nor reward model."""
+
+
+def shape(name: str) -> ModelShape:
+    found = known_shape(name)
+    assert found is not None
+    return found
+
+
+def config(**ppo: Any) -> PipelineConfig:
+    bfloat16 = {"dtype": "bfloat16"}
+    tree = {
+        "model": {"path": "a/model"},
+        "data": {"max_prompt_tokens": 256, "max_response_tokens": 256},
+        "reward": {"enabled": "rewards" not in ppo, "deepspeed": bfloat16},
+        "ppo": {
+            "policy_deepspeed": bfloat16,
+            "critic_deepspeed": bfloat16 | ppo.pop("critic_deepspeed", {}),
+            "engine": bfloat16,
+            "prompts_per_step": 512,
+            "max_new_tokens": 256,
+            **ppo,
+        },
+    }
+    return config_from_tree(tree, "test")
+
+
+def found_split(configured: PipelineConfig, model: str, hardware: Hardware) -> Split:
+    *_, split = fastest(configured, shape(model), hardware)
+    assert isinstance(split, Split), split.reason
+    changed = with_changes(configured, split.changes)
+    problems = judge(changed, shape(model), hardware).problems
+    assert not [problem.text for problem in problems if problem.stage == "ppo"]
+    return split
+
+
+@pytest.mark.parametrize(
+    ("ppo", "model", "gpus", "changes"),
+    [
+        ({"staleness": 1, "max_new_tokens": 16}, "qwen3-0.6b", "4xH100-80G", {}),
+        (
+            {**RULES_ALONE, "critic_deepspeed": {"ranks": 3}},
+            "qwen3-8b",
+            "8xA100-80G",
+            {"ppo.colocate": "all"},
+        ),
+        (
+            {"weight_sync": {"backend": "nccl_m2n"}},
+            "qwen3-8b",
+            "2xH100-80G",
+            {"ppo.colocate": "all", "ppo.weight_sync.backend": "auto"},
+        ),
+        (
+            {
+                "weight_sync": {"backend": "gloo", "senders": 8},
+                "policy_deepspeed": {"dtype": "bfloat16", "ranks": 8},
+                "prompts_per_step": 32,
+            },
+            "qwen3-0.6b",
+            "4xH100-80G",
+            {"ppo.weight_sync.senders": "auto"},
+        ),
+    ],
+    ids=["staleness", "no critic", "nccl_m2n", "senders"],
+)
+def test_a_split_is_found_that_is_a_valid_configuration(
+    ppo: dict[str, Any], model: str, gpus: str, changes: dict[str, str]
+) -> None:
+    found = found_split(config(**ppo), model, parse_gpus(gpus)).changes
+    assert changes.items() <= found.items()
+
+
+def test_with_one_device_more_the_fastest_split_is_not_slower() -> None:
+    # A minibatch has 8 responses, so 8 of 9 devices have ranks.
+    wanted = config(**RULES_ALONE, minibatches=64, max_new_tokens=2048, evaluate_every=1)
+    device = Device("small", 26 * GIB, flops=3e14, bandwidth=1e12, link=5e10)
+    eight, nine = (found_split(wanted, "qwen3-0.6b", Hardware(count, device)) for count in (8, 9))
+    assert eight.changes["ppo.colocate"] == "all"
+    assert nine.seconds <= eight.seconds
+
+
+def test_the_critic_has_the_same_memory_and_time_with_any_number_of_policy_ranks() -> None:
+    hardware, model = parse_gpus("16xH100-80G"), shape("qwen3-0.6b")
+
+    def critic(policy_ranks: int) -> tuple[Any, ...]:
+        policy = {"dtype": "bfloat16", "ranks": policy_ranks}
+        sharded = {"ranks": 2, "zero_stage": 3}
+        wanted = config(policy_deepspeed=policy, critic_deepspeed=sharded, minibatches=32)
+        _, group = plan(wanted.ppo).groups
+        loads = device_loads(wanted, model, hardware.device)
+        found = [load for load in loads if (load.stage, load.what) == ("ppo", group.name)]
+        return found, group_time(wanted, model, group, hardware, spans=False)
+
+    assert critic(8) == critic(2)
