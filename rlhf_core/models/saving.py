@@ -21,9 +21,9 @@ from rlhf_core.system.heartbeat import heartbeat
 FILE_SIZE = "10GB"
 """Maximum size of a file of weights. A larger model has several, and an index."""
 
-_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ORDER = list(_NAMES)
-"""Data types in the order of safetensors, which starts with the last."""
+"""Data types in the order of the tensors in a file of safetensors."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _SafetensorsFile:
     """A safetensors file whose tensors are written in any order."""
 
     def __init__(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
-        names = sorted(layout, key=lambda name: (-_ORDER.index(layout[name].dtype), name))
+        names = sorted(layout, key=lambda name: (_ORDER.index(layout[name].dtype), name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._positions: dict[str, tuple[int, int]] = {}
         end = 0

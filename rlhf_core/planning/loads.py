@@ -104,13 +104,14 @@ def largest_pass(
 
     Args:
         config: Configuration of the pipeline.
-        stage: Name of a stage that trains.
+        stage: Name of a stage that trains, or `ptx` for the demonstrations of PPO's policy.
         update: False for PPO's scoring.
         ranks: Of a group of PPO; by default of the policy's.
     """
     data, ppo = config.data, config.ppo
+    longest_demonstration = max(data.max_prompt_tokens + data.max_response_tokens, data.max_text_tokens or 0)
     if stage == "sft":
-        longest = max(data.max_prompt_tokens + data.max_response_tokens, data.max_text_tokens or 0)
+        longest = longest_demonstration
         count = config.sft.batch_size
         ranks = config.sft.deepspeed.ranks
         budget = config.sft.micro_batch_tokens
@@ -123,6 +124,13 @@ def largest_pass(
         ranks = section.deepspeed.ranks
         budget = max(section.micro_batch_tokens, 2 * longest)
         packed = section.pack is not False
+    elif stage == "ptx":
+        assert ppo.ptx is not None
+        longest = longest_demonstration
+        count = ppo.ptx.batch_size
+        ranks = ppo.policy_deepspeed.ranks
+        budget = ppo.micro_batch_tokens
+        packed = ppo.pack is not False
     else:
         longest = config.max_sequence_tokens
         count = ppo.minibatch_size if update else ppo.rollout_batch_size
@@ -301,13 +309,14 @@ def _phases(config: PipelineConfig, models: dict[str, Model], ranks: int) -> dic
         resting = resting + model.state
     scoring = largest_pass(config, "ppo", update=False, ranks=ranks)
     update = largest_pass(config, "ppo", ranks=ranks)
-    if config.ppo.ptx is not None:
-        update = max(update, largest_pass(config, "sft"), key=lambda batch: batch.tokens)
-    trained = [model for model in models.values() if model.trained]
+    updates = dict.fromkeys(models, update)
+    if config.ppo.ptx is not None and "policy" in models:
+        updates["policy"] = max(update, largest_pass(config, "ptx"), key=lambda batch: batch.tokens)
+    trained = {role: model for role, model in models.items() if model.trained}
     computing = {
         "score": [model.scoring(scoring) for model in models.values()],
-        "backward": [model.backward(update) for model in trained],
-        "step": [model.step for model in trained],
+        "backward": [model.backward(updates[role]) for role, model in trained.items()],
+        "step": [model.step for model in trained.values()],
     }
     phases = {"load": loading}
     for phase, loads in computing.items():

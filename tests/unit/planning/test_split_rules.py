@@ -5,6 +5,7 @@
 - with engines on the devices of the ranks, ranks save memory for the engines also if other placements were
   tried before
 - memory and time of a group depend on its own number of ranks
+- demonstrations (`ppo.ptx`) need memory of the policy alone, in micro-batches of PPO
 """
 
 from __future__ import annotations
@@ -120,3 +121,20 @@ def test_the_critic_has_the_same_memory_and_time_with_any_number_of_policy_ranks
         return found, group_time(wanted, model, group, hardware, spans=False)
 
     assert critic(8) == critic(2)
+
+
+def test_demonstrations_are_computed_by_the_policy_alone_in_micro_batches_of_ppo() -> None:
+    def backward(**ppo: Any) -> dict[str, float]:
+        configured = config(minibatches=256, colocate="none", **ppo)
+        loads = device_loads(configured, shape("qwen3-0.6b"), parse_gpus("4xH100-80G").device)
+        return {
+            load.what: load.trainer.total
+            for load in loads
+            if load.stage == "ppo" and load.phase == "backward"
+        }
+
+    alone = backward()  # a minibatch has 2 responses, 1024 tokens
+    more = backward(ptx={"coef": 1.0, "batch_size": 16})
+    limited = backward(ptx={"coef": 1.0, "batch_size": 16}, micro_batch_tokens=1024)
+    assert more["policy"] > 1.5 * alone["policy"] and more["critic"] == alone["critic"]
+    assert limited["policy"] == alone["policy"], "the limit is that of PPO, not that of SFT"
