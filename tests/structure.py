@@ -238,8 +238,13 @@ def measure_commit(commit: str) -> Measures:
     """Return the measures of a commit of this repository, or of the files on disk if it is `.`."""
     if commit == ".":
         return measure(SourceTree(ROOT))
+    # Earlier commits do not have all packages.
+    names = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-tree", "--name-only", commit, *PACKAGES],
+        check=True, capture_output=True, timeout=60,
+    ).stdout.decode().split()  # fmt: skip
     archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", commit, *PACKAGES], check=True, capture_output=True, timeout=60
+        ["git", "-C", str(ROOT), "archive", commit, *names], check=True, capture_output=True, timeout=60
     )
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
