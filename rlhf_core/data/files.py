@@ -455,9 +455,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 f"{file}: the column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one of"
                 " them"
             )
-        # Keep the dictionary encoding of texts, because a few bytes can represent a thousand copies of a long
-        # text.
-        parquet = pq.ParquetFile(stream, read_dictionary=names)
+        parquet = pq.ParquetFile(stream, read_dictionary=_texts(pq.read_metadata(stream).schema))
         for batch in parquet.iter_batches(batch_size=_batch_rows(parquet.metadata)):
             columns = [_values(column) for column in batch.columns]
             for cells in zip(*columns, strict=True):
@@ -481,6 +479,15 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         ) from error
 
 
+def _texts(schema: Any) -> list[str]:
+    """Return the paths of the columns of texts, those inside of lists and structs included.
+
+    Their dictionary encoding is kept, because a few bytes can represent a thousand copies of a long text.
+    """
+    columns = [schema.column(index) for index in range(len(schema))]
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+
+
 def _batch_rows(metadata: Any) -> int:
     """Return the number of rows that fit in `_BATCH_BYTES` according to the sizes in the file,
     at most 1024.
@@ -490,14 +497,18 @@ def _batch_rows(metadata: Any) -> int:
     return max(1, min(1024, int(_BATCH_BYTES / max(largest, 1))))
 
 
-def _values(column: Any) -> list[Any]:
-    """Return the values of a column. Equal texts of a dictionary share one object."""
+def _values(column: Any) -> Iterator[Any]:
+    """Yield the values of a column. Equal texts of a dictionary share one object."""
     import pyarrow as pa
 
-    if not isinstance(column, pa.DictionaryArray):
-        return list(column.to_pylist())
-    texts = column.dictionary.to_pylist()
-    return [None if index is None else texts[index] for index in column.indices.to_pylist()]
+    if isinstance(column, pa.DictionaryArray):
+        texts = column.dictionary.to_pylist()
+        for index in column.indices.to_pylist():
+            yield None if index is None else texts[index]
+    else:
+        # One at a time: texts inside of lists and structs do not share objects.
+        for value in column:
+            yield value.as_py()
 
 
 def _text_size(value: Any) -> int:

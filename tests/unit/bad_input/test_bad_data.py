@@ -204,12 +204,16 @@ def parquet(columns: list[tuple[str, Any]], **options: Any) -> bytes:
     return stream.getvalue()
 
 
-def bomb() -> bytes:
-    """A thousand rows that are one long text of the column's dictionary."""
+def bomb(rows: int, *, in_messages: bool = False) -> bytes:
+    """Rows that are one long text of the column's dictionary, or a message with it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * (20 << 20)]))
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * (20 << 20)]))
+    if in_messages:
+        roles = pa.array(["user"] * rows)
+        messages = pa.StructArray.from_arrays([roles, column], ["role", "content"])
+        column = pa.ListArray.from_arrays(pa.array(range(rows + 1), pa.int32()), messages)
     stream = io.BytesIO()
     table = pa.Table.from_arrays([column], names=["prompt"])
     pq.write_table(table, stream, compression="zstd", dictionary_pagesize_limit=1 << 30)
@@ -241,7 +245,12 @@ BAD_TABLES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     ),
     "a thousand rows of 20 MiB in a few bytes": (
         "a.parquet",
-        bomb(),
+        bomb(1000),
+        ("a.parquet:1: longer than 16 MiB",),
+    ),
+    "a hundred messages of 20 MiB in a few bytes": (
+        "a.parquet",
+        bomb(100, in_messages=True),
         ("a.parquet:1: longer than 16 MiB",),
     ),
 }

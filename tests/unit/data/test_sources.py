@@ -69,6 +69,27 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
         assert data_of(file) == ROWS, file.name
 
 
+def test_parquet_with_lists_and_structs_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
+    """The usual layout of chats on the hub."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {
+            "messages": [{"role": "user", "content": f"ä {i}"}, {"role": "assistant", "content": "b"}],
+            "tags": ["x", "y"] if i % 2 else [],
+            "info": {"source": "z", "score": 0.5},
+            "nested": [[{"a": ["q"]}]],
+            "count": i,
+            "empty": None,
+        }
+        for i in range(2000)
+    ]
+    write(tmp_path / "a.jsonl", as_jsonl(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert data_of(tmp_path / "a.parquet") == data_of(tmp_path / "a.jsonl") == rows
+
+
 def test_a_folder_is_read_file_by_file_in_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub" / "c.jsonl", '{"text": "3"}\n')
