@@ -21,6 +21,14 @@ class TemplateError(ValueError):
     """The template raised an exception. The message describes the exception and its location."""
 
 
+def chat_template(tokenizer: Any) -> str | None:
+    """Return the tokenizer's template; of several with names, the one that is used without tools."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
 def render(
     tokenizer: Any, messages: list[dict[str, str]], generate: bool, marks: bool
 ) -> tuple[str, list[tuple[int, int]]]:
@@ -35,7 +43,7 @@ def render(
             # The tokenizer's `apply_chat_template` calls this function, but returns no spans.
             texts, spans = render_jinja_template(
                 [messages],
-                chat_template=tokenizer.chat_template,
+                chat_template=chat_template(tokenizer),
                 add_generation_prompt=generate,
                 return_assistant_tokens_mask=marks,
                 strftime_now=DATE.strftime,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from rlhf_core.data.formats import Message
 from rlhf_core.data.limits import ends_within, time_limit
-from rlhf_core.data.rendering import DATE, TemplateError, render, uses_power
+from rlhf_core.data.rendering import DATE, TemplateError, chat_template, render, uses_power
 from rlhf_core.errors import ModelError
 from rlhf_core.system.files import read_bounded
 
@@ -97,7 +97,7 @@ class Encoder:
         assistant.
         """
         self._bos: int | None = _bos_added(tokenizer)
-        self._marks = bool(_GENERATION.search(tokenizer.chat_template or "")) if template == "chat" else False
+        self._marks = bool(_GENERATION.search(chat_template(tokenizer) or "")) if template == "chat" else False
         self._last_prompt: tuple[tuple[Message, ...], list[int]] = ((), [])
         self._mark_ids = self._control_ids
         """Special tokens, and other added tokens that the template itself writes."""
@@ -382,9 +382,10 @@ class Encoder:
         read.
         """
         fix = "give data.chat_template a Jinja file, or use data.template=plain"
-        template = self.tokenizer.chat_template
-        if not isinstance(template, str):
-            raise ModelError(f"the tokenizer of {self.name} has no chat template; {fix}")
+        template = chat_template(self.tokenizer)
+        if template is None:
+            named = ' named "default"' if self.tokenizer.chat_template else ""
+            raise ModelError(f"the tokenizer of {self.name} has no chat template{named}; {fix}")
         import transformers.utils.chat_template_utils  # noqa: F401  # outside the time limit: importing takes seconds
 
         if "strftime_now" in template:

@@ -6,7 +6,8 @@ Rules:
 - a template without {% generation %} marks gives the same mask as one with them, or is refused;
 - text that spells a special token never becomes one, and nothing else about its tokens changes;
 - plain joining gives the tokens of the joined text;
-- a missing, broken, attacking, slow or empty template is a ModelError with a fix, before any row;
+- a missing, broken, attacking, slow or empty template is a ModelError with a fix, before any row; of several
+  templates the one named default is used;
 - no text becomes a special token or a role mark, whatever the template does to it;
 - what rewards read as the response is what its author wrote, and gives the tokens of training when rendered
   again;
@@ -192,6 +193,16 @@ def test_an_unusable_template_is_refused_with_a_fix(
     with pytest.raises(ModelError, match=BROKEN[template]) as caught:
         Encoder(make_tokenizer(template), "chat", "the/model")
     assert "the/model" in caught.value.message and "data.chat_template" in caught.value.message
+
+
+def test_of_several_templates_the_one_named_default_is_used(make_tokenizer: Callable[..., Any]) -> None:
+    """tokenizer_config.json can have a list of named templates, for example one for tools."""
+    one, several = make_tokenizer(SENTENCEPIECE_TEMPLATE), make_tokenizer(None)
+    several.chat_template = {"default": SENTENCEPIECE_TEMPLATE, "tool_use": "{{ messages.nowhere.further }}"}
+    assert Encoder(several, "chat").response([ASK], "yes") == Encoder(one, "chat").response([ASK], "yes")
+    several.chat_template = {"tool_use": SENTENCEPIECE_TEMPLATE}
+    with pytest.raises(ModelError, match='has no chat template named "default"; give data.chat_template'):
+        Encoder(several, "chat")
 
 
 def test_a_row_that_the_template_refuses_is_an_error_of_that_row(make_tokenizer: Callable[..., Any]) -> None:
