@@ -11,9 +11,15 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from rlhf_core.config.redact import shown
+from rlhf_core.errors import InputError
 from rlhf_core.system.local_http import basic_auth
 
 EMBEDDED = "RLHF_EMBEDDED_PREFECT"
@@ -29,26 +35,57 @@ def isolate_prefect() -> None:
     during the import, and the function changes the working folder of the process for that time. A second call
     reads the settings again. This is used after the environment was changed to name another server because
     the first one did not answer.
+
+    Raises InputError if a setting is invalid.
     """
     if "PREFECT_PROFILES_PATH" not in os.environ:  # otherwise Prefect looks for this path in the same files
         folder = Path(os.environ.get("PREFECT_HOME") or Path("~/.prefect").expanduser())
         os.environ["PREFECT_PROFILES_PATH"] = str(folder / "profiles.toml")
+    printed = StringIO()  # Prefect prints the problem of an invalid setting during its import
     again = "prefect.settings" in sys.modules
     if not again:
         before = os.getcwd()
         os.chdir(_SAFE_FOLDER)
         try:
-            import prefect.settings  # noqa: F401
+            with redirect_stderr(printed):
+                import prefect.settings  # noqa: F401
         finally:
             os.chdir(before)
-    from prefect.settings import sources
+    from prefect.settings import get_current_settings, sources
 
     sources.TomlConfigSettingsSourceBase._read_files = _nothing  # type: ignore[method-assign]
     sources.FilteredDotEnvSettingsSource._read_env_files = _nothing  # type: ignore[method-assign]
-    if again:
-        from prefect.context import refresh_global_settings_context
+    try:
+        if again:
+            from prefect.context import refresh_global_settings_context
 
-        refresh_global_settings_context()
+            refresh_global_settings_context()
+        get_current_settings()
+    except ValueError as error:  # of pydantic, or SettingsError of pydantic_settings
+        raise InputError(_settings_problem(error)) from None
+    if text := printed.getvalue():
+        sys.stderr.write(text)
+
+
+def _settings_problem(error: ValueError) -> str:
+    """Return a line for each variable whose value is that of an invalid setting: a setting can have several
+    variables.
+    """
+    problems = error.errors() if isinstance(error, ValidationError) else []
+    reasons = {str(problem["input"]).lower(): problem["msg"] for problem in problems}
+    lines = [
+        f"{name}: Prefect cannot use the value {shown(value, name)} ({reasons[value.strip().lower()]});"
+        " correct or unset it"
+        for name, value in os.environ.items()
+        if name.startswith("PREFECT_") and value.strip().lower() in reasons
+    ]
+    if lines:
+        return "\n".join(lines)
+    fields = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems]
+    return (
+        f"PREFECT_*: Prefect cannot use its settings ({', '.join(fields) or error}); correct these variables"
+        " or Prefect's profile"
+    )
 
 
 def client_headers() -> dict[str, str]:

@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import ssl
-import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -20,9 +19,13 @@ from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
 from flows.isolated import client_headers
 from rlhf_core.config.redact import credential_problem, shown
 from rlhf_core.errors import InputError
+from rlhf_core.system.deadline import within
 from rlhf_core.tracking.check import tracker_problem
 
 _SECONDS = 5.0
+"""Time limit for each read."""
+_TOTAL_SECONDS = 10.0
+"""Time limit for a whole query."""
 _MAX_BYTES = 100_000
 """Maximum size of the response to a query for one flow."""
 
@@ -71,14 +74,21 @@ def prefect_responds(url: str, attempts: int = 3) -> bool:
         retry=retry_if_result(lambda responded: not responded),
         retry_error_callback=lambda state: False,
     )
-    return retrying(_query_flows, url, request)
+    return retrying(_query_in_time, url, request)
+
+
+def _query_in_time(url: str, request: urllib.request.Request) -> bool:
+    try:
+        return within(_TOTAL_SECONDS, lambda: _query_flows(url, request))
+    except TimeoutError:
+        return False
 
 
 def _query_flows(url: str, request: urllib.request.Request) -> bool:
     """Query one flow. Return False if there is no response, or one of a proxy without a server behind it."""
     try:
         with _opener.open(request, timeout=_SECONDS) as response:
-            content = _read(response)
+            content = response.read(_MAX_BYTES)
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise InputError(
@@ -105,18 +115,6 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 _opener = urllib.request.build_opener(_NoRedirects)
-
-
-def _read(response: http.client.HTTPResponse) -> bytes:
-    """Return the part of the body that arrives in time, so that a slow server cannot delay the start."""
-    content = b""
-    deadline = time.monotonic() + _SECONDS
-    while len(content) < _MAX_BYTES and time.monotonic() < deadline:
-        part = response.read1(_MAX_BYTES)
-        if not part:
-            break
-        content += part
-    return content
 
 
 def _is_json_list(content: bytes) -> bool:

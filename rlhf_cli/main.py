@@ -14,6 +14,7 @@ Exit codes:
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import signal
@@ -54,7 +55,7 @@ class Stopped(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    _open_missing_streams()
+    _prepare_streams()
     arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
@@ -84,10 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return RLHFError.exit_code
 
 
-def _open_missing_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr.
+def _prepare_streams() -> None:
+    """Open /dev/null for a closed stdin, stdout or stderr, and have characters that stdout cannot encode
+    escaped.
 
-    Otherwise a file or socket would get that descriptor, and printed text would be written to it.
+    Without /dev/null, a file or socket would get that descriptor, and printed text would be written to it.
     """
     for number in range(3):
         try:
@@ -97,6 +99,8 @@ def _open_missing_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 for as long as the process lives
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the default of stderr
 
 
 def _check_working_folder() -> None:
@@ -214,6 +218,12 @@ def _add_serve_reward(commands: Any) -> None:
     )
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="float32", help="default: %(default)s")
+    add(
+        "--attention",
+        choices=("sdpa", "eager"),
+        default="sdpa",
+        help="eager also computes sliding windows, chunks and caps (default: %(default)s)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add(
         "--micro-batch-tokens",
@@ -339,6 +349,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
             endpoint=arguments.endpoint,
             template=arguments.template,
             dtype=arguments.dtype,
+            attention=arguments.attention,
             device=arguments.device,
             micro_batch_tokens=arguments.micro_batch_tokens,
             ready=lambda url: print(f"serving {arguments.artifact} at {url}", flush=True),

@@ -27,7 +27,7 @@ from flows.isolated import EMBEDDED
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.run.logs import rotate_logs
 from rlhf_core.system.environment import NO_TELEMETRY
-from rlhf_core.system.files import write_atomic
+from rlhf_core.system.files import unfit, write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, python_module
 from rlhf_core.system.local_http import responds
@@ -228,7 +228,7 @@ class EmbeddedPrefect:
 
 def _is_database(file: Path) -> bool:
     """Return whether SQLite can read the database. The content of an unreadable one is not needed."""
-    if not file.exists():
+    if unfit(file) is not None:  # SQLite would wait for the writer of a FIFO
         return False
     try:
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=10.0)) as database:

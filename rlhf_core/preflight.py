@@ -36,6 +36,8 @@ _UNSAFE_VARIABLES = {
     "PYTHONOPTIMIZE": "removes checks from the libraries",
 }
 """Environment variables that disable a guarantee of SECURITY.md, and the effect of each."""
+_PROXIES = ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+"""In capitals or small letters."""
 
 
 def check(config: PipelineConfig) -> list[str]:
@@ -101,6 +103,7 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{name}: {shown(folder, limit=200)} cannot be used: {problem}; choose another folder"
             )
+    yield from _check_http_variables()
     yield from check_ray_address()
     faults = os.environ.get("RLHF_FAIL")
     if faults and not is_well_formed(faults):
@@ -113,3 +116,26 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
         if is_set or (name == "PYTHONOPTIMIZE" and sys.flags.optimize):
             yield ConfigError(f"{name}: {effect}; got {shown(os.environ.get(name, 'python -O'))}; unset it")
     yield from check_ray_authentication()
+
+
+def _check_http_variables() -> Iterator[Finding]:
+    """Check that a client of httpx, which Prefect uses, can be created with the variables that it reads."""
+    certificates = os.environ.get("SSL_CERT_FILE")
+    proxies = [name for name, value in os.environ.items() if value and name.upper() in _PROXIES]
+    if not (certificates or proxies):
+        return
+    import httpx
+
+    try:
+        httpx.Client().close()
+    except OSError as error:
+        yield ConfigError(
+            f"SSL_CERT_FILE: must be a file of certificates; got {shown(certificates, limit=200)}"
+            f" ({error.strerror or error}); correct or unset it"
+        )
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        yield ConfigError(
+            f"{', '.join(proxies)}: must be http(s)://host:port, or socks5://host:port if the package socksio"
+            f" is installed, or hosts in NO_PROXY; the HTTP client says {shown(str(error), limit=200)};"
+            " correct or unset it"
+        )

@@ -161,12 +161,15 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             f"data.eval_fraction is {config.data.eval_fraction:g}: more prompts are held out than trained on;"
             " 0.1 is usual"
         )
-    if config.evaluate.prompts < config.register_.min_prompts:
-        yield (
-            f"evaluate.prompts: {config.evaluate.prompts} is below register.min_prompts"
-            f" ({config.register_.min_prompts}): no candidate can become champion; raise it, or lower"
-            " register.min_prompts"
-        )
+    for field, prompts in (
+        ("evaluate.prompts", config.evaluate.prompts),
+        ("data.max_eval", config.data.max_eval),
+    ):
+        if prompts < config.register_.min_prompts:
+            yield (
+                f"{field}: {prompts} is below register.min_prompts ({config.register_.min_prompts}): no"
+                " candidate can become champion; raise it, or lower register.min_prompts"
+            )
     if config.evaluation_temperature != ppo.temperature:
         yield (
             f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at"
@@ -237,6 +240,13 @@ def _guards(config: PipelineConfig) -> Iterator[str]:
         yield (
             f"ppo.guards.blind_critic: stop has no effect, because ppo.algorithm={ppo.algorithm} has no"
             " critic; leave it out"
+        )
+    trained_steps = ppo.steps - ppo.warmup_steps
+    if guards.blind_critic == "stop" and ppo.uses_critic and guards.blind_critic_steps > trained_steps:
+        yield (
+            f"ppo.guards.blind_critic_steps: {guards.blind_critic_steps} steps after the critic's warm-up are"
+            f" needed for ppo.guards.blind_critic=stop, but there are {trained_steps}, so it cannot be"
+            " raised; lower it"
         )
     if "patience" in guards.model_fields_set and guards.patience >= ppo.steps:
         yield (

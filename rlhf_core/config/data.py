@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from rlhf_core.config.base import (
+    COEFFICIENT,
     TOKENS,
     Fraction,
     NonNegativeFloat,
@@ -66,6 +67,7 @@ class SyntheticConfig(Section):
     label_temperature: NonNegativeFloat = result(
         0.25,
         "Annotator noise: P(chosen) = sigmoid(gold difference / temperature); 0: no errors",
+        within=COEFFICIENT,
     )
 
 

@@ -26,6 +26,7 @@ _NOT_PUBLIC = tuple(
         ipaddress.ip_network,
         (
             "::/96",  # IPv4-compatible
+            "::ffff:0:0:0/96",  # IPv4-translated
             "64:ff9b:1::/48",  # NAT64 of a private network
             "2002::/16",  # 6to4
             "192.88.99.0/24",  # 6to4 relays

@@ -110,6 +110,7 @@ class PPOConfig(PackedSection):
         "Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model"
         " of nonzero weight, which was not trained with truncated responses (one standard deviation of its"
         " scores; Huang et al. 2024 give a fixed -1), and 0 with rules only or with `overlong`",
+        within=COEFFICIENT,
     )
     overlong: OverlongConfig | None = result(None, "Soft penalty close to the length limit; null: none")
     dynamic_filtering: DynamicFilteringConfig | None = result(
@@ -414,8 +415,7 @@ class PPOConfig(PackedSection):
         if not self.uses_critic and (least or most is not None):
             given = f"ppo.critic_warmup_steps={least}, ppo.critic_warmup_max_steps={most or 'null'}"
             raise ValueError(
-                f"ppo.algorithm={self.algorithm} has no critic that could be warmed up; got {given}; use"
-                " 0 and null"
+                f"ppo.algorithm={self.algorithm} has no critic to warm up; got {given}; use 0 and null"
             )
         for name, value in (("critic_warmup_steps", least), ("critic_warmup_max_steps", most or 0)):
             if value >= self.steps:

@@ -98,5 +98,7 @@ class DynamicFilteringConfig(Section):
 class PTXConfig(Section):
     """Pretraining loss mixed into the policy's update (Ouyang et al. 2022, eq. 2)."""
 
-    coef: PositiveFloat = result(..., "Weight of the token loss on the demonstrations of stage `data`")
+    coef: PositiveFloat = result(
+        ..., "Weight of the token loss on the demonstrations of stage `data`", within=COEFFICIENT
+    )
     batch_size: PositiveInt = result(16, "Demonstrations per optimizer step, over all ranks", within=BATCH)

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, field_validator, model_validator
 
 from rlhf_core.config.base import (
     BATCH,
+    COEFFICIENT,
     PASSES,
     RANKS,
     TOKENS,
@@ -254,13 +255,17 @@ class RewardConfig(PackedSection):
     micro_batch_tokens: PositiveInt = rounding(8192, "Tokens per forward pass of one rank", within=TOKENS)
     pack: Packing = result("auto", PACK)
     threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
-    center: NonNegativeFloat = result(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0")
+    center: NonNegativeFloat = result(
+        0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", within=COEFFICIENT
+    )
     margin: Literal["none", "constant", "field"] = result(
         "none",
         "Margin between the chosen and the rejected score in the loss (Touvron et al. 2023):"
         " `constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`",
     )
-    margin_value: PositiveFloat = result(1.0, "The margin of all pairs with `margin: constant`")
+    margin_value: PositiveFloat = result(
+        1.0, "The margin of all pairs with `margin: constant`", within=COEFFICIENT
+    )
     early_stop: EarlyStopConfig | None = result(
         None,
         "Stop when the held-out loss no longer falls; null: all epochs and the last weights",

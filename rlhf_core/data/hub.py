@@ -8,10 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from rlhf_core.system.deadline import within
+
 log = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SECONDS = 5.0
+"""Time limit for each read."""
+_TOTAL_SECONDS = 20.0
+"""Time limit for the whole request."""
 
 
 @cache
@@ -51,7 +56,11 @@ def _ask_hub(repo: str, kind: str, name: str) -> str | None:
     if constants.HF_HUB_OFFLINE:
         return None
     try:
-        return HfApi().repo_info(repo, repo_type=kind, revision=name, timeout=_SECONDS).sha
+        info = within(
+            _TOTAL_SECONDS,
+            lambda: HfApi().repo_info(repo, repo_type=kind, revision=name, timeout=_SECONDS),
+        )
+        return info.sha
     except Exception as error:  # many unrelated types; the cache may still have it
         log.debug("%s %s: the hub did not answer: %s", kind, repo, error)
         return None

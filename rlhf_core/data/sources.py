@@ -30,7 +30,7 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.storage.s3 import filesystem, with_retries
+from rlhf_core.storage.s3 import filesystem, with_retries, within
 from rlhf_core.system.files import open_regular
 
 _CHUNK = 2**20
@@ -333,14 +333,14 @@ def _objects(path: str, store: StoreConfig) -> dict[str, Mapping[str, Any]]:
     if not path.removeprefix("s3://").split("/", 1)[0]:
         raise DataError(f"s3 path without a bucket: {path}; write s3://bucket/key")
 
-    def find() -> dict[str, Mapping[str, Any]]:
+    async def find() -> dict[str, Mapping[str, Any]]:
         bucket = _bucket(store)
-        if bucket.isfile(path):
-            return {path: bucket.info(path)}
-        found = bucket.find(path.rstrip("/") + "/", detail=True)
+        if await bucket._isfile(path):
+            return {path: await bucket._info(path)}
+        found = await bucket._find(path.rstrip("/") + "/", detail=True)
         return {f"s3://{file}": found[file] for file in sorted(found) if suffix_of(file)}
 
-    files = _request(f"cannot list {path}", store, find)
+    files = _request(f"cannot list {path}", store, lambda: within(_bucket(store), store.retry_seconds, find))
     if not files:
         raise DataError(f"file not found: {path}; there is no such object, and no data file below it")
     return files

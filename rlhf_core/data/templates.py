@@ -97,7 +97,7 @@ class Encoder:
         assistant.
         """
         self._bos: int | None = _bos_added(tokenizer)
-        self._marks = bool(_GENERATION.search(chat_template(tokenizer) or "")) if template == "chat" else False
+        self._marks = template == "chat" and bool(_GENERATION.search(chat_template(tokenizer) or ""))
         self._last_prompt: tuple[tuple[Message, ...], list[int]] = ((), [])
         self._mark_ids = self._control_ids
         """Special tokens, and other added tokens that the template itself writes."""

@@ -35,7 +35,8 @@ are always a prefix of those of its conversation.
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
     """Return a fast Hugging Face tokenizer with an EOS token and a pad token that is not EOS.
 
-    `path` is a folder or a hub id. No code of the model is run. Raises ModelError with a fix.
+    `path` is a folder or a hub id. Dropout is turned off. No code of the model is run. Raises ModelError with
+    a fix.
     """
     if not is_hub_model(path) and not Path(path).is_dir():
         raise ModelError(
@@ -54,6 +55,14 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {path} has no tokenizer.json; save it once with its fast version")
     require_bounded_growth(json.loads(tokenizer.backend_tokenizer.to_str()), path)
+    model = tokenizer.backend_tokenizer.model
+    if getattr(model, "dropout", None):
+        log.warning(
+            "the tokenizer of %s has dropout=%g, which makes tokens random: it is turned off",
+            path,
+            model.dropout,
+        )
+        model.dropout = None
     return with_safe_specials(tokenizer, path)
 
 
@@ -61,12 +70,15 @@ def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
     """Raise ModelError if the tokenizer could turn a short text into a very long one and use all memory.
 
     `settings` is the content of `tokenizer.json`. The rules are considered together. Known tokenizers replace
-    a character by one or a few characters, or add one before each text.
+    a character by one or a few characters, or add one before each text, or a few tokens around it.
     """
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         factor = 1.0
         for step in _steps(settings.get(part)):
-            if step.get("type") == "Replace":
+            if step.get("type") == "TemplateProcessing":
+                # The next template is applied to the tokens of this one.
+                factor *= max(1, _template_tokens(step))
+            elif step.get("type") == "Replace":
                 # One replacement can create what the next one replaces, so factors are multiplied. A
                 # pattern that is a regular expression can match a single character.
                 pattern = step.get("pattern", {}).get("String", "x")
@@ -81,11 +93,21 @@ def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
             )
 
 
+def _template_tokens(step: Mapping[str, Any]) -> int:
+    """Return the number of tokens that the template of a post-processor makes of a text of one token."""
+    added = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
+    specials = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
+    # Other pieces are the text itself, which a template can repeat.
+    return len(step["single"]) - len(specials) + sum(added.get(name, 0) for name in specials)
+
+
 def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield every rule of a normalizer, pre-tokenizer or decoder, including those within sequences."""
+    """Yield every rule of a normalizer, pre-tokenizer, post-processor or decoder, including those within
+    sequences.
+    """
     if isinstance(part, Mapping):
         yield part
-        for key in ("normalizers", "pretokenizers", "decoders"):
+        for key in ("normalizers", "pretokenizers", "processors", "decoders"):
             for inner in part.get(key) or ():
                 yield from _steps(inner)
 

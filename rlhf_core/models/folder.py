@@ -32,12 +32,14 @@ from rlhf_core.system.files import UnfitFile, exists, read_bounded
 
 _JSON_LIMIT = 256 << 20
 """Maximum size of a JSON file in bytes. Tokenizers with large vocabularies have about 30 MB."""
-_COUNTS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads",
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
-"""Fields of a config.json that must be integers if they are present."""
+_LISTED = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels")
+"""Fields for which transformers creates a list of as many layers or names, even if it loads no weights."""
+_COUNTS = {**dict.fromkeys(_SIZES, 10**8), **dict.fromkeys(_LISTED, 10**4)}
+"""Fields of a config.json that must be integers if they are present, with their maximum."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 """Endings of the names of input embeddings."""
@@ -299,41 +301,48 @@ def longest_sequence(config: PipelineConfig) -> int:
 def length_problems(
     model: str, settings: Mapping[str, Any], tokens: int, attention: str
 ) -> Iterator[ConfigError]:
-    """Yield the errors if sequences of `tokens` are too long for the model of `settings`, a config.json.
+    """Yield the errors if sequences of `tokens` are too long for the model of `settings`, a config.json."""
+    fix = "lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens"
+    longest = f"the longest prompt and response are {tokens}"
+    for field, limit in length_limits(settings, attention).items():
+        if limit >= tokens:
+            continue
+        match field:
+            case "max_position_embeddings":
+                problem = f"{longest} tokens, but {model} has a context of {limit} ({field}); {fix}"
+            case "original_max_position_embeddings":
+                problem = (
+                    f"{model} has positions of type longrope. If one sequence of a batch is longer than"
+                    f" {limit} tokens ({field}), all sequences get other positions; {longest}; {fix}"
+                )
+            case "attention_chunk_size":
+                problem = (
+                    f"{model} attends within chunks of {limit} tokens ({field}), which {attention} does not"
+                    f" compute here, but {longest}; {fix}, or set model.attention=eager"
+                )
+            case _:
+                problem = (
+                    f"{model} attends to a window of {limit} tokens ({field}), but {longest}; {fix}, or set"
+                    " model.attention=eager"
+                )
+        yield ConfigError(f"model.path: {problem}")
+
+
+def length_limits(settings: Mapping[str, Any], attention: str) -> dict[str, int]:
+    """Return the maximum tokens of a sequence by the fields of `settings`, a config.json.
 
     Some limits are those of the model, others those of `attention`, which is `model.attention`.
     """
-    fix = "lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens"
-    context = settings.get("max_position_embeddings")
-    if isinstance(context, int) and context < tokens:
-        yield ConfigError(
-            f"model.path: the longest prompt and response are {tokens} tokens, but {model} has a context of"
-            f" {context} (max_position_embeddings); {fix}"
-        )
-    border = _longrope_border(settings)
-    if border is not None and border < tokens:
-        yield ConfigError(
-            f"model.path: {model} has positions of type longrope. If one sequence of a batch is longer than"
-            f" {border} tokens (original_max_position_embeddings), all sequences get other positions; the"
-            f" longest prompt and response are {tokens}; {fix}"
-        )
-    if attention == "eager":
-        return  # it has a mask for the following
-    chunk = settings.get("attention_chunk_size")
-    if isinstance(chunk, int) and chunk < tokens:
-        yield ConfigError(
-            f"model.path: {model} attends within chunks of {chunk} tokens (attention_chunk_size), which"
-            f" {attention} does not compute here, but the longest prompt and response are {tokens}; {fix}, or"
-            " set model.attention=eager"
-        )
-    window = settings.get("sliding_window")
+    limits = {
+        "max_position_embeddings": settings.get("max_position_embeddings"),
+        "original_max_position_embeddings": _longrope_border(settings),
+    }
+    if attention != "eager":  # it has a mask for the following
+        limits["attention_chunk_size"] = settings.get("attention_chunk_size")
     # Qwen2 has a size in every config.json, and a second field for whether it is used.
-    is_used = settings.get("use_sliding_window", True) and attention == "sdpa"
-    if is_used and isinstance(window, int) and window < tokens:
-        yield ConfigError(
-            f"model.path: {model} attends to a window of {window} tokens (sliding_window), but the longest"
-            f" prompt and response are {tokens}; {fix}, or set model.attention=eager"
-        )
+    if attention == "sdpa" and settings.get("use_sliding_window", True):
+        limits["sliding_window"] = settings.get("sliding_window")
+    return {field: limit for field, limit in limits.items() if isinstance(limit, int)}
 
 
 def _longrope_border(settings: Mapping[str, Any]) -> int | None:
@@ -368,11 +377,11 @@ def vocabulary_problem(model: str, settings: Mapping[str, Any], tokens: int) -> 
 
 def _fields(folder: ModelFolder) -> Iterator[Finding]:
     """Check fields of config.json for impossible values, and for settings that affect more than the model."""
-    for name in _COUNTS:
+    for name, most in _COUNTS.items():
         value = folder.config.get(name)
-        if value is not None and (type(value) is not int or not 0 < value <= 10**8):
+        if value is not None and (type(value) is not int or not 0 < value <= most):
             yield ModelError(
-                f"model.path: {folder.root}/config.json: {name} must be an integer from 1 to 10^8; got"
+                f"model.path: {folder.root}/config.json: {name} must be an integer from 1 to {most}; got"
                 f" {shown(str(value))}; take config.json from where the model is from"
             )
     for name in ("_attn_implementation", "attn_implementation"):

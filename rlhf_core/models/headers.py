@@ -61,12 +61,18 @@ def _parse_header(stream: BinaryIO) -> dict[str, Any]:
     end = 0
     try:
         header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
+            raise BadHeader("is not safetensors (its __metadata__ must be texts by name)")
         for name, entry in header.items():
             problem = _entry_problem(entry)
             if problem is not None:
                 raise BadHeader(f"is not safetensors (tensor {shown(name)} {problem})")
-            end = max(end, entry["data_offsets"][1])
+        # As safetensors requires it: one tensor after the other, from the first byte on.
+        for begin, following in sorted(entry["data_offsets"] for entry in header.values()):
+            if begin != end:
+                raise BadHeader(f"is not safetensors (a tensor begins at {begin} instead of {end})")
+            end = following
     # It is a ValueError, too.
     except BadHeader:
         raise

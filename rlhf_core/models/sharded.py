@@ -11,7 +11,7 @@ cache of the host serves all but the first, and no rank waits for another one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,9 +61,7 @@ def load_sharded(
             " loaded; give the model that it was made from, or set zero_stage=2"
         )
     files = _weight_files(folder, revision)
-    # "pread" reads one tensor at a time. A mapped file counts as address space of the process as a whole.
-    opened: list[Any] = [safe_open(file, framework="pt", backend="pread") for file in files]
-    tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+    tensors = open_tensors(files)
     # The auto class itself needs a path.
     kind = auto._model_mapping[type(config)]
     with _one_tensor_at_a_time(), _cutting(shards, dtype) as not_finite:
@@ -76,7 +74,7 @@ def load_sharded(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # all of them are reported together by the caller
         )
-    _refuse_different_ties(folder, model, tensors)
+    refuse_different_ties(folder, model, tensors)
     # Without a path, transformers does not read this file.
     if model.can_generate() and (files[0].parent / "generation_config.json").is_file():
         from transformers import GenerationConfig
@@ -84,6 +82,13 @@ def load_sharded(
         model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
     modules = {id(module): name for name, module in model.named_modules()}
     return model, info, [f"{modules.get(id(module), '?')}.{name}" for module, name in not_finite]
+
+
+def open_tensors(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the tensors of safetensors files by name. Their values are read when they are indexed."""
+    # "pread" reads one tensor at a time. A mapped file counts as address space of the process as a whole.
+    opened: list[Any] = [safe_open(file, framework="pt", backend="pread") for file in files]
+    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
 
 
 def _weight_files(folder: Path | str, revision: str | None) -> list[Path]:
@@ -135,22 +140,28 @@ def _cutting(shards: Shards, dtype: torch.dtype) -> Iterator[list[tuple[nn.Modul
         handle.remove()
 
 
-def _refuse_different_ties(folder: Path | str, model: Any, tensors: dict[str, Any]) -> None:
-    """Raise ModelError if the files have different values for tied parameters.
+def refuse_different_ties(folder: Path | str, model: Any, tensors: Mapping[str, Any]) -> None:
+    """Raise ModelError if `tensors`, those of the files, have different values for tied parameters.
 
-    transformers compares the parameters and does not tie different ones. It cannot compare shards.
+    The model is sharded or empty, so transformers could not compare its parameters.
     """
     for target, source in model.all_tied_weights_keys.items():
         if target in tensors and source in tensors and not _equal(tensors[target], tensors[source]):
-            raise ModelError(
-                f"model.path: {folder}: config.json ties {target} to {source}, but the weights have different"
-                " values for them; set tie_word_embeddings to false in config.json"
-            )
+            raise different_ties(folder, target, source)
+
+
+def different_ties(folder: Path | str, target: str, source: str) -> ModelError:
+    """Return the error for tied parameters of which the files have different values."""
+    return ModelError(
+        f"model.path: {folder}: config.json ties {target} to {source}, but the weights have different values"
+        " for them; set tie_word_embeddings to false in config.json"
+    )
 
 
 def _equal(first: Any, second: Any, rows: int = 4096) -> bool:
     shape = first.get_shape()
     if shape != second.get_shape() or not shape:
         return bool(shape == second.get_shape() and torch.equal(first[...], second[...]))
-    # In blocks of rows, so that neither tensor is read as a whole.
-    return all(torch.equal(first[i : i + rows], second[i : i + rows]) for i in range(0, shape[0], rows))
+    # In blocks of rows, so that neither tensor is read as a whole. safetensors refuses an end after the last.
+    blocks = [slice(i, min(i + rows, shape[0])) for i in range(0, shape[0], rows)]
+    return all(torch.equal(first[block], second[block]) for block in blocks)

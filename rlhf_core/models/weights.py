@@ -20,7 +20,7 @@ from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFE
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.finite import is_finite
 from rlhf_core.models.folder import ModelFolder
-from rlhf_core.models.sharded import Shards, load_sharded
+from rlhf_core.models.sharded import Shards, different_ties, load_sharded, open_tensors, refuse_different_ties
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Data types of safetensors from which a model can be trained."""
@@ -109,6 +109,7 @@ def load_pretrained(
         )
         refuse(folder, info, new=new)
         refuse_integers(folder, model)
+        _refuse_untied(folder, model)
     return model
 
 
@@ -129,6 +130,7 @@ def check_headers(folder: Path, *, attention: str) -> None:
     config.json.
 
     Only headers are read and no memory is allocated: transformers loads empty tensors into an empty model.
+    Values are read only of tied tensors that the files have twice, to compare them.
     Models with a quantization in their configuration are checked only when they are loaded.
     """
     from transformers import AutoModelForCausalLM
@@ -160,6 +162,7 @@ def check_headers(folder: Path, *, attention: str) -> None:
         )
         refuse(folder, info)
         refuse_integers(folder, model)
+        refuse_different_ties(folder, model, open_tensors(ModelFolder(folder).weight_files()))
 
 
 def model_config(folder: Path | str, *, attention: str, revision: str | None = None, **changes: Any) -> Any:
@@ -246,6 +249,17 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
             f"model.path: {folder}: {_some(wrong)}: weights must be {', '.join(FLOATING)}; a quantized model"
             " cannot be trained from; give the model that it was made from"
         )
+
+
+def _refuse_untied(folder: Path | str, model: Any) -> None:
+    """Raise ModelError if config.json ties parameters of which the files have different values.
+
+    transformers does not tie these, but vLLM does.
+    """
+    # Not `all_tied_weights_keys`, from which transformers has removed them.
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(target) is not model.get_parameter(source):
+            raise different_ties(folder, target, source)
 
 
 def refuse_non_finite(folder: Path | str, model: torch.nn.Module, of_shards: Sequence[str] = ()) -> None:

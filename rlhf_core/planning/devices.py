@@ -55,7 +55,7 @@ def check_gpu_counts(
     config: PipelineConfig, gpus: int, which: Literal["visible", "registered"] = "visible"
 ) -> Iterator[ConfigError]:
     """Check that `gpus` GPUs are enough for each stage: those visible here, or registered with Ray."""
-    for field, ranks in (*_training_ranks(config), ("evaluate", config.evaluate.ranks)):
+    for field, ranks in _ranks_outside_ppo(config):
         if ranks > gpus:
             yield ConfigError(
                 f"{field}.ranks: must be at most the {gpus} {which} GPUs; got {ranks}; use {gpus}"
@@ -74,10 +74,11 @@ def check_gpu_counts(
         )
 
 
-def _training_ranks(config: PipelineConfig) -> list[tuple[str, int]]:
-    """Return the ranks of the stages that train one model, with their DeepSpeed section."""
+def _ranks_outside_ppo(config: PipelineConfig) -> list[tuple[str, int]]:
+    """Return the ranks of the other stages, with the section that sets them."""
     sections = config.training_sections.items()
-    return [(f"{stage}.deepspeed", section.deepspeed.ranks) for stage, section in sections]
+    trained = [(f"{stage}.deepspeed", section.deepspeed.ranks) for stage, section in sections]
+    return [*trained, ("evaluate", config.evaluate.ranks)]
 
 
 def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
@@ -142,7 +143,7 @@ def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
 
 def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
     cores, placement = cpu_cores(), plan_placement(config.ppo)
-    for field, ranks in _training_ranks(config):
+    for field, ranks in _ranks_outside_ppo(config):
         if ranks > cores:
             yield (
                 f"{field}.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each"
@@ -153,13 +154,20 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
             f"ppo has {placement.concurrent} processes at work at once ({placement.describe()}) on {cores}"
             " CPU cores: they will take turns; lower ranks or ppo.engine.count for speed"
         )
-    engine = config.ppo.engine
-    memory = engine.count * engine.kv_cache_gib
+    if config.evaluate.engines > cores:
+        yield (
+            f"evaluate.engines is {config.evaluate.engines} on {cores} CPU cores: the engines will take"
+            " turns, each with a copy of the model; lower it"
+        )
+    each = config.ppo.engine.kv_cache_gib
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    counts = {"ppo.engine.count": config.ppo.engine.count, "evaluate.engines": config.evaluate.engines}
+    field = max(counts, key=counts.__getitem__)
+    memory = counts[field] * each
     if memory > total:
         yield ConfigError(
-            f"ppo.engine.kv_cache_gib: {engine.count} engines x {engine.kv_cache_gib:g} GiB ="
-            f" {memory:g} GiB must fit in memory; got {total:.0f} GiB; lower it"
+            f"ppo.engine.kv_cache_gib: {counts[field]} engines ({field}) x {each:g} GiB = {memory:g} GiB must"
+            f" fit in memory; got {total:.0f} GiB; lower one of them"
         )
 
 

@@ -286,7 +286,7 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
         return
     if problem.stage == "evaluate":
         ranks, engines = config.evaluate.ranks, config.evaluate.engines
-        if problem.what == "devices":
+        if problem.what in ("devices", "memory"):
             yield "evaluate.ranks", str(max(1, ranks // 2)), 1.0
             yield "evaluate.engines", str(max(1, engines // 2)), 1.0
             return

@@ -4,8 +4,8 @@ sft, reward,    one model on `deepspeed.ranks` devices:        load -> backward 
 dpo
 ppo             each group of `config.placement`:              load -> score -> backward -> step
                 each GPU of the engines:                       rollout; `colocate: all`: the group's devices
-evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo;
-                a local language model that judges: judge
+evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo
+                (on the CPU: sample); a local language model that judges: judge
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
     loads: list[DeviceLoad] = []
     for stage in config.training_sections:
         loads += stage_loads(config, shape, stage, kind)
-    judging = _judging(config, device)
-    return (*loads, *_ppo(config, shape, device, kind), *_evaluate(config, shape, kind), *judging)
+    loads += [*_ppo(config, shape, device, kind), *_evaluate(config, shape, kind)]
+    if device.is_cpu:  # a GPU of such an engine has the load of PPO's
+        loads.append(_sampling(config, shape, device))
+    return (*loads, *_judging(config, device))
 
 
 def largest_pass(
@@ -243,6 +245,13 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
         scoring = model.state + model.scoring(batch)
         found.append((load, DeviceLoad("evaluate", what, "score", ranks, scoring, device=kind)))
     yield from max(found, key=lambda loads: max(load.total for load in loads))
+
+
+def _sampling(config: PipelineConfig, shape: ModelShape, device: Device) -> DeviceLoad:
+    engine = config.ppo.engine
+    memory = engine_memory(shape, engine, device, config.model.head_dtype)
+    devices = config.evaluate.engines * engine.tensor_parallel
+    return DeviceLoad("evaluate", "engine", "sample", devices, engine=memory.bytes, device="cpu")
 
 
 def judge_memory(config: PipelineConfig, device: Device) -> EngineMemory | None:

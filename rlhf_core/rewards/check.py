@@ -22,7 +22,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.chat_service import api_key
 from rlhf_core.rewards.rubric import read_rubric
 from rlhf_core.rewards.token import reward_token
-from rlhf_core.system.files import exists
+from rlhf_core.system.files import unfit
 
 
 def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
@@ -117,11 +117,14 @@ def _function_problem(source: PythonReward, field: str) -> str | None:
     module, _, name = source.function.partition(":")
     if source.file is not None:
         file = Path(source.file)
-        if not exists(source.file) or not file.is_file():
+        problem = unfit(source.file)
+        if isinstance(problem, FileNotFoundError):
             return (
                 f"{field}.file: file not found: {file}; correct the path"
                 f" (relative ones start at {Path.cwd()})"
             )
+        if problem is not None:
+            return f"{field}.file: {problem}; give a *.py file"
         if file.suffix != ".py":
             return f"{field}.file: must be a *.py file; got {file}; rename it"
     elif module.partition(".")[0] in sys.stdlib_module_names:

@@ -12,7 +12,7 @@ from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ModelError
 from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
-from rlhf_core.models.folder import ModelFolder
+from rlhf_core.models.folder import ModelFolder, length_limits
 from rlhf_core.models.score import is_classifier, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.types import PromptAndResponse
@@ -31,6 +31,7 @@ class Scorer:
         *,
         template: Literal["chat", "plain"] | None = None,
         dtype: str = "float32",
+        attention: Literal["sdpa", "eager"] = "sdpa",
         device: str = "cpu",
         micro_batch_tokens: int = 16384,
     ) -> None:
@@ -41,6 +42,7 @@ class Scorer:
                 if it is an ensemble.
             template: how prompts are rendered; None for chat if the tokenizer has a template, else plain.
             dtype: data type of the weights.
+            attention: implementation of attention; `eager` also computes sliding windows and chunks.
             device: `cpu` or `cuda`.
             micro_batch_tokens: maximum number of tokens of one forward pass.
         """
@@ -57,12 +59,15 @@ class Scorer:
         self._encoder = Encoder(tokenizer, kind, str(folder))
         self._ensemble = load_ensemble(folder)
         self._models = [
-            load_score_model(member, dtype=dtype, attention="sdpa", device=device).eval()
+            load_score_model(member, dtype=dtype, attention=attention, device=device).eval()
             for member in member_folders(folder)
         ]
         self._pad_id = int(tokenizer.pad_token_id)
         shape = self._models[0].lm.config
-        self._vocabulary, self._positions = int(shape.vocab_size), int(shape.max_position_embeddings)
+        self._vocabulary = int(shape.vocab_size)
+        limits = length_limits(shape.to_dict(), attention)
+        self._limit_field = min(limits, key=limits.__getitem__)
+        self._most_tokens = limits[self._limit_field]
         self.micro_batch_tokens = micro_batch_tokens
         """Maximum number of tokens of one forward pass."""
 
@@ -79,9 +84,10 @@ class Scorer:
         else:
             pair = self._texts(item)
         length = len(pair[0]) + len(pair[1])
-        if length > self._positions:
+        if length > self._most_tokens:
             raise ItemError(
-                f"prompt and response have {length} tokens, but the model takes {self._positions}"
+                f"prompt and response have {length} tokens, but the model takes {self._most_tokens}"
+                f" ({self._limit_field})"
             )
         if not pair[1]:
             raise ItemError("the response has no tokens")
@@ -112,10 +118,12 @@ class Scorer:
             for text in (response, *(message.content for message in record.prompt)):
                 text.encode()
             if any(
-                self._encoder.surely_longer(text, self._positions) for text in (record.prompt_text, response)
+                self._encoder.surely_longer(text, self._most_tokens)
+                for text in (record.prompt_text, response)
             ):
                 raise ItemError(
-                    f"prompt and response do not fit the {self._positions} tokens that the model takes"
+                    f"prompt and response do not fit the {self._most_tokens} tokens that the model takes"
+                    f" ({self._limit_field})"
                 )
             # A policy may end at once, but `Encoder.response` refuses a response without tokens.
             if not response:

@@ -13,6 +13,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
 
 Template = Literal["chat", "plain"]
+Attention = Literal["sdpa", "eager"]
 
 
 def serve_reward(
@@ -24,6 +25,7 @@ def serve_reward(
     endpoint: str | None,
     template: Template | None,
     dtype: str,
+    attention: Attention,
     device: str,
     micro_batch_tokens: int,
     ready: Callable[[str], None],
@@ -38,6 +40,7 @@ def serve_reward(
         endpoint: Endpoint of the S3 server, or None for AWS.
         template: How text requests are formatted; None for the template that the model was trained with.
         dtype: Precision of the model.
+        attention: Implementation of attention.
         device: "auto", "cpu" or "cuda".
         micro_batch_tokens: Tokens per forward pass.
         ready: Called with the URL when the server listens.
@@ -60,6 +63,7 @@ def serve_reward(
             folder,
             template=template or trained_as,
             dtype=dtype,
+            attention=attention,
             device=resolve_device(device, "--device"),
             micro_batch_tokens=micro_batch_tokens,
         )

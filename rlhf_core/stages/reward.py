@@ -10,6 +10,7 @@ held-out loss decides when the training ends and which weights are its result.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,8 @@ from rlhf_core.stages.members import Member, train_members
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
+
+log = logging.getLogger(__name__)
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -182,6 +185,8 @@ def _train_member(
         trained, (evaluation, scores) = scores, as_saved[0]
         of_exchanged = as_saved[1][0] if exchanged is not None else {}
         evaluation["eval/merge_gap"] = (scores - trained).abs().mean().item()
+        if context is not None:
+            warn_of_rounding(inputs.stage, evaluation["eval/merge_gap"], evaluation["eval/margin"])
         statistics = ScoreStatistics.of(scores)
         if context is not None:
             statistics.save(folder)
@@ -203,6 +208,22 @@ def _train_member(
         **metrics,
     }
     return Member(metrics, statistics.normalize(scores).flatten().tolist())
+
+
+def warn_of_rounding(stage: StageName, merge_gap: float, margin: float) -> None:
+    """Log a warning if the rounding of a merged adapter changes scores by more than half of their margin.
+
+    Args:
+        stage: For the message.
+        merge_gap: Mean change of a score.
+        margin: Mean difference of the scores of a pair.
+    """
+    if merge_gap > abs(margin) / 2:
+        log.warning(
+            "%s: rounding the merged adapter changes scores by %.3g (mean), more than half of the margin of"
+            " their pairs, %.3g; set reward.deepspeed.dtype=float32",
+            stage, merge_gap, margin,
+        )  # fmt: skip
 
 
 def _examine(

@@ -171,8 +171,6 @@ class S3Objects:
         self._root = f"{bucket}/{prefix}" if prefix else bucket
         self._endpoint = endpoint
         self._retry_seconds = retry_seconds
-        self._seconds = max(retry_seconds, _LEAST_SECONDS)
-        """Time limit for one attempt of a small call."""
 
     @functools.cached_property
     def _fs(self) -> Any:
@@ -296,23 +294,7 @@ class S3Objects:
         self._within(lambda: self._fs._pipe_file(path, data, mode=mode), len(data))
 
     def _within(self, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
-        """Run a coroutine of the client, with all its requests, within the time limit for `size` bytes.
-
-        Raises TimeoutError.
-        """
-        from fsspec.asyn import sync
-
-        seconds = self._seconds + size / _BYTES_PER_SECOND
-
-        async def bounded() -> _T:
-            async with asyncio.timeout(seconds):
-                return await call()
-
-        try:
-            result: _T = sync(self._fs.loop, bounded)
-        except TimeoutError as error:
-            raise TimeoutError(f"no whole answer within {seconds:.0f} s") from error
-        return result
+        return within(self._fs, self._retry_seconds, call, size)
 
     def _call(self, action: str, key: str, call: Callable[[], _T]) -> _T:
         try:
@@ -323,6 +305,26 @@ class S3Objects:
                     f"The bucket of {self.uri(key)} does not exist; create it or correct store.url."
                 ) from error
             raise
+
+
+def within(client: Any, retry_seconds: float, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
+    """Run a coroutine of `client`, with all its requests, within the time limit for `size` bytes.
+
+    Raises TimeoutError.
+    """
+    from fsspec.asyn import sync
+
+    seconds = max(retry_seconds, _LEAST_SECONDS) + size / _BYTES_PER_SECOND
+
+    async def bounded() -> _T:
+        async with asyncio.timeout(seconds):
+            return await call()
+
+    try:
+        result: _T = sync(client.loop, bounded)
+    except TimeoutError as error:
+        raise TimeoutError(f"no whole answer within {seconds:.0f} s") from error
+    return result
 
 
 def with_retries(what: str, retry_seconds: float, call: Callable[[], _T]) -> _T:

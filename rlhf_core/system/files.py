@@ -26,6 +26,8 @@ LFS_POINTER = b"version https://git-lfs"
 """First bytes of the text file that Git LFS puts in place of a file that was not downloaded."""
 
 _BLOCK_BYTES = 1 << 20
+_JSON_LIMIT = 16 << 20
+"""Maximum size of a JSON file of the pipeline in bytes. They have some KiB."""
 
 _KINDS = (
     (stat.S_ISDIR, "is a folder"),
@@ -169,9 +171,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the content of `path`; None if there is no such file or it is not a JSON object."""
+    """Return the content of `path`; None if there is no such regular file, or it is not a JSON object or too
+    large.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_bounded(path, _JSON_LIMIT).decode())
     except (OSError, ValueError, RecursionError):  # RecursionError: thousands of nested lists
         return None
     return content if isinstance(content, dict) else None

@@ -9,10 +9,12 @@ import os
 import re
 from collections.abc import Iterator
 
-from rlhf_core.config.keys import given_tracking_uri
+from rlhf_core.config.keys import given_tracking_uri, tracking_uri
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, shown
 from rlhf_core.errors import ConfigError, Finding
+from rlhf_core.tracking.database import database_problem
+from rlhf_core.tracking.mlflow_client import sqlite_path
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
 _NUMBERS = (("MLFLOW_HTTP_REQUEST_TIMEOUT", 1, 3600), ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", 0, 10))
@@ -40,9 +42,11 @@ def tracker_problem(uri: str) -> str | None:
 
 
 def check_tracking(config: PipelineConfig) -> Iterator[Finding]:
-    """Check the tracking URI. With none, the database is in `run.home`, which is checked by itself."""
+    """Check the tracking URI, and its file if it is a database in a file."""
     uri = given_tracking_uri(config)
     problem = None if uri is None else tracker_problem(uri)
+    if problem is None and (database := sqlite_path(tracking_uri(config))):
+        problem = database_problem(database)
     if problem is not None:
         yield ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from rlhf_core.errors import InfrastructureError
+from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.files import TEMPORARY
+from rlhf_core.system.files import TEMPORARY, unfit
 
 LOCK_SECONDS = 120.0
 """Migrations take a few seconds, a minute on a busy machine."""
@@ -22,9 +22,11 @@ LOCK_SECONDS = 120.0
 def ensure_database(file: Path) -> None:
     """Create the absolute `file` unless it exists, which takes seconds.
 
-    Raises InfrastructureError if another process creates it for too long, and the errors of MLflow and the
-    disk.
+    Raises ConfigError if it is not a regular file, InfrastructureError if another process creates it for too
+    long, and the errors of MLflow and the disk.
     """
+    if problem := database_problem(file):
+        raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +40,17 @@ def ensure_database(file: Path) -> None:
             f"another process has held {lock} for {LOCK_SECONDS:g} s to make {file.name}; wait for it, or"
             " end it"
         ) from error
+
+
+def database_problem(file: Path) -> str | None:
+    """Return the reason for which `file` cannot be a database, with a fix, or None. It may be missing.
+
+    SQLite would wait for the writer of a FIFO.
+    """
+    problem = unfit(file)
+    if problem is None or isinstance(problem, FileNotFoundError):
+        return None
+    return f"{problem}; remove it, or name another file"
 
 
 def _make(file: Path) -> None:

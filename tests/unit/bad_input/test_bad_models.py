@@ -92,6 +92,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("vocab_size must be an integer", "8.0")),
     "10^9 layers": ({"config__json": CONFIG | {"num_hidden_layers": 10**9}},
         ("num_hidden_layers must be an integer",)),
+    "10^9 labels": ({"config__json": CONFIG | {"num_labels": 10**9}},
+        ("num_labels must be an integer from 1 to 10000", "1000000000")),
+    "10^9 layers under the name of GPT-2": ({"config__json": CONFIG | {"n_layer": 10**9}},
+        ("n_layer must be an integer",)),
     "more layers than the weights have": (
         {"config__json": CONFIG | {"num_hidden_layers": 3}, "model__safetensors": LAYERS},
         ("num_hidden_layers 3, but the weights have 2",),
@@ -101,6 +105,22 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("num_hidden_layers 1, but the weights have 2",),
     ),
     "an adapter beside the weights": ({"adapter_config__json": {}}, ("holds an adapter", "merge it")),
+    "a hole between tensors": (
+        {"model__safetensors": header({"a": TENSOR, "b": TENSOR | {"data_offsets": [12, 20]}}, 20)},
+        ("a tensor begins at 12 instead of 8",),
+    ),
+    "two tensors at one place": ({"model__safetensors": header({"a": TENSOR, "b": TENSOR}, 8)},
+        ("a tensor begins at 0 instead of 8",)),
+    "a negative offset": (
+        {"model__safetensors": header({"a": TENSOR | {"data_offsets": [-8, 0]}})},
+        ("a tensor begins at -8 instead of 0",),
+    ),
+    "metadata that are a list": ({"model__safetensors": header({"__metadata__": [], "a": TENSOR}, 8)},
+        ("is not safetensors",)),
+    "metadata with a number": (
+        {"model__safetensors": header({"__metadata__": {"step": 1}, "a": TENSOR}, 8)},
+        ("__metadata__ must be texts",),
+    ),
     "no offsets": ({"model__safetensors": header({"a": {"shape": [2]}}, 8)}, ("is not safetensors",)),
     "a shape that is a number": ({"model__safetensors": header({"a": TENSOR | {"shape": 2}}, 8)},
         ("is not safetensors",)),

@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,10 @@ PYTHON = "type: python, function: "
 REWARDS = (
     Bad("no such file", reward(PYTHON + "'x:f', file: none.py"),
         ("ppo.rewards.0.file", "file not found: none.py")),
-    Bad("a folder", reward(PYTHON + "'x:f', file: ."), ("ppo.rewards.0.file", "file not found: .")),
+    Bad("a folder", reward(PYTHON + "'x:f', file: ."),
+        ("ppo.rewards.0.file", ". is a folder, not a regular file", "*.py")),
+    Bad("a pipe", reward(PYTHON + "'x:f', file: fifo.py"),
+        ("ppo.rewards.0.file", "fifo.py is a pipe (FIFO), not a regular file")),
     Bad("not Python's suffix", reward(PYTHON + "'x:f', file: c.yaml"),
         ("ppo.rewards.0.file", "*.py", "c.yaml")),
     Bad("no such function", reward(PYTHON + "'x:f', file: r.py"), ("r.py has no function f", "score")),
@@ -90,6 +95,7 @@ def test_a_reward_that_cannot_work_is_refused_and_not_run(
     )
     for name, content in REWARD_FILES.items():
         (command.folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    os.mkfifo(command.folder / "fifo.py")
     command.complaint(bad)
     assert not (command.folder / "ran").exists()
 
@@ -113,6 +119,7 @@ ADDRESSES = {
     "tracking.uri=./mlruns": ("tracking.uri", "'./mlruns'", "sqlite:///"),
     "tracking.uri=file:///mlruns": ("tracking.uri", "scheme file://"),
     "tracking.uri=sqlite://": ("tracking.uri", "sqlite:///path"),
+    "tracking.uri=sqlite:///fifo": ("tracking.uri", "fifo is a pipe (FIFO), not a regular file", "remove it"),
     "tracking.uri=http://": ("tracking.uri", "host", "http://host:port"),
     "run.home=c.yaml/x": ("run.home", "is a file"),
     "run.home=''": ("run.home", "non-empty text"),
@@ -127,6 +134,7 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("override", ADDRESSES)
 def test_an_address_or_folder_that_cannot_work_is_refused(command: Command, override: str) -> None:
+    os.mkfifo(command.folder / "fifo")
     name, _, value = override.partition("=")
     text = value if value.startswith("'") else f"'{value}'"
     (section, _, key), words = name.partition("."), ADDRESSES[override]
@@ -273,6 +281,15 @@ ENVIRONMENTS = {
         {"PREFECT_API_URL": f"http://me:{SECRET}@127.0.0.1:9/api"}, ("PREFECT_API_URL", "credentials"),
     ),
     "Prefect's address without a scheme": ({"PREFECT_API_URL": "localhost:4200"}, ("PREFECT_API_URL", "http(s)://")),
+    "a proxy of SOCKS without its package": ({"ALL_PROXY": "socks5://127.0.0.1:9"},
+        ("ALL_PROXY", "socksio", "unset")),
+    "a proxy of FTP": ({"HTTP_PROXY": "ftp://127.0.0.1"}, ("HTTP_PROXY", "http(s)://", "ftp://", "unset")),
+    "a proxy with a password": ({"http_proxy": f"ftp://me:{SECRET}@127.0.0.1"}, ("http_proxy", "(hidden)")),
+    "a host without a proxy that is no host": ({"no_proxy": "[::1]:80"},
+        ("no_proxy", "Invalid port", "unset")),
+    "certificates that are not there": ({"SSL_CERT_FILE": "/nowhere"},
+        ("SSL_CERT_FILE", "/nowhere", "No such file", "unset")),
+    "certificates that are none": ({"SSL_CERT_FILE": "c.yaml"}, ("SSL_CERT_FILE", "c.yaml", "unset")),
     "checkpoints that run code": ({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
         ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "unset")),
 }  # fmt: skip
@@ -340,6 +357,24 @@ def test_a_prefect_address_where_something_else_answers_gives_one_message(
 def test_a_prefect_address_where_nobody_answers_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "client_headers", dict)
     assert not external.prefect_responds("http://127.0.0.1:9/api", attempts=1)
+
+
+def test_a_prefect_address_that_never_ends_its_headers_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Strange):
+        def do_POST(self) -> None:
+            with suppress(OSError):
+                while not ended.wait(0.1) and time.monotonic() - began < 20:
+                    self.wfile.write(b"H")
+
+    monkeypatch.setattr(external, "client_headers", dict)
+    monkeypatch.setattr(external, "_TOTAL_SECONDS", 0.5)
+    ended, began = threading.Event(), time.monotonic()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert not external.prefect_responds(f"http://127.0.0.1:{server.server_port}/api", attempts=1)
+        assert time.monotonic() - began < 10
+        ended.set()
+        server.shutdown()
 
 
 LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
@@ -486,6 +521,13 @@ def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it
     )
     assert done.stdout == ("None\n" if "{" not in variable else f"{tmp_path}\n")
     assert not ran.exists(), ran.read_text()
+
+
+def test_a_home_that_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    environment = {"PYTHONIOENCODING": "ascii"}
+    done = outside(tmp_path, "status", "--home", "hé", env=environment, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "h\\xe9" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["run: {name: 'café 🦊'}", "ppo: {'stéps': 3}"])

@@ -2,6 +2,7 @@
 
 - a stale or damaged state file is not accepted as a running supervisor, and no foreign process is stopped
 - a process is stopped only if it has the home in its environment and runs a program that `up` starts
+- a pipe in place of the database of `rlhf run` is replaced and not waited for
 - `up` refuses a second supervisor, an unknown database, and a folder without the project
 """
 
@@ -18,11 +19,13 @@ from typing import Any
 
 import pytest
 
+from rlhf_cli.prefect_server import EmbeddedPrefect
 from rlhf_cli.servers import HOME_VARIABLE, down, is_started_by_up, status, supervisor_of, up
 from rlhf_core.errors import InputError
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId
+from rlhf_core.system.supervised import SupervisedProcess
 
 _SLEEP = "import time; print(flush=True); time.sleep(60)"
 
@@ -170,6 +173,22 @@ def test_invalid_state_file_is_ignored(home: Home, content: Any, supervisor: Pro
     home.servers_state.write_text(json.dumps(content))
     assert "servers: none" in status(home)
     assert supervisor_of(home) is None
+
+
+def test_a_pipe_in_place_of_prefects_database_is_replaced(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_: object) -> None:
+        raise KeyboardInterrupt
+
+    home.prefect.mkdir(parents=True)
+    os.mkfifo(home.prefect / "prefect.db")
+    (home.prefect / "complete").touch()
+    monkeypatch.setattr(SupervisedProcess, "ensure_running", killed)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(KeyboardInterrupt):
+        EmbeddedPrefect(home)
+    assert not (home.prefect / "prefect.db").exists()
 
 
 def test_up_refuses_a_second_supervisor(

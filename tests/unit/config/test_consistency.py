@@ -108,6 +108,11 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"guards": {"blind_critic": "stop"}},
     ),
     (
+        {"steps": 30, "critic_warmup_steps": 11, "guards": {"blind_critic": "stop"}},
+        ("ppo.guards.blind_critic_steps: 20 steps", "there are 19", "lower it"),
+        {"steps": 30, "critic_warmup_steps": 10, "guards": {"blind_critic": "stop"}},
+    ),
+    (
         {"steps": 4, "guards": {"patience": 4}},
         ("ppo.guards.patience: 4 steps", "ppo.steps is 4", "lower it"),
         {"steps": 4, "guards": {"patience": 3}},
@@ -160,6 +165,7 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
         ({"ppo": {"publish": "best"}}, ("ppo.publish is best", "add reward.judge={}")),
         ({"evaluate": {"judge": "reward_model"}}, ("evaluate.judge is the reward", "use reward.judge={}")),
         ({"evaluate": {"prompts": 49}}, ("evaluate.prompts: 49", "register.min_prompts (50)")),
+        ({"data": {"max_eval": 49}}, ("data.max_eval: 49", "register.min_prompts (50)")),
     ],
 )
 def test_plan_and_run_show_warnings_of_other_sections(tree: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -2,8 +2,8 @@
 
 - a url is http(s) with a host, and carries no credentials, query or fragment
 - a host is listed by its name in any case, its address, or a network around its address
-- private, loopback, link-local, mapped and multicast addresses are forbidden unless the address itself is
-  listed: a listed name is not enough, but for localhost
+- private, loopback, link-local, mapped, translated and multicast addresses are forbidden unless the
+  address itself is listed: a listed name is not enough, but for localhost
 - the message about an address in a list has its index
 """
 
@@ -59,6 +59,7 @@ def test_the_host_of_a_url_has_no_port_brackets_or_capitals() -> None:
 PRIVATE = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
     "224.0.0.1",
            "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
+           "::ffff:0:7f00:1",
            "ff02::1", "64:ff9b::a9fe:a9fe", "64:ff9b::127.0.0.1", "64:ff9b:1::1", "2002:7f00:1::",
            "2002:5db8:d70e::1", "::127.0.0.1", "::93.184.215.14", "fec0::1", "192.88.99.1", "3fff::1",
            "5f00::1", "2001:db8::1",

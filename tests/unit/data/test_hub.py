@@ -2,12 +2,15 @@
 
 - a commit stands for itself; a branch is asked of the hub, then of the local cache
 - if neither has it, the name is used as it is, with a warning
+- a hub whose answer does not end is a hub that does not answer
 - the model of the SFT stage is fetched before its ranks start, whose time to load is bounded, if it is on the
   hub; a fetch that fails leaves it to them to say why
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +59,19 @@ def test_offline_the_local_cache_is_used(fresh: Path) -> None:
 def test_an_unresolved_name_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert hub.resolve_revision("org/data", "dataset", "v2") == "v2"
     assert "pin `revision`" in caplog.text
+
+
+def test_a_hub_that_does_not_finish_its_answer_is_left_after_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended, began = threading.Event(), time.monotonic()
+    monkeypatch.setattr(hub, "_TOTAL_SECONDS", 0.2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: ended.wait(30))
+    assert hub.resolve_revision("org/data", "dataset", "v2") == "v2"
+    assert "pin `revision`" in caplog.text
+    assert time.monotonic() - began < 20
+    ended.set()
 
 
 def test_what_is_read_is_pinned_to_the_commits_that_the_digests_name(fresh: Path) -> None:

@@ -201,7 +201,7 @@ def test_of_several_templates_the_one_named_default_is_used(make_tokenizer: Call
     several.chat_template = {"default": SENTENCEPIECE_TEMPLATE, "tool_use": "{{ messages.nowhere.further }}"}
     assert Encoder(several, "chat").response([ASK], "yes") == Encoder(one, "chat").response([ASK], "yes")
     several.chat_template = {"tool_use": SENTENCEPIECE_TEMPLATE}
-    with pytest.raises(ModelError, match='has no chat template named "default"; give data.chat_template'):
+    with pytest.raises(ModelError, match=r'has no chat template named "default"; give data.chat_template'):
         Encoder(several, "chat")
 
 

@@ -3,12 +3,15 @@
 Rules:
 - a missing folder is said to be missing; a hub id is only what looks like one;
 - EOS must exist, and the pad token is another token: chosen from those that are there, or refused with a fix;
-- a trained tokenizer is opened by AutoTokenizer, loses no text, and keeps within the vocabulary.
+- a trained tokenizer is opened by AutoTokenizer, loses no text, and keeps within the vocabulary;
+- dropout is turned off, also in the files that are saved;
+- a tokenizer that makes long texts, or many tokens, of short texts is refused.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,14 +95,43 @@ def test_a_trained_tokenizer_loses_no_text_and_opens_again(tmp_path: Path, size:
         assert opened.decode(ids, skip_special_tokens=True) == sample
 
 
+def test_dropout_is_turned_off_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = train_tokenizer(TEXTS, 512)
+    trained.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    settings["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(settings))
+    with caplog.at_level(logging.WARNING):
+        tokenizer = load_tokenizer(str(tmp_path))
+    assert f"the tokenizer of {tmp_path} has dropout=0.5" in caplog.text
+    text = " ".join(TEXTS)
+    expected = trained(text)["input_ids"]
+    assert all(tokenizer(text)["input_ids"] == expected for _ in range(10))
+    tokenizer.save_pretrained(tmp_path)
+    assert json.loads(file.read_text())["model"]["dropout"] is None
+
+
 def replaces(*pairs: tuple[str, str]) -> dict[str, Any]:
     steps = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in pairs]
     return {"type": "Sequence", "normalizers": steps}
 
 
+def template(*pieces: str, bos: int = 1) -> dict[str, Any]:
+    """Of a post-processor that writes `bos` tokens for <bos>."""
+    kinds = [
+        {"Sequence" if piece == "A" else "SpecialToken": {"id": piece, "type_id": 0}} for piece in pieces
+    ]
+    special = {"id": "<bos>", "ids": [1] * bos, "tokens": ["<bos>"] * bos}
+    return {"type": "TemplateProcessing", "single": kinds, "pair": [], "special_tokens": {"<bos>": special}}
+
+
 @pytest.mark.parametrize(
     "rules",
     [
+        {"post_processor": template(*["<bos>"] * 100, "A")},
+        {"post_processor": template("<bos>", "A", bos=100)},
+        {"post_processor": {"type": "Sequence", "processors": [template("A", "A")] * 7}},
         {"normalizer": replaces(("a", "a" * 1000))},
         {"normalizer": replaces(*[("a", "a" * 10)] * 9)},
         {"normalizer": {"type": "Prepend", "prepend": "x" * 20_000_000}},
@@ -117,3 +149,6 @@ def test_the_rules_of_known_tokenizers_are_bounded(byte_tokenizer: Any, sp_token
     require_bounded_growth(
         {"normalizer": replaces((" ", "▁"), ("``", '"'), ("...", "…")), "decoder": None}, "x"
     )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    processors = [byte_level, template("<bos>", "A", "<bos>")]
+    require_bounded_growth({"post_processor": {"type": "Sequence", "processors": processors}}, "x")

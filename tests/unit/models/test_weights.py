@@ -2,9 +2,9 @@
 
 Rules for policies and score models: tensors that are missing, misnamed, too many or of another shape
 are refused by name; so are integers without scales, numbers that are not finite, an adapter beside the
-weights. What may be absent or too much is not: tied heads, a score head that is made, the language-model head
-of what becomes a score model. The configured attention is used whatever `config.json` asks for. Broken
-configurations end in a ModelError.
+weights, tied tensors with different values. What may be absent or too much is not: tied heads, a score head
+that is made, the language-model head of what becomes a score model. The configured attention is used whatever
+`config.json` asks for. Broken configurations end in a ModelError.
 """
 
 from __future__ import annotations
@@ -173,6 +173,24 @@ def test_an_untied_head_that_is_missing_is_refused_and_a_tied_one_is_not(tmp_pat
     with pytest.raises(ModelError, match=r"lack lm_head\.weight"):
         load_policy(tmp_path, **LOADING)
     load_score_model(tmp_path, **LOADING)  # it has no such head
+
+
+@pytest.mark.parametrize("vocab_size", [101, 5000])
+def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_is_refused(
+    vocab_size: int, tmp_path: Path
+) -> None:
+    save_tiny_llama(tmp_path, tie_word_embeddings=True, vocab_size=vocab_size)
+    change(tmp_path, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
+    check_headers(tmp_path, attention="sdpa")
+    model = load_policy(tmp_path, **LOADING).lm
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    change(tmp_path, lambda w: w["lm_head.weight"][-1].add_(1))
+    for load in (lambda: check_headers(tmp_path, attention="sdpa"), lambda: load_policy(tmp_path, **LOADING)):
+        with pytest.raises(ModelError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but"):
+            load()
+    configure(tmp_path, tie_word_embeddings=False)
+    check_headers(tmp_path, attention="sdpa")
+    load_policy(tmp_path, **LOADING)
 
 
 def test_the_score_head_is_new_for_a_language_model_only(tmp_path: Path) -> None:

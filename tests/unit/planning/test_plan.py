@@ -10,6 +10,7 @@
   time of a rollout and of an optimizer step is the arithmetic, memory and links written out here
 - `--gpus` is a count and a known device; the command exits with 2 where it does not fit; `--json` says the
   same
+- on a CPU, all engines of the evaluation share its memory, and fewer of them are offered
 - before a run, GPUs of this machine that are known and too small are refused; unknown ones and a cluster's
   are not judged
 - every shipped profile fits the hardware that it names; a reward model of 8B on six cards of 24 GB fits with
@@ -459,6 +460,18 @@ def test_before_a_run_gpus_that_are_too_small_are_refused_with_a_fix(
     check_memory(wanted)
     with_gpus(monkeypatch, "NVIDIA T4")
     check_memory(wanted)
+
+
+def test_on_a_cpu_the_engines_of_the_evaluation_share_its_memory() -> None:
+    hardware = Hardware(2, Device("CPU", 32 * GIB, 0.15e12, 10e9, 1e9))
+    tree = {"run": {"device": "cpu"}, "ppo": {"engine": {"kv_cache_gib": 4.0}}}
+    wanted = config_from_tree(tree, "test", ["evaluate.engines=16"])
+    shape = base_model_shape(wanted)
+    verdict = judge(wanted, shape, hardware)
+    assert [(problem.stage, problem.what) for problem in verdict.problems] == [("evaluate", "memory")]
+    [load] = [load for load in verdict.loads if (load.stage, load.phase) == ("evaluate", "sample")]
+    assert (load.devices, load.engine.cache) == (16, 4 * GIB)
+    assert advise(wanted, lambda changed: judge(changed, shape, hardware)) == ("evaluate.engines=4",)
 
 
 # -- the command --

@@ -4,6 +4,7 @@
 - texts are tokenised as in the data stage; an empty response is its EOS, an unfinished one has none
 - texts and tokens of a rollout get the same score under a template that puts a blank before answers
 - an invalid item does not affect the others; an invalid request gets a status
+- an item beyond a limit of the run (positions of type longrope, a sliding window) is invalid
 - queued requests are joined into one forward pass while their tokens fit, in order of arrival
 - a failed forward pass is a 500, and the next one works
 - beyond loopback a strong token is needed; with a token, only /health is answered without it
@@ -27,6 +28,7 @@ from typing import Any
 
 import httpx
 import pytest
+import transformers
 import uvicorn
 
 from rlhf_core.config.rewards import RemoteReward
@@ -49,6 +51,16 @@ from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, Rollo
 from tests.support.tiny_llama import save_tiny_llama
 
 SECRET = "s3cret-s3cret-s3cret"
+LONGROPE = {
+    "original_max_position_embeddings": 24,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0] * 16,
+        "original_max_position_embeddings": 24,
+    },
+}
 HH_CHAT = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "hh-chat.jinja"
 
 
@@ -245,6 +257,42 @@ def test_an_item_that_cannot_be_scored_gives_the_reason(scorer: Scorer, item: An
     with pytest.raises(ItemError) as error:
         scorer.encode(item)
     assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "attention", "limit"),
+    [
+        ("Mistral", {"sliding_window": 24}, "sdpa", "24 (sliding_window)"),
+        ("Mistral", {"sliding_window": 24}, "eager", "64 (max_position_embeddings)"),
+        ("Phi3", LONGROPE, "sdpa", "24 (original_max_position_embeddings)"),
+        ("Phi3", LONGROPE, "eager", "24 (original_max_position_embeddings)"),
+    ],
+)
+def test_an_item_beyond_a_limit_of_the_run_costs_no_other_its_score(
+    folder: Path, tmp_path: Path, start: Start, kind: str, shape: dict[str, Any], attention: Any, limit: str
+) -> None:
+    sizes = json.loads((folder / "config.json").read_text())
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+        "max_position_embeddings", "pad_token_id")  # fmt: skip
+    causal = transformers.AutoConfig.for_model(
+        kind.lower(), **{name: sizes[name] for name in kept}, num_key_value_heads=2, **shape
+    )
+    transformers.AutoModelForCausalLM.from_config(causal).save_pretrained(tmp_path / "causal")
+    model = load_score_model(tmp_path / "causal", dtype="float32", attention="sdpa", device="cpu")
+    model.save(tmp_path / "reward")
+    load_tokenizer(str(folder)).save_pretrained(tmp_path / "reward")
+
+    url = start(Scorer(tmp_path / "reward", attention=attention))
+    most = int(limit.partition(" ")[0])
+    short, longest, too_long = (
+        {"prompt_ids": [1, 5], "response_ids": list(range(3, count + 1))} for count in (8, most, most + 1)
+    )
+    (alone,) = post(url, [short]).json()["scores"]
+    answer = post(url, [short, too_long, longest]).json()
+    reason = f"prompt and response have {most + 1} tokens, but the model takes {limit}"
+    assert answer["errors"] == {"1": reason}
+    assert answer["scores"][0] == pytest.approx(alone, abs=1e-5)
+    assert answer["scores"][2] is not None
 
 
 def test_what_is_no_reward_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -253,8 +253,9 @@ def test_marks_of_objects_are_their_etags(
     class ListedOnly:
         """A bucket without requests for single objects."""
 
-        isfile = staticmethod(sources._bucket(store).isfile)
-        find = staticmethod(sources._bucket(store).find)
+        loop = sources._bucket(store).loop
+        _isfile = staticmethod(sources._bucket(store)._isfile)
+        _find = staticmethod(sources._bucket(store)._find)
 
     monkeypatch.setattr(sources, "_bucket", lambda _store: ListedOnly)
     assert of_one in source_marks(config)["data.sft[0]"].splitlines()

@@ -1,6 +1,7 @@
 """What the evaluation cannot use ends the run before anything is trained.
 
 - rows of regression sets: the preflight reads all rows of local files, and the data stage encodes them
+- of a large regression set, the preflight reads only the beginning
 - a judge at an address is asked about the held-out pairs, and the evaluation asks nothing again; one that
   agrees too little is refused, and one that cannot be reached yet is a warning
 - questions to a local judge must fit its context
@@ -76,6 +77,15 @@ def test_the_preflight_reads_all_rows_of_a_regression_set(
 ) -> None:
     with pytest.raises(InputError, match=r"evaluate\.regression\.0.*" + message):
         check(with_set(tmp_path, row, reward))
+
+
+def test_the_preflight_leaves_the_rows_of_a_large_regression_set_to_the_data_stage(tmp_path: Path) -> None:
+    config = with_set(tmp_path, "no JSON")
+    with (tmp_path / "sums.jsonl").open("ab") as file:
+        file.truncate(32 * 2**20)
+    warnings = [warning for warning in check(config) if "regression" in warning]
+    assert len(warnings) == 1
+    assert "sums.jsonl has 32 MiB. With more than 16 MiB the rows are not checked now" in warnings[0]
 
 
 def test_usable_rows_pass(tmp_path: Path) -> None:

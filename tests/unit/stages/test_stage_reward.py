@@ -3,6 +3,7 @@ real).
 
 - accuracy, margin and score statistics are those of the merged model that later stages load, not of the one
   in training
+- a warning says that rounding changes scores by more than half of the margin
 """
 
 from __future__ import annotations
@@ -85,3 +86,11 @@ def test_metrics_of_merged_reward_model_match_saved_weights(
     assert (metrics["score_mean"], metrics["score_std"]) == (loaded.statistics.mean, loaded.statistics.std)
     assert metrics["accuracy"] == ((scores[:, 0] > scores[:, 1]).double().mean().item())
     assert metrics["margin"] == (scores[:, 0] - scores[:, 1]).mean().item()
+
+
+@pytest.mark.parametrize(("merge_gap", "warns"), [(0.4, False), (0.6, True)])
+def test_rounding_of_more_than_half_the_margin_is_a_warning(
+    merge_gap: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward.warn_of_rounding("judge", merge_gap, 1.0)
+    assert ("judge: rounding the merged adapter" in caplog.text) == warns

@@ -1,5 +1,5 @@
 """Whatever an S3 server does, each call of the store ends in bounded time and memory, with an error that
-names it.
+names it. So does the listing of a data source.
 
 The real client against a server on loopback that misbehaves; a sound one is in
 `tests/integration/test_store_s3.py`.
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config.pipeline import StoreConfig
+from rlhf_core.data import sources
 from rlhf_core.errors import RLHFError, StoreError, StoreUnavailable
 from rlhf_core.storage import s3
 from rlhf_core.storage.store import Store
@@ -155,6 +157,20 @@ def test_a_listing_ends(
     started = time.monotonic()
     with pytest.raises(error, match=words):
         store.list("a")
+    assert time.monotonic() - started < 15
+
+
+def test_a_listing_of_a_data_source_ends(bucket: Callable[[Answer], Store]) -> None:
+    def folder_without_end(handler: BaseHTTPRequestHandler) -> None:
+        if handler.command == "HEAD":  # no object has this name
+            handler.send_error(404)
+        else:
+            pages(0)(handler)
+
+    endpoint = bucket(folder_without_end)._backend._endpoint
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=r"cannot list s3://bucket/data.*no whole answer within 2 s"):
+        sources._objects("s3://bucket/data", StoreConfig(endpoint=endpoint, retry_seconds=0.2))
     assert time.monotonic() - started < 15
 
 

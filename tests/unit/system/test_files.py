@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,18 @@ def test_replaces_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
     write_atomic(path, "[2]")
     assert read_json(path) is None  # not an object
     assert [file.name for file in path.parent.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_json_is_read_from_regular_files_of_limited_size(
+    make: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "state.json")
+    assert read_json(tmp_path / "state.json") is None
+    write_json(tmp_path / "large.json", {"step": 1})
+    assert read_json(tmp_path / "large.json") == {"step": 1}
+    monkeypatch.setattr(files, "_JSON_LIMIT", 3)
+    assert read_json(tmp_path / "large.json") is None
 
 
 def test_private_file_is_only_for_its_user(tmp_path: Path) -> None:

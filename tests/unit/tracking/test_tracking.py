@@ -3,12 +3,13 @@ is down.
 
 Locks: runs found again, nesting, parameters once, every point once over crashes and replays, deterministic
 times, spool over outages and attempts, a silent tracker at the end, tables, figures and files, reused stages,
-statuses, addresses.
+statuses, addresses. A pipe in place of the database is refused and not waited for.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sqlite3
 import time
@@ -26,6 +27,7 @@ from rlhf_core.run.external_inputs import data_sets
 from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking import stage_run as stage_run_module
 from rlhf_core.tracking import tracker as tracker_module
+from rlhf_core.tracking.database import ensure_database
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.stage_run import Spool, next_attempt
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
@@ -535,3 +537,9 @@ def test_tags_of_a_prefix_are_removed_and_no_others(tracking: Tracking) -> None:
     tracking.remove_tags(run_id, "rlhf.guard.")
     tags = tracking.mlflow.tags(run_id)
     assert tags["kept"] == "yes" and not [name for name in tags if name.startswith("rlhf.guard.")]
+
+
+def test_a_pipe_in_place_of_the_database_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mlflow.db")
+    with pytest.raises(ConfigError, match=r"mlflow\.db is a pipe \(FIFO\), not a regular file; remove it"):
+        ensure_database(tmp_path / "mlflow.db")
