@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_pair_prompts, load_prompts
@@ -34,6 +35,7 @@ from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, StageContex
 
 log = logging.getLogger(__name__)
 
+MOST_SOURCES = 20
 _HELD_OUT = "held-out"
 """Name of the prompts of the match; no regression set can have it."""
 
@@ -60,6 +62,10 @@ class MatchResult:
     """
     regression: Mapping[str, Mapping[str, float]]
     """Differences on the regression sets, candidate minus champion (`statistics.regression_differences`)."""
+    by_source: Mapping[str, float]
+    """Mean preference for the candidate over the prompts of each data source. Empty if there is only one, or
+    more than `MOST_SOURCES`, because the record of a match is a tag of limited length.
+    """
     samples: tuple[Mapping[str, str], ...]
     """The first `evaluate.samples` pairs of answers, with the winner by the judge, for people."""
 
@@ -231,7 +237,18 @@ def _run_match(
     pairs = zip(candidate_answers, champion_answers, strict=True)
     samples = [_sample(ours, theirs, preferences) for ours, theirs in pairs if ours.prompt_id in preferences]
     first = tuple(samples[: config.evaluate.samples])
-    return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model, regression, first)
+    by_source = _by_source(prompts, preferences)
+    return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model, regression, by_source, first)
+
+
+def _by_source(prompts: Sequence[PromptExample], preferences: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for prompt in prompts:
+        if prompt.prompt_id in preferences:
+            found.setdefault(prompt.source, []).append(preferences[prompt.prompt_id])
+    if not 1 < len(found) <= MOST_SOURCES:
+        return {}
+    return {source[:100]: fmean(of_source) for source, of_source in sorted(found.items())}
 
 
 def _sample(ours: RewardInput, theirs: RewardInput, preferences: Mapping[str, float]) -> dict[str, str]:

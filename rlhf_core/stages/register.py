@@ -114,6 +114,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     headline = {"version": float(done.version), "champion": float(done.decision.champion)}
     if done.match is not None:
         headline["win_rate_over_champion"] = done.match.win_rate
+        for source, win_rate in done.match.by_source.items():
+            headline[f"by_source/{source}/win_rate_over_champion"] = win_rate
     against = {"sft": candidate.evaluation.votes, "champion": done.match.votes if done.match else None}
     for opponent, votes in against.items():
         headline |= {f"votes_against_{opponent}/{name}": value for name, value in (votes or {}).items()}
@@ -200,6 +202,7 @@ def _play(
         ),
         regression=result.regression,
         votes=people.win_rate(samples, "champion"),
+        by_source=result.by_source,
     )
 
 

@@ -141,6 +141,8 @@ class Match:
     """Differences to the champion on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
     """Of people, against the champion."""
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """Win rate of the candidate by data source. Empty if there is only one."""
 
     def digest(self, prompts: int) -> str | None:
         """Return the digest of the first prompts and their outcomes; None if the match has fewer."""

@@ -4,6 +4,7 @@
   both orders
 - prompts that the champion was trained on are left out
 - the champion is loaded with the settings of its own run (base and adapter, or the merge)
+- the win rate is also given for each data source, up to a number of sources
 - both also answer the prompts of regression sets, which are in the artifact of the evaluation
 - the match is skipped, with a reason, if the champion is not in this store, has another tokenizer, or
   cannot be served
@@ -119,6 +120,25 @@ def test_judge_of_the_evaluation_decides_each_prompt(
     assert (result.comparison.win_rate.mean, len(result.comparison.preferences)) == (rate, len(PROMPTS))
     sample = {"prompt_id": "p0", "prompt": PROMPTS[0], "ppo": GOOD, "champion": says}
     assert result.samples[0] == sample | {"winner": "ppo" if rate == 1.0 else "tie"}
+
+
+def test_the_win_rate_is_given_for_each_source(
+    config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opponent = champion(BAD)[1]
+    assert match.run_match(config, context, opponent).by_source == {}, "there is one source"
+
+    def prompts(count: int) -> list[PromptExample]:
+        return [
+            PromptExample(f"p{i}", text, (1, 2), source=f"s{i % count}") for i, text in enumerate(PROMPTS)
+        ]
+
+    monkeypatch.setattr(match, "load_prompts", lambda _folder, split: prompts(2) if split == "eval" else [])
+    assert match.run_match(config, context, opponent).by_source == {"s0": 1.0, "s1": 1.0}
+    preferences = {"p0": 1.0, "p1": 0.0, "p2": 0.5}  # p3 was not compared
+    assert match._by_source(prompts(2)[:4], preferences) == {"s0": 0.75, "s1": 0.0}
+    monkeypatch.setattr(match, "MOST_SOURCES", 3)
+    assert match._by_source(prompts(4), dict.fromkeys((f"p{i}" for i in range(8)), 1.0)) == {}
 
 
 def test_a_language_model_decides_each_prompt(

@@ -41,7 +41,7 @@ def played(*_: Any) -> MatchResult:
     comparison = Comparison(Interval(1.0, 0.9, 1.0), (1.0,) * PAIRS)
     samples = tuple(map(sample, range(PAIRS)))
     ids = tuple(row["prompt_id"] for row in samples)
-    return MatchResult("gold", "g", ids, comparison, None, {}, samples)
+    return MatchResult("gold", "g", ids, comparison, None, {}, {}, samples)
 
 
 def saved(folder: Path, samples: Path, opponent: Opponent, wins: int) -> str:
