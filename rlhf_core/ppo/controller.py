@@ -214,7 +214,6 @@ class PPOController:
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
         self._record_score(experience.metrics, batch.version)
-        kl_coef = self._kl.coef  # of this step: `_train` adapts it for the next one
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
@@ -240,7 +239,7 @@ class PPOController:
             **update,
             "sync/version": float(version),
             "ppo/skipped_steps": float(not update),
-            "objective/kl_coef": kl_coef,
+            "objective/kl_coef": self._kl.coef,  # adapted by `_train`: that of the next step
             **self._timings,
         }
         self._advice.check(metrics, step)

@@ -5,7 +5,6 @@
 - metrics of guards are logged, but are not part of the artifact, because their settings are not part of its
   key
 - the counters of consecutive bad steps, and the end of the critic's warm-up, survive a restart
-- the KL coefficient of a step is logged with it, and not with the step before
 - each step says whether it trains the policy; the artifact does not, because its digest is in later keys
 - the score of a checkpoint is that of its own policy: the mean score of the next step's responses minus
   ppo.kl.coef times their KL, for every place of the KL and every normalization of the scores
@@ -123,24 +122,6 @@ def test_a_step_reports_whether_it_trains_the_policy(tmp_path: Path, monkeypatch
         controller._log(controller.iterate())
     assert [metrics["ppo/trains_policy"] for metrics in logged] == [0, 0, 0, 1]
     assert "trains_policy" not in (tmp_path / "metrics.jsonl").read_text()
-
-
-def test_the_coefficient_of_a_step_is_logged_and_not_that_of_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing: Any = None
-    context = StageContext({}, tmp_path, tmp_path, nothing, nothing, lambda *_args, **_shown: None)
-    kl = {"coef": 0.1, "target": 6.0, "horizon": 400}
-    config = config_from_tree({"ppo": {"kl": kl}}, "test")
-    controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, context)
-    controller._updater = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
-    monkeypatch.setattr(controller, "collect", lambda: replace(FORTY, from_cache=True))
-    monkeypatch.setattr(controller, "score", lambda _batch: _Experience())
-    monkeypatch.setattr(controller, "sync", lambda: synced(controller))
-    monkeypatch.setattr(controller, "_log_samples", lambda *_arguments: None)
-    controller._timings["timing/sync"] = 0.0
-    logged = [controller.iterate()["objective/kl_coef"] for _ in range(2)]
-    assert logged == pytest.approx([0.1, 0.098])
 
 
 def test_a_skipped_step_is_logged_and_the_run_continues(
