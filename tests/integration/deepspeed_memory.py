@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -171,6 +172,9 @@ def main() -> None:
         Path(sys.argv[1]).write_text(json.dumps(found))
     torch.distributed.barrier()
     leave()
+    # The destructors of torch's threads sometimes abort the process ("terminate called without an active
+    # exception").
+    os._exit(0)
 
 
 if __name__ == "__main__":
