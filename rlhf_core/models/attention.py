@@ -111,7 +111,7 @@ def varlen(
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    # `window_size=(-1, 0)` is how `varlen_attn` is told to be causal.
+    # In `varlen_attn`, `window_size=(-1, 0)` means causal attention.
     output: Any = varlen_attn(
         q, k, v, borders_S, borders_S, longest, longest, scale=scaling, window_size=(-1, 0), **options
     )

@@ -119,9 +119,10 @@ def replaces(*pairs: tuple[str, str]) -> dict[str, Any]:
 
 def template(*pieces: str, bos: int = 1) -> dict[str, Any]:
     """Of a post-processor that writes `bos` tokens for <bos>."""
-    kinds = [
-        {"Sequence" if piece == "A" else "SpecialToken": {"id": piece, "type_id": 0}} for piece in pieces
-    ]
+    kinds = []
+    for piece in pieces:
+        kind = "Sequence" if piece == "A" else "SpecialToken"
+        kinds.append({kind: {"id": piece, "type_id": 0}})
     special = {"id": "<bos>", "ids": [1] * bos, "tokens": ["<bos>"] * bos}
     return {"type": "TemplateProcessing", "single": kinds, "pair": [], "special_tokens": {"<bos>": special}}
 

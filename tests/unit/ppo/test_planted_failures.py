@@ -77,8 +77,11 @@ def short_responses(step: Responses) -> Responses:
 
 def loops(step: Responses) -> Responses:
     """A third of the responses repeats a sentence of seven tokens."""
-    looping = [(ids[:7] * 6)[: len(ids)] if i % 3 == 0 else ids for i, ids in enumerate(step.ids)]
-    return replace(step, ids=looping)
+    responses = list(step.ids)
+    for i in range(0, len(responses), 3):
+        length = len(responses[i])
+        responses[i] = (responses[i][:7] * 6)[:length]
+    return replace(step, ids=responses)
 
 
 def score_of_length(step: Responses) -> Responses:
@@ -94,7 +97,7 @@ def blind_critic(step: Responses) -> Responses:
 
 
 def scores_beyond_the_clip(step: Responses) -> Responses:
-    return replace(step, scores=[9.0 if i < 3 else score for i, score in enumerate(step.scores)])
+    return replace(step, scores=[9.0, 9.0, 9.0, *step.scores[3:]])
 
 
 FAILURES: list[tuple[Callable[[Responses], Responses], str]] = [
