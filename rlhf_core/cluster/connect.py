@@ -58,6 +58,7 @@ def connect(processes: int, device: str, config: PipelineConfig | None = None) -
     # Ray's default is a token in a file that every user of this host can read.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(
+        address="local",  # without it, Ray joins a cluster that `ray start` has started on this host
         num_cpus=max(os.cpu_count() or 1, processes + 1),
         include_dashboard=False,
         log_to_driver=True,

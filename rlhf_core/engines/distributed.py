@@ -18,6 +18,7 @@ import psutil
 from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.training import Packing
 from rlhf_core.errors import ConfigError
+from rlhf_core.system.allocator import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ def join(rank: Rank) -> None:
     if rank.device == "cpu":
         # Read when DeepSpeed is imported. By default DeepSpeed takes a GPU of this host.
         os.environ["DS_ACCELERATOR"] = "cpu"
+        keep_freed_memory()
     import torch
 
     if rank.device == "cuda":

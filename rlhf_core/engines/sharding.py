@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +11,7 @@ from torch import nn
 
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.engines.deepspeed import deepspeed_config
-
-_M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+from rlhf_core.system.allocator import return_freed_memory
 
 
 def shards_of(config: DeepSpeedConfig) -> Zero3Shards | None:
@@ -42,7 +39,7 @@ class Zero3Shards:
         self._init: Any = LocalInit(config_dict_or_path=settings, zero_param_parallel_group=group)
         self._gathered: list[Any] = []
         if self._init.local_device.type == "cpu":
-            _return_freed_memory()
+            return_freed_memory()
 
     def cut(self, parameter: nn.Parameter) -> None:
         """Replace the values of a parameter by the shard of this rank, in place. No rank waits for others."""
@@ -82,17 +79,6 @@ class Zero3Shards:
         if parameters:
             parameters[0].all_gather(param_list=parameters)
         self._gathered = parameters
-
-
-def _return_freed_memory() -> None:
-    """Let the allocator of the C library return each large tensor to the system when it is freed.
-
-    By default it keeps blocks of up to 32 MiB. Small tensors that are allocated inside a freed layer then
-    prevent that the next gathered layer fits there, and the process grows to the size of the whole model.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -50,8 +50,9 @@ def register() -> None:
             # Torch's memory-efficient kernel needs as many heads of keys as of queries. Without it, memory
             # grows with the square of the length.
             module, key, value = _expanded(module, query, key, value)
+        attention = _in_float32 if plain and is_slow_in_16_bits(query) else sdpa_attention_forward
         if borders is None:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+            return attention(module, query, key, value, attention_mask, **kwargs)
         kwargs["is_causal"] = True
         runs = list(_runs(borders))
         # Not slices: the backward of each slice writes zeros for the whole row.
@@ -60,7 +61,8 @@ def register() -> None:
         parts = []
         for (count, length), *inputs in zip(runs, *cut, strict=True):
             q, k, v = (_to_batch(x, count) for x in inputs)
-            output = sdpa_attention_forward(module, q, k, v, None, **kwargs)[0]
+            attention = _in_float32 if plain and is_slow_in_16_bits(q) else sdpa_attention_forward
+            output = attention(module, q, k, v, None, **kwargs)[0]
             parts.append(output.reshape(1, count * length, *output.shape[2:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
 
@@ -69,6 +71,25 @@ def register() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+
+
+def is_slow_in_16_bits(query: torch.Tensor) -> bool:
+    """Return whether attention with these queries (N, heads, L, d) is faster in float32: on CPUs without AMX
+    in float16, and in bfloat16 for sequences of up to 256 tokens (decision 44).
+    """
+    if query.device.type != "cpu" or torch.cpu._is_amx_tile_supported():
+        return False
+    return query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and query.shape[2] <= 256)
+
+
+def _in_float32(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Return attention that is computed in float32, in the type of the queries."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    output, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), mask, **kwargs)
+    return output.to(query.dtype), None
 
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:

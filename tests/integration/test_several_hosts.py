@@ -86,6 +86,7 @@ ppo = {
     "steps": 2,
     "prompts_per_step": 4,
     "samples_per_prompt": 2,
+    "minibatches": 2,
     "max_new_tokens": 8,
     "policy_deepspeed": {"ranks": 3, "zero_stage": 3},
 }
