@@ -111,9 +111,17 @@ class _Linear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         return (
             _matmul(dy, weight.t()) if need_x else None,
-            _matmul(rows.t(), x.reshape(-1, x.shape[-1]).t()) if need_weight else None,
+            _weight_gradient(x.reshape(-1, x.shape[-1]), rows) if need_weight else None,
             rows.sum(0) if need_bias else None,
         )
+
+
+def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    """Return dy' x, (O, I) from (N, I) and (N, O)."""
+    # `_matmul` copies its first argument if that is not contiguous, so this is the smaller of both.
+    if dy.shape[1] > x.shape[1]:
+        return _matmul(x.t(), dy.t()).t()
+    return _matmul(dy.t(), x.t())
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
