@@ -1,4 +1,7 @@
-"""The pipeline: data, supervised fine-tuning, reward model, PPO, evaluation, registry."""
+"""The pipeline: data, supervised fine-tuning, reward model, PPO, evaluation, registry.
+
+`rlhf_core/pipeline.py` has a picture of it, and the artifacts that each stage reads.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +81,14 @@ def rlhf(
         publish_tags(run)
         data = make_stage(run, "data")
         check_drift(run, data)
-        sft = make_stage(run, "sft", data)
-        reward = make_stage(run, "reward", data, sft)
-        judge = make_stage(run, "judge", data, sft)
-        dpo = make_stage(run, "dpo", data, sft)
-        policy = make_stage(run, "ppo", data, sft, reward, judge)
-        samples = make_stage(run, "sample", data, sft, reward, judge, policy)
-        evaluation = make_stage(run, "evaluate", data, sft, reward, judge, dpo, policy)
-        make_stage(run, "register", data, sft, reward, judge, policy, samples, evaluation)
+        make_stage(run, "sft")
+        make_stage(run, "reward")
+        make_stage(run, "judge")
+        make_stage(run, "dpo")
+        make_stage(run, "ppo")
+        make_stage(run, "sample")
+        make_stage(run, "evaluate")
+        make_stage(run, "register")
         publish_run(run)
     summary = run.summary()
     notify_result(summary)

@@ -28,18 +28,21 @@ MAX_RETRIES = 1000
 """The limit that Prefect gets. `RetryPolicy` decides earlier."""
 
 
-def make_stage(run: PipelineRun, stage: StageName, *inputs: ArtifactRef | None) -> ArtifactRef | None:
+def make_stage(run: PipelineRun, stage: StageName) -> ArtifactRef | None:
     """Return the artifact of `stage`, reused or made by its task; None if this run does not have
     the stage.
+
+    Raises InputError if `run` has not made an input of the stage yet.
     """
     if not run.has(stage):
         return None
     policy = RetryPolicy(run.config.run.retries)
-    artifacts = {ref.kind: ref for ref in inputs if ref is not None}
+    # Prefect draws an edge from the task that has returned an artifact to the task that gets it.
+    #
     # A task that returns a state, as `Skipped` is, returns the state and not its data unless the state is
     # requested.
     state: State[Any] = stage_task(stage, run.config.run, policy)(
-        run, stage, artifacts, policy, return_state=True
+        run, stage, run.inputs(stage), policy, return_state=True
     )
     ref: ArtifactRef = state.result()
     return ref

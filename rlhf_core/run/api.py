@@ -71,11 +71,9 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     warnings = tuple(probe(resolved.config, "the configuration"))
     checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags, kept=kept)
     with open_run(checked, start, until, tags, started) as run:
-        artifacts: dict[StageName, ArtifactRef] = {}
         # Also stages before `start`: their artifacts are found, or `PipelineRun.find` raises.
-        for stage in STAGES:
-            if run.has(stage):
-                artifacts[stage] = make_with_retries(run, stage, artifacts).ref
-            if stage == "data" and (report := compare_with_champion(run, artifacts["data"])) is not None:
+        for stage in filter(run.has, STAGES):
+            record = make_with_retries(run, stage)
+            if stage == "data" and (report := compare_with_champion(run, record.ref)) is not None:
                 report.raise_stop()
     return run

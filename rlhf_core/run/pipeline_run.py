@@ -126,10 +126,19 @@ class PipelineRun:
         return is_enabled(self.config, stage) and names.index(stage) <= names.index(self.stages[-1])
 
     def artifact(self, stage: StageName) -> ArtifactRef:
-        """Return the artifact of a finished stage. Raises InputError if this run does not have the stage."""
-        if stage not in self.records:
+        """Return the artifact of a finished stage.
+
+        Raises InputError if the configuration does not have the stage, or if this run has not made it yet.
+        """
+        if not is_enabled(self.config, stage):
             raise InputError(f"this configuration has no stage {stage}; set {STAGES[stage].enabled_by}")
+        if stage not in self.records:
+            raise InputError(f"this run has no artifact of stage {stage}; make the stage first")
         return self.records[stage].ref
+
+    def inputs(self, stage: StageName) -> dict[StageName, ArtifactRef]:
+        """Return the artifacts that `stage` reads. Raises InputError if one has not been made yet."""
+        return {name: self.artifact(name) for name in stage_inputs(self.config, stage)}
 
     def spec(self, stage: StageName, inputs: Mapping[StageName, ArtifactRef]) -> StageSpec:
         """Return what the child process of `stage` needs, with the stage's key."""

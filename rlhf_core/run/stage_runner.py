@@ -36,11 +36,11 @@ from rlhf_core.types import ArtifactRef
 log = logging.getLogger(__name__)
 
 
-def make_with_retries(
-    run: PipelineRun, stage: StageName, inputs: Mapping[StageName, ArtifactRef]
-) -> StageRecord:
+def make_with_retries(run: PipelineRun, stage: StageName) -> StageRecord:
     """Return the artifact of `stage`; failures are retried with a growing delay, as the
     configuration says.
+
+    Raises InputError if `run` has not made an input of the stage yet.
     """
     policy = RetryPolicy(run.config.run.retries)
     retrying = Retrying(
@@ -48,7 +48,7 @@ def make_with_retries(
         wait=wait_chain(*map(wait_fixed, retry_delays(run.config.run.retry_delay))),
         reraise=True,
     )
-    return retrying(get_or_run_stage, run, stage, inputs, policy)
+    return retrying(get_or_run_stage, run, stage, run.inputs(stage), policy)
 
 
 def get_or_run_stage(

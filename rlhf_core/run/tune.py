@@ -32,7 +32,6 @@ from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import resolve
 from rlhf_core.run.stage_runner import make_with_retries
-from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +97,9 @@ def tune(config_path: str | Path, overrides: Sequence[str], out: Path) -> Tuned:
     checked = CheckedConfig(named, tuple(probe(named, str(config_path))), str(config_path))
     last: StageName = "reward" if config.reward.enabled else "sft"
     with open_run(checked, "data", last, {}, time.time()) as run:
-        refs: dict[StageName, ArtifactRef] = {}
-        for stage in STAGES:
-            if run.has(stage):
-                refs[stage] = make_with_retries(run, stage, refs).ref
-        inputs = {stage: run.artifacts.fetch(ref) for stage, ref in refs.items()}
+        inputs = {
+            stage: run.artifacts.fetch(make_with_retries(run, stage).ref) for stage in filter(run.has, STAGES)
+        }
     trials = []
     work = run.home.run(run.name) / "tune"
     for changes in candidates(config, config_path, overrides):

@@ -1,11 +1,14 @@
 """Tasks of the flow.
 
 - Prefect's own engine asks the retry policy of a stage and follows it
+- the flow calls all stages in the order of the table, and each task gets the artifacts that its stage reads
 - drift is shown on a page before it ends the run
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +18,17 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.task_engine import SyncTaskRunEngine
 
 from flows import pages, tasks
+from flows.rlhf import rlhf
 from flows.tasks import stage_task
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.drift import Drift
 from rlhf_core.data.drift_page import Finding
 from rlhf_core.errors import GateFailed, StageFailed
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.drift import DriftReport
+from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import RetryPolicy
+from rlhf_core.run.spec import StageRecord
 from rlhf_core.types import ArtifactRef
 
 KILLED = StageFailed("stage sft was killed by SIGKILL")
@@ -33,6 +40,33 @@ def test_prefect_follows_the_retry_policy(retries: int) -> None:
     engine: SyncTaskRunEngine[Any] = SyncTaskRunEngine(task=stage_task("sft", settings, RetryPolicy(retries)))
     engine.task_run = TaskRun(task_key="sft", dynamic_key="0")
     assert [engine.can_retry(KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2
+
+
+def test_the_flow_calls_all_stages_in_their_order() -> None:
+    assert re.findall(r'make_stage\(run, "(\w+)"\)', inspect.getsource(rlhf.fn)) == list(STAGES)
+
+
+def test_a_task_gets_the_artifacts_that_its_stage_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {}
+
+    def task_of(stage: StageName, *_: Any) -> Any:
+        def call(run: PipelineRun, stage: StageName, inputs: Any, *_: Any, **_named: Any) -> Any:
+            given[stage] = list(inputs)
+            ref = ArtifactRef(stage, "a" * 16, "d", f"/{stage}")
+            run.records[stage] = StageRecord(ref, 1.0, False)
+            return SimpleNamespace(result=lambda: ref)
+
+        return call
+
+    monkeypatch.setattr(tasks, "stage_task", task_of)
+    run = PipelineRun(PipelineConfig.model_validate({"run": {"home": str(tmp_path)}}), "demo.yaml")
+    for stage in STAGES:
+        tasks.make_stage(run, stage)
+    assert given["reward"] == ["data", "sft"]
+    assert given["register"] == ["data", "sft", "reward", "ppo", "evaluate"]
+    assert "dpo" not in given
 
 
 def test_prefect_gets_the_page_before_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

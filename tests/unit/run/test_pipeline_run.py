@@ -112,6 +112,16 @@ def test_disabled_reward_model_is_no_input(tmp_path: Path) -> None:
     assert set(run.spec("ppo", inputs).inputs) == {"data", "sft"}
 
 
+def test_inputs_of_a_stage_are_the_artifacts_that_the_run_has_made(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    run.records["data"] = StageRecord(ref("data"), 1.0, False)
+    assert run.inputs("sft") == {"data": ref("data")}
+    with pytest.raises(InputError, match="this run has no artifact of stage sft; make the stage first"):
+        run.inputs("reward")
+    with pytest.raises(InputError, match=r"has no stage dpo; set dpo\.enabled"):
+        run.artifact("dpo")
+
+
 def test_until_ends_the_run_after_its_stage(tmp_path: Path) -> None:
     run = pipeline(tmp_path, until="reward")
     assert [stage for stage in STAGES if run.has(stage)] == ["data", "sft", "reward"]

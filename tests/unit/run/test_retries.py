@@ -122,15 +122,16 @@ def test_failed_attempts_are_repeated_after_a_growing_delay(monkeypatch: pytest.
     monkeypatch.setattr(stage_runner, "get_or_run_stage", attempt)
     monkeypatch.setattr("tenacity.nap.time.sleep", delays.append)
     run: Any = SimpleNamespace(
-        config=PipelineConfig.model_validate({"run": {"retries": 7, "retry_delay": 2.0}})
+        config=PipelineConfig.model_validate({"run": {"retries": 7, "retry_delay": 2.0}}),
+        inputs=lambda stage: {},
     )
-    assert stage_runner.make_with_retries(run, "data", {}) is record
+    assert stage_runner.make_with_retries(run, "data") is record
     assert delays == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
 
     outcomes = iter([KILLED, KILLED])
     run.config = PipelineConfig.model_validate({"run": {"retries": 1}})
     with pytest.raises(StageFailed, match="killed by SIGKILL"):
-        stage_runner.make_with_retries(run, "data", {})
+        stage_runner.make_with_retries(run, "data")
 
 
 def test_guards_and_advice_become_tags_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

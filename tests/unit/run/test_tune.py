@@ -60,7 +60,7 @@ class Stages:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **seconds: list[float]) -> None:
         self._seconds = seconds
         self.steps: list[int] = []
-        ref = SimpleNamespace(ref="data")
+        record = SimpleNamespace(ref="data")
         run = SimpleNamespace(
             has=lambda stage: stage == "data",
             artifacts=SimpleNamespace(fetch=lambda ref: tmp_path),
@@ -75,7 +75,7 @@ class Stages:
 
         monkeypatch.setattr(module, "open_run", open_run)
         monkeypatch.setattr(module, "probe", lambda *_: [])
-        monkeypatch.setattr(module, "make_with_retries", lambda *_: ref)
+        monkeypatch.setattr(module, "make_with_retries", lambda *_: record)
         stages = {"data": None, "ppo": SimpleNamespace(load=lambda: self.ppo)}
         monkeypatch.setattr(module, "STAGES", stages)
 
