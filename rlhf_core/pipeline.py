@@ -40,8 +40,8 @@ class Stage:
     inputs: tuple[StageName, ...] = ()
     """Stages whose artifacts it reads, if they are enabled."""
     sources: tuple[str, ...] = ()
-    """External inputs that it reads, as prefixes of the names in `rlhf_core.data.sources.source_digests`. The
-    stage compares them with the digests of the run.
+    """External inputs that it reads, as prefixes of the names in
+    `rlhf_core.run.external_inputs.external_digests`. The stage compares them with the digests of the run.
     """
     sources_of_inputs: tuple[str, ...] = ()
     """Prefixes of `sources` that are not part of the stage's key, because the key of an input artifact

@@ -18,7 +18,7 @@ from rlhf_core.config.hosts import forbidden, host_of
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, PythonReward, RemoteReward
 from rlhf_core.errors import ConfigError, Finding, guarded
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import STAGES
 from rlhf_core.rewards.chat_service import api_key
 from rlhf_core.rewards.rubric import read_rubric
 from rlhf_core.rewards.token import reward_token
@@ -70,9 +70,7 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
 
 def check_chat_service(config: PipelineConfig, settings: ChatServiceConfig, field: str) -> Iterator[Finding]:
     """Check the key of a language model's server, if a stage that asks it runs here, and its host."""
-    stages: tuple[StageName, ...] = ("evaluate", "register")
-    if field.startswith("ppo."):
-        stages = ("ppo", "sample", *stages)
+    stages = [name for name, stage in STAGES.items() if field.startswith(stage.sources)]
     if "local" in map(config.run.executor_of, stages):
         try:
             api_key(settings, field)

@@ -27,15 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "tests/assets/tiny.yaml"
 
 STAGE = '''
-"""Stage `best_of_n`."""
+"""Stage `red_team`."""
 
 
 def run(config, context):
     raise NotImplementedError
 '''
 SECTION = '''
-class BestOfNConfig(Section):
-    """Best of n."""
+class RedTeamConfig(Section):
+    """Red team."""
 
     enabled: bool = result(False, "Run the stage")
     n: PositiveInt = result(4, "Answers to each prompt")
@@ -59,16 +59,16 @@ imports.importlib = SimpleNamespace(import_module=imported.append)
 imports.import_vllm = lambda *args: imported.append("vllm")
 imports.open_tracking = lambda config: SimpleNamespace(warm_up=lambda: None)
 path, home = sys.argv[1:]
-overrides = [f"run.home={home}", "best_of_n.enabled=true", "run.resources.best_of_n.nodes=3"]
+overrides = [f"run.home={home}", "red_team.enabled=true", "run.resources.red_team.nodes=3"]
 config = check_config(path, overrides).config
-imports.import_for("best_of_n", config)
+imports.import_for("red_team", config)
 plain = load_config(path)
 print(json.dumps({
     "file": imports.__file__,
-    "nodes": config.run.resources.of("best_of_n").nodes,
+    "nodes": config.run.resources.of("red_team").nodes,
     "imported": imported,
-    "parameters": _params(StageSpec("best_of_n", "key", config)),
-    "plain": [pipeline_key(plain, {}), *(stage_key(plain, s, {}, {}) for s in STAGES if s != "best_of_n")],
+    "parameters": _params(StageSpec("red_team", "key", config)),
+    "plain": [pipeline_key(plain, {}), *(stage_key(plain, s, {}, {}) for s in STAGES if s != "red_team")],
     "enabled": pipeline_key(config, {}),
 }))
 """
@@ -94,14 +94,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     copy = tmp_path_factory.mktemp("copy")
     package = copy / "rlhf_core"
     shutil.copytree(ROOT / "rlhf_core", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "stages/best_of_n.py").write_text(STAGE, encoding="utf-8")
+    (package / "stages/red_team.py").write_text(STAGE, encoding="utf-8")
     insert(package / "pipeline.py", '    Stage(\n        "register",', row_of_contributing())
-    insert(package / "pipeline.py", '"register"]', '"best_of_n", ')
+    insert(package / "pipeline.py", '"register"]', '"red_team", ')
     pipeline = package / "config/pipeline.py"
     insert(
         pipeline,
         "    register_: RegisterConfig",
-        "    best_of_n: BestOfNConfig = result(BestOfNConfig(), '')\n",
+        "    red_team: RedTeamConfig = result(RedTeamConfig(), '')\n",
     )
     text = pipeline.read_text(encoding="utf-8")
     pipeline.write_text(text.replace("class PipelineConfig(Section):\n", SECTION.lstrip()), encoding="utf-8")
@@ -123,7 +123,7 @@ def test_the_row_is_all_that_resources_imports_and_parameters_need(found: dict[s
     assert found["nodes"] == 3
     assert found["imported"] == ["pyarrow.parquet", "transformers.models.llama.modeling_llama", "vllm"]
     parameters = found["parameters"]
-    assert parameters["best_of_n.n"] == 4 and parameters["best_of_n.enabled"] is True
+    assert parameters["red_team.n"] == 4 and parameters["red_team.enabled"] is True
     assert "model.attention" in parameters and "ppo.steps" not in parameters
 
 

@@ -281,6 +281,17 @@ def test_every_section_that_a_stage_names_is_in_the_pipeline_key() -> None:
     assert set(keys._PIPELINE_SECTIONS) == named
 
 
+def test_a_source_that_a_key_leaves_out_is_in_the_key_of_an_input() -> None:
+    for stage in STAGES.values():
+        of_inputs = {
+            source
+            for name in stage.inputs
+            for source in STAGES[name].sources
+            if source not in STAGES[name].sources_of_inputs
+        }
+        assert set(stage.sources_of_inputs) <= of_inputs & set(stage.sources), stage.name
+
+
 def test_later_field_is_in_the_key_only_with_another_value() -> None:
     class Old(Section):
         rate: float = result(0.5, "A rate")
