@@ -6,15 +6,17 @@ and direction characters, so that nothing in a data set can become markup.
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
-from rlhf_core.data.examples import EncodedRecord, SetCounts, split_key
+from rlhf_core.data.examples import EncodedRecord, SetCounts, distinct_names, split_key
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 _SAMPLES = 3
@@ -68,13 +70,26 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
     rows = []
     for name, index, source in config.data.sources():
         field = f"data.{name}[{index}]"
-        rows.append({"field": field, "path": source.path, "digest": digests.get(field, "")})
+        row = {"field": field, "path": source.path, "digest": digests.get(field, "")}
+        if source.labelled_by is not None:
+            shown_name = distinct_names(getattr(config.data, name))[index]
+            row |= {"labelled_by": source.labelled_by, "name": shown_name}
+        rows.append(row)
     rows += [
         {"field": name, "path": "", "digest": digest}
         for name, digest in digests.items()
         if name in ("model", "data.chat_template")
     ]
     return rows
+
+
+def sources_of_models(folder: Path) -> frozenset[str]:
+    """Return the names of the sources of pairs that a model of a pipeline has labelled
+    (`data.preference.labelled_by`), by the card of a data artifact.
+    """
+    card = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))
+    pairs = [row for row in card["sources"] if row["field"].startswith("data.preference[")]
+    return frozenset(row["name"] for row in pairs if "labelled_by" in row)
 
 
 def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:

@@ -131,7 +131,7 @@ def read_records(
     """
     records: list[SourceRecord] = []
     sources: tuple[Source, ...] = getattr(config.data, name)
-    names = _distinct_names(sources)
+    names = distinct_names(sources)
     for index, source in enumerate(sources):
         field_name = f"data.{name}[{index}]"
         read = bad = 0
@@ -152,7 +152,7 @@ def read_records(
     return records
 
 
-def _distinct_names(sources: Sequence[Source]) -> list[str]:
+def distinct_names(sources: Sequence[Source]) -> list[str]:
     """Return the `short_name` of each source. Equal names (`a/train.jsonl`, `b/train.jsonl`) get their index
     in the list.
     """

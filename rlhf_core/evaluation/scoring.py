@@ -115,11 +115,11 @@ def judge_digests(
 
 
 def trained_on(config: PipelineConfig, measure: str) -> bool:
-    """Return whether the policy's reward contains `measure`. If so, a win by this measure is not independent
-    evidence.
+    """Return whether the policy was trained with `measure`: its reward contains it, or the judge has labelled
+    data of its training. If so, a win by this measure is not independent evidence.
     """
     if measure == "judge_model":
-        return False
+        return any(source.labelled_by == measure for source in (*config.data.sft, *config.data.preference))
     kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
     used = [source for source in config.ppo.rewards if source.weight]
     judge = config.evaluate.language_model

@@ -4,6 +4,8 @@
     round k   data.sft         + best.jsonl of the stage `sample` of each earlier round
               data.preference  + pairs.jsonl of the stage `sample` of each earlier round
 
+Both have the mark `labelled_by`, so that the pairs do not train the second reward model.
+
 Each round is one run of the pipeline with a key of its own, so finished rounds are reused and an interrupted
 one is continued. Held-out prompts are the same in all rounds.
 """
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.sample import SampleConfig
 from rlhf_core.errors import GateFailed, InputError
 from rlhf_core.evaluation.measures import MEASURES
 from rlhf_core.run.api import run_pipeline
@@ -82,6 +85,7 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
         GateFailed: The policy of the last round gave nothing for the next one.
     """
     overrides = [] if config.sample is not None else ["sample={}"]
+    judge = (config.sample or SampleConfig()).judge
     demonstrations, pairs = len(config.data.sft), len(config.data.preference)
     has_pairs = pairs > 0
     for number, summary in enumerate(earlier, start=1):
@@ -94,12 +98,16 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
                 " lower sample.min_score"
             )
         if rows["best"]:
-            overrides.append(f"data.sft.{demonstrations}.path={artifact}/best.jsonl")
+            overrides += _source(f"data.sft.{demonstrations}", f"{artifact}/best.jsonl", judge)
             demonstrations += 1
         if has_pairs and rows["pairs"]:
-            overrides.append(f"data.preference.{pairs}.path={artifact}/pairs.jsonl")
+            overrides += _source(f"data.preference.{pairs}", f"{artifact}/pairs.jsonl", judge)
             pairs += 1
     return overrides
+
+
+def _source(field: str, path: str, judge: str) -> list[str]:
+    return [f"{field}.path={path}", f"{field}.labelled_by={judge}"]
 
 
 def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:

@@ -10,6 +10,7 @@ import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig
+from rlhf_core.data.card import sources_of_models
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import DataError
@@ -23,14 +24,17 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list
     """Return the pairs that train the model of `stage`, `reward`, `judge` or `dpo`.
 
     With `reward.judge`, the pairs of the judge are disjoint from those of the other stages: all pairs of a
-    prompt train the same models, for every seed. The held-out pairs are the same for all. Raises DataError if
+    prompt train the same models, for every seed. Only the other stages have the pairs that a model has
+    labelled (`labelled_by` of their source). The held-out pairs are the same for all. Raises DataError if
     nothing is left.
     """
     pairs = load_pairs(data, "train")
     judge = config.reward.judge
     if judge is None:
         return pairs
-    chosen = [pair for pair in pairs if _is_of_judge(pair, judge.fraction) == (stage == "judge")]
+    labelled = sources_of_models(data)
+    of_judge = [pair.source not in labelled and _is_of_judge(pair, judge.fraction) for pair in pairs]
+    chosen = [pair for pair, own in zip(pairs, of_judge, strict=True) if own == (stage == "judge")]
     if not chosen:
         raise DataError(
             f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"

@@ -31,7 +31,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.card import card_markdown, overlap
+from rlhf_core.data.card import card_markdown, overlap, sources_of_models
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import EncodedRecord, held_out, split_key, split_position
 from rlhf_core.data.prepare import prepare
@@ -409,6 +409,17 @@ def test_the_card_shows_which_tokens_are_learned_up_to_eos(demo_out: Path) -> No
             assert prompt[0] == 0 and prompt[1][0] == "<bos>" and prompt[1][-1] == "<|assistant|>"
             assert response[0] == 1 and response[1][-1] == "<eos>"
     assert "|<eos>⟧" in (demo_out / "data_card.md").read_text()
+
+
+def test_the_card_names_the_sources_of_pairs_that_a_model_has_labelled(tmp_path: Path) -> None:
+    config = files(tmp_path, pairs(30))
+    marked = [source.model_copy(update={"labelled_by": "reward"}) for source in config.data.preference]
+    data = config.data.model_copy(update={"preference": (*config.data.preference, *marked)})
+    prepared(config.model_copy(update={"data": data}), tmp_path / "out")
+    [name] = sources_of_models(tmp_path / "out")
+    assert name.endswith(" 1")  # both sources are the same file
+    prepared(config, tmp_path / "other")
+    assert not sources_of_models(tmp_path / "other")
 
 
 def test_the_card_cannot_become_markup(tmp_path: Path) -> None:

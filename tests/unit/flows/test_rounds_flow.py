@@ -55,7 +55,9 @@ def test_each_round_is_a_run_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) ->
                 "ppo.steps=3",
                 "sample={}",
                 f"data.sft.1.path={artifact}/best.jsonl",
+                "data.sft.1.labelled_by=reward",
                 f"data.preference.1.path={artifact}/pairs.jsonl",
+                "data.preference.1.labelled_by=reward",
             ),
         },
     ]

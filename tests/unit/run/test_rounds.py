@@ -62,7 +62,7 @@ def test_without_pairs_only_demonstrations_are_added() -> None:
     rewards = ["ppo.rewards=[{type: well_formed}]", "reward.enabled=false", "data.preference=[]"]
     config = load_config(DEMO, rewards)
     assert round_overrides(config, [summary_of(1)]) == [
-        "sample={}", f"data.sft.1.path={artifact(1)}/best.jsonl"
+        "sample={}", f"data.sft.1.path={artifact(1)}/best.jsonl", "data.sft.1.labelled_by=reward"
     ]  # fmt: skip
     with pytest.raises(GateFailed):
         round_overrides(config, [summary_of(1, best=0)])
@@ -75,6 +75,14 @@ def test_an_empty_file_is_not_added(best: int, pairs: int) -> None:
     assert any("/pairs.jsonl" in each and KEYS[0] in each for each in overrides) == bool(pairs)
     first = 2 if best else 1
     assert f"data.sft.{first}.path={artifact(2)}/best.jsonl" in overrides
+
+
+@pytest.mark.parametrize("judge", ["reward", "judge_model"])
+def test_sampled_rows_name_their_judge(judge: str) -> None:
+    given = ["reward.judge={}", f"sample.judge={judge}"]
+    overrides = round_overrides(load_config(DEMO, given), [summary_of(1)])
+    data = load_config(DEMO, [*given, *overrides]).data
+    assert [source.labelled_by for source in (*data.sft, *data.preference)] == [None, judge, None, judge]
 
 
 def test_without_rows_there_is_no_next_round() -> None:

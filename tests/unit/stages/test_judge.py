@@ -2,14 +2,17 @@
 
 - both models have disjoint pairs that are together all of them, and DPO has those of the reward model; the
   pairs of a prompt stay together, whatever the seed of the run
+- pairs that a model has labelled do not train the judge
 - without a judge, all pairs train the reward model
 - settings that make no sense are refused
 - the parameters of the judge's MLflow run are those of the reward model
-- the judge is not a measure that the policy was trained with
+- the judge is not a measure that the policy was trained with, unless it has labelled data
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, stage_inputs
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.data.card import sources_of_models
 from rlhf_core.errors import ConfigError, DataError, GateFailed
 from rlhf_core.evaluation import scoring
 from rlhf_core.pipeline import STAGES
@@ -38,6 +42,7 @@ def config_of(judge: dict[str, Any] | None, **sections: Any) -> PipelineConfig:
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs_module, "load_pairs", lambda folder, split: PAIRS)
+    monkeypatch.setattr(pairs_module, "sources_of_models", lambda folder: frozenset())
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5])
@@ -52,6 +57,30 @@ def test_both_models_have_disjoint_pairs(fraction: float) -> None:
     assert not {pair.prompt_id for pair in first} & {pair.prompt_id for pair in second}
     assert len(second) / len(PAIRS) == pytest.approx(fraction, abs=0.08)
     assert training_pairs(config, Path(), "dpo") == first
+
+
+def test_pairs_that_a_model_has_labelled_do_not_train_the_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [replace(pair, source=f"pairs.jsonl {i % 2}") for i, pair in enumerate(PAIRS)]
+    monkeypatch.setattr(pairs_module, "load_pairs", lambda folder, split: pairs)
+    monkeypatch.setattr(pairs_module, "sources_of_models", sources_of_models)
+    mark = {"labelled_by": "reward", "name": "pairs.jsonl 1"}
+    rows = [{"field": "data.sft[0]"} | mark | {"name": "pairs.jsonl 0"}, {"field": "data.preference[0]"}]
+    card = {"sources": [*rows, {"field": "data.preference[1]"} | mark]}
+    (tmp_path / "data_card.json").write_text(json.dumps(card))
+    config = config_of({})
+    first, second = (training_pairs(config, tmp_path, stage) for stage in ("reward", "judge"))
+    assert {pair.source for pair in second} == {"pairs.jsonl 0"}
+    assert sorted([*first, *second], key=pairs.index) == pairs
+    assert {pair for pair in pairs if pair.source == "pairs.jsonl 1"} < set(first)
+
+
+@pytest.mark.parametrize("field", ["sft", "preference"])
+def test_a_judge_that_labelled_training_data_is_not_independent(field: str) -> None:
+    for judge, trained in (("reward", False), ("judge_model", True)):
+        source = {"path": "synthetic", "labelled_by": judge}
+        assert scoring.trained_on(config_of({}, data={field: [source]}), "judge_model") is trained
 
 
 def test_without_a_judge_all_pairs_train_the_reward_model() -> None:
