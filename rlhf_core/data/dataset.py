@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rlhf_core.config.rewards import AnswerReward, AnyReward
 from rlhf_core.errors import DataError
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 Split = Literal["train", "eval"]
+_T = TypeVar("_T")
 _TOKENS, _MASK, _TEXT, _NUMBER = "list<int32>", "list<int8>", "string", "double"
 _COLUMNS: dict[str, dict[str, str]] = {
     "sft": {"input_ids": _TOKENS, "loss_mask": _MASK, "source": _TEXT},
@@ -101,7 +102,12 @@ def read_evenly(
         DataError: The file is missing or damaged.
     """
     rows = list(_read(folder, name, split, columns))
-    if most is None or len(rows) <= most:
+    return rows if most is None else evenly(rows, most)
+
+
+def evenly(rows: list[_T], most: int) -> list[_T]:
+    """Return `rows`, or `most` of them at equal distances if there are more."""
+    if len(rows) <= most:
         return rows
     return [rows[index * len(rows) // most] for index in range(most)]
 

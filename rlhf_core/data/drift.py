@@ -2,28 +2,34 @@
 
     folder of a data artifact -> `statistics` -> `compare` -> a `Drift` for each measure
 
+The rows that the champion's data do not have are also compared alone (`statistics_of_new_rows`,
+`compare_new_rows`): among many old rows, a few rows of another kind hardly change a distribution.
+
 Texts are decoded, so that data with different tokenizers can be compared. Distributions are compared by the
 Jensen-Shannon divergence (Lin 1991), which is 0 for equal and 1 for disjoint ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.data.dataset import read_evenly
+from rlhf_core.data.dataset import evenly, read_evenly
 from rlhf_core.data.tokenizer import load_decoder
 
 SAMPLED_ROWS = 10_000
 """Texts of at most this number of training rows of each set are compared."""
+MIN_NEW_ROWS = 100
+"""Fewer new rows of a set are not compared alone."""
 _WORDS = 1000
 """The most frequent words of both data sets. All others are one category."""
 _MIN_COUNT = 10
@@ -32,6 +38,20 @@ _OTHER_WORDS = "(other words)"
 _SHOWN_CHANGES = 5
 # Chinese and Japanese have no blanks between words, so each of their characters counts as a word.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+
+_TEXTS: dict[str, tuple[str, dict[str, str]]] = {
+    "sft": ("sft", {"input_ids": "sft"}),
+    "preference": (
+        "pairs",
+        {
+            "prompt": "preference.prompt",
+            "chosen_ids": "preference.chosen",
+            "rejected_ids": "preference.rejected",
+        },
+    ),
+    "prompts": ("prompts", {"prompt": "prompts"}),
+}
+"""File and columns of the texts of each set, with the place of each column."""
 
 Counts = Mapping[str, Counter[str]]
 """Numbers of categories, by place: a set such as `sft`, or a text of its rows such as `preference.chosen`."""
@@ -49,6 +69,8 @@ class DataStatistics:
     """Letters by their script."""
     vocabulary: dict[str, Counter[str]] = field(default_factory=dict)
     """Words without regard to case."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Rows of each set."""
     duplicates: dict[str, float] = field(default_factory=dict)
     """Share of the rows that were dropped as duplicates. Empty if they are not dropped."""
 
@@ -79,6 +101,20 @@ class Drift:
     """The categories that contribute most there."""
     note: str = ""
     """Why it was not measured."""
+    new_rows: int | None = None
+    """Number of rows, if the value is that of the rows that the champion's data do not have; None for the
+    value of all rows.
+    """
+
+    @property
+    def label(self) -> str:
+        """The measure, for people."""
+        return self.measure if self.new_rows is None else f"{self.measure} of new rows"
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric."""
+        return f"drift/{self.measure}" if self.new_rows is None else f"drift/new_rows/{self.measure}"
 
 
 def statistics(folder: Path, *, deduplicated: bool) -> DataStatistics:
@@ -93,24 +129,63 @@ def statistics(folder: Path, *, deduplicated: bool) -> DataStatistics:
     """
     found = DataStatistics()
     decode = load_decoder(folder)
-    for row in read_evenly(folder, "sft", "train", ("input_ids",), SAMPLED_ROWS):
-        _count(found, "sft", decode(row[0]))
-    columns = ("prompt", "chosen_ids", "rejected_ids")
-    for prompt, chosen, rejected in read_evenly(folder, "pairs", "train", columns, SAMPLED_ROWS):
-        _count(found, "preference.prompt", prompt)
-        _count(found, "preference.chosen", decode(chosen))
-        _count(found, "preference.rejected", decode(rejected))
-    for row in read_evenly(folder, "prompts", "train", ("prompt",), SAMPLED_ROWS):
-        _count(found, "prompts", row[0])
-    for name, file in (("sft", "sft"), ("preference", "pairs"), ("prompts", "prompts")):
+    for name, (file, columns) in _TEXTS.items():
+        for row in read_evenly(folder, file, "train", tuple(columns), SAMPLED_ROWS):
+            _count_texts(found, name, _texts(row, decode))
         rows = read_evenly(folder, file, "train", ("source",), None)
         found.sources[name] = Counter(row[0] or "(unknown)" for row in rows)
+        found.rows[name] = len(rows)
     if deduplicated:
         card = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))
         for name, counts in card["counts"].items():
             if counts["read"]:
                 found.duplicates[name] = counts["dropped"].get("duplicate", 0) / counts["read"]
     return found
+
+
+def statistics_of_new_rows(champion: Path, folder: Path) -> DataStatistics:
+    """Return the statistics of the training rows in `folder` whose texts are in no row of the champion's
+    data.
+
+    Sources and duplicates are not included: new rows often come from one source. A set with fewer than
+    `MIN_NEW_ROWS` new rows has none, and so has a set without old rows, whose new rows are all rows.
+
+    Args:
+        champion: Folder of the champion's data artifact.
+        folder: Folder of the new one.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    found = DataStatistics()
+    decode, decode_old = load_decoder(folder), load_decoder(champion)
+    for name, (file, columns) in _TEXTS.items():
+        known: set[bytes] = set()
+        for split in ("train", "eval"):
+            rows = read_evenly(champion, file, split, tuple(columns), None)
+            known.update(_digest(_texts(row, decode_old)) for row in rows)
+        rows = read_evenly(folder, file, "train", tuple(columns), None)
+        new = [row for row in rows if _digest(_texts(row, decode)) not in known]
+        if MIN_NEW_ROWS <= len(new) < len(rows):
+            found.rows[name] = len(new)
+            for row in evenly(new, SAMPLED_ROWS):
+                _count_texts(found, name, _texts(row, decode))
+    return found
+
+
+def _texts(row: Sequence[Any], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    return [value if isinstance(value, str) else decode(value) for value in row]
+
+
+def _digest(texts: Sequence[str]) -> bytes:
+    # Texts of models can have surrogates, which UTF-8 cannot encode.
+    text = json.dumps(texts)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _count_texts(found: DataStatistics, name: str, texts: Sequence[str]) -> None:
+    for place, text in zip(_TEXTS[name][1].values(), texts, strict=True):
+        _count(found, place, text)
 
 
 def _count(found: DataStatistics, place: str, text: str) -> None:
@@ -137,12 +212,7 @@ def _script(letter: str) -> str:
 
 def compare(before: DataStatistics, after: DataStatistics) -> list[Drift]:
     """Return the drift of each measure from the champion's data to the new data."""
-    found = [
-        _largest("lengths", before.lengths, after.lengths),
-        _largest("sources", before.sources, after.sources),
-        _largest("scripts", before.scripts, after.scripts),
-        _largest("vocabulary", *_most_frequent(before.vocabulary, after.vocabulary)),
-    ]
+    found = _divergences(before, after)
     places = before.duplicates.keys() & after.duplicates.keys()
     if not places:
         return [*found, Drift("duplicates", None, note="data.deduplicate is false in one of the two runs")]
@@ -150,6 +220,24 @@ def compare(before: DataStatistics, after: DataStatistics) -> list[Drift]:
     place = max(rises, key=lambda name: rises[name])
     change = Change("duplicates", before.duplicates[place], after.duplicates[place])
     return [*found, Drift("duplicates", max(0.0, rises[place]), place, changes=(change,))]
+
+
+def compare_new_rows(before: DataStatistics, new: DataStatistics) -> list[Drift]:
+    """Return the drift from the champion's data to the new rows alone, of the measures that it has there.
+
+    `new` is the result of `statistics_of_new_rows`.
+    """
+    found = [each for each in _divergences(before, new) if each.value is not None]
+    return [replace(each, new_rows=new.rows[each.place.split(".")[0]]) for each in found]
+
+
+def _divergences(before: DataStatistics, after: DataStatistics) -> list[Drift]:
+    return [
+        _largest("lengths", before.lengths, after.lengths),
+        _largest("sources", before.sources, after.sources),
+        _largest("scripts", before.scripts, after.scripts),
+        _largest("vocabulary", *_most_frequent(before.vocabulary, after.vocabulary)),
+    ]
 
 
 def _largest(measure: str, before: Counts, after: Counts) -> Drift:

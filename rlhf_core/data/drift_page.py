@@ -8,7 +8,7 @@ from typing import Literal
 
 from rlhf_core.config.drift import DriftConfig
 from rlhf_core.data.card import markdown_cell
-from rlhf_core.data.drift import Drift
+from rlhf_core.data.drift import MIN_NEW_ROWS, Drift
 
 State = Literal["stop", "warn", "not measured", "ok"]
 
@@ -41,7 +41,7 @@ class Finding:
         drift, state = self.drift, self.state
         if drift.value is None:
             return f"{drift.measure} was not measured: {drift.note}"
-        value = f"{drift.measure} {drift.value:.3g}{_interval(drift)} ({drift.place})"
+        value = f"{drift.label} {drift.value:.3g}{_interval(drift)} ({drift.place})"
         if state == "ok":
             return value
         limit = self.stop if state == "stop" else self.warn
@@ -74,13 +74,19 @@ def drift_markdown(found: Sequence[Finding], champion: str) -> str:
         drift = finding.drift
         value = "" if drift.value is None else f"{drift.value:.3f}{_interval(drift)}"
         bounds = f"{_limit(finding.warn)} | {_limit(finding.stop)}"
-        lines.append(f"| {drift.measure} | {value} | {drift.place} | {bounds} | {finding.state} |")
+        lines.append(f"| {drift.label} | {value} | {drift.place} | {bounds} | {finding.state} |")
     lines += [
         "",
         "lengths, sources, scripts and vocabulary: Jensen-Shannon divergence in bits, 0 for equal and 1 for"
         " disjoint data. If a tenth of the new data is of a kind that the champion's data do not have, it is"
         " 0.05, for a fifth 0.11, for half 0.31. duplicates and agreement: change of a share. agreement is"
         " above a limit if its whole interval is.",
+        "",
+        "scripts are writing systems: a change between languages of one script, such as English and French,"
+        " is in vocabulary only.",
+        "",
+        f"of new rows: only the rows that the champion's data do not have, if there are at least"
+        f" {MIN_NEW_ROWS} of them in the set, and other rows. The limits are the same.",
     ]
     for finding in found:
         drift = finding.drift
@@ -88,7 +94,8 @@ def drift_markdown(found: Sequence[Finding], champion: str) -> str:
             lines += ["", f"{drift.measure} was not measured: {markdown_cell(drift.note)}."]
         if not drift.value:
             continue
-        lines += ["", f"## {drift.measure}, {drift.place}", ""]
+        rows = "" if drift.new_rows is None else f", {drift.new_rows} rows"
+        lines += ["", f"## {drift.label}, {drift.place}{rows}", ""]
         lines += ["| | champion | new |", "|---|---|---|"]
         for change in drift.changes:
             category = markdown_cell(change.category)

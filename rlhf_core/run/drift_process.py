@@ -15,11 +15,20 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.data.dataset import load_pairs
-from rlhf_core.data.drift import Change, Drift, compare, statistics, to_json
+from rlhf_core.data.drift import (
+    Change,
+    Drift,
+    compare,
+    compare_new_rows,
+    statistics,
+    statistics_of_new_rows,
+    to_json,
+)
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.evaluation.statistics import difference_of_shares
 from rlhf_core.run.spec import config_from_json
 from rlhf_core.system.files import write_json
+from rlhf_core.types import PairExample
 
 
 @dataclass(frozen=True)
@@ -60,42 +69,56 @@ def main(path: Path) -> None:
     request = DriftRequest.read(path)
     config = config_from_json(request.config)
     data = Path(request.data)
-    before = statistics(Path(request.champion_data), deduplicated=request.champion_deduplicated)
+    champion = Path(request.champion_data)
+    before = statistics(champion, deduplicated=request.champion_deduplicated)
     after = statistics(data, deduplicated=config.data.deduplicate)
-    drifts = [*compare(before, after), agreement(config, request)]
+    drifts = [*compare(before, after), *agreement(config, request)]
+    drifts += compare_new_rows(before, statistics_of_new_rows(champion, data))
     write_json(Path(request.result), {"champion": request.champion, "measures": to_json(drifts)})
 
 
-def agreement(config: PipelineConfig, request: DriftRequest) -> Drift:
-    """Return how much less the champion's reward model agrees with the labels of the new held-out pairs.
+def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
+    """Return how much less the champion's reward model agrees with the labels of the held-out pairs: of all,
+    and of those that are not in the champion's data, if these are a part of them.
 
     The interval, at the level `evaluate.confidence`, is that of a difference of two shares of independent
     samples (Newcombe 1998, method 10).
     """
     if request.reward_model is None:
-        return Drift("agreement", None, note=request.note)
+        return [Drift("agreement", None, note=request.note)]
     data = Path(request.data)
     pairs = load_pairs(data, "eval")
     if not pairs:
-        return Drift("agreement", None, note="there are no held-out pairs")
+        return [Drift("agreement", None, note="there are no held-out pairs")]
     from rlhf_core.engines.distributed import resolve_device
+    from rlhf_core.stages.pairs import is_right
     from rlhf_core.stages.reward import evaluate_saved
 
     device = resolve_device(config.run.device)
-    model = Path(request.reward_model)
-    measures, _ = evaluate_saved(config, model, pairs, load_decoder(data).pad, device)
-    before, after = request.accuracy, measures["eval/accuracy"]
-    before_count = len(load_pairs(Path(request.champion_data), "eval"))
-    loss = difference_of_shares(before, before_count, after, len(pairs), config.evaluate.confidence)
-    category = "pairs with the higher score for the chosen response"
-    return Drift(
-        "agreement",
-        max(0.0, loss.mean),
-        f"{len(pairs)} held-out pairs, {before_count} of the champion",
-        loss.low,
-        loss.high,
-        (Change(category, before, after),),
-    )
+    _, scores_P2 = evaluate_saved(config, Path(request.reward_model), pairs, load_decoder(data).pad, device)
+    right = is_right(scores_P2[:, 0] - scores_P2[:, 1]).tolist()
+    champion = Path(request.champion_data)
+    own = load_pairs(champion, "eval")
+    # The tokenizer and the template are the same.
+    known = {_tokens(pair) for pair in (*own, *load_pairs(champion, "train"))}
+    new = [value for pair, value in zip(pairs, right, strict=True) if _tokens(pair) not in known]
+
+    def loss_on(values: list[float], new_rows: int | None = None) -> Drift:
+        before, after = request.accuracy, sum(values) / len(values)
+        loss = difference_of_shares(before, len(own), after, len(values), config.evaluate.confidence)
+        category = "pairs with the higher score for the chosen response"
+        place = f"{len(values)} held-out pairs, {len(own)} of the champion"
+        change = Change(category, before, after)
+        return Drift(
+            "agreement", max(0.0, loss.mean), place, loss.low, loss.high, (change,), new_rows=new_rows
+        )
+
+    of_all = loss_on(right)
+    return [of_all, loss_on(new, len(new))] if 0 < len(new) < len(right) else [of_all]
+
+
+def _tokens(pair: PairExample) -> tuple[tuple[int, ...], ...]:
+    return pair.prompt_ids, pair.chosen_ids, pair.rejected_ids
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def data_artifact(folder: Path, texts: list[str], source: str = "rows", duplicat
     prompts = [PromptExample("p", text, (1,), {}, source) for text in texts]
     for name, examples in (("sft", sft), ("pairs", pairs), ("prompts", prompts)):
         write(folder, name, "train", examples)  # type: ignore[arg-type]
+        write(folder, name, "eval", [])
     counts = {"read": len(texts) + duplicates, "dropped": {"duplicate": duplicates}}
     (folder / "data_card.json").write_text(json.dumps({"counts": {"sft": counts}}))
     return folder

@@ -2,6 +2,7 @@
 
 - the divergence has the values worked out by hand, and is near 0 for samples of the same distribution
 - it is found where it is: lengths, sources, scripts, vocabulary, duplicates, and in no other measure
+- new rows are compared alone if there are enough of them; few among many old rows drift there only
 - texts are compared, so another tokenizer alone is no drift
 - the page has the limits and what changed, and texts of the data cannot become markup
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,16 @@ import pytest
 from rlhf_core.config.drift import DriftConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.data.drift import (
+    MIN_NEW_ROWS,
     Change,
     DataStatistics,
     Drift,
     compare,
+    compare_new_rows,
     divergence,
     from_json,
     statistics,
+    statistics_of_new_rows,
     to_json,
 )
 from rlhf_core.data.drift_page import Finding, drift_markdown, findings
@@ -84,6 +89,31 @@ def test_drift_is_found_where_it_is(changed: dict[str, Any], drifted: set[str], 
     assert from_json(json.loads(json.dumps(to_json(found)))) == found
 
 
+def test_new_rows_among_many_old_ones_are_compared_alone(tmp_path: Path) -> None:
+    old = [f"{text} {number}" for number in range(20) for text in TEXTS]
+    foreign = [f"Ein Hund bellt {number} mal." for number in range(MIN_NEW_ROWS)]
+    champion = data_artifact(tmp_path / "champion", old)
+    before = statistics(champion, deduplicated=True)
+
+    def drift_of_new(name: str, texts: list[str]) -> dict[str, Drift]:
+        found = compare_new_rows(
+            before, statistics_of_new_rows(champion, data_artifact(tmp_path / name, texts))
+        )
+        return {drift.measure: drift for drift in found}
+
+    # Another vocabulary of the tokenizer, so the same texts have other tokens.
+    found = drift_of_new("grown", [*old, *foreign])
+    all_rows = compare(before, statistics(tmp_path / "grown", deduplicated=True))
+    assert all(drift.value is not None and drift.value < 0.1 for drift in all_rows)
+    assert set(found) == {"lengths", "scripts", "vocabulary"}
+    assert found["vocabulary"].value is not None and found["vocabulary"].value > 0.5
+    assert found["vocabulary"].new_rows == MIN_NEW_ROWS
+    assert drift_of_new("few", [*old, *foreign[1:]]) == {}
+    assert drift_of_new("replaced", foreign) == {}
+    same_kind = drift_of_new("same kind", [*old, *(text.replace(".", "!") for text in old[::17])])
+    assert all(drift.value is not None and drift.value < 0.05 for drift in same_kind.values())
+
+
 def test_changes_are_named_with_their_shares() -> None:
     before = DataStatistics(sources={"sft": Counter(a=3, b=1)}, duplicates={"sft": 0.5})
     after = DataStatistics(sources={"sft": Counter(a=1, c=3)}, duplicates={"sft": 0.25})
@@ -122,6 +152,9 @@ def test_page_shows_limits_and_changes_without_markup_of_the_data() -> None:
     assert "| vocabulary | 0.400 | sft | 0.1 | 0.3 | stop |" in page
     assert "| &lt;b&gt;\\|лис | 0.00% | 25.00% |" in page
     assert "agreement was not measured: no model." in page
+    of_new = Finding(replace(drift, new_rows=500), 0.1, 0.3)
+    assert "| vocabulary of new rows | 0.400 | sft | 0.1 | 0.3 | stop |" in drift_markdown([of_new], "fox")
+    assert of_new.sentence == "vocabulary of new rows 0.4 (sft), above drift.stop.vocabulary=0.3"
     assert found[0].sentence == "vocabulary 0.4 (sft), above drift.stop.vocabulary=0.3"
 
 

@@ -14,14 +14,18 @@ import itertools
 import json
 import logging
 import math
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.drift import DriftConfig
+from rlhf_core.data.dataset import load_pairs, write
 from rlhf_core.data.drift import Drift
 from rlhf_core.data.drift_page import findings
 from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
@@ -184,21 +188,31 @@ def test_agreement_is_the_loss_of_accuracy(
     from rlhf_core.stages import reward
 
     def evaluate(config: Any, folder: Path, pairs: Any, pad_id: int, device: str) -> Any:
-        assert (folder, len(pairs), device) == (Path("/reward/model"), len(TEXTS), "cpu")
-        return {"eval/accuracy": 0.5}, None
+        assert (folder, device) == (Path("/reward/model"), "cpu")
+        # All pairs of the champion have equal scores, and half of the others are right.
+        gaps = [0.0] * len(TEXTS) + [1.0, -1.0] * 5
+        return {}, torch.tensor([[gap, 0.0] for gap in gaps[: len(pairs)]])
 
     monkeypatch.setattr(reward, "evaluate_saved", evaluate)
     data = data_artifact(tmp_path / "data", TEXTS)
-    (data / "pairs_train.parquet").rename(data / "pairs_eval.parquet")
+    shutil.copyfile(data / "pairs_train.parquet", data / "pairs_eval.parquet")
     champion = data_artifact(tmp_path / "champion", TEXTS)
-    (champion / "pairs_train.parquet").rename(champion / "pairs_eval.parquet")
+    shutil.copyfile(champion / "pairs_train.parquet", champion / "pairs_eval.parquet")
     request = DriftRequest({}, "fox", str(champion), True, str(data), "/reward/model", accuracy, "", "")
     config = PipelineConfig.model_validate({"run": {"device": "cpu"}})
-    found = agreement(config, request)
+    [found] = agreement(config, request)
     assert found.value == pytest.approx(loss)
     assert (found.changes[0].before, found.changes[0].after) == (accuracy, 0.5)
     interval = difference_of_shares(accuracy, len(TEXTS), 0.5, len(TEXTS), 0.95)
     assert (found.low, found.high) == (interval.low, interval.high)
+    more = data_artifact(tmp_path / "more", TEXTS)
+    pairs = load_pairs(data, "eval")
+    new = [replace(pair, chosen_ids=(7, number)) for number, pair in enumerate(pairs[:10])]
+    write(more, "pairs", "eval", [*pairs, *new])
+    found, of_new = agreement(config, replace(request, data=str(more)))
+    interval = difference_of_shares(accuracy, len(TEXTS), 0.5, 10, 0.95)
+    assert (of_new.new_rows, of_new.low, of_new.high) == (10, interval.low, interval.high)
+    assert found.place == f"{len(TEXTS) + 10} held-out pairs, {len(TEXTS)} of the champion"
 
 
 def test_a_limit_of_agreement_is_not_crossed_by_chance() -> None:
