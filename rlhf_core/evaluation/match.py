@@ -18,7 +18,7 @@ from statistics import fmean
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_pair_prompts, load_prompts
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
-from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, classified
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
@@ -91,8 +91,9 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
         champion: Tags of the champion's version.
 
     Raises:
-        MatchSkipped: The champion is not in this store, has another tokenizer or template, or cannot be
-            served, or no prompt is left.
+        MatchSkipped: The champion is not in this store, has another tokenizer or template, or is of a kind
+            that cannot be served, or no prompt is left. Lack of memory and other failures of the system are
+            raised as they are.
     """
     from rlhf_core.engines.distributed import resolve_device
 
@@ -182,8 +183,10 @@ def _run_match(
     try:
         champion_by_set = respond("champion", champion.policy)
     except Exception as error:
-        # The candidate was just served in the same way, so the cause is the champion: it may be larger, older
-        # or of another kind.
+        # The candidate was just served in the same way. A retry helps against failures of the system, and not
+        # against errors of the champion, which may be older or of another kind.
+        if not isinstance(classified(error), InputError | UnexpectedError):
+            raise
         raise MatchSkipped(f"it cannot be served here ({type(error).__name__}: {error})") from error
 
     candidate_answers, champion_answers = candidate_by_set[_HELD_OUT], champion_by_set[_HELD_OUT]

@@ -255,6 +255,9 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
     tags = {**candidate.tags, POLICY: candidate.policy_digest, _EVALUATION: candidate.evaluation.to_json()}
     for version in mlflow.versions(model):
         if version.tags.get(POLICY) == candidate.policy_digest:
+            if _was_champion(mlflow, model, version.version):
+                # The gate compares the judge of a match with the one by which the champion was promoted.
+                tags = {name: value for name, value in tags.items() if name not in version.tags}
             mlflow.tag_version(model, version.version, tags)
             return replace(version, tags={**version.tags, **tags}), False
     source = candidate.source
@@ -268,6 +271,15 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
         mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description),
         True,
     )
+
+
+def _was_champion(mlflow: Mlflow, model: str, version: str) -> bool:
+    """Return whether the version is or was champion."""
+    champion = mlflow.by_alias(model, CHAMPION)
+    if champion is not None and champion.version == version:
+        return True
+    done = [move for move in history(mlflow, model) if move.state == "done"]
+    return any(version in (move.version, move.previous) for move in done)
 
 
 def _description(candidate: Candidate) -> str:

@@ -7,7 +7,7 @@
 - the win rate is also given for each data source, up to a number of sources
 - both also answer the prompts of regression sets, which are in the artifact of the evaluation
 - the match is skipped, with a reason, if the champion is not in this store, has another tokenizer, or
-  cannot be served
+  cannot be served; failures of the system are raised, so that the stage is tried again
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
-from rlhf_core.errors import StoreError
+from rlhf_core.errors import ModelError, StoreError, WorkerDied
 from rlhf_core.evaluation import language_model, match
 from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.evaluation.policy_files import PolicyFiles
@@ -65,6 +65,14 @@ def context(tmp_path: Path) -> StageContext:
     return stage_context(tmp_path, inputs={name: tmp_path / name for name in ("ppo", "data")})
 
 
+FAILURES = {
+    "OLD": ValueError("unknown architecture"),
+    "BAD MODEL": ModelError("no eos_token_id"),
+    "MEMORY": RuntimeError("CUDA out of memory"),
+    "DISK": OSError(28, "No space left on device"),
+    "DEAD": WorkerDied("the engine is gone"),
+}
+"""What models raise that say this."""
 Tags = dict[str, str]
 SEEN: list[str] = []
 """Ids of the prompts that the champion was trained on."""
@@ -98,8 +106,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def respond(request: Request) -> Reply:
         text = (request.model / "says").read_text()
-        if text == "FAIL":
-            raise RuntimeError("CUDA out of memory")
+        if text in FAILURES:
+            raise FAILURES[text]
         return Reply(TOKENIZER.encode(text, add_special_tokens=False))
 
     def prompts(_folder: Path, split: str) -> list[PromptExample]:
@@ -352,12 +360,20 @@ def test_store_errors_are_raised(
         match.run_match(config, context, tags)
 
 
+@pytest.mark.parametrize("says", FAILURES)
 def test_match_is_skipped_if_the_champion_cannot_be_served(
-    config: PipelineConfig, context: StageContext, champion: Any
+    says: str, config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
-    tags = champion("FAIL")[1]
-    with pytest.raises(MatchSkipped, match=r"it cannot be served here \(RuntimeError: CUDA out of memory\)"):
-        match.run_match(config, context, tags)
-    (context.inputs["ppo"] / "policy" / "says").write_text("FAIL")
-    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+    tags = champion(says)[1]
+    error = FAILURES[says]
+    if says in ("OLD", "BAD MODEL"):
+        reason = rf"it cannot be served here \({type(error).__name__}: {error}\)"
+        with pytest.raises(MatchSkipped, match=reason):
+            match.run_match(config, context, tags)
+    else:
+        with pytest.raises(type(error)) as raised:
+            match.run_match(config, context, tags)
+        assert raised.value is error, "the stage is tried again"
+    (context.inputs["ppo"] / "policy" / "says").write_text(says)
+    with pytest.raises(type(error)):
         match.run_match(config, context, tags)

@@ -296,12 +296,36 @@ def test_a_policy_below_the_gate_is_registered_but_no_champion(mlflow: Mlflow) -
 
 
 def test_the_same_policy_registered_again_makes_no_second_version(mlflow: Mlflow) -> None:
-    register(mlflow, "m3", candidate("a", note="old"), gate=GATE)
+    register(mlflow, "m3", candidate("a", 0.4, note="old"), gate=GATE)
     again = register(mlflow, "m3", candidate("a", note="new"), gate=GATE)
     assert (again.version, again.created, again.decision.rule) == ("1", False, "first")
     [version] = mlflow.versions("m3")
     assert version.tags["note"] == "new"
     assert aliases(mlflow, "m3") == {"candidate": "1", "champion": "1"}
+
+
+@pytest.mark.parametrize("present", [True, False], ids=["is champion", "was champion"])
+def test_another_evaluation_of_a_champion_does_not_change_its_judge(mlflow: Mlflow, present: bool) -> None:
+    model = f"m3j {present}"
+    register(mlflow, model, candidate("a", **{"eval.judge": "gold"}), gate=GATE)
+    if not present:
+        register(mlflow, model, candidate("b"), gate=GATE, run_match=lambda tags: won(80))
+    rules: dict[str, Any] = {"judge": "rules", "judge_digest": "r"}
+
+    def enter(digest: str) -> Any:
+        policy = candidate(digest, **{"eval.judge": "rules", "new": "added"})
+        judged = replace(policy, evaluation=replace(policy.evaluation, **rules))
+        return register(mlflow, model, judged, gate=GATE, run_match=lambda tags: replace(won(80), **rules))
+
+    again = enter("a")
+    assert again.already_champion == present and again.decision.rule == ("first" if present else "judge")
+    tags = {version.version: version.tags for version in mlflow.versions(model)}["1"]
+    assert (tags["eval.judge"], tags["new"]) == ("gold", "added")
+    assert Evaluation.from_json(tags["rlhf.evaluation"]) == candidate("a").evaluation
+    assert (enter("c").decision.rule, aliases(mlflow, model)["champion"]) == (
+        "judge",
+        "1" if present else "2",
+    )
 
 
 def test_second_run_repairs_missing_aliases(mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
