@@ -8,7 +8,6 @@ seconds, by one task without resources per node. One error names each node and i
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -26,6 +25,7 @@ from rlhf_core.config.devices import gpu_names, uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.devices import check_gpu_counts
+from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.home import home_problem
@@ -120,7 +120,7 @@ def _store_probe(config: PipelineConfig) -> StoreProbe:
     url = config.store_url
     if config.store_folder is not None:
         url = str(Path(config.store_folder).absolute())
-    endpoint = config.store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
+    endpoint = s3_endpoint(config.store.endpoint)
     return StoreProbe(url, endpoint, f"probe-{uuid.uuid4().hex}")
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import re
 import socket
 import threading
@@ -32,6 +31,7 @@ from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
+from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
@@ -207,7 +207,7 @@ class ClusterNodes:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         store = self._config.store
-        endpoint = store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
+        endpoint = s3_endpoint(store.endpoint)
         # An agent has another working folder, so a relative path would be another one there.
         home = str(Home.of(self._config.run.home).path)
         config = self._config.model_copy(

@@ -30,7 +30,7 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.storage.s3 import filesystem, with_retries, within
+from rlhf_core.storage.s3 import filesystem, s3_endpoint, with_retries, within
 from rlhf_core.system.files import open_regular
 
 _CHUNK = 2**20
@@ -325,7 +325,7 @@ def _buckets(endpoint: str | None) -> Any:
 
 
 def _bucket(store: StoreConfig) -> Any:
-    return _buckets(store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"))
+    return _buckets(s3_endpoint(store.endpoint))
 
 
 def _objects(path: str, store: StoreConfig) -> dict[str, Mapping[str, Any]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, Finding
+from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import endpoint_problem, url_problem
 from rlhf_core.system.files import unwritable
 
@@ -35,9 +35,7 @@ def check_store_folder(config: PipelineConfig) -> Iterator[Finding]:
 
 def check_store_environment() -> Iterator[Finding]:
     """Check the variable that replaces `store.endpoint`."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3")
-    if not endpoint:
-        return
-    problem = endpoint_problem(endpoint)
+    endpoint = s3_endpoint(None)
+    problem = None if endpoint is None else endpoint_problem(endpoint)
     if problem is not None:
         yield ConfigError(f"AWS_ENDPOINT_URL_S3: {problem}")

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -67,6 +68,11 @@ _REFUSED = (
 """Codes of answers about credentials or the region. A HEAD request with an expired token gets a bare 400."""
 
 _T = TypeVar("_T")
+
+
+def s3_endpoint(given: str | None) -> str | None:
+    """Return the given address of an S3-compatible server, else AWS_ENDPOINT_URL_S3, else None for AWS."""
+    return given or os.environ.get("AWS_ENDPOINT_URL_S3") or None
 
 
 def filesystem(endpoint: str | None) -> Any:

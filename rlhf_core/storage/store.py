@@ -6,7 +6,6 @@ be made only once (a manifest, the number of an attempt) use `put_if_absent`.
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from rlhf_core.config.redact import credential_problem, scrubbed, shown
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from rlhf_core.storage.backend import Backend
 from rlhf_core.storage.local import LocalFiles
-from rlhf_core.storage.s3 import S3Objects
+from rlhf_core.storage.s3 import S3Objects, s3_endpoint
 from rlhf_core.system.files import TEMPORARY
 
 _CHECK_SECONDS = 2.0
@@ -189,9 +188,7 @@ def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
         raise ConfigError(f"store.endpoint: {problem}")
     if url.startswith("s3://"):
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
-        return S3Objects(
-            bucket, prefix.strip("/"), endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"), retry_seconds
-        )
+        return S3Objects(bucket, prefix.strip("/"), s3_endpoint(endpoint), retry_seconds)
     return LocalFiles(Path(url.removeprefix("file://")).expanduser().absolute())
 
 

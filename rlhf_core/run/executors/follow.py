@@ -25,6 +25,7 @@ from rlhf_core.run.executors.base import Job, JobStatus, Scheduler
 from rlhf_core.run.executors.job_files import JobFiles
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import open_store
 from rlhf_core.types import ArtifactRef
 
@@ -171,7 +172,7 @@ class _Follower:
 
     def _start(self, files: JobFiles) -> None:
         config, stage = self._spec.config, self._spec.stage
-        endpoint = config.store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3", "")
+        endpoint = s3_endpoint(config.store.endpoint)
         # Not sys.executable: the image or the batch script of the node has `python` on its PATH.
         command = ["python", "-P", "-m", "rlhf_core.run.remote", config.store_url, self._spec.key]
         command += [str(files.number), *([endpoint] if endpoint else [])]

@@ -5,7 +5,7 @@ runs on hosts in `tests/integration/test_several_hosts.py`.
 - each difference is a phrase with the field, the value of the node and the rule
 - a node that Ray loses during the handshake is left out
 - commit and driver version are not compared
-- a node reports what it can use; a folder that is not shared is no store
+- a node reports what it can use; a folder that is not shared is no store; an empty variable is no endpoint
 - ranks get settings and `run.env`, and nothing secret
 - `run.env` refuses other names and secrets
 """
@@ -91,6 +91,11 @@ def test_another_folder_is_no_store(tmp_path: Path) -> None:
     probe = StoreProbe(str(tmp_path / "elsewhere"), None, "probe-1")
     report = report_node(probe, "node-1", "127.0.0.1", str(tmp_path / "home"))
     assert "not shared" in report["store"]
+
+
+def test_an_empty_variable_names_no_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "")
+    assert handshake._store_probe(PipelineConfig()).store().is_local
 
 
 @pytest.mark.parametrize(("clock", "word"), [(1000.0 + 61, "ahead"), (990.0 - 61, "behind")])
