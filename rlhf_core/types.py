@@ -17,6 +17,19 @@ from rlhf_core.system.stopping import StopRequest
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of a response to it."""
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the store with the checkpoints of all stages."""
+
+
+def artifact_prefix(stage: str, key: str) -> str:
+    """Return the folder of an artifact in its store."""
+    return f"artifacts/{stage}/{key}"
+
+
+def checkpoint_prefix(key: str) -> str:
+    """Return the folder of the checkpoints and attempts of a stage key in its store."""
+    return f"{CHECKPOINTS}/{key}"
+
 
 @dataclass(frozen=True)
 class ArtifactRef:
@@ -25,7 +38,7 @@ class ArtifactRef:
     kind: StageName
     """The stage that produced it."""
     key: str
-    """Stage key, 16 hex digits; the folder is `{store}/artifacts/{kind}/{key}/`."""
+    """Stage key, 16 hex digits; see `artifact_prefix`."""
     digest: str
     """sha256 over names, sizes and hashes of its files: equal content has an equal digest."""
     uri: str
@@ -247,7 +260,7 @@ class StageContext:
         if self.lineage is None:
             return str(self.inputs[stage])
         # Not the address in the store: it is written into artifacts, and their digests must not depend on it.
-        return f"artifacts/{stage}/{self.lineage.inputs[stage].key}"
+        return artifact_prefix(stage, self.lineage.inputs[stage].key)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
-from rlhf_core.types import ArtifactRef, Lineage, Nodes, StageContext
+from rlhf_core.types import ArtifactRef, Lineage, Nodes, StageContext, artifact_prefix, checkpoint_prefix
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
 def _execute(spec: StageSpec, store: Store, fence: Fence, events: Events, stop: StopRequest) -> ArtifactRef:
     """Run the stage with the right to commit."""
     # Only with the fence: other uploads below these folders are of attempts that cannot commit any more.
-    for folder in (f"checkpoints/{spec.key}", f"artifacts/{spec.stage}/{spec.key}"):
+    for folder in (checkpoint_prefix(spec.key), artifact_prefix(spec.stage, spec.key)):
         store.abort_multipart_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
     tracking = open_tracking(spec.config)

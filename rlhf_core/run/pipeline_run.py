@@ -50,7 +50,7 @@ from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId, is_alive
 from rlhf_core.tracking.tracker import Status, Tracking, open_tracking, origin_tags
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, artifact_prefix
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class PipelineRun:
         with suppress(StoreError):  # the next run tries again
             checkpoints.clear()
             if outbox is not None:
-                outbox.discard_all(f"artifacts/{spec.stage}/{spec.key}")
+                outbox.discard_all(artifact_prefix(spec.stage, spec.key))
         for folder in (spec.rollout_cache, spec.work):
             shutil.rmtree(folder, ignore_errors=True)
 

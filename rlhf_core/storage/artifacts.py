@@ -22,7 +22,7 @@ from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, artifact_prefix
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class ArtifactStore:
         If the manifest cannot be read, or files are missing or have another size, the artifact is marked as
         damaged and an error is logged. It then does not exist, and the stage makes it again.
         """
-        prefix = _prefix(kind, key)
+        prefix = artifact_prefix(kind, key)
         manifest = None
         try:
             manifest = self._read(kind, key)
@@ -93,7 +93,7 @@ class ArtifactStore:
 
     def invalidate(self, ref: ArtifactRef, reason: str) -> None:
         """Have the artifact made again, because its content is not true any more. Its files stay."""
-        record = bundles.mark_damaged(self._store, _prefix(ref.kind, ref.key), reason)
+        record = bundles.mark_damaged(self._store, artifact_prefix(ref.kind, ref.key), reason)
         log.warning("%s The artifact is invalid (%s) and will be made again.", reason, record)
 
     def publish(
@@ -134,7 +134,7 @@ class ArtifactStore:
             "mlflow_run_id": provenance.mlflow_run_id,
         }
         name = f"{fence.attempt:06d}" if fence is not None else uuid.uuid4().hex[:12]
-        prefix = _prefix(kind, key)
+        prefix = artifact_prefix(kind, key)
 
         def may_commit() -> None:
             if fence is not None:
@@ -169,7 +169,7 @@ class ArtifactStore:
             folder, stamp = self._verified[identity]
             if stamp == _stamp(folder):
                 return folder
-        prefix = _prefix(ref.kind, ref.key)
+        prefix = artifact_prefix(ref.kind, ref.key)
         manifest = None
         try:
             manifest = self._read(ref.kind, ref.key)
@@ -228,7 +228,7 @@ class ArtifactStore:
         """Upload the artifact of `key` if an earlier attempt made it and could not upload it; else return
         None.
         """
-        prefix = _prefix(kind, key)
+        prefix = artifact_prefix(kind, key)
         if self._outbox is None or not self._outbox.pending(prefix):
             return None
         log.info("uploading the artifact %s/%s, which an earlier attempt made", kind, key)
@@ -248,7 +248,7 @@ class ArtifactStore:
             return self._existing(kind, key)
         if fence is not None:
             try:
-                bundles.remove(self._store, _prefix(kind, key), keep=manifest.folder)
+                bundles.remove(self._store, artifact_prefix(kind, key), keep=manifest.folder)
             except StoreError as error:
                 log.warning("Leftovers next to the artifact %s/%s stay: %s", kind, key, error.message)
         return self._ref(manifest)
@@ -262,7 +262,7 @@ class ArtifactStore:
         return self._ref(manifest)
 
     def _read(self, kind: str, key: str) -> Manifest | None:
-        manifest = bundles.read(self._store, _prefix(kind, key))
+        manifest = bundles.read(self._store, artifact_prefix(kind, key))
         # A manifest that was copied from another key has an intact checksum.
         if manifest is not None and (manifest.body.get("kind"), manifest.body.get("key")) != (kind, key):
             raise CorruptArtifact(f"The manifest of {kind}/{key} is that of another artifact.")
@@ -301,10 +301,6 @@ def _stamp(folder: Path) -> _Stamp:
         name = path.relative_to(folder).as_posix()
         stamp.append((name, status.st_ino, status.st_size, status.st_ctime_ns))
     return tuple(stamp)
-
-
-def _prefix(kind: str, key: str) -> str:
-    return f"artifacts/{kind}/{key}"
 
 
 # `tracking.registry` writes a local path as `local-store://` if MLflow is a server.

@@ -39,11 +39,10 @@ from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
+from rlhf_core.types import CHECKPOINTS, artifact_prefix, checkpoint_prefix
 
 log = logging.getLogger(__name__)
 
-_FOLDER = "checkpoints"
-"""Of the checkpoints of all stage keys."""
 _PARTS = "parts"
 """Entry of a manifest with the digests of the parts of other hosts."""
 _KEPT_SECONDS = 7 * 86_400.0
@@ -103,10 +102,10 @@ def discard_old_parts(store: Store, parts: Outbox) -> None:
         store: the store that the parts are for.
         parts: those of this host, of all stage keys.
     """
-    for prefix in parts.pending(_FOLDER):
+    for prefix in parts.pending(CHECKPOINTS):
         _, key, name = prefix.split("/")
-        finished = any(store.exists(f"artifacts/{stage}/{key}/{MANIFEST}") for stage in STAGES)
-        committed = [_COMMITTED.search(path) for path in store.list(f"{_FOLDER}/{key}")]
+        finished = any(store.exists(f"{artifact_prefix(stage, key)}/{MANIFEST}") for stage in STAGES)
+        committed = [_COMMITTED.search(path) for path in store.list(checkpoint_prefix(key))]
         newest = max((int(match[1]) for match in committed if match), default=-1)
         if finished or int(name.rpartition("-")[2]) <= newest or parts.age(prefix) > _KEPT_SECONDS:
             log.info("the part %s of an earlier attempt is not needed any more", prefix)
@@ -144,7 +143,7 @@ class CheckpointStore:
                 committed.
         """
         self._store = store
-        self._root = f"{_FOLDER}/{stage_key}"
+        self._root = checkpoint_prefix(stage_key)
         self._work = work
         self._store_settings = store_settings
         self._fence = fence

@@ -40,6 +40,7 @@ import psutil
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
+from rlhf_core.types import checkpoint_prefix
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ def _machine() -> str:
 
 
 def _folder(stage_key: str) -> str:
-    return f"checkpoints/{stage_key}/attempts"
+    return f"{checkpoint_prefix(stage_key)}/attempts"
 
 
 def _key(stage_key: str, attempt: int) -> str:
