@@ -37,7 +37,7 @@ from rlhf_core.storage.checkpoints import discard_old_parts
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
-from rlhf_core.system.home import Home
+from rlhf_core.system.home import Home, make_attempt_folders
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
@@ -101,8 +101,7 @@ class NodeAgent:
             self._shares_folders = mark.exists()
             if not self._shares_folders:
                 shutil.rmtree(self._work.parent, ignore_errors=True)  # of killed attempts
-                for folder in ("out", "scratch"):
-                    (self._work / folder).mkdir(parents=True)
+                make_attempt_folders(self._work)
                 mark.write_text(node_id)
             self._monitor.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -20,6 +20,7 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.system.home import Home
 
 _EXECUTION_SECTIONS = ("run", "store", "tracking", "drift")
 """Sections that say where, how and whether the pipeline runs. All others are part of its key."""
@@ -103,7 +104,7 @@ def given_tracking_uri(config: PipelineConfig) -> str | None:
 
 def tracking_uri(config: PipelineConfig) -> str:
     """Return the given tracking URI, else that of an SQLite file in `run.home`."""
-    return given_tracking_uri(config) or f"sqlite:///{Path(config.run.home).absolute()}/mlflow.db"
+    return given_tracking_uri(config) or f"sqlite:///{Home(Path(config.run.home).absolute()).mlflow_database}"
 
 
 def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:

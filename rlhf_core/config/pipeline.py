@@ -33,6 +33,7 @@ from rlhf_core.config.resources import Executor, ResourcesConfig
 from rlhf_core.config.sample import SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.system.home import Home
 
 _RANK_VARIABLE = re.compile(r"(NCCL|TORCH_NCCL|GLOO|HF)_[A-Z0-9_]+")
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY")
@@ -275,7 +276,7 @@ class PipelineConfig(Section):
 
     @property
     def store_url(self) -> str:
-        return self.store.url or f"{self.run.home}/store"
+        return self.store.url or str(Home(Path(self.run.home)).store)
 
     @property
     def store_folder(self) -> Path | None:

@@ -31,6 +31,7 @@ from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
+from rlhf_core.system.home import make_attempt_folders
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef, Lineage, Nodes, StageContext, artifact_prefix, checkpoint_prefix
@@ -187,9 +188,7 @@ class _Attempt:
         self, artifacts: ArtifactStore, checkpoints: CheckpointStore, nodes: Nodes | None
     ) -> ArtifactRef:
         spec = self.spec
-        out, scratch = self.work / "out", self.work / "scratch"
-        out.mkdir()
-        scratch.mkdir()
+        out, scratch = make_attempt_folders(self.work)
         context = StageContext(
             inputs={stage: artifacts.fetch(ref) for stage, ref in spec.inputs.items()},
             output=out,

@@ -101,7 +101,7 @@ def tune(config_path: str | Path, overrides: Sequence[str], out: Path) -> Tuned:
             stage: run.artifacts.fetch(make_with_retries(run, stage).ref) for stage in filter(run.has, STAGES)
         }
     trials = []
-    work = run.home.run(run.name) / "tune"
+    work = run.home.tune(run.name)
     for changes in candidates(config, config_path, overrides):
         log.info("tune: %s", " ".join(changes) or "as configured")
         try:

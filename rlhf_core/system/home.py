@@ -1,7 +1,7 @@
 """Paths below `run.home`, in one place.
 
 home/
-├── runs/<run>/              run.json (state, for `rlhf status`), summary.json
+├── runs/<run>/              run.json (state, for `rlhf status`), summary.json; tune/ during `rlhf tune`
 ├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
 ├── work/<stage>-<key>/      scratch files of the attempts
 ├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
@@ -12,6 +12,7 @@ home/
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
 ├── parts/                   parts of checkpoints that a driver on another host commits
 ├── spool/                   metrics that MLflow has not received
+├── store/                   artifacts and checkpoints, if no other store is configured
 ├── mlflow.db, mlartifacts/  the tracker, if no other is configured
 ├── prefect/                 Prefect's database for `rlhf run`; profiles.toml for clients of `rlhf up`
 └── servers/                 state, password, databases and logs of `rlhf up`
@@ -42,6 +43,22 @@ def home_problem(folder: Path) -> str | None:
             f"its absolute path has {' and '.join(signs)}, which have a special meaning in URLs of databases"
         )
     return None
+
+
+def make_attempt_folders(work: Path) -> tuple[Path, Path]:
+    """Create the folders for the output and for the scratch files of an attempt, and return them.
+
+    They have the same path on all hosts. `work` is the folder of the attempt.
+    """
+    output, scratch = work / "out", work / "scratch"
+    for folder in (output, scratch):
+        folder.mkdir(parents=True)
+    return output, scratch
+
+
+def mlflow_artifacts_of(database: Path) -> Path:
+    """Return the folder of the artifacts of a tracker with this SQLite file."""
+    return database.with_name("mlartifacts")
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,10 @@ class Home:
     @property
     def runs(self) -> Path:
         return self.path / "runs"
+
+    def tune(self, name: str) -> Path:
+        """Return the temporary folder of the trials of `rlhf tune` for the run `name`."""
+        return self.run(name) / "tune"
 
     def run_states(self) -> Iterator[Path]:
         """Yield the `run.json` of every run."""
@@ -123,6 +144,11 @@ class Home:
     # -- store and tracker --
 
     @property
+    def store(self) -> Path:
+        """The store, if no other is configured."""
+        return self.path / "store"
+
+    @property
     def cache(self) -> Path:
         return self.path / "cache"
 
@@ -145,7 +171,7 @@ class Home:
 
     @property
     def mlflow_artifacts(self) -> Path:
-        return self.path / "mlartifacts"
+        return mlflow_artifacts_of(self.mlflow_database)
 
     # -- servers --
 

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import TEMPORARY, unfit
+from rlhf_core.system.home import mlflow_artifacts_of
 
 LOCK_SECONDS = 120.0
 """Migrations take a few seconds, a minute on a busy machine."""
@@ -65,7 +66,7 @@ def _make(file: Path) -> None:
 
 def artifacts_of(file: Path) -> str:
     """Return the address of the artifacts of a tracker whose database is `file`."""
-    return (file.parent / "mlartifacts").as_uri()
+    return mlflow_artifacts_of(file).as_uri()
 
 
 def _create(file: Path, artifacts: str) -> None:

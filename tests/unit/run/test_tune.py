@@ -24,6 +24,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.errors import InfrastructureError, InputError
 from rlhf_core.run import tune as module
 from rlhf_core.run.tune import Trial, Tuned, candidates, tune
+from rlhf_core.system.home import Home
 
 PHASES = ("rollout", "scoring", "training", "sync")
 
@@ -64,7 +65,7 @@ class Stages:
         run = SimpleNamespace(
             has=lambda stage: stage == "data",
             artifacts=SimpleNamespace(fetch=lambda ref: tmp_path),
-            home=SimpleNamespace(run=lambda name: tmp_path / name),
+            home=Home(tmp_path),
             name="run",
             sources={},
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError
 from rlhf_core.system.home import Home
 
@@ -22,6 +23,7 @@ def test_home_is_absolute_and_asking_for_paths_creates_nothing(
     assert home.path == tmp_path / "here"
     assert home.run("demo") == tmp_path / "here" / "runs" / "demo"
     assert home.stacks("ppo", "ab", 3) == tmp_path / "here" / "stacks" / "ppo-ab-000003"
+    assert home.store == tmp_path / "here" / "store" and PipelineConfig().store_url == ".rlhf/store"
     assert list(home.run_states()) == []
     assert not home.path.exists()
 
