@@ -436,17 +436,18 @@ class TrainingEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Approximate size of a checkpoint of all ranks in bytes.
+        """Approximate size of a checkpoint of all ranks in bytes: see `planning.checkpoints`.
 
-        It contains the weights, for trained weights a float32 copy and two moments, and further copies if
-        there are any. With an adapter, frozen weights are left out.
+        With an adapter, frozen weights are left out.
         """
-        copies = 12 + sum(copy.bytes_per_parameter for copy in self._copies)
-        return sum(
-            getattr(p, "ds_numel", p.numel()) * (p.element_size() + copies * p.requires_grad)
-            for p in self.module.parameters()
-            if p.requires_grad or self.lora is None
-        )
+        copies = sum(copy.bytes_per_parameter for copy in self._copies)
+        size = 0
+        for p in self.module.parameters():
+            weight = p.element_size()
+            state = (12 if self.zero_stage > 0 or weight < 4 else 8) + copies
+            if p.requires_grad or self.lora is None:
+                size += getattr(p, "ds_numel", p.numel()) * (weight + state * p.requires_grad)
+        return size
 
     def save_checkpoint(self, folder: Path) -> None:
         """Save trained weights, optimizer and counters to `folder`. This is a collective operation.

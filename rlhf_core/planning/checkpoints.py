@@ -1,7 +1,8 @@
 """Size of a stage's checkpoints, and the time that each host needs to hash and to upload its part.
 
-A checkpoint has the weights, and with all parameters trained also the optimizer's state, 12 bytes for each
-trained parameter. With ZeRO, every rank writes its part, and each host hashes and uploads those of its ranks.
+A checkpoint has the weights that are trained, the optimizer's state and further copies of the weights
+(`bytes_per_parameter`). With ZeRO, every rank writes its part, and each host hashes and uploads those of its
+ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
+from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import first_devices, hosts_of
@@ -47,7 +49,8 @@ def checkpoint_sizes(
     """Yield the checkpoint of each training stage."""
     for stage, section in config.training_sections.items():
         model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
-        size = _size(stage, [(model, 0)], hardware)
+        best = getattr(section, "early_stop", None) is not None
+        size = _size(stage, [(model, model_bytes(model, best=best), 0)], hardware)
         if stage == "reward":
             # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
             finished = (config.reward.members - 1) * model.size * model.parameters
@@ -58,26 +61,42 @@ def checkpoint_sizes(
     starts = first_devices([group.ranks for group in placement.groups], engines, placement.tensor_parallel)
     models = []
     for group, first in zip(placement.groups, starts, strict=True):
-        trained = [model for model in ppo_models(config, shape, group).values() if model.trained]
-        models += [(model, first) for model in trained]
+        for role, model in ppo_models(config, shape, group).items():
+            if model.trained:
+                models.append((model, model_bytes(model, best=keeps_best(config, role)), first))
     yield _size("ppo", models, hardware)
 
 
-def model_bytes(model: Model) -> float:
-    """Return the bytes of a trained model's checkpoint: weights in the precision of training, and 12 bytes of
-    state for each trained parameter. With adapters, the frozen weights are not part of it.
+def bytes_per_parameter(deepspeed: DeepSpeedConfig, *, average: bool = False, best: bool = False) -> int:
+    """Return the bytes of a trained parameter in a checkpoint: its weight in the precision of training, two
+    moments of Adam, and copies. Weights that are frozen under an adapter are not part of a checkpoint.
+
+    Args:
+        deepspeed: Precision and sharding.
+        average: Whether a float32 moving average of the weights is kept.
+        best: Whether the best weights so far are kept.
     """
+    size = 4 if deepspeed.dtype == "float32" else 2
     # Without ZeRO, float32 weights have no separate master copy.
-    state = 12 if model.size == 2 or model.stage else 8
-    average = 4 * model.parameters if model.average else 0
-    return (model.size + state) * model.trainable + average
+    state = 12 if size == 2 or deepspeed.zero_stage else 8
+    return size + state + 4 * average + size * best
 
 
-def _size(stage: str, models: list[tuple[Model, int]], hardware: Hardware) -> CheckpointSize:
-    """Return the size of the checkpoint of models, each with the number of its first device."""
+def model_bytes(model: Model, *, best: bool = False) -> int:
+    """Return the bytes of a trained model's checkpoint. See `bytes_per_parameter`."""
+    return model.trainable * bytes_per_parameter(model.deepspeed, average=model.average, best=best)
+
+
+def keeps_best(config: PipelineConfig, role: str) -> bool:
+    """Return whether PPO's checkpoints of this role have the best weights so far."""
+    return role == "policy" and config.ppo.publish == "best"
+
+
+def _size(stage: str, models: list[tuple[Model, int, int]], hardware: Hardware) -> CheckpointSize:
+    """Return the size of the checkpoint of models, each with its bytes and the number of its first device."""
     total, parts = 0.0, dict[int, float]()
-    for model, first in models:
-        size, ranks = model_bytes(model), model.deepspeed.ranks
+    for model, size, first in models:
+        ranks = model.deepspeed.ranks
         total += size
         for host in hosts_of(first, ranks, hardware):
             begin = max(first, host * hardware.per_host)

@@ -16,11 +16,10 @@ from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.shape import tiny_shape
+from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
 
 _MIN_FREE_BYTES = 30_000_000
 """Of databases and logs alone."""
-_BYTES_PER_PARAMETER = 16
-"""A resumable checkpoint in float32: weights, two moments of Adam, and a copy of the weights to load from."""
 
 
 def check_devices(config: PipelineConfig) -> Iterator[Finding]:
@@ -180,10 +179,8 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
     if config.store_folder is not None:
         # One more, because the new checkpoint is committed before an old one is deleted.
         copies = config.store.keep_checkpoints + config.store.keep_best + 1
-    # With an adapter, a checkpoint has nothing large. The merged model is saved once.
-    bytes_per_parameter = _BYTES_PER_PARAMETER * copies if config.ppo.lora is None else 4
-    # Twice, for policy and critic.
-    needed = 200_000_000 + 2 * _parameters(config) * bytes_per_parameter
+    # Each model is also saved once.
+    needed = 200_000_000 + _parameters(config) * sum(4 + copies * size for size in _checkpoint_bytes(config))
     disk = shutil.disk_usage(folder)
     # File systems that are not disks, such as /proc, have a total of 0.
     if disk.total > 0 and disk.free < _MIN_FREE_BYTES:
@@ -193,9 +190,23 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
         )
     elif disk.free < needed:
         yield (
-            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but policy and critic with {copies}"
+            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but the models of PPO with {copies}"
             f" checkpoints need about {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
         )
+
+
+def _checkpoint_bytes(config: PipelineConfig) -> Iterator[int]:
+    """Yield the bytes of a parameter in PPO's checkpoints, for each trained model."""
+    for group in plan_placement(config.ppo).groups:
+        for role in group.roles:
+            if role not in ("policy", "critic"):
+                continue
+            if config.ppo.lora is not None:
+                yield 0  # adapters are small
+                continue
+            average = role == "policy" and config.ppo.ema_decay is not None
+            best = keeps_best(config, role)
+            yield bytes_per_parameter(group.deepspeed(role, config.ppo), average=average, best=best)
 
 
 def _parameters(config: PipelineConfig) -> int:

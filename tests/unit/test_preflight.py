@@ -145,6 +145,21 @@ def test_little_disk_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
     assert "1 MB free; databases and logs alone need 30 MB" in refused(config(), ConfigError)
 
 
+def test_the_space_for_checkpoints_is_counted_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(total=10**12, free=3 * 10**8)
+    monkeypatch.setattr(device_checks.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(device_checks, "_parameters", lambda _: 10**8)
+    # 4 checkpoints of 12 bytes and a saved model of 4, for policy and critic; GRPO has no critic.
+    for ppo, needed in (
+        ({}, "10.6"),
+        ({"policy_deepspeed": {"zero_stage": 1}}, "12.2"),
+        ({"algorithm": "grpo", "samples_per_prompt": 4}, "5.4"),
+        ({"lora": {"r": 8}}, "1.0"),
+    ):
+        [warning] = device_checks.check_disk(config(ppo=ppo, store={"keep_checkpoints": 2, "keep_best": 1}))
+        assert f"need about {needed} GB" in str(warning)
+
+
 def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("open('ran', 'w')\n")

@@ -6,6 +6,7 @@
 - on several GPUs, gradients are reduced during the backward pass, where DeepSpeed can do it; offloaded state
   is in pinned memory
 - `restore_average` replaces the weights that are saved by their moving average
+- the plan counts the same bytes in a checkpoint as the engine
 - engines get the tensors of the model's files, which are not the parameters of a Mixtral
 """
 
@@ -20,10 +21,11 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
 from rlhf_core.engines.deepspeed import TrainingEngine, _decay_groups, deepspeed_config
-from rlhf_core.engines.weight_copy import WeightAverage
+from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
 from rlhf_core.models.saving import WeightStream
+from rlhf_core.planning.checkpoints import bytes_per_parameter
 
 
 class Averaging:
@@ -156,3 +158,28 @@ def test_engines_get_the_experts_under_the_names_of_their_files(tmp_path: Path) 
     assert engine.shapes() == [(name, tuple(tensor.shape)) for name, tensor in sent.items()]
     engine.zero_stage = 3
     assert not engine.is_sharded, "its shards are parts of other tensors"
+
+
+@pytest.mark.parametrize("copies", [(), ("average",), ("average", "best")])
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_the_bytes_of_a_checkpoint_as_the_engine_does(
+    dtype: Any, zero_stage: Any, copies: tuple[str, ...]
+) -> None:
+    lm = nn.Linear(4, 3).to(getattr(torch, dtype))
+    engine = engine_of(lm)
+    engine.zero_stage, engine._best = zero_stage, None
+    if "average" in copies:
+        engine._average = WeightAverage(lm, 0.5, rank_device="cpu")
+    if "best" in copies:
+        engine._best = WeightCopy(lm, "best", rank_device="cpu")
+    planned = bytes_per_parameter(
+        DeepSpeedConfig(dtype=dtype, zero_stage=zero_stage),
+        average="average" in copies,
+        best="best" in copies,
+    )
+    assert engine.checkpoint_bytes == 15 * planned
+    # Frozen weights under an adapter are not part of a checkpoint.
+    lm.weight.requires_grad_(False)
+    engine.lora = LoraConfig()
+    assert engine.checkpoint_bytes == 3 * planned
