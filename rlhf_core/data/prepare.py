@@ -43,7 +43,13 @@ from rlhf_core.data.sources import (
 from rlhf_core.data.templates import EncodeError, Encoder, read_chat_template
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.models.folder import base_model_config, length_problems, longest_sequence, vocabulary_problem
+from rlhf_core.models.folder import (
+    base_model_config,
+    length_problems,
+    longest_sequence,
+    text_settings,
+    vocabulary_problem,
+)
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PairExample, PromptExample
 
@@ -165,9 +171,7 @@ def _context_length(config: PipelineConfig, vocabulary: int) -> int:
         # does not know the class, loading the model fails with a better message than a check here could give.
         with suppress(KeyError, TypeError, ValueError):
             settings = AutoConfig.for_model(**settings).to_dict()
-    text_settings = settings.get("text_config")
-    if isinstance(text_settings, dict):  # of a multimodal model
-        settings = {**settings, **text_settings}
+    settings = text_settings(settings)
     for problem in (
         vocabulary_problem(path, settings, vocabulary),
         *length_problems(path, settings, longest_sequence(config), config.model.attention),

@@ -132,7 +132,8 @@ def _letter_tokens(encoder: Encoder, folder: Path) -> list[int]:
 
 
 def _check_length(folder: Path, tokens: int) -> None:
-    context = ModelFolder(folder).config.get("max_position_embeddings")
+    # The engine computes windows, chunks and longrope itself, so `length_limits` of the policy do not apply.
+    context = ModelFolder(folder).text_config.get("max_position_embeddings")
     if isinstance(context, int) and tokens > context:
         raise ModelError(
             f"{_NAME}: the longest question has {tokens} tokens, but {folder} has a context of {context}; use"

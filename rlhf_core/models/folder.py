@@ -73,16 +73,21 @@ class ModelFolder:
         except UnreadableJSON as error:
             raise ModelError(f"model.path: {error}; the folder must be in Hugging Face layout") from error
 
+    @cached_property
+    def text_config(self) -> dict[str, Any]:
+        """`text_settings` of config.json. Raises ModelError."""
+        return text_settings(self.config)
+
     @property
     def attention_heads(self) -> int | None:
         """Number of attention heads, or None if config.json does not have it."""
-        heads = self.config.get("num_attention_heads")
+        heads = self.text_config.get("num_attention_heads")
         return heads if type(heads) is int and heads > 0 else None
 
     @property
     def head_size(self) -> int | None:
         """Size of an attention head, or None if config.json does not have it."""
-        head_size, width = self.config.get("head_dim"), self.config.get("hidden_size")
+        head_size, width = self.text_config.get("head_dim"), self.text_config.get("hidden_size")
         if isinstance(head_size, int):
             return head_size
         if isinstance(width, int) and self.attention_heads is not None:
@@ -188,6 +193,15 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the language model in `settings`, a config.json.
+
+    A multimodal model has them in `text_config`.
+    """
+    text = settings.get("text_config")
+    return {**settings, **text} if isinstance(text, dict) else dict(settings)
+
+
 def base_model_config(config: PipelineConfig, *, local_only: bool = False) -> dict[str, Any]:
     """Return the content of the base model's config.json. `model.path` must be set.
 
@@ -277,7 +291,7 @@ def _folder(folder: ModelFolder, config: PipelineConfig) -> Iterator[Finding]:
     settings = folder.config
     yield from _fields(folder)
     attention = config.model.attention
-    yield from length_problems(str(folder.root), settings, longest_sequence(config), attention)
+    yield from length_problems(str(folder.root), folder.text_config, longest_sequence(config), attention)
     head_size = folder.head_size
     if not runs_on_gpu(config) and head_size is not None and head_size not in CPU_HEAD_SIZES:
         yield ModelError(
@@ -378,7 +392,7 @@ def vocabulary_problem(model: str, settings: Mapping[str, Any], tokens: int) -> 
 def _fields(folder: ModelFolder) -> Iterator[Finding]:
     """Check fields of config.json for impossible values, and for settings that affect more than the model."""
     for name, most in _COUNTS.items():
-        value = folder.config.get(name)
+        value = folder.text_config.get(name)
         if value is not None and (type(value) is not int or not 0 < value <= most):
             yield ModelError(
                 f"model.path: {folder.root}/config.json: {name} must be an integer from 1 to {most}; got"
@@ -400,7 +414,7 @@ def _fields(folder: ModelFolder) -> Iterator[Finding]:
 
 def _arithmetic(folder: ModelFolder, *, sdpa: bool) -> Iterator[Finding]:
     """Check for operations beyond plain causal attention and a plain head, which training would leave out."""
-    settings = folder.config
+    settings = folder.text_config
     # The value with which each operation does nothing.
     for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
         if settings.get(name) not in (None, neutral):
@@ -430,7 +444,7 @@ def _tokenizer(folder: ModelFolder, needs_template: bool) -> Iterator[Finding]:
         except UnreadableJSON as error:
             yield ModelError(f"model.path: {error}; fetch it again")
         else:
-            problem = vocabulary_problem(str(folder.root), folder.config, tokens)
+            problem = vocabulary_problem(str(folder.root), folder.text_config, tokens)
             if problem is not None:
                 yield problem
     if needs_template and not _has_chat_template(folder):
@@ -487,7 +501,7 @@ def _weights(folder: ModelFolder) -> Iterator[Finding]:
         except BadHeader as problem:
             yield ModelError(f"model.path: {file}: {problem}; fetch it again")
     yield from _layer_count(folder, tensors)
-    vocabulary = folder.config.get("vocab_size")
+    vocabulary = folder.text_config.get("vocab_size")
     rows = {
         axis for name, entry in tensors.items() if name.endswith(_EMBEDDINGS) for axis in entry["shape"][:1]
     }
@@ -500,13 +514,13 @@ def _weights(folder: ModelFolder) -> Iterator[Finding]:
 
 
 def _layer_count(folder: ModelFolder, tensors: Mapping[str, Any]) -> Iterator[Finding]:
-    layers = folder.config.get("num_hidden_layers")
+    layers = folder.text_config.get("num_hidden_layers")
     numbers = [int(match[1]) for match in map(_LAYER_NUMBER.search, tensors) if match is not None]
     if type(layers) is not int or not numbers:
         return
     allowed = [layers]
     # Layers for multi-token prediction are stored after the others, or not at all.
-    predicting = folder.config.get("num_nextn_predict_layers")
+    predicting = folder.text_config.get("num_nextn_predict_layers")
     if type(predicting) is int:
         allowed.append(layers + predicting)
     count = max(numbers) + 1

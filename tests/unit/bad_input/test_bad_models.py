@@ -158,6 +158,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a context that is too short": ({"config__json": CONFIG | {"max_position_embeddings": 64}},
         ("128 tokens", "context of 64")),
+    "a context of a multimodal model that is too short": (
+        {"config__json": {"text_config": CONFIG | {"max_position_embeddings": 64}}},
+        ("128 tokens", "context of 64"),
+    ),
     "positions that change with the batch": (
         {"config__json": {**CONFIG, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}},
         ("longrope", "64 tokens (original_max_position_embeddings)", "are 128", "lower data.max_"),

@@ -244,9 +244,10 @@ def test_a_local_model_chooses_among_the_letters(context: StageContext, tmp_path
     assert found["language_model/completion_tokens"] == 80
     assert len(engines) == 1 and len(engines[0].requests) == 80 and engines[0].is_shut_down
 
-    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
-    with pytest.raises(ModelError, match=r"language_model\.path: the longest question has \d+ tokens"):
-        agreement(config_of(tmp_path / "other", path=str(folder)), context)
+    for settings in ('{"max_position_embeddings": 64}', '{"text_config": {"max_position_embeddings": 64}}'):
+        (folder / "config.json").write_text(settings)
+        with pytest.raises(ModelError, match=r"language_model\.path: the longest question has \d+ tokens"):
+            agreement(config_of(tmp_path / "other", path=str(folder)), context)
 
 
 def test_another_model_rubric_or_address_is_another_judge(context: StageContext, tmp_path: Path) -> None:
