@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.short_attention import LONGEST, short_attention
 
 NAME = "rlhf_sdpa"
 
@@ -50,9 +51,10 @@ def register() -> None:
             # Torch's memory-efficient kernel needs as many heads of keys as of queries. Without it, memory
             # grows with the square of the length.
             module, key, value = _expanded(module, query, key, value)
-        attention = _in_float32 if plain and is_slow_in_16_bits(query) else sdpa_attention_forward
         if borders is None:
-            return attention(module, query, key, value, attention_mask, **kwargs)
+            causal = plain and getattr(module, "is_causal", True) and query.shape[2] == key.shape[2]
+            attention = cpu_attention(query) if causal else sdpa_attention_forward
+            return attention(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         kwargs["is_causal"] = True
         runs = list(_runs(borders))
         # Not slices: the backward of each slice writes zeros for the whole row.
@@ -61,7 +63,7 @@ def register() -> None:
         parts = []
         for (count, length), *inputs in zip(runs, *cut, strict=True):
             q, k, v = (_to_batch(x, count) for x in inputs)
-            attention = _in_float32 if plain and is_slow_in_16_bits(q) else sdpa_attention_forward
+            attention = cpu_attention(q) if plain else sdpa_attention_forward
             output = attention(module, q, k, v, None, **kwargs)[0]
             parts.append(output.reshape(1, count * length, *output.shape[2:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
@@ -73,13 +75,20 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
 
 
-def is_slow_in_16_bits(query: torch.Tensor) -> bool:
-    """Return whether attention with these queries (N, heads, L, d) is faster in float32: on CPUs without AMX
-    in float16, and in bfloat16 for sequences of up to 256 tokens (decision 44).
+def cpu_attention(query: torch.Tensor) -> Any:
+    """Return the function that computes plain causal attention with these queries (N, heads, L, d) fastest.
+
+    torch's kernel for 16-bit numbers on CPUs uses AMX where there is any. Otherwise float16 is several times
+    as slow as float32, and bfloat16 is slow for short sequences (decision 44).
     """
-    if query.device.type != "cpu" or torch.cpu._is_amx_tile_supported():
-        return False
-    return query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and query.shape[2] <= 256)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if query.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
+        if query.dtype == torch.float16:
+            return _in_float32
+        if query.dtype == torch.bfloat16 and query.shape[2] <= LONGEST:
+            return _short
+    return sdpa_attention_forward
 
 
 def _in_float32(
@@ -90,6 +99,13 @@ def _in_float32(
 
     output, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), mask, **kwargs)
     return output.to(query.dtype), None
+
+
+def _short(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Return `short_attention`. The mask is always None (see `no_mask`)."""
+    return short_attention(query, key, value, kwargs.get("scaling")), None
 
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:

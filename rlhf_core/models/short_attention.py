@@ -1,0 +1,76 @@
+"""Causal attention in bfloat16 on CPUs, for short sequences.
+
+torch's kernel for this type gains nothing from the instructions of `avx512_bf16`, and its backward pass takes
+twice as long as that in float32 (decision 44). Here attention is a batch of matrix products. The precision is
+that of flash attention: scores and softmax are float32, and probabilities are rounded to bfloat16 for the
+products with values and gradients. Memory grows with the square of the length, which is therefore limited.
+
+Axes: N sequences times heads, L tokens, D dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LONGEST = 512
+"""Tokens of a sequence up to which this is faster than torch's kernel."""
+
+
+def short_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Return causal attention, (sequences, L, heads, D).
+
+    Args:
+        query: (sequences, heads, L, D)
+        key: (sequences, key heads, L, D). Each head of keys serves a group of heads of queries.
+        value: (sequences, key heads, L, D)
+        scaling: Of the scores; None for 1 / sqrt(D).
+    """
+    sequences, heads = query.shape[:2]
+    groups = heads // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    q, k, v = (x.reshape(sequences * heads, *x.shape[2:]) for x in (query, key, value))
+    # torch declares Function.apply without types
+    output: Tensor = _Attention.apply(q, k, v, scaling or q.shape[-1] ** -0.5)  # type: ignore[no-untyped-call]
+    return output.view(sequences, heads, *output.shape[1:]).transpose(1, 2)
+
+
+class _Attention(torch.autograd.Function):
+    """O = P V with P = softmax(scaling Q K' + mask);  dV = P' dO,  dP = dO V',
+    dS = scaling P (dP - sum of P dP),  dQ = dS K,  dK = dS' Q.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        length = q.shape[1]
+        mask = torch.full((length, length), -torch.inf).triu_(1)
+        scores = _float32_product(q, k.transpose(1, 2)).mul_(scaling).add_(mask)
+        p = torch.softmax(scores, dim=-1).to(q.dtype)
+        ctx.save_for_backward(q, k, v, p)
+        ctx.scaling = scaling
+        return p @ v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, p = ctx.saved_tensors
+        d_p = _float32_product(d_output, v.transpose(1, 2))
+        d_scores = torch._softmax_backward_data(d_p, p.float(), -1, torch.float32)
+        d_scores = d_scores.mul_(ctx.scaling).to(q.dtype)
+        return d_scores @ k, d_scores.transpose(1, 2) @ q, p.transpose(1, 2) @ d_output, None
+
+
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a b for bfloat16 matrices, with sums and result in float32."""
+    # oneDNN may round the inputs to bfloat16, which changes nothing because they are, and is then as fast.
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set when torch is imported
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        return torch.bmm(a.float(), b.float())
+    finally:
+        settings.fp32_precision = before

@@ -1,0 +1,103 @@
+"""Attention in 16 bits on a CPU (`cpu_attention`), compared with float64.
+
+- `short_attention` is at least as precise as torch's kernel in bfloat16, also for groups of heads
+- the function is chosen by type and length, and not where AMX is available
+- no token depends on a later one, and the global precision of float32 products is restored
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rlhf_core.models import attention as module
+from rlhf_core.models.attention import implementation
+from rlhf_core.models.short_attention import LONGEST, short_attention
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+
+
+def inputs(length: int, dtype: torch.dtype) -> Rows:
+    """Return queries (2, 4, L, 16), and keys and values (2, 2, L, 16)."""
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(2, count, length, 16) for count in (4, 2, 2)]
+    q, k, v = ((2 * torch.randn(s, generator=generator)).to(dtype).requires_grad_() for s in shapes)
+    return q, k, v
+
+
+def error(output: torch.Tensor, rows: Rows, exact: Rows, scaling: float) -> list[float]:
+    """Return the mean errors of the output (2, L, heads, 16) and of the three gradients."""
+    wanted = scaled_dot_product_attention(*exact, is_causal=True, scale=scaling, enable_gqa=True)
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output).to(output.dtype)
+    found = torch.autograd.grad((output * weights).sum(), rows)
+    right = torch.autograd.grad((wanted.transpose(1, 2) * weights.double()).sum(), exact)
+    pairs = zip((output, *found), (wanted.transpose(1, 2), *right), strict=True)
+    return [(a.double() - b).abs().mean().item() for a, b in pairs]
+
+
+@pytest.mark.parametrize("length", (1, 5, 33, 200))
+@pytest.mark.parametrize("scaling", (None, 0.1))
+def test_short_attention_is_as_precise_as_torch(length: int, scaling: float | None) -> None:
+    rows = inputs(length, torch.bfloat16)
+    q, k, v = (row.detach().double().requires_grad_() for row in rows)
+    exact = (q, k, v)
+    ours = error(short_attention(*rows, scaling), rows, exact, scaling or 0.25)
+    output = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=True)
+    torchs = error(output.transpose(1, 2), rows, exact, scaling or 0.25)
+    # Both round the same numbers to bfloat16, in another order.
+    assert all(mine <= 1.5 * other + 1e-6 for mine, other in zip(ours, torchs, strict=True)), (ours, torchs)
+
+
+def test_no_token_depends_on_a_later_one() -> None:
+    q, k, v = (row.detach() for row in inputs(9, torch.bfloat16))
+    before = short_attention(q, k, v, None)
+    for row in (q, k, v):
+        row[:, :, 6:] = 5.0
+    assert torch.equal(short_attention(q, k, v, None)[:, :6], before[:, :6])
+
+
+def test_the_precision_of_other_products_is_restored() -> None:
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    short_attention(*inputs(8, torch.bfloat16), None).sum().backward()  # type: ignore[no-untyped-call]
+    assert setting.fp32_precision == before
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "amx", "name"),
+    [
+        (torch.bfloat16, 8, False, "_short"),
+        (torch.bfloat16, LONGEST, False, "_short"),
+        (torch.bfloat16, LONGEST + 1, False, "sdpa_attention_forward"),
+        (torch.float16, 8, False, "_in_float32"),
+        (torch.bfloat16, 8, True, "sdpa_attention_forward"),
+        (torch.float32, 8, False, "sdpa_attention_forward"),
+    ],
+)
+def test_the_function_is_chosen_by_type_and_length(
+    dtype: torch.dtype, length: int, amx: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert module.cpu_attention(torch.empty(1, 1, length, 8, dtype=dtype)).__name__ == name
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("borders", (None, (0, 3, 6, 11)))
+def test_rows_have_the_output_of_torch(dtype: torch.dtype, borders: tuple[int, ...] | None) -> None:
+    rows = [row[:1] for row in inputs(11, dtype)]
+    attend = ALL_ATTENTION_FUNCTIONS[implementation("sdpa")]
+    output = attend(MODULE, *rows, None, cu_seq_lens_q=borders)[0]
+    assert output.dtype == dtype
+    parts = [
+        sdpa_attention_forward(MODULE, *(row[:, :, a:b].float() for row in rows), None)[0]
+        for a, b in (((0, 11),) if borders is None else pairwise(borders))
+    ]
+    torch.testing.assert_close(output.float(), torch.cat(parts, dim=1), atol=0.03, rtol=0.03)
