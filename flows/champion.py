@@ -8,7 +8,7 @@ from prefect import flow
 from prefect.artifacts import create_table_artifact
 from pydantic import Field
 
-from flows.notify import notify
+from flows.notify import notify, notify_failure
 from rlhf_core.run.registered import open_registry
 from rlhf_core.tracking import champions
 
@@ -18,7 +18,13 @@ Target = Annotated[str, Field(pattern=r"^([1-9]\d*|none)$")]
 Reason = Annotated[str, Field(min_length=3, max_length=1000)]
 
 
-@flow(name="rlhf-rollback", flow_run_name="{model}-rollback", persist_result=False)
+@flow(
+    name="rlhf-rollback",
+    flow_run_name="{model}-rollback",
+    persist_result=False,
+    on_failure=[notify_failure],
+    on_crashed=[notify_failure],
+)
 def rollback(model: ModelName, reason: Reason, to: Target | None = None, home: str = ".rlhf") -> str:
     """Take the champion back: revoke it, and make an earlier version champion.
 
@@ -36,7 +42,13 @@ def rollback(model: ModelName, reason: Reason, to: Target | None = None, home: s
     return move.version or champions.NONE
 
 
-@flow(name="rlhf-promote", flow_run_name="{model}-{version}", persist_result=False)
+@flow(
+    name="rlhf-promote",
+    flow_run_name="{model}-{version}",
+    persist_result=False,
+    on_failure=[notify_failure],
+    on_crashed=[notify_failure],
+)
 def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rlhf") -> str:
     """Make a version champion by the decision of a person.
 

@@ -1,4 +1,5 @@
-"""Notifications through Prefect's own blocks: a pipeline finished or failed, a policy was crowned or refused.
+"""Notifications through Prefect's own blocks: a pipeline finished or failed, its data drifted, a policy was
+crowned or refused.
 
 `RLHF_NOTIFY` is the address of a notification block of the Prefect server, such as `slack-webhook/team`. A
 notification that cannot be sent is logged; it never fails a run.
@@ -18,6 +19,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.utilities.asyncutils import run_coro_as_sync
 
 from rlhf_core.config.redact import printable, scrubbed
+from rlhf_core.errors import DataDrifted
 
 log = logging.getLogger(__name__)
 
@@ -53,5 +55,7 @@ def notify_result(summary: Mapping[str, Any]) -> None:
 
 
 def notify_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Send the end of a flow run that failed; a hook of Prefect."""
-    notify(f"{flow_run.name} {state.name.lower() if state.name else 'failed'}", state.message or "")
+    """Send the end of a flow run that failed or was stopped by drift; a hook of Prefect."""
+    error = getattr(state.data, "result", state.data)  # Prefect's record of a result contains the exception
+    end = state.name.lower() if state.name else "failed"
+    notify(f"{flow_run.name} {'drifted' if isinstance(error, DataDrifted) else end}", state.message or "")

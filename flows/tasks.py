@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from flows.notify import notify
 from flows.pages import ProgressPage, publish_drift, publish_stage
 from rlhf_core.config.pipeline import RunConfig
 from rlhf_core.pipeline import StageName
@@ -70,7 +71,7 @@ def _error_of(state: State[Any]) -> BaseException:
 def check_drift(run: PipelineRun, data: ArtifactRef | None) -> None:
     """Compare the data with those of the champion, as a task if it is configured.
 
-    Raises GateFailed if they differ too much.
+    Raises DataDrifted if they differ too much.
     """
     if run.config.drift is not None and data is not None:
         drift(run, data)
@@ -78,11 +79,16 @@ def check_drift(run: PipelineRun, data: ArtifactRef | None) -> None:
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="drift")
 def drift(run: PipelineRun, data: ArtifactRef) -> None:
-    """Measure the drift, show its page, and raise GateFailed if it is above a limit."""
+    """Measure the drift, show its page, and raise DataDrifted if it is above a limit.
+
+    The failure of the flow is its notification, and a warning has one of its own.
+    """
     report = compare_with_champion(run, data)
     if report is not None:
         publish_drift(report)
         report.raise_stop()
+        if above := report.above("warn"):
+            notify(f"{run.name} drifted", f"From the data of {report.champion}: {'; '.join(above)}")
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

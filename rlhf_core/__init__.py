@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.errors import (
     ConfigError,
     CorruptArtifact,
+    DataDrifted,
     DataError,
     GateFailed,
     InfrastructureError,
@@ -52,6 +53,7 @@ __all__ = [
     "ArtifactRef",
     "ConfigError",
     "CorruptArtifact",
+    "DataDrifted",
     "DataError",
     "GateFailed",
     "InfrastructureError",

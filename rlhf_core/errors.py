@@ -19,8 +19,8 @@
     │                              retried
     ├── CorruptArtifact            a file does not have the size or sha256 of its manifest
     ├── Superseded                 a later attempt holds this stage key; this one must not commit
-    ├── GateFailed                 a model misses a limit (accuracy, KL, empty answers), or the data
-    │                              have drifted too far; not retried
+    ├── GateFailed                 a model misses a limit (accuracy, KL, empty answers); not retried
+    │   └── DataDrifted            the data have drifted too far from those of the champion
     ├── NonFiniteError             a loss, gradient or reward is NaN or Inf, three times in a row; not retried
     └── RewardError                a reward source failed or returned something unusable
 
@@ -158,6 +158,10 @@ class GateFailed(RLHFError):
     """A result does not meet a limit. It would not with the same configuration again."""
 
 
+class DataDrifted(GateFailed):
+    """A measure of drift is above its limit `drift.stop`."""
+
+
 class NonFiniteError(RLHFError):
     """A number that must be finite is not. The same configuration would fail here again."""
 
@@ -171,8 +175,8 @@ _BY_NAME: dict[str, type[RLHFError]] = {
     for cls in (
         RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError,
         StageFailed, StageTimedOut, WorkerDied, WorkerStuck, OutOfMemory, WeightSyncError, StoreError,
-        StoreUnavailable, UnexpectedError, CorruptArtifact, Superseded, GateFailed, NonFiniteError,
-        RewardError,
+        StoreUnavailable, UnexpectedError, CorruptArtifact, Superseded, GateFailed, DataDrifted,
+        NonFiniteError, RewardError,
     )
 }  # fmt: skip
 

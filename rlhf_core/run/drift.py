@@ -15,9 +15,9 @@ from pathlib import Path
 
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.data.drift import from_json
-from rlhf_core.data.drift_page import Finding, drift_markdown, findings
+from rlhf_core.data.drift_page import Finding, State, drift_markdown, findings
 from rlhf_core.data.tokenizer import tokenizer_digest
-from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
+from rlhf_core.errors import CorruptArtifact, DataDrifted, GateFailed, StageFailed, StageTimedOut
 from rlhf_core.run.child import log_excerpt
 from rlhf_core.run.drift_process import DriftRequest
 from rlhf_core.run.environment import stage_environment
@@ -31,6 +31,8 @@ from rlhf_core.types import ArtifactRef
 log = logging.getLogger(__name__)
 
 PAGE, MEASURES = "drift.md", "drift.json"
+_TAG = "rlhf.drift"
+"""Tag of the MLflow run: the values above a limit, or why there are none."""
 _MLFLOW_SECONDS = 300.0
 """An MLflow server that is started again has some minutes for it."""
 
@@ -46,11 +48,14 @@ class DriftReport:
     page: Path
     """File with the page."""
 
+    def above(self, *states: State) -> list[str]:
+        """Return the sentences of the values in these states."""
+        return [finding.sentence for finding in self.findings if finding.state in states]
+
     def raise_stop(self) -> None:
-        """Raise GateFailed if a value is above its limit `stop`."""
-        above = [finding.sentence for finding in self.findings if finding.state == "stop"]
-        if above:
-            raise GateFailed(
+        """Raise DataDrifted if a value is above its limit `stop`."""
+        if above := self.above("stop"):
+            raise DataDrifted(
                 f"drift from the data of {self.champion}: {'; '.join(above)}; check data.sft, data.preference"
                 f" and data.prompts, or raise the limit; the page is {self.page} and {PAGE} in the MLflow run"
             )
@@ -59,29 +64,43 @@ class DriftReport:
 def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | None:
     """Compare the data of a run with those of the champion, and write the page. Warnings are logged.
 
-    Returns None if there is nothing to compare: no section `drift`, no champion, its data artifact is not in
-    this store or is the same one, or the SFT model of the data exists already.
+    Returns None if there is nothing to compare: no section `drift`, no champion, its data artifact is the
+    same one, or the SFT model of the data exists already. An existing SFT model may be that of another run,
+    so if `drift.stop` has a limit, it counts only after a comparison of this run that did not stop it.
 
-    If the comparison fails, this is logged, and None is returned, unless `drift.stop` has a limit.
+    If the comparison is not possible or fails, this is logged, and None is returned, unless `drift.stop` has
+    a limit.
 
     Raises:
         InfrastructureError: MLflow does not answer, or the comparison failed and `drift.stop` has a limit.
         CorruptArtifact: The champion's data are damaged, and `drift.stop` has a limit.
+        GateFailed: The champion's data are not in this store, and `drift.stop` has a limit.
     """
     config = run.config
-    if config.drift is None or run.artifacts.find("sft", run.spec("sft", {"data": data}).key) is not None:
+    if config.drift is None:
+        return None
+    sft = run.artifacts.find("sft", run.spec("sft", {"data": data}).key)
+    if sft is not None and (not config.drift.can_stop or _has_passed(run)):
         return None
     champion = _champion(run)
     if champion is None:
         log.info("drift: %s has no champion to compare with", config.registered_model)
+        _record(run, "no champion")
         return None
     name = f"{config.registered_model} version {champion.version}"
     before = run.artifacts.find_registered("data", champion.tags)
     if before is None:
-        log.warning("drift is not measured: the data of %s are not in this store", name)
+        problem = f"drift is not measured: the data of {name} are not in this store"
+        if config.drift.can_stop:
+            raise GateFailed(
+                f"{problem} ({config.store.url}), and drift.stop has limits; use the store of its run, or set"
+                " drift=null once, until a champion has its data here"
+            )
+        log.warning("%s", problem)
         return None
     if before.digest == data.digest:
         log.info("drift: the data are those of %s", name)
+        _record(run, "the data are those of the champion")
         return None
     measures = run.folder / MEASURES
     try:
@@ -110,6 +129,22 @@ def _champion(run: PipelineRun) -> ModelVersion | None:
         if mlflow.model_tags(model) is None:
             return None
         return mlflow.by_alias(model, CHAMPION)
+
+
+def _has_passed(run: PipelineRun) -> bool:
+    """Return whether an earlier command compared the data of this run, and no value stopped it."""
+    run.tracking.wait(_MLFLOW_SECONDS)
+    run.ensure_parent()
+    if run.parent_run_id is None:
+        return False
+    mlflow = run.tracking.mlflow
+    with registry_errors(mlflow, "say whether drift was measured"):
+        found = mlflow.tags(run.parent_run_id).get(_TAG)
+    return found is not None and "drift.stop." not in found
+
+
+def _record(run: PipelineRun, result: str) -> None:
+    run.tracking.set_tags(run.parent_run_id, {_TAG: result})
 
 
 def _request(
@@ -194,15 +229,14 @@ def _publish(run: PipelineRun, report: DriftReport) -> None:
     values = {each.drift.metric: each.drift.value for each in report.findings}
     run.tracking.log_results(run.key, {name: value for name, value in values.items() if value is not None})
     run.tracking.log_file(run.parent_run_id, report.page)
-    unusual = []
     for finding in report.findings:
         sentence = f"drift from the data of {report.champion}: {finding.sentence}"
         if finding.state == "warn":
             log.warning("%s; see %s", sentence, report.page)
         elif finding.state == "not measured" and finding.stop is not None:
             log.warning("%s; drift.stop.%s has no effect", sentence, finding.drift.measure)
-        if finding.state in ("warn", "stop"):
-            unusual.append(finding.sentence)
+    # Those that stop come first: a long tag is cut.
+    unusual = [*report.above("stop"), *report.above("warn")]
     if not unusual:
         log.info("drift: no measure is above its limit; see %s", report.page)
-    run.tracking.set_tags(run.parent_run_id, {"rlhf.drift": "; ".join(unusual) or "none"})
+    _record(run, "; ".join(unusual) or "none")

@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
+from flows import champion
 from flows import notify as module
 from flows.notify import notify, notify_failure, notify_result
+from flows.rlhf import rlhf
+from rlhf_core.errors import DataDrifted
 
 SUMMARY = {
     "run": "demo-seed0-1c38a75c",
@@ -43,15 +46,24 @@ def test_each_end_is_one_message(sent: list[tuple[str, str]]) -> None:
     notify_result({**SUMMARY, "registration": refused})
     notify_result({**SUMMARY, "stages": {"register": {"reused": True}}})
     notify_result({"run": "demo"})
-    state: Any = SimpleNamespace(name="Failed", message="StageFailed: ppo")
+    state: Any = SimpleNamespace(name="Failed", message="StageFailed: ppo", data=None)
     run: Any = SimpleNamespace(name="demo-seed0-a1")
+    notify_failure(None, run, state)  # type: ignore[arg-type]
+    record = SimpleNamespace(result=DataDrifted("vocabulary 0.4"))
+    state = SimpleNamespace(name="Failed", message="DataDrifted: vocabulary 0.4", data=record)
     notify_failure(None, run, state)  # type: ignore[arg-type]
     assert sent == [
         ("demo-policy version 3 crowned", "demo-seed0-1c38a75c finished. it won 0.6"),
         ("demo-policy version 3 refused", "demo-seed0-1c38a75c finished. it won 0.6"),
         ("demo finished", "It ended before the stage register."),
         ("demo-seed0-a1 failed", "StageFailed: ppo"),
+        ("demo-seed0-a1 drifted", "DataDrifted: vocabulary 0.4"),
     ]
+
+
+@pytest.mark.parametrize("flow", [champion.rollback, champion.promote, rlhf])
+def test_failures_of_flows_are_sent(flow: Any) -> None:
+    assert flow.on_failure_hooks == flow.on_crashed_hooks == [notify_failure]
 
 
 def test_nothing_is_sent_without_a_block_and_failures_are_logged(

@@ -23,7 +23,7 @@ from flows.tasks import stage_task
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.drift import Drift
 from rlhf_core.data.drift_page import Finding
-from rlhf_core.errors import GateFailed, StageFailed
+from rlhf_core.errors import DataDrifted, StageFailed
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.drift import DriftReport
 from rlhf_core.run.pipeline_run import PipelineRun
@@ -76,6 +76,12 @@ def test_prefect_gets_the_page_before_the_run_ends(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tasks, "compare_with_champion", lambda run, data: report)
     monkeypatch.setattr(pages, "create_markdown_artifact", lambda text, **_: shown.append(text))
     data = ArtifactRef("data", "a" * 16, "d", "/data")
-    with pytest.raises(GateFailed, match=r"sources 1 \(sft\), above drift\.stop\.sources=0\.5"):
+    with pytest.raises(DataDrifted, match=r"sources 1 \(sft\), above drift\.stop\.sources=0\.5"):
         tasks.drift.fn(SimpleNamespace(), data)  # type: ignore[arg-type]
     assert shown == ["# Data drift"]
+    sent: list[tuple[str, str]] = []
+    monkeypatch.setattr(tasks, "notify", lambda *message: sent.append(message))
+    report.findings[:] = [Finding(finding.drift, 0.5, None)]
+    tasks.drift.fn(SimpleNamespace(name="fox-seed0"), data)  # type: ignore[arg-type]
+    warning = "sources 1 (sft), above drift.warn.sources=0.5"
+    assert sent == [("fox-seed0 drifted", f"From the data of fox-policy version 3: {warning}")]

@@ -1,6 +1,8 @@
 """A run compares its data with those of the champion before SFT.
 
-- nothing is compared without the section, without a champion, with the same data, or if SFT is done
+- nothing is compared without the section, without a champion, with the same data, or if SFT is done; with a
+  limit that stops, SFT counts only after a comparison of this run
+- a limit that stops ends the run if the champion's data are in another store
 - values above `warn` are logged, above `stop` they end the run; the page and the measures are written
 - agreement with the champion's reward model says why it was not measured; it has an interval, and few pairs
   with the same accuracy do not cross a limit
@@ -78,11 +80,52 @@ def test_nothing_is_compared_without_other_data_of_a_champion(tmp_path: Path, da
     crown(run, old)
     assert compare_with_champion(run, old) is None  # the same data
     assert compare_with_champion(pipeline(tmp_path, database, None), new) is None
-    out = tmp_path / "sft"
-    out.mkdir()
-    run.artifacts.publish("sft", run.spec("sft", {"data": new}).key, out, Provenance())
-    assert compare_with_champion(run, new) is None
+    publish_sft(run, new)
+    warning = pipeline(tmp_path, database, {"warn": {"vocabulary": 0.01}})
+    assert compare_with_champion(warning, new) is None  # SFT is done
     assert not (run.folder / "drift.md").exists()
+
+
+def publish_sft(run: PipelineRun, data: ArtifactRef) -> None:
+    out = run.home.path / "sft"
+    out.mkdir()
+    run.artifacts.publish("sft", run.spec("sft", {"data": data}).key, out, Provenance())
+
+
+@pytest.mark.parametrize("limit", [0.3, 1.0])
+def test_a_limit_stops_a_run_whose_sft_another_run_has_made(
+    limit: float, tmp_path: Path, database: Path
+) -> None:
+    run = pipeline(tmp_path, database, {"stop": {"vocabulary": limit}})
+    old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
+    crown(run, old)
+    publish_sft(run, new)
+    for _ in range(2):
+        report = compare_with_champion(run, new)
+        if limit == 0.3:
+            assert report is not None and report.above("stop")
+    # A run that has passed is not compared again.
+    assert (report is None) == (limit == 1.0)
+
+
+def test_a_run_that_began_without_a_champion_is_not_compared_later(tmp_path: Path, database: Path) -> None:
+    run = pipeline(tmp_path, database, {"stop": {"vocabulary": 0.3}})
+    old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
+    assert compare_with_champion(run, new) is None
+    publish_sft(run, new)
+    crown(run, old)
+    assert compare_with_champion(run, new) is None
+
+
+def test_a_limit_stops_a_run_if_the_data_of_the_champion_are_in_another_store(
+    tmp_path: Path, database: Path
+) -> None:
+    run = pipeline(tmp_path, database, {"stop": {"vocabulary": 0.3}})
+    new = publish(run, "b", OTHER_TEXTS)
+    crown(run, ArtifactRef("data", "a" * 16, "d", "/data"))
+    with pytest.raises(GateFailed, match=r"version 1 are not in this store .* set drift=null once"):
+        compare_with_champion(run, new)
+    assert compare_with_champion(pipeline(tmp_path, database, {}), new) is None
 
 
 def test_drift_warns_and_stops_with_a_page(
