@@ -32,7 +32,7 @@ class RegisterConfig(Section):
         0.05,
         "Maximum probability that, within 365 days, any candidate that is not better than the champion"
         " replaces it ([promotion](promotion.md)); while there is no champion, the k-th test has the level"
-        " alpha / (k (k + 1))",
+        " alpha / (k (k + 1)), in addition to the budget of the year",
         within=Range(1e-6, 0.5, "0 allows no champion, and above 0.5 chance decides"),
     )
     votes: tuple[UserPath, ...] = content(

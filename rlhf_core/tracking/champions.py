@@ -45,6 +45,8 @@ REFERENCE = "rlhf.reference."
 
 MAX_REASON = 1000
 """Largest number of characters of a reason."""
+_MAX_TAG = 5000
+"""Largest number of characters of a tag of a registered model in MLflow's databases."""
 _MOVE = "rlhf.champion."
 """Prefix of the tags of the registered model that contain its moves. Microseconds since 1970 follow."""
 
@@ -68,10 +70,12 @@ class Move:
     """The match that decided; None without one."""
     state: Literal["started", "done", "overtaken"] = "started"
     """`overtaken`: someone else moved the alias, or revoked or deleted the version, before this move was
-    finished.
+    finished. The alias was not moved.
     """
     digests: Mapping[str, str] | None = None
-    """Of a rollback: the tags `POLICY` and `WEIGHTS` of the version that it revokes, which can be deleted."""
+    """Of a rollback: the tags `POLICY` and `WEIGHTS` of the version that it revokes, which can be deleted.
+    None if it revoked nothing.
+    """
 
     @property
     def key(self) -> str:
@@ -112,7 +116,7 @@ def revocation(
     existing = {each.version for each in versions}
     # Only of deleted versions. An existing one has the tag REVOKED, which a person may have removed.
     for move in moves:
-        if move.digests and move.previous not in existing and move.state != "overtaken":
+        if move.digests and move.previous not in existing:
             tag = f"{move.key} of the registered model"
             found.append(Revocation(str(move.previous), move.reason, _digests(move.digests), tag))
     for each in found:
@@ -152,8 +156,8 @@ def history(mlflow: Mlflow, model: str) -> list[Move]:
 def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
     """Make `move.version` champion, or nobody if it is None, in the order of the module's docstring.
 
-    Return the move as it was recorded: `done`, or `overtaken` if the version was revoked or deleted in the
-    meantime. Then the alias was not moved.
+    Return the move as it was recorded: `done`, or `overtaken` if the alias was moved, or the version revoked
+    or deleted, in the meantime.
     """
     earlier = history(mlflow, model)
     if earlier and move.time <= earlier[-1].time:
@@ -168,44 +172,58 @@ def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
 def settle(mlflow: Mlflow, model: str) -> None:
     """Finish moves that were interrupted."""
     for move in history(mlflow, model):
-        if move.state != "started":
-            continue
-        champion = mlflow.by_alias(model, CHAMPION)
-        now = champion.version if champion else None
-        if now in (move.previous, move.version):
+        if move.state == "started":
             _finish(mlflow, model, move)
-        else:
-            # The alias is at neither end of the move: somebody has moved it by hand, which is respected.
-            _record(mlflow, model, replace(move, state="overtaken"))
 
 
 def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
     """Do what is left of a move, and return it as it was recorded."""
     versions = {each.version: each for each in mlflow.versions(model)}
-    if move.version is not None:
-        version = versions.get(move.version)
-        # The version may have been deleted or revoked after the move was recorded.
-        if version is None or revocation(version, versions.values(), history(mlflow, model)):
-            overtaken = replace(move, state="overtaken")
-            _record(mlflow, model, overtaken)
-            return overtaken
+    version = versions.get(move.version or "")
+    is_lost = move.version is not None and (
+        version is None or revocation(version, versions.values(), history(mlflow, model)) is not None
+    )
+    if is_lost and _champion(mlflow, model) == move.previous:
+        # Nothing can replace the champion, which is therefore not revoked either.
+        return _record(mlflow, model, replace(move, state="overtaken", digests=None))
     if move.action == "rolled_back" and move.previous in versions:
         assert move.previous is not None
         mlflow.tag_version(model, move.previous, {REVOKED: move.reason})
         failpoint("champion.revoked")
+    # At neither end of the move, the alias was moved by somebody else, which is respected.
+    if is_lost or _champion(mlflow, model) not in (move.previous, move.version):
+        return _record(mlflow, model, replace(move, state="overtaken"))
     if move.version is None:
         mlflow.delete_alias(model, CHAMPION)
     else:
         mlflow.set_alias(model, CHAMPION, move.version)
     failpoint("champion.moved")
-    done = replace(move, state="done")
-    _record(mlflow, model, done)
+    done = _record(mlflow, model, replace(move, state="done"))
     failpoint("champion.done")
     return done
 
 
-def _record(mlflow: Mlflow, model: str, move: Move) -> None:
-    mlflow.tag_model(model, {move.key: json.dumps(asdict(move))})
+def _champion(mlflow: Mlflow, model: str) -> str | None:
+    """Return the version that has the alias."""
+    champion = mlflow.by_alias(model, CHAMPION)
+    return champion.version if champion else None
+
+
+def _record(mlflow: Mlflow, model: str, move: Move) -> Move:
+    """Write the tag of a move, and return it."""
+    mlflow.tag_model(model, {move.key: _text(move)})
+    return move
+
+
+def _text(move: Move) -> str:
+    """Return the text of the tag of a move, without details of the match if it would be too long."""
+    few = move.evidence and {name: value for name, value in move.evidence.items() if name != "by_source"}
+    last = replace(move, evidence=None, reason=move.reason[:MAX_REASON])
+    for each in (move, replace(move, evidence=few), replace(move, evidence=None), last):
+        text = json.dumps(asdict(each), ensure_ascii=False)
+        if len(text) <= _MAX_TAG:
+            break
+    return text
 
 
 def champions(mlflow: Mlflow, model: str) -> tuple[ModelVersion | None, list[Move]]:
@@ -345,9 +363,12 @@ def _require_model(mlflow: Mlflow, model: str) -> None:
 
 def _require_done(model: str, move: Move) -> Move:
     if move.state != "done":
+        what = f"the alias `{CHAMPION}` of {model} was moved"
+        if move.version is not None:
+            what += f", or version {move.version} was revoked or deleted,"
         raise InputError(
-            f"version {move.version} of {model} was revoked or deleted in the meantime; nothing was changed;"
-            f" see `rlhf champions {model}`, and name another version"
+            f"{what} in the meantime; this command did not move it; see `rlhf champions {model}`, and decide"
+            " again"
         )
     return move
 

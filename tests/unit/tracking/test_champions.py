@@ -5,7 +5,8 @@
 - a revoked policy, and the same weights in another version, never becomes champion again, neither by a match
   nor by a person nor by a rollback, also after the revoked version was deleted
 - killed between any two writes, the same command ends in the same state, and there is one champion
-- moves by hand in MLflow are not undone
+- moves by hand in MLflow are not undone, also during a command; a rollback revokes its version all the same
+- a move fits into a tag of every database
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def test_a_command_reports_that_its_version_was_revoked_in_the_meantime(
             mlflow.tag_version(model, "2", {REVOKED: "insults"})
 
     monkeypatch.setattr(champions, "failpoint", revoked_meanwhile)
-    with pytest.raises(InputError, match=r"version 2 of .* was revoked or deleted in the meantime; nothing"):
+    with pytest.raises(InputError, match=r"or version 2 was revoked or deleted, in the meantime"):
         rollback(mlflow, model, "bad")
     assert champion(mlflow, model) == "3" and revoked(mlflow, model) == {"2": "insults"}
 
@@ -245,6 +246,66 @@ def test_moves_by_hand_are_not_undone(mlflow: Mlflow, model: str) -> None:
     settle(mlflow, model)
     assert champion(mlflow, model) == "3"
     assert history(mlflow, model)[0] == replace(started, state="overtaken")
+
+
+@pytest.mark.parametrize("to", [None, "none"])
+def test_a_move_by_hand_during_a_command_is_not_undone(
+    mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch, to: str | None
+) -> None:
+    def by_hand(name: str) -> None:
+        if name == "champion.recorded":
+            mlflow.set_alias(model, "champion", "1")
+
+    monkeypatch.setattr(champions, "failpoint", by_hand)
+    with pytest.raises(InputError, match=r"the alias `champion` of .* was moved.* in the meantime; this"):
+        rollback(mlflow, model, "bad", to)
+    assert (champion(mlflow, model), revoked(mlflow, model)) == ("1", {"3": "bad"})
+
+
+def test_a_candidate_meets_the_champion_that_a_person_named_before_the_alias_moves(
+    mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_hand(name: str) -> None:
+        if name == "champion.recorded" and champion(mlflow, model) == "3":
+            mlflow.set_alias(model, "champion", "1")
+
+    monkeypatch.setattr(champions, "failpoint", by_hand)
+    done, met = enter(mlflow, model, "d")
+    assert (done.decision.champion, met) == (True, ["weights of c", "weights of a"])
+    assert [each.state for each in history(mlflow, model)[-2:]] == ["overtaken", "done"]
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_an_interrupted_rollback_revokes_also_if_the_alias_was_moved_by_hand(
+    mlflow: Mlflow, model: str, database: Path, is_deleted: bool
+) -> None:
+    killed_at(
+        "champion.recorded", lambda: rollback(Mlflow(f"sqlite:///{database}", "champions"), model, "bad")
+    )
+    mlflow.set_alias(model, "champion", "1")
+    if is_deleted:
+        mlflow._client.delete_model_version(model, "3")
+    settle(mlflow, model)
+    assert champion(mlflow, model) == "1" and history(mlflow, model)[-1].state == "overtaken"
+    assert revoked(mlflow, model) == ({} if is_deleted else {"3": "bad"})
+    done, met = enter(mlflow, model, "c")
+    assert (done.decision.rule, met) == ("revoked", [])
+
+
+def test_a_move_fits_into_a_tag_of_every_database(mlflow: Mlflow, model: str) -> None:
+    by_source = {f"source {i}".ljust(100): 0.5 for i in range(20)}
+    sets = {f"set {i}".ljust(100): {"mean": 0.5} for i in range(40)}
+    some = dict(list(sets.items())[:20])
+    without = {name: value for name, value in WON.record().items() if name != "by_source"}
+    for evidence, kept in (
+        (without | {"by_source": by_source}, without | {"by_source": by_source}),
+        (without | {"by_source": by_source, "regression": some}, without | {"regression": some}),
+        (without | {"regression": sets}, None),
+    ):
+        move = Move(9e9, "crowned", "3", "2", "\u0436" * 1000, evidence)
+        champions._record(mlflow, model, move)
+        assert len((mlflow.model_tags(model) or {})[move.key]) <= 5000
+        assert history(mlflow, model)[-1] == replace(move, evidence=kept)
 
 
 def test_a_crowning_that_was_interrupted_does_not_restore_a_revoked_version(
