@@ -22,13 +22,10 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
 
-_EXECUTION_SECTIONS = ("run", "store", "tracking", "drift")
-"""Sections that say where, how and whether the pipeline runs. All others are part of its key."""
 _PIPELINE_SECTIONS = tuple(
-    section
-    for section in (field.alias or name for name, field in PipelineConfig.model_fields.items())
-    if section not in _EXECUTION_SECTIONS
+    field.alias or name for name, field in PipelineConfig.model_fields.items() if effect_of(field) == "result"
 )
+"""Sections that are part of the key of the pipeline. The others say where, how and whether it runs."""
 
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:

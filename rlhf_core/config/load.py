@@ -15,13 +15,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from rlhf_core.config.devices import gpu_names, uses_gpu
 from rlhf_core.config.messages import Place, dotted, locate, out_of_range, sentences, unknown
-from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig, TrainingStage
 from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
@@ -163,9 +163,8 @@ def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
     default = "float32"
     if uses_gpu(device) and not any(_BEFORE_AMPERE.search(name) for name in gpu_names()):
         default = "bfloat16"
-    _fill(tree, ("sft", "deepspeed"), "dtype", default)
-    _fill(tree, ("reward", "deepspeed"), "dtype", default)
-    _fill(tree, ("dpo", "deepspeed"), "dtype", default)
+    for stage in get_args(TrainingStage):
+        _fill(tree, (stage, "deepspeed"), "dtype", default)
     _fill(tree, ("ppo", "policy_deepspeed"), "dtype", default)
     _fill(tree, ("ppo", "critic_deepspeed"), "dtype", default)
     policy = tree["ppo"].get("policy_deepspeed") if isinstance(tree.get("ppo"), dict) else None

@@ -256,9 +256,9 @@ TrainingStage = Literal["sft", "reward", "dpo"]
 class PipelineConfig(Section):
     """The whole pipeline: one YAML file."""
 
-    run: RunConfig = result(RunConfig(), "Name, seed, folders, retries")
-    store: StoreConfig = result(StoreConfig(), "Artifacts and checkpoints")
-    tracking: TrackingConfig = result(TrackingConfig(), "MLflow")
+    run: RunConfig = execution(RunConfig(), "Name, seed, folders, retries")
+    store: StoreConfig = execution(StoreConfig(), "Artifacts and checkpoints")
+    tracking: TrackingConfig = execution(TrackingConfig(), "MLflow")
     model: ModelConfig = result(ModelConfig(), "The model to start from")
     data: DataConfig = result(DataConfig(), "Sources, formats, lengths, split")
     drift: DriftConfig | None = execution(

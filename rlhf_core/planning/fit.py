@@ -344,7 +344,7 @@ def _trainer(field: str, deepspeed: DeepSpeedConfig) -> Iterator[tuple[str, str,
         yield f"{field}.gradient_checkpointing", "true", 1.0
     if deepspeed.zero_stage < 3:
         yield f"{field}.zero_stage", str(deepspeed.zero_stage + 1), 0.5
-    step = deepspeed.ranks if field.startswith(("sft", "reward", "dpo")) else 1
+    step = 1 if field.startswith("ppo.") else deepspeed.ranks
     yield f"{field}.ranks", str(deepspeed.ranks + step), 1.0
     if deepspeed.dtype == "float32":
         yield f"{field}.dtype", "bfloat16", 1.0
