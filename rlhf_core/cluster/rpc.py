@@ -34,6 +34,7 @@ FEW = 16
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 A_co = TypeVar("A_co", covariant=True)
 
@@ -161,18 +162,20 @@ class RemoteActor(Generic[A_co]):
     def call_parts(
         self,
         parts: int,
-        method: Callable[Concatenate[A_co, P], Sequence[Any]],
+        method: Callable[Concatenate[A_co, P], tuple[R, *tuple[T, ...]]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> list[Pending[Any]]:
-        """Start a `method` that returns a sequence of `parts` objects, and return each as a result of its
-        own.
+    ) -> tuple[Pending[R], list[Pending[T]]]:
+        """Start a `method` that returns `parts` objects, and return each as a result of its own: the first
+        one, and the others.
 
         The caller owns the objects, so they outlive the actor, as long as the actor's node is alive.
         """
-        references = getattr(self.handle, method.__name__).options(num_returns=parts).remote(*args, **kwargs)
-        return [Pending(reference) for reference in references]
+        first, *others = (
+            getattr(self.handle, method.__name__).options(num_returns=parts).remote(*args, **kwargs)
+        )
+        return Pending(first), [Pending(reference) for reference in others]
 
 
 def as_argument(pending: Pending[R]) -> R:

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
-from rlhf_core.ppo.columns import RolloutColumns, columns_of, header_of
+from rlhf_core.ppo.columns import RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -85,7 +85,7 @@ class EngineActor(Actor):
         max_new_tokens: int,
         temperature: float,
         seeds: Sequence[int],
-    ) -> list[Any]:
+    ) -> tuple[RolloutHeader, *tuple[RolloutColumns, ...]]:
         """Sample `n` responses to each prompt with the weights of the last sync.
 
         Args:
@@ -109,7 +109,7 @@ class EngineActor(Actor):
             adapter=None if self._adapter_config is None else self._version + 1,
         )
         self.counters["decode_steps"] = self._engine.steps
-        return [header_of(rollouts), *_columns(rollouts, [len(chunk) for chunk in chunks], n)]
+        return header_of(rollouts), *_columns(rollouts, [len(chunk) for chunk in chunks], n)
 
     @rpc()
     def sample_from(
@@ -123,7 +123,7 @@ class EngineActor(Actor):
         max_new_tokens: int,
         temperature: float,
         seeds: Sequence[int],
-    ) -> list[Any]:
+    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
         """Sample `n` responses to each prompt that this engine takes from a queue.
 
         Args:
@@ -167,7 +167,7 @@ class EngineActor(Actor):
         size = -(-len(taken) // parts)
         chunks = [taken[part * size : (part + 1) * size] for part in range(parts)]
         columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
-        return [(chunks, header_of(rollouts)), *columns]
+        return (chunks, header_of(rollouts)), *columns
 
     # -- sleep --
 

@@ -43,9 +43,9 @@ class Experience:
     whitening: Whitening | None
     """None if advantages are not whitened."""
     metrics: dict[str, float]
-    returns: Scattered
+    returns: Scattered[ResponseSums]
     """From unwhitened advantages, for the critic."""
-    values: Scattered | None
+    values: Scattered[None] | None
     """By the critic before the update; None without a critic."""
 
     @property
@@ -59,9 +59,9 @@ def make_experience(
     fleet: Fleet,
     batch: RolloutBatch,
     *,
-    old: Scattered,
-    ref: Scattered,
-    values: Scattered | None,
+    old: Scattered[None],
+    ref: Scattered[None],
+    values: Scattered[None] | None,
     scores: Sequence[float],
     ppo: PPOConfig,
     kl_coef: float,

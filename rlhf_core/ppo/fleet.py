@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from rlhf_core.cluster.connect import connect, on_cluster
 from rlhf_core.cluster.rpc import (
@@ -98,20 +98,24 @@ def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list
     return indices
 
 
-class Scattered:
+class Scattered(Generic[R]):
     """A call that runs on all ranks of a group, each with its own responses, and whose results stay there.
 
     Each call returns a message for the controller (None if there is nothing to say), and columns.
     """
 
     def __init__(
-        self, fleet: Fleet, what: str, shares: list[RankShare], parts: list[list[Pending[Any]]]
+        self,
+        fleet: Fleet,
+        what: str,
+        shares: list[RankShare],
+        parts: list[tuple[Pending[R], list[Pending[RowColumns]]]],
     ) -> None:
         self._fleet = fleet
         self._what = what
         self.shares = shares
-        self._messages = [rank[0] for rank in parts]
-        self.columns: list[Pending[RowColumns]] = [rank[1] for rank in parts]
+        self._messages = [message for message, _ in parts]
+        self.columns = [columns for _, [columns] in parts]
         """Of each rank. The rows are in the order of its share."""
         self._places_B: Places | None = None
 
@@ -125,7 +129,7 @@ class Scattered:
             self._places_B = places_of(self.shares)
         return objects.add(self.columns, self._places_B.take(indices))
 
-    def complete(self) -> list[Any]:
+    def complete(self) -> list[R]:
         """Wait for all ranks, and return their messages."""
         return self._fleet.wait(self._messages, self._what)
 
@@ -410,7 +414,7 @@ class Fleet:
 
     def logprobs(
         self, role: Literal["policy", "reference"], batch: RolloutBatch, *, with_entropy: bool
-    ) -> Scattered:
+    ) -> Scattered[None]:
         """Start `ModelWorker.logprobs` on the ranks of `role`."""
         group, shares, arguments = self._arguments(role, batch)
         parts = [
@@ -419,7 +423,7 @@ class Fleet:
         ]
         return Scattered(self, f"{role}.logprobs", shares, parts)
 
-    def values(self, batch: RolloutBatch) -> Scattered:
+    def values(self, batch: RolloutBatch) -> Scattered[None]:
         """Start `ModelWorker.values` on the ranks of the critic."""
         group, shares, arguments = self._arguments("critic", batch)
         parts = [

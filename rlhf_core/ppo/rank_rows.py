@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -112,7 +111,7 @@ class RankExperience:
 
 
 def experience_of_rank(
-    batch: RankBatch, inputs: ExperienceInputs, objects: Sequence[Any], ppo: PPOConfig
+    batch: RankBatch, inputs: ExperienceInputs, objects: Sequence[RowColumns], ppo: PPOConfig
 ) -> tuple[RankExperience, ResponseSums]:
     """Return the experience of the responses of `batch`, and the sums of each."""
     prompts, responses = batch.tokens()
@@ -157,7 +156,7 @@ def policy_samples(
 
 
 def critic_samples(
-    batch: RankBatch, inputs: CriticInputs, objects: Sequence[Any], exchange: Exchange, rank: Rank
+    batch: RankBatch, inputs: CriticInputs, objects: Sequence[RowColumns], exchange: Exchange, rank: Rank
 ) -> list[TrainSample]:
     """Return the samples that this critic rank trains on. This is a collective operation.
 
@@ -181,7 +180,7 @@ def critic_samples(
     ]
 
 
-def _column(places: Places, objects: Sequence[Any], name: str) -> list[FloatArray]:
+def _column(places: Places, objects: Sequence[RowColumns], name: str) -> list[FloatArray]:
     return [objects[number].row(name, row) for number, row in places]
 
 

@@ -19,7 +19,7 @@ import heapq
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, TypeVar, overload
+from typing import TypedDict, TypeVar, overload
 
 import numpy as np
 
@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 Chunk = tuple[int, ...]
 """Indices of prompts whose responses form one chunk."""
+Answer = RolloutHeader | tuple[list[list[int]], RolloutHeader]
+"""What `EngineActor.sample` or `EngineActor.sample_from` return before the chunks."""
 
 _CHUNK_ROWS = 64
 """Largest number of responses in a chunk, if a prompt does not have more samples."""
@@ -126,12 +128,12 @@ class Sampling:
     """Chunks of each engine that are not sampled yet, with `ppo.engine.dispatch=fixed`."""
     order: list[int] = field(default_factory=list)
     """The prompts that the engines take, with `ppo.engine.dispatch=queue`."""
-    calls: dict[int, Pending[Any]] = field(default_factory=dict)
+    calls: dict[int, Pending[Answer]] = field(default_factory=dict)
     tokens: dict[int, list[Pending[RolloutColumns]]] = field(default_factory=dict)
 
-    def chunks_of(self, engine: int, answer: Any) -> tuple[list[Chunk], RolloutHeader]:
+    def chunks_of(self, engine: int, answer: Answer) -> tuple[list[Chunk], RolloutHeader]:
         """Return the chunks that an engine has sampled, and the header of all their responses."""
-        if not self.order:
+        if isinstance(answer, RolloutHeader):
             return self.remaining.pop(engine), answer
         taken, header = answer
         return [tuple(self.order[i] for i in part) for part in taken], header
@@ -270,7 +272,7 @@ class Collector:
         prompts = sampling.prompts
         sampling.calls.clear()
         for engine, chunks in sampling.remaining.items():
-            call, *tokens = self._fleet.engines.actor(engine).call_parts(
+            call, tokens = self._fleet.engines.actor(engine).call_parts(
                 1 + len(chunks),
                 EngineActor.sample,
                 [[prompts[i] for i in chunk] for chunk in chunks],
@@ -295,7 +297,7 @@ class Collector:
         parts = -(-len(prompts) // (size * len(serving)))
         sampling.calls.clear()
         for engine in serving:
-            sampling.calls[engine], *sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
+            sampling.calls[engine], sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
                 1 + parts,
                 EngineActor.sample_from,
                 self._queue,

@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_core.cluster.rpc import Pending, as_argument
 from rlhf_core.models.packing import estimated_cost, plan_ranks
 from rlhf_core.ppo.batch import RankShare, RolloutBatch, SentShare
-from rlhf_core.ppo.columns import Indices, Places, RolloutColumns
+from rlhf_core.ppo.columns import Indices, Places, RolloutColumns, RowColumns
 
 
 def route(batch: RolloutBatch, ranks: int, micro_batch_tokens: int, *, pack: bool) -> list[RankShare]:
@@ -110,14 +110,14 @@ class SentBatches:
 class ObjectArguments:
     """The objects that one call needs. Ray transfers each of them to the actor, without the controller."""
 
-    pending: list[Pending[Any]] = field(default_factory=list)
+    pending: list[Pending[RowColumns]] = field(default_factory=list)
 
-    def add_all_rows(self, pending: Pending[Any], count: int) -> Places:
+    def add_all_rows(self, pending: Pending[RowColumns], count: int) -> Places:
         """Add an object, and return the places of its `count` rows."""
         self.pending.append(pending)
         return Places(np.full(count, len(self.pending) - 1), np.arange(count))
 
-    def add(self, objects: Sequence[Pending[Any]], places: Places) -> Places:
+    def add(self, objects: Sequence[Pending[RowColumns]], places: Places) -> Places:
         """Add those of `objects` that have these rows, and return the places in `pending`."""
         used, positions = np.unique(places.objects, return_inverse=True)
         start = len(self.pending)

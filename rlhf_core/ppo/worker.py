@@ -274,7 +274,9 @@ class ModelWorker(Actor):
         return self._batch
 
     @rpc()
-    def make_experience(self, inputs: ExperienceInputs, *objects: Any) -> tuple[ResponseSums, RowColumns]:
+    def make_experience(
+        self, inputs: ExperienceInputs, *objects: RowColumns
+    ) -> tuple[ResponseSums, RowColumns]:
         """Make the experience of this policy rank's responses (see `ppo.experience`) and keep it.
 
         Returns the sums of each response for the controller, and `returns` for the critic.
@@ -325,7 +327,7 @@ class ModelWorker(Actor):
         exchange: Exchange,
         steps: list[OptimizerStep],
         clip_values: bool,
-        *objects: Any,
+        *objects: RowColumns,
     ) -> dict[str, float]:
         """Update the critic in the same way.
 

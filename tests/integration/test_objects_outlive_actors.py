@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -23,9 +21,9 @@ def test_parts_of_a_result_outlive_the_actor_that_made_them(monkeypatch: pytest.
     import ray
 
     class Engine:
-        def sample(self) -> list[Any]:
+        def sample(self) -> tuple[str, *tuple[RowColumns, ...]]:
             columns = [row_columns([length], logprobs=[np.full(length, length)]) for length in ROWS]
-            return ["header", *columns]
+            return "header", *columns
 
     class Rank:
         def read(self, *columns: RowColumns) -> list[tuple[int, float]]:
@@ -37,7 +35,7 @@ def test_parts_of_a_result_outlive_the_actor_that_made_them(monkeypatch: pytest.
     try:
         engine = RemoteActor[Engine](ray.remote(Engine).remote())
         rank = RemoteActor[Rank](ray.remote(Rank).remote())
-        header, *chunks = engine.call_parts(1 + len(ROWS), Engine.sample)
+        header, chunks = engine.call_parts(1 + len(ROWS), Engine.sample)
         assert fetch([header], 60) == ["header"]
         ray.kill(engine.handle)
         (read,) = fetch([rank.call(Rank.read, *(as_argument(chunk) for chunk in chunks))], 60)
