@@ -10,7 +10,6 @@ Axes: `P` pairs; the size 2 is for the chosen and the rejected response.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, train_epochs, train_on_ranks
+from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, StageContext, StageResult
@@ -151,7 +150,7 @@ def train_dpo(
         "rewards/chosen": final["eval/rewards/chosen"],
         "rewards/rejected": final["eval/rewards/rejected"],
         "pairs": float(len(held_out)),
-        "tokens_per_s": trained.tokens_per_s,
+        **trained.metrics,
     }
 
 
@@ -189,13 +188,7 @@ def train_step(
 
     norm = engine.train_step(losses(), total)
     dist.all_reduce(sums)
-    metrics = {
-        **_means("train", sums, len(batch)),
-        "train/grad_norm": norm,
-        "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
-        "train/skipped_steps": float(engine.skipped_steps),
-    }
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return step_metrics(engine, norm, _means("train", sums, len(batch)))
 
 
 def evaluate_dpo(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,9 +49,15 @@ class Trained:
 
     steps: int
     """Optimizer steps, also those of earlier attempts."""
-    best_step: int
-    """The step whose weights the engine has: with `early_stop` the best one, otherwise the last one."""
+    best_step: int | None
+    """The step whose weights the engine has with `early_stop`; None without it."""
     tokens_per_s: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`tokens_per_s`, and `best_step` with `early_stop`."""
+        metrics = {"tokens_per_s": self.tokens_per_s}
+        return metrics if self.best_step is None else {**metrics, "best_step": float(self.best_step)}
 
 
 def train_on_ranks(
@@ -185,4 +191,22 @@ def train_epochs(
     # 0: no early stop, or no finite loss. `step`: the engine has the best weights already.
     if 0 < best.step < step:
         engine.restore_best()
-    return Trained(step, best.step or step, tokens / max(seconds, 1e-9))
+    best_step = None if early_stop is None else best.step or step
+    return Trained(step, best_step, tokens / max(seconds, 1e-9))
+
+
+def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite metrics of the optimizer step that `engine` has just made.
+
+    Args:
+        engine: Its learning rate and its number of skipped steps are added.
+        norm: Norm of the gradient.
+        measured: The metrics of the stage.
+    """
+    metrics = {
+        **measured,
+        "train/grad_norm": norm,
+        "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
+        "train/skipped_steps": float(engine.skipped_steps),
+    }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

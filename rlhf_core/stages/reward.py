@@ -39,7 +39,7 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, train_epochs, train_on_ranks
+from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
@@ -305,8 +305,7 @@ def train_reward(
         table_row=table_row,
         early_stop=config.early_stop,
     )
-    result = {"tokens_per_s": trained.tokens_per_s}
-    return result if config.early_stop is None else {**result, "best_step": float(trained.best_step)}
+    return trained.metrics
 
 
 def train_step(
@@ -348,11 +347,8 @@ def train_step(
         "train/loss": loss,
         "train/accuracy": right / len(batch),
         "train/margin": margin / len(batch),
-        "train/grad_norm": norm,
-        "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
-        "train/skipped_steps": float(engine.skipped_steps),
     }
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return step_metrics(engine, norm, metrics)
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, train_epochs, train_on_ranks
+from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import StageContext, StageResult
 
@@ -233,12 +233,7 @@ def train_sft(
     final = evaluate_sft(engine, held_out, config, pad_id)
     if training.context is not None:
         training.context.metrics.log_metrics(final, trained.steps)
-    result = {
-        "eval_loss": final["eval/loss"],
-        "perplexity": final["eval/perplexity"],
-        "tokens_per_s": trained.tokens_per_s,
-    }
-    return result if config.early_stop is None else {**result, "best_step": float(trained.best_step)}
+    return {"eval_loss": final["eval/loss"], "perplexity": final["eval/perplexity"], **trained.metrics}
 
 
 def train_step(
@@ -272,12 +267,7 @@ def train_step(
 
     norm = engine.train_step(losses(), total)
     dist.all_reduce(loss_sum)
-    metrics = {"train/loss": loss_sum.item(), "train/grad_norm": norm}
-    return {
-        **{name: value for name, value in metrics.items() if math.isfinite(value)},
-        "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
-        "train/skipped_steps": float(engine.skipped_steps),
-    }
+    return step_metrics(engine, norm, {"train/loss": loss_sum.item()})
 
 
 @torch.no_grad()
