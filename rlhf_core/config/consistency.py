@@ -151,6 +151,11 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"
             " over-optimisation its score rises until the end; add reward.judge={}"
         )
+    if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
+        yield (
+            "ppo.publish is best, but ppo.kl.coef is 0 and ppo.publish_max_kl is null, so nothing counts"
+            " against a version far from the SFT model; set one of them"
+        )
     if config.evaluate.judge == "reward_model" and ppo.trains_on_reward_model:
         yield (
             "evaluate.judge is the reward model that the policy is trained with, whose scores also rise under"

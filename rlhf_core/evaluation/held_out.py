@@ -91,16 +91,19 @@ class HeldOutEvaluation:
             for a, b in zip(decisive, self._sft_scores, strict=True)
         ]
         metrics["eval/win_rate"] = _mean(wins)
-        metrics["eval/distinct_2"] = distinct_n({"policy": texts}, 2)["policy"]
+        metrics["eval/distinct_2"] = _diversity(texts)
         for source, indices in self._by_source().items():
             selected = {name: [values[i] for i in indices] for name, values in columns.items()}
-            metrics |= {f"eval/by_source/{source}/{name}": mean for name, mean in _means(selected).items()}
+            means = _means(selected | {"win_rate": [wins[i] for i in indices]})
+            means["distinct_2"] = _diversity([texts[i] for i in indices])
+            metrics |= {f"eval/by_source/{source}/{name}": mean for name, mean in means.items()}
         # Other metrics that are not finite are left out. `Selection` reads the objective in any case.
         metrics = {
             name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)
         }
         objectives = [score - price * kl for score, kl in zip(decisive, columns["kl"], strict=True)]
-        return HeldOutResult(metrics, objectives)
+        independent = {f"eval/{name}": columns[name] for name in ("gold", "judge") if name in columns}
+        return HeldOutResult(metrics, objectives, independent)
 
     def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str], dict[str, float]]:
         """Return the columns of all measures, the texts of the responses, and what the rewards cost."""
@@ -143,6 +146,10 @@ class HeldOutEvaluation:
 
 def _means(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: _mean(values) for name, values in columns.items()}
+
+
+def _diversity(texts: list[str]) -> float:
+    return distinct_n({"policy": texts}, 2)["policy"]
 
 
 def _standard_error(values: Sequence[float]) -> float:

@@ -213,9 +213,16 @@ def reward_against_kl(history: StepMetrics) -> Any:
     return figure
 
 
-def evaluation_curves(evaluations: Mapping[int, Mapping[str, float]], *, best: int | None) -> Any:
+def evaluation_curves(
+    evaluations: Mapping[int, Mapping[str, float]], *, best: int | None, max_kl: float
+) -> Any:
     """Plot the evaluations during PPO: scores by step, and scores against the square root of the KL (Gao et
-    al. 2022). `best` is the best version, if there is one.
+    al. 2022).
+
+    Args:
+        evaluations: Metrics by version.
+        best: The best version, if there is one.
+        max_kl: Highest KL of a best version, in nats per response; infinity: no limit.
     """
     figure, (left, right) = _figure(9.4, 4.0, columns=2)
     versions = sorted(evaluations)
@@ -227,8 +234,13 @@ def evaluation_curves(evaluations: Mapping[int, Mapping[str, float]], *, best: i
             continue
         left.plot(versions, values, "o-", color=color, markersize=4, label=label)
         right.plot(distance, values, "o-", color=color, markersize=4, label=label)
+        if best is not None:
+            place = versions.index(best)
+            right.plot(distance[place], values[place], "D", color=color, markersize=9, fillstyle="none")
     if best is not None:
         left.axvline(best, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="best")
+    if math.isfinite(max_kl):
+        right.axvline(math.sqrt(max_kl), color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="largest KL")
     left.legend(loc="best", frameon=False)
     _label(left, "Held-out prompts during PPO", "PPO step", "mean per response")
     _label(right, "Frontier", "square root of KL to the SFT model", "mean per response")

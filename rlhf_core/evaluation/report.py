@@ -62,6 +62,8 @@ class Report:
     """Markdown."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Names and values that are shown below the headline."""
+    is_best_version: bool = False
+    """Whether the policy was chosen among the versions of PPO (`ppo.publish: best`)."""
 
 
 def render(report: Report) -> str:
@@ -79,6 +81,7 @@ def render(report: Report) -> str:
         lineage=report.lineage,
         data_card=report.data_card,
         facts=report.facts,
+        is_best_version=report.is_best_version,
         measures=MEASURES,
         models=[model for model in MODELS if model in evaluation["eos_rate"]],
         verdict=verdict,

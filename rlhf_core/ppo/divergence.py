@@ -103,6 +103,8 @@ def _moves(evaluations: Evaluations) -> bool:
 def in_words(evaluations: Evaluations, measure: str, label: str) -> str:
     """Describe what `measure` did between its highest value and the last evaluation, compared with the
     training score; an empty text if it is not known. `label` names the measure.
+
+    A fall by at most the standard error of the difference, paired by prompt (`..._change_error`), is none.
     """
     known = [version for version, found in evaluations.items() if measure in found and SCORE in found]
     if len(known) < 2:
@@ -112,7 +114,11 @@ def in_words(evaluations: Evaluations, measure: str, label: str) -> str:
         return f"{label} is highest in the last evaluation (step {last})."
     change = evaluations[last][measure] - evaluations[best][measure]
     score = evaluations[last][SCORE] - evaluations[best][SCORE]
-    text = f"From step {best} to step {last}, {label[0].lower()}{label[1:]} falls by {-change:.2f}"
+    error = evaluations[last].get(f"{measure}_change_error", 0.0)
+    text = f"From step {best} to step {last}, {label[0].lower()}{label[1:]}"
+    if -change <= error:
+        return f"{text} does not change measurably ({change:+.2f}, standard error {error:.2f})."
+    text += f" falls by {-change:.2f}"
     if score > 0:
         return f"{text} while the training score rises by {score:.2f}: the policy is over-optimised there."
     return f"{text}, and the training score by {-score:.2f}."

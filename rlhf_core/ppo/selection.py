@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class HeldOutResult:
     """`eval/...`, means over the prompts."""
     objectives: Column
     """The objective of each prompt, whose mean is `eval/objective`."""
+    independent: Mapping[str, Column] = field(default_factory=dict)
+    """`eval/gold` and `eval/judge` of each prompt, as far as there are such measures."""
 
 
 def paired_change(before: Column, after: Column) -> tuple[float, float]:
@@ -65,6 +67,8 @@ class Selection:
         """The best version; None if there is no candidate yet."""
         self._best_objectives: list[float] = []
         """(prompts,) of the best version."""
+        self._highest: dict[str, list[float]] = {}
+        """(prompts,) of each independent measure, of the version with its highest mean."""
         self._has_diverged = False
         """Whether some version over-optimised the reward model."""
         self._without_gain = 0
@@ -74,6 +78,7 @@ class Selection:
             "evaluations": {str(version): metrics for version, metrics in self.evaluations.items()},
             "best": self.best,
             "best_objectives": self._best_objectives,
+            "highest": self._highest,
             "has_diverged": self._has_diverged,
             "without_gain": self._without_gain,
         }
@@ -82,6 +87,9 @@ class Selection:
         self.evaluations = {int(version): dict(found) for version, found in state["evaluations"].items()}
         self.best, self._without_gain = state["best"], int(state["without_gain"])
         self._best_objectives = [float(value) for value in state["best_objectives"]]
+        # A checkpoint of an earlier release has none.
+        highest = state.get("highest", {})
+        self._highest = {name: [float(value) for value in values] for name, values in highest.items()}
         self._has_diverged = bool(state["has_diverged"])
 
     def is_due(self, version: int) -> bool:
@@ -96,6 +104,7 @@ class Selection:
         self.evaluations[version] = {
             name: value for name, value in found.metrics.items() if math.isfinite(value)
         }
+        self._compare_with_highest(version, found.independent)
         self._has_diverged |= divergence(self.evaluations, self._ppo.publish_min_agreement) is not None
         if version == 0:
             return False
@@ -106,6 +115,15 @@ class Selection:
         else:
             self._without_gain += 1
         return better
+
+    def _compare_with_highest(self, version: int, independent: Mapping[str, Column]) -> None:
+        """Add the standard error of the change of each measure since the version where it was highest."""
+        for name, values in independent.items():
+            change, error = paired_change(self._highest.get(name, values), values)
+            if math.isfinite(error):
+                self.evaluations[version][f"{name}_change_error"] = error
+            if name not in self._highest or change > 0:
+                self._highest[name] = list(values)
 
     def _is_better(self, found: HeldOutResult) -> bool:
         objective, kl = found.metrics[OBJECTIVE], found.metrics.get(KL, math.nan)

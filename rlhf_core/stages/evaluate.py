@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -287,7 +288,7 @@ def _write(
     (out / "figures").mkdir()
     images: list[report.Plot] = []
     history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
-    for name, title, caption, figure in [*_figures(history, measured), *_evaluations(context)]:
+    for name, title, caption, figure in [*_figures(history, measured), *_evaluations(config, context)]:
         png = plots.to_png(figure)
         (out / "figures" / f"{name}.png").write_bytes(png)
         context.metrics.log_figure(name, figure)
@@ -329,7 +330,7 @@ def _figures(history: StepMetrics, measured: Measured) -> list[tuple[str, str, s
     return figures
 
 
-def _evaluations(context: StageContext) -> list[tuple[str, str, str, Any]]:
+def _evaluations(config: PipelineConfig, context: StageContext) -> list[tuple[str, str, str, Any]]:
     """Return the figure of the evaluations during PPO, if there were any."""
     from rlhf_core.evaluation import plots
     from rlhf_core.ppo.divergence import in_words
@@ -342,8 +343,12 @@ def _evaluations(context: StageContext) -> list[tuple[str, str, str, Any]]:
     best = [version for version, row in found.items() if row.pop("best")]
     measures = (("eval/gold", "The true reward"), ("eval/judge", "The judge's score"))
     sentences = [in_words(found, measure, label) for measure, label in measures]
-    caption = " ".join(["Means over the held-out prompts.", *filter(None, sentences)])
-    figure = plots.evaluation_curves(found, best=best[0] if best else None)
+    limit = config.ppo.publish_kl_limit
+    marks = ["Diamonds: the best version."] if best else []
+    if math.isfinite(limit):
+        marks.append(f"Dotted line: the largest KL of a best version, {limit:g} nats per response.")
+    caption = " ".join(["Means over the held-out prompts.", *marks, *filter(None, sentences)])
+    figure = plots.evaluation_curves(found, best=best[0] if best else None, max_kl=limit)
     return [("evaluations", "Evaluations during PPO", caption, figure)]
 
 
@@ -385,6 +390,7 @@ def _report(
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
         lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
         data_card=_data_card(context.inputs["data"]),
+        is_best_version=config.ppo.publish == "best",
         facts={
             "base model": config.model.path or "tiny Llama from scratch",
             "PPO steps": str(config.ppo.steps),

@@ -146,7 +146,10 @@ def _restore_published_weights(
     evaluations = controller.selection.evaluations
     controller.selection.write(context.output / "evaluations.jsonl")
     version = controller.restore_best() if config.ppo.publish == "best" else controller.completed_steps
-    context.metrics.log_figure("evaluations", evaluation_curves(evaluations, best=controller.selection.best))
+    figure = evaluation_curves(
+        evaluations, best=controller.selection.best, max_kl=config.ppo.publish_kl_limit
+    )
+    context.metrics.log_figure("evaluations", figure)
     if config.ppo.publish == "average":  # the engines, and so the evaluations, have no average
         return {}
     found = evaluations.get(version, {})

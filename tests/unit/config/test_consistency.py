@@ -128,6 +128,11 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"kl": TARGET, "publish_max_kl": 7.0},
     ),
     (
+        {"publish": "best", "kl": {"coef": 0.0}, "rewards": [{"type": "relevance"}]},
+        ("ppo.publish is best, but ppo.kl.coef is 0", "set one of them"),
+        {"publish": "best", "kl": {"coef": 0.0}, "rewards": [{"type": "relevance"}], "publish_max_kl": 30.0},
+    ),
+    (
         {"max_new_tokens": 65},
         ("ppo.max_new_tokens: 65", "data.max_response_tokens (64)"),
         {"max_new_tokens": 64},

@@ -114,6 +114,10 @@ def test_the_training_reward_decides_without_a_judge(monkeypatch: pytest.MonkeyP
     assert (found["eval/length"], found["eval/eos_rate"]) == (2.5, 0.75)
     assert found["eval/by_source/a/score"] == 2.0 and found["eval/by_source/b/kl"] == pytest.approx(3.0)
     assert found["eval/distinct_2"] == pytest.approx(2 / 12)
+    by_source = {source: found[f"eval/by_source/{source}/win_rate"] for source in "ab"}
+    assert by_source == {"a": 1.0, "b": 0.75}
+    assert found["eval/by_source/a/distinct_2"] == pytest.approx(2 / 6)
+    assert result.independent == {}
     assert not any("judge" in name or "gold" in name for name in found)
 
 
@@ -135,6 +139,7 @@ def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
     evaluation.evaluate(0)
     restarted = evaluation_of(monkeypatch, rewards, judge)
     restarted.load_state_dict(evaluation.state_dict())
+    assert evaluation.evaluate(2).independent == {"eval/judge": judge[2]}
     for found in (evaluation.evaluate(2).metrics, restarted.evaluate(2).metrics):
         assert found["eval/judge"] == pytest.approx(0.25)
         assert found["eval/objective"] == pytest.approx(0.25 - 0.1 * 1.25)

@@ -92,6 +92,11 @@ def report(**changes: Any) -> Report:
     return Report(**(fields | changes))
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_policy_that_was_chosen_on_these_prompts_is_named(chosen: bool) -> None:
+    assert ("slightly too high" in render(report(is_best_version=chosen))) is chosen
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 def test_untrusted_text_never_becomes_markup(text: str) -> None:
     document = render(

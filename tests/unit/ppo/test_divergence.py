@@ -6,7 +6,8 @@
 - a correlation far below that over the SFT model's responses is found if the KL still rises; one within its
   error, a policy that slows down, evaluations without a judge, and a judge that never agreed are not
 - the guard warns for each such evaluation, sets its metric, and ends the run if it is set to `stop`
-- the sentence of the report says where the true reward or the judge is highest and what followed
+- the sentence of the report says where the true reward or the judge is highest and what followed; a fall
+  within its standard error is none
 """
 
 from __future__ import annotations
@@ -121,6 +122,15 @@ def scored(*values: tuple[float, float]) -> Found:
         10 * number: {"eval/score": score, "eval/judge": judge}
         for number, (score, judge) in enumerate(values)
     }
+
+
+def test_a_fall_within_its_error_is_none() -> None:
+    found = scored((0.0, 0.0), (1.0, 0.5), (1.1, 0.498))
+    found[20]["eval/judge_change_error"] = 0.08
+    sentence = in_words(found, "eval/judge", "The judge's score")
+    assert "does not change measurably (-0.00, standard error 0.08)" in sentence
+    found[20]["eval/judge_change_error"] = 0.001
+    assert "falls by 0.00 while" in in_words(found, "eval/judge", "The judge's score")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +163,24 @@ def test_training_ends_after_evaluations_without_a_gain() -> None:
 def test_a_restart_keeps_the_selection(tmp_path: Path) -> None:
     first, second = (selection(publish="best", stop_patience=2) for _ in range(2))
     for version, objective in ((0, 0.0), (1, 0.4), (2, 0.3)):
-        first.add(version, evaluation(objective))
+        found = evaluation(objective)
+        first.add(version, replace(found, independent={"eval/judge": found.objectives}))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.state_dict() == first.state_dict()
     assert not second.add(3, evaluation(0.4)) and second.is_finished
     second.write(tmp_path / "evaluations.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert [(row["version"], row["best"]) for row in rows] == [(0, False), (1, True), (2, False), (3, False)]
+
+
+def test_the_error_of_a_change_is_paired_with_the_version_where_the_measure_was_highest() -> None:
+    chosen = selection(publish="best")
+    judge = [[0.0, 5.0], [1.0, 6.0], [0.0, 5.5], [0.9, 6.0]]
+    for version, values in enumerate(judge):
+        chosen.add(version, replace(evaluation(0.0), independent={"eval/judge": values}))
+    errors = [found["eval/judge_change_error"] for found in chosen.evaluations.values()]
+    # Of the differences to version 1, (-1, -0.5) and (-0.1, 0): half of their distance.
+    assert errors == pytest.approx([0.0, 0.0, 0.25, 0.05])
 
 
 @pytest.mark.parametrize(

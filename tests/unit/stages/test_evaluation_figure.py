@@ -2,6 +2,7 @@
 
 - its caption says in words where a measure falls while the training score rises
 - the order of lines is that of the versions, and metrics that are missing are left out
+- the best version is marked in both panels, and the largest KL of a best version is a line
 - without evaluations there is no figure
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.evaluation.plots import to_png
 from rlhf_core.ppo.selection import HeldOutResult, Selection
@@ -23,7 +25,8 @@ def context_of(folder: Path) -> Any:
 
 
 def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
-    chosen = Selection(config_from_tree({"ppo": {"publish": "best"}}, "test").ppo)
+    config = config_from_tree({"ppo": {"publish": "best", "publish_max_kl": 9}}, "test")
+    chosen = Selection(config.ppo)
     for version, score, judge, kl in ((0, 0.0, 0.1, 0.0), (10, 1.0, 0.6, 4.0), (20, 1.5, 0.2, 30.0)):
         found = {"eval/score": score, "eval/judge": judge, "eval/kl": kl, "eval/objective": judge}
         chosen.add(version, HeldOutResult(found, [judge, judge]))
@@ -31,7 +34,7 @@ def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
     assert [json.loads(line)["best"] for line in (tmp_path / "evaluations.jsonl").open()] == [
         False, True, False,
     ]  # fmt: skip
-    ((name, _, caption, figure),) = _evaluations(context_of(tmp_path))
+    ((name, _, caption, figure),) = _evaluations(config, context_of(tmp_path))
     assert name == "evaluations"
     assert (
         "From step 10 to step 20, the judge's score falls by 0.40 while the training score rises" in caption
@@ -39,6 +42,11 @@ def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
     assert "true reward" not in caption
     left, right = figure.axes
     lines = {line.get_label(): list(line.get_ydata()) for line in right.get_lines()}
+    assert lines.pop("largest KL") == [0, 1]
+    assert list(right.get_lines()[-1].get_xdata()) == [3.0, 3.0] and "KL of a best version, 9 nats" in caption
+    diamonds = [line for line in right.get_lines() if line.get_marker() == "D"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in diamonds] == [(2.0, 1.0), (2.0, 0.6)]
+    lines = {label: values for label, values in lines.items() if len(values) > 1}
     assert lines == {"score (maximised)": [0.0, 1.0, 1.5], "score of the judge": [0.1, 0.6, 0.2]}
     assert list(right.get_lines()[0].get_xdata()) == [0.0, 2.0, 30.0**0.5]
     assert [list(line.get_xdata()) for line in left.get_lines()][-1] == [10, 10]
@@ -46,4 +54,4 @@ def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
 
 
 def test_without_evaluations_there_is_no_figure(tmp_path: Path) -> None:
-    assert _evaluations(context_of(tmp_path)) == []
+    assert _evaluations(PipelineConfig(), context_of(tmp_path)) == []
