@@ -162,11 +162,9 @@ class PipelineRun:
         """
         found = self.artifacts.find(spec.stage, spec.key)
         if found is not None and spec.stage == "register":
-            model = self.config.registered_model
-            if self.tracking.is_missing(model, found.attributes["weights_sha256"]):
-                self.artifacts.invalidate(
-                    found, f"The policy was registered once, but MLflow has no such version of {model}."
-                )
+            reason = self.tracking.why_outdated(self.config.registered_model, found.attributes)
+            if reason:
+                self.artifacts.invalidate(found, f"The policy was registered once, but {reason}.")
                 found = None
         if found is None and spec.stage not in self.stages:
             raise InputError(

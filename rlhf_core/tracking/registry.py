@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
@@ -158,7 +158,45 @@ def register(
 
 def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:
     """Return whether these weights are a version of `model`."""
-    return any(version.tags.get(WEIGHTS) == weights_sha256 for version in mlflow.versions(model))
+    return _with_weights(mlflow.versions(model), weights_sha256)
+
+
+def why_outdated(mlflow: Mlflow, model: str, facts: Mapping[str, str]) -> str:
+    """Return why a registration is not true any more; empty if it is.
+
+    It is not if the registry has lost the version; if a rollback has since then revoked the version that it
+    made champion, or the champion that it compared the version with; or if the version was refused because of
+    a revocation that a person has removed. It remains true if a later champion replaced that of its time.
+
+    Args:
+        mlflow: The tracker.
+        model: Name of the registered model.
+        facts: Attributes of the artifact: `registration.json` as texts, without values that are null.
+    """
+    versions = mlflow.versions(model)
+    if not _with_weights(versions, facts["weights_sha256"]):
+        return f"MLflow has no such version of {model}"
+    moves = history(mlflow, model)
+    champion = mlflow.by_alias(model, CHAMPION)
+    now = champion.version if champion else None
+
+    def is_revoked(number: str) -> bool:
+        version = next((each for each in versions if each.version == number), ModelVersion(number, {}))
+        return revocation(version, versions, moves) is not None
+
+    own, previous = facts["version"], facts.get("previous_champion")
+    if facts["champion"] == "True":
+        is_gone = own != now and is_revoked(own)
+        return f"version {own} of {model} was champion and is revoked" if is_gone else ""
+    if facts["rule"] == "revoked":
+        return "" if is_revoked(own) else f"version {own} of {model} is not revoked any more"
+    if previous is not None and previous != now and is_revoked(previous):
+        return f"the champion of that time, version {previous} of {model}, is revoked"
+    return ""
+
+
+def _with_weights(versions: Iterable[ModelVersion], weights_sha256: str) -> bool:
+    return any(version.tags.get(WEIGHTS) == weights_sha256 for version in versions)
 
 
 def _revoked(mlflow: Mlflow, model: str, version: ModelVersion) -> Decision | None:

@@ -37,7 +37,7 @@ from rlhf_core.tracking.mlflow_client import (
     shorten_timeouts,
     sqlite_path,
 )
-from rlhf_core.tracking.registry import has_version
+from rlhf_core.tracking.registry import has_version, why_outdated
 from rlhf_core.tracking.stage_run import MS_PER_STEP, Spool, StageRun, next_attempt
 from rlhf_core.types import ArtifactRef
 
@@ -191,6 +191,12 @@ class Tracking:
     def is_missing(self, model: str, weights_sha256: str) -> bool:
         """Return whether MLflow answers and has no version of `model` with these weights."""
         return self._try(lambda: has_version(self.mlflow, model, weights_sha256)) is False
+
+    def why_outdated(self, model: str, facts: Mapping[str, str]) -> str:
+        """Return why a registration is not true any more (`registry.why_outdated`); empty if MLflow does not
+        answer.
+        """
+        return self._try(lambda: why_outdated(self.mlflow, model, facts)) or ""
 
     def log_results(self, pipeline_key: str, metrics: Mapping[str, float]) -> None:
         """Log the headline metrics of a finished pipeline on its own run. Logging them twice adds nothing."""

@@ -52,7 +52,7 @@ from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.tracking.champions import WEIGHTS
+from rlhf_core.tracking.champions import REVOKED, WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
@@ -378,22 +378,34 @@ def test_edited_reward_function_changes_the_key_of_ppo(
     assert before.key != after.key
 
 
-def test_registration_is_repeated_only_if_mlflow_lost_it(
-    tmp_path: Path,
-) -> None:
+def test_registration_is_repeated_only_if_mlflow_lost_or_revoked_it(tmp_path: Path) -> None:
     run = pipeline(tmp_path)
     spec = run.spec("register", {stage: ref(stage) for stage in STAGES})
     store = ArtifactStore(Store(run.config.store_url), tmp_path / "cache")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "registration.json").write_text("{}")
-    facts = {"weights_sha256": "w" * 64}
-    made = store.publish("register", spec.key, tmp_path / "out", Provenance(attributes=facts))
+    facts = {"weights_sha256": "w" * 64, "version": "1", "champion": "True", "rule": "first"}
 
-    registered: Any = {"versions": lambda name: [ModelVersion("1", {WEIGHTS: "w" * 64})]}
-    for answer, found in ((registered, made), ({}, made), ({"versions": lambda name: []}, None)):
+    def published() -> ArtifactRef:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "registration.json").write_text("{}")
+        return store.publish("register", spec.key, tmp_path / "out", Provenance(attributes=facts))
+
+    made = published()
+
+    def registry(*versions: ModelVersion) -> dict[str, Any]:
+        named = {"by_alias": lambda *_: None, "model_tags": lambda _: {}}
+        return {"versions": lambda _: versions, **named}
+
+    kept = registry(ModelVersion("1", {WEIGHTS: "w" * 64}))
+    revoked = registry(ModelVersion("1", {WEIGHTS: "w" * 64, REVOKED: "bad"}))
+    for answer, reason in ((kept, ""), ({}, ""), (registry(), "no such version"), (revoked, "is revoked")):
         run.tracking.mlflow = SimpleNamespace(uri="somewhere", **answer)  # type: ignore[assignment]
-        assert run.find(spec) == found
-    assert list((tmp_path / "store").rglob("damaged-*.json"))
+        assert run.find(spec) == (None if reason else made)
+        records = list((tmp_path / "store").rglob("damaged-*.json"))
+        assert bool(records) == bool(reason)
+        if reason:
+            assert reason in records[0].read_text()
+            records[0].unlink()
+            made = published()
 
 
 def test_only_a_flow_without_a_waiting_user_retries_the_store(

@@ -5,6 +5,7 @@
 - a revoked policy, and the same weights in another version, never becomes champion again, neither by a match
   nor by a person nor by a rollback, also after the revoked version was deleted
 - killed between any two writes, the same command ends in the same state, and there is one champion
+- a registration that a rollback concerns is outdated, and is repeated once; a later champion changes nothing
 - moves by hand in MLflow are not undone, also during a command; a rollback revokes its version all the same
 - a move fits into a tag of every database
 """
@@ -27,12 +28,20 @@ from rlhf_core.tracking import champions, registry
 from rlhf_core.tracking.champions import REVOKED, WEIGHTS, Move, history, promote, rollback, settle
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.registry import Candidate, register
+from rlhf_core.tracking.registry import Candidate, register, why_outdated
 
 OUTCOMES = [-1] * 10 + [1] * 90
-WON = Match(
-    0.9, 0.0, 1.0, 100, 90, 10, log_evidence=log_evidence(OUTCOMES), outcomes=tuple(map(str, OUTCOMES))
-)
+
+
+def played(outcomes: list[int]) -> Match:
+    wins = outcomes.count(1)
+    return Match(
+        wins / 100, 0.0, 1.0, 100, wins, 100 - wins,
+        log_evidence=log_evidence(outcomes), outcomes=tuple(map(str, outcomes)),
+    )  # fmt: skip
+
+
+WON = played(OUTCOMES)
 
 
 @pytest.fixture
@@ -49,12 +58,14 @@ def model(mlflow: Mlflow, request: pytest.FixtureRequest) -> str:
     return name
 
 
-def enter(mlflow: Mlflow, model: str, digest: str, weights: str | None = None) -> Any:
+def enter(
+    mlflow: Mlflow, model: str, digest: str, weights: str | None = None, outcomes: list[int] = OUTCOMES
+) -> Any:
     met = []
 
     def play(tags: Any) -> Match:
         met.append(tags[WEIGHTS])
-        return WON
+        return played(outcomes)
 
     record = Evaluation(0.8, 80, 20)
     tags = {WEIGHTS: weights or f"weights of {digest}"}
@@ -182,6 +193,47 @@ def test_a_command_reports_that_its_version_was_revoked_in_the_meantime(
     with pytest.raises(InputError, match=r"or version 2 was revoked or deleted, in the meantime"):
         rollback(mlflow, model, "bad")
     assert champion(mlflow, model) == "3" and revoked(mlflow, model) == {"2": "insults"}
+
+
+def facts(done: Any, digest: str) -> dict[str, str]:
+    """Return the attributes of the artifact of a registration."""
+    found = {"version": done.version, "champion": str(done.decision.champion), "rule": done.decision.rule}
+    found["weights_sha256"] = f"weights of {digest}"
+    return found | ({"previous_champion": done.previous} if done.previous else {})
+
+
+def test_a_registration_is_outdated_after_a_rollback_that_concerns_it(mlflow: Mlflow, model: str) -> None:
+    def check(made: dict[str, str]) -> str:
+        return why_outdated(mlflow, model, made)
+
+    crowned = facts(enter(mlflow, model, "d")[0], "d")
+    refused = facts(enter(mlflow, model, "e", outcomes=[-1] * 100)[0], "e")
+    assert (crowned["champion"], refused["champion"], refused["previous_champion"]) == ("True", "False", "4")
+    assert check(crowned) == check(refused) == ""
+    rollback(mlflow, model, "bad")
+    assert check(crowned) == f"version 4 of {model} was champion and is revoked"
+    assert check(refused) == f"the champion of that time, version 4 of {model}, is revoked"
+    # Registered again, the revoked policy is refused, and the other one meets the restored champion.
+    revoked_again = facts(enter(mlflow, model, "d")[0], "d")
+    done, met = enter(mlflow, model, "e", outcomes=[-1] * 100)
+    refused_again = facts(done, "e")
+    assert (revoked_again["rule"], met, refused_again["previous_champion"]) == (
+        "revoked",
+        ["weights of c"],
+        "3",
+    )
+    assert check(revoked_again) == check(refused_again) == "", "it is repeated once"
+    mlflow._client.delete_model_version_tag(model, "4", REVOKED)
+    assert check(revoked_again) == f"version 4 of {model} is not revoked any more"
+    assert check({**refused, "weights_sha256": "unknown"}) == f"MLflow has no such version of {model}"
+
+
+def test_a_registration_is_not_outdated_by_a_later_champion(mlflow: Mlflow, model: str) -> None:
+    done = enter(mlflow, model, "d", outcomes=[-1] * 100)[0]
+    enter(mlflow, model, "e")
+    assert why_outdated(mlflow, model, facts(done, "d")) == ""
+    first = {"version": "1", "champion": "True", "rule": "first", "weights_sha256": "weights of a"}
+    assert why_outdated(mlflow, model, first) == ""
 
 
 def test_promotion_by_a_person(mlflow: Mlflow, model: str) -> None:
