@@ -41,7 +41,7 @@ class StageResources(Section):
     )
     memory_per_node: str | None = execution(
         None,
-        "Memory of each node as a number with Ki, Mi, Gi or Ti; null: that of the template",
+        "Memory of each node (kuberay, slurm) as a number with Ki, Mi, Gi or Ti; null: that of the template",
         pattern=r"^[1-9][0-9]{0,8}(Ki|Mi|Gi|Ti)$",
         form="a number with Ki, Mi, Gi or Ti, such as 512Gi",
     )

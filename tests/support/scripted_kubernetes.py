@@ -18,6 +18,8 @@ class ScriptedKubernetes:
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
+        self.created: list[dict[str, Any]] = []
+        """All objects that were created, also those that are deleted."""
         self.statuses: list[dict[str, Any]] = [{"jobDeploymentStatus": "Running", "rayClusterName": "c1"}]
         """Statuses of the RayJob, one for each request; the last one stays."""
         self.failures: list[int | str] = []
@@ -94,6 +96,7 @@ class ScriptedKubernetes:
             if made["metadata"]["name"] in self.objects:
                 return 409, {"kind": "Status", "reason": "AlreadyExists"}
             self.objects[made["metadata"]["name"]] = made
+            self.created.append(made)
             return 201, made
         if name not in self.objects:
             return 404, {"kind": "Status", "reason": "NotFound"}

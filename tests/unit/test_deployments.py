@@ -260,6 +260,7 @@ def test_every_field_of_the_rayjob_exists() -> None:
 def test_the_rayjob_ends_by_itself_and_leaves_retries_to_the_flow() -> None:
     spec = rayjob()["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["ttlSecondsAfterFinished"] <= 60, "the GPUs of a stage are reserved until then"
     assert spec["backoffLimit"] == 0
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     for lock in ("cpu.txt", "gpu.txt"):
@@ -373,6 +374,7 @@ def test_the_deployment_for_kubernetes_loads(monkeypatch: pytest.MonkeyPatch) ->
         queue["metadata"]["name"],
         queue["metadata"]["namespace"],
     )
+    assert (resources.gpus_per_node, config.run.resources.of("data").gpus_per_node) == (8, 0)
     pool = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
     assert set(deployment["work_pool"]["job_variables"]) <= set(pool["variables"]["properties"])
     [step] = [next(iter(step)) for step in deployment["pull"]]
@@ -396,6 +398,12 @@ def test_the_image_is_not_root() -> None:
     assert instructions()[-1][0] == "CMD"
 
 
+def test_the_image_has_the_program_of_kuberays_probes() -> None:
+    """Before version 1.6 KubeRay adds probes to all Ray containers that run `wget` in them."""
+    installed = [rest for word, rest in instructions() if word == "RUN" and "apt-get install" in rest]
+    assert re.search(r"\bwget\b", installed[-1])
+
+
 def test_packages_are_installed_by_hash() -> None:
     for word, rest in instructions():
         for command in rest.split("&&") if word == "RUN" else ():
@@ -405,6 +413,7 @@ def test_packages_are_installed_by_hash() -> None:
             if "apt-get install" in command:
                 assert "--no-install-recommends" in command
                 assert "rm -rf /var/lib/apt/lists/*" in rest
+                continue
             assert not re.search(r"\b(curl|wget|sudo|ADD)\b", command)
     bases = [rest for word, rest in instructions() if word == "ARG" and rest.startswith("BASE=")]
     assert all(":" in base and not base.endswith("latest") for base in bases)

@@ -78,6 +78,10 @@ class Scheduler(Protocol):
     def title(self) -> str:
         """The kind of job, for messages."""
 
+    @property
+    def holds_resources(self) -> bool:
+        """Whether a job that has ended holds its resources until it is cancelled."""
+
     def submit(self, job: Job) -> None:
         """Start `job`, unless a job of this name exists already."""
 

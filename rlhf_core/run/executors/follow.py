@@ -6,6 +6,7 @@ submit     `jobs/{key}/{number}/spec.json` is created once. The flow that create
            others wait; if it was killed before that, one of them submits the job
 follow     events and log come from the store, the state from the scheduler. A result, or a manifest in
            the store, is a success; a job that ended without one is an error of rlhf_core.errors
+release    a job that has sent its outcome is cancelled if its scheduler keeps the resources of ended jobs
 stop       on Ctrl-C, SIGTERM or a cancellation the job is asked to stop through the store, which gives it
            time to save a checkpoint, and is then cancelled. If the flow is killed, the job goes on
 """
@@ -102,16 +103,18 @@ class _Follower:
             self._stop(files, name)
             raise
         self._fetch_log(files, name)
-        if isinstance(self._outcome, ArtifactRef):
-            return self._outcome
-        # The manifest decides. A job can end after it has published, and before its last event.
-        made = ArtifactStore(self._store, self._spec.home.cache).find(self._spec.stage, self._spec.key)
-        if made is not None:
-            return made
-        if self._outcome is not None:
-            self._give_up(name)
-            raise self._outcome
-        raise status.error(self._what(name), self._ends())
+        outcome = self._outcome
+        if not isinstance(outcome, ArtifactRef):
+            # The manifest decides. A job can end after it has published, and before its last event.
+            artifacts = ArtifactStore(self._store, self._spec.home.cache)
+            outcome = artifacts.find(self._spec.stage, self._spec.key) or outcome
+        if outcome is None:
+            # The job is not deleted: `_find` would take it for one that is about to be submitted.
+            raise status.error(self._what(name), self._ends())
+        self._release(name)
+        if isinstance(outcome, ArtifactRef):
+            return outcome
+        raise outcome
 
     def _find(self) -> JobFiles | None:
         """Return the files of a job of this stage that has not ended."""
@@ -271,10 +274,10 @@ class _Follower:
             except RLHFError as error:
                 log.warning("%s may still run, cancel it by hand: %s", self._what(name), error.message)
 
-    def _give_up(self, name: str) -> None:
-        """Cancel a job that has failed and waits to be resumed: the next attempt is another job."""
+    def _release(self, name: str) -> None:
+        """Cancel a job whose outcome is known, if it holds resources or waits to be resumed."""
         try:
-            if self._scheduler.status(name).state == "pending":
+            if self._scheduler.holds_resources or self._scheduler.status(name).state == "pending":
                 self._scheduler.cancel(name)
         except RLHFError as error:
             log.warning("%s: %s", self._what(name), error.message)

@@ -41,6 +41,7 @@ class KubeRayJobs:
     """RayJobs in one namespace."""
 
     title = "RayJob"
+    holds_resources = True  # the Ray cluster exists until ttlSecondsAfterFinished is over
 
     def __init__(self, namespace: str | None) -> None:
         """`namespace`: None for that of the service account or of the kubeconfig."""

@@ -25,7 +25,6 @@ from rlhf_core.run.executors.base import Job, JobState, JobStatus
 ADDRESS = "RAY_API_SERVER_ADDRESS"
 _REQUEST_SECONDS = 30.0
 _LOG_BYTES = 2**16
-_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _STATES: dict[RayStatus, JobState] = {
     RayStatus.PENDING: "pending",
     RayStatus.RUNNING: "running",
@@ -50,11 +49,10 @@ class RayJobs:
     """Jobs of a Ray cluster."""
 
     title = "Ray job"
+    holds_resources = False
 
     def submit(self, job: Job) -> None:
         """Start `job`, unless a job of this name exists already."""
-        resources = job.resources
-        memory = resources.memory_per_node
         try:
             self._call(
                 lambda: self._client.submit_job(
@@ -62,8 +60,7 @@ class RayJobs:
                     submission_id=job.name,
                     metadata={"rlhf_stage": job.stage},
                     # No GPUs: ranks and engines ask Ray for theirs, and the stage's own process needs none.
-                    entrypoint_num_cpus=resources.cpus_per_node,
-                    entrypoint_memory=None if memory is None else int(memory[:-2]) * _UNITS[memory[-2:]],
+                    entrypoint_num_cpus=job.resources.cpus_per_node,
                 )
             )
         except InfrastructureError:

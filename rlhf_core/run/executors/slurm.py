@@ -37,6 +37,7 @@ class SlurmJobs:
     """Batch jobs of Slurm."""
 
     title = "Slurm job"
+    holds_resources = False
 
     def __init__(self, logs: Path, *, are_logs_shared: bool = True) -> None:
         """Jobs whose output goes to `{logs}/{name}.out`. The nodes must have this folder: Slurm does not

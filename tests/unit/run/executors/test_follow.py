@@ -6,6 +6,7 @@
 - of several flows one submits the job, also if the scheduler would accept it twice
 - a scheduler that does not answer for a while changes nothing
 - a cancellation or the time limit asks the job to stop, and deletes it
+- a job that has sent its outcome is deleted with its Ray cluster, after its log has been read
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def test_events_log_and_result_reach_the_flow(
     assert following(spec, tmp_path, events.append) == REF
     assert [event.get("step") for event in events] == [None, 5, 6]
     assert (tmp_path / "data-01.log").read_text() == "step 5\nstep 6\n"
-    [body] = api.objects.values()
+    [body] = api.created
     words = body["spec"]["entrypoint"].split()
     assert words == ["python", "-P", "-m", "rlhf_core.run.remote", spec.config.store_url, KEY, "1"]
     written = json.loads(store.read_bytes(f"jobs/{KEY}/000001/spec.json") or b"")
@@ -108,6 +109,30 @@ def test_an_error_of_the_stage_keeps_its_class_and_message(
     Job(store, lambda files: files.write_events(1, [error]))
     with pytest.raises(DataError, match=r"^rows\.jsonl:3: no prompt; add one$"):
         following(spec, tmp_path)
+
+
+def test_a_job_that_has_sent_its_result_is_deleted_after_its_log_was_read(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    """Its pods hold GPUs until the RayJob is deleted."""
+    api.pod_log = "step 6\n"
+    Job(store, lambda files: files.write_events(1, [RESULT]))
+    assert following(spec, tmp_path) == REF
+    assert api.objects == {}
+    assert (tmp_path / "data-01.log").read_text() == "step 6\n"
+
+
+def test_after_an_error_the_job_is_deleted_and_the_next_attempt_starts_another_at_once(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    error = {"event": "error", "type": "StageFailed", "message": "rank 1 died"}
+    Job(store, lambda files: files.write_events(1, [error]))
+    with pytest.raises(StageFailed, match="rank 1 died"):
+        following(spec, tmp_path)
+    assert api.objects == {}
+    Job(store, lambda files: files.write_events(1, [RESULT]), number=2)
+    assert following(spec, tmp_path) == REF
+    assert len(api.created) == 2
 
 
 def test_a_job_that_was_preempted_is_deleted_and_submitted_again(
@@ -224,7 +249,7 @@ def test_a_flow_killed_before_it_submitted_submits_under_the_same_name(
 
     Job(store, work)
     assert following(spec, tmp_path) == REF
-    assert list(api.objects) == [files.submission.job_name]
+    assert [body["metadata"]["name"] for body in api.created] == [files.submission.job_name]
 
 
 def test_after_a_job_that_has_ended_the_next_attempt_starts_another(
@@ -237,7 +262,7 @@ def test_after_a_job_that_has_ended_the_next_attempt_starts_another(
     Job(store, lambda files: files.write_events(1, [RESULT]), number=2)
     assert following(spec, tmp_path) == REF
     assert api.count("POST") == 2
-    assert len({name.rsplit("-", 2)[1] for name in api.objects}) == 2
+    assert len({body["metadata"]["name"].rsplit("-", 2)[1] for body in api.created}) == 2
 
 
 class AcceptsNamesTwice(KubeRayJobs):
