@@ -2,9 +2,11 @@
 `evaluate.language_model`, and for reward sources of type `language_model`.
 
     questions -> at most `concurrency` requests -> keep(question, reply)
-                   | 400, 413, 422                 failed(question, reason): this question has no reply
-                   | 408, 429, 5xx, no answer      repeated with growing pauses, then `failed`
-                   | any other status              RewardError: no question would get a reply
+                   | refused                   failed(question, reason): this question has no reply
+                   | temporary, no answer      repeated with growing pauses, then `failed`
+                   | final                     RewardError: no question would get a reply
+
+The kinds of status are those of `post.status_kind`.
 
 After `_FAILED_IN_ROW` questions in a row that all retries could not help, the server counts as down, and the
 other questions are not asked. The address is checked as those of reward services are (`rewards.post`).
@@ -14,24 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-import httpx
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+from tenacity import retry_if_exception_type
 
 from rlhf_core.config.chat_service import ChatServiceConfig
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.post import Poster
+from rlhf_core.rewards.post import NoAnswer, Poster, request_group, retrying, status_fix, status_kind
 from rlhf_core.rewards.replies import ModelReply
-from rlhf_core.system.retries import backoff
 
-log = logging.getLogger(__name__)
-
-_REFUSED = (400, 413, 422)
 _FAILED_IN_ROW = 3
 
 T = TypeVar("T")
@@ -146,35 +142,20 @@ async def _ask_all(
             keep(question, reply)
 
     try:
-        async with asyncio.TaskGroup() as group:
+        async with request_group() as group:
             for question in questions:
                 group.create_task(ask(question))
-    except* RewardError as errors:
-        # Callers expect a RewardError, not a group of them.
-        raise errors.exceptions[0] from None
     finally:
         await poster.close()
 
 
 async def _ask(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> ModelReply:
-    attempts = settings.retries + 1
-
-    def report(state: RetryCallState) -> None:
-        if state.outcome is not None and state.outcome.failed:
-            error = state.outcome.exception()
-            log.warning("%s: try %d of %d failed: %s", field, state.attempt_number, attempts, error)
-
-    retrying = AsyncRetrying(
-        retry=retry_if_exception_type(_Passing),
-        wait=backoff(settings.backoff, jitter=(0.5, 1.5)),
-        stop=stop_after_attempt(attempts),
-        after=report,
-        reraise=True,
-    )
+    retry = retry_if_exception_type(_Passing)
     try:
-        return await retrying(_once, field, poster, settings, question)
+        reply: ModelReply = await retrying(field, settings, retry)(_once, field, poster, settings, question)
     except _Passing as error:
-        raise _Passing(f"{error}, after {attempts} tries") from error
+        raise _Passing(f"{error}, after {settings.retries + 1} tries") from error
+    return reply
 
 
 async def _once(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> ModelReply:
@@ -187,19 +168,18 @@ async def _once(field: str, poster: Poster, settings: ChatServiceConfig, questio
     }
     began = time.monotonic()
     try:
-        async with asyncio.timeout(settings.timeout):
-            status, body = await poster.post(url, json.dumps(request).encode())
-    except TimeoutError:
-        raise _Passing(f"{url} gave no answer within {settings.timeout:g} s") from None
-    except (httpx.HTTPError, OSError) as error:
-        raise _Passing(f"{url} cannot be reached: {str(error) or type(error).__name__}") from error
-    if status in (408, 429) or status >= 500:
+        status, body = await poster.post(url, json.dumps(request).encode(), settings.timeout)
+    except NoAnswer as error:
+        raise _Passing(f"{url} {error}") from error
+    kind = status_kind(status)
+    if kind == "temporary":
         raise _Passing(f"{url} answers with status {status}: {body[:200]!r}")
-    if status != 200:
+    if kind != "good":
         problem = f"{url} answers with status {status}, which no further try can change: {body[:200]!r}"
-        if status in _REFUSED:
+        if kind == "refused":
             raise _NoReply(problem)
-        raise RewardError(f"{field}: {problem}; correct url, model or the key in api_key_env")
+        fix = status_fix(status, "correct the key in api_key_env", "correct url or model")
+        raise RewardError(f"{field}: {problem}; {fix}")
     return _read(body, url, time.monotonic() - began)
 
 

@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, retry_if_result, stop_after_attempt
 
@@ -89,8 +89,8 @@ def score_with_retries(name: str, call: Call, samples: Sequence[RewardInput], at
     retrying = Retrying(
         retry=retry_if_exception_type(Failure) | retry_if_result(has_missing_values),
         stop=stop_after_attempt(attempts),
-        after=lambda state: log_failure(name, state, attempts),
-        retry_error_callback=last_outcome,
+        after=lambda state: log_failure(f"reward {name}", state, attempts),
+        retry_error_callback=last_result,
     )
     try:
         return retrying(call, samples)
@@ -104,18 +104,17 @@ def has_missing_values(outcome: Outcome) -> bool:
 
 
 def log_failure(name: str, state: RetryCallState, attempts: int) -> None:
-    """Log an attempt that raised."""
+    """Log an attempt that raised. `name` begins the line."""
     assert state.outcome is not None
     if state.outcome.failed:
         error = state.outcome.exception()
-        log.warning("reward %s: try %d of %d failed: %s", name, state.attempt_number, attempts, error)
+        log.warning("%s: try %d of %d failed: %s", name, state.attempt_number, attempts, error)
 
 
-def last_outcome(state: RetryCallState) -> Outcome:
-    """Return the outcome of the last attempt, or raise its error."""
+def last_result(state: RetryCallState) -> Any:
+    """Return the result of the last attempt, or raise its error."""
     assert state.outcome is not None
-    outcome: Outcome = state.outcome.result()
-    return outcome
+    return state.outcome.result()
 
 
 def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Outcome:

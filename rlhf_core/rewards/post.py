@@ -3,6 +3,12 @@
 The addresses of the host are resolved and checked against the list for each request, and only those are
 connected to. Redirects and proxies of the environment are not used. A token is not sent in clear text to a
 public address.
+
+status of the answer                          `status_kind`
+200                                           good
+400, 413, 422                                 refused      because of the content of this request
+408, 409, 425, 429, 5xx                       temporary    a later try may succeed
+any other                                     final        no request would get an answer
 """
 
 from __future__ import annotations
@@ -10,14 +16,77 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal
 
 import httpx
+from tenacity import AsyncRetrying, stop_after_attempt
+from tenacity.retry import retry_base
 
+from rlhf_core.config.chat_service import ChatServiceConfig
 from rlhf_core.config.hosts import forbidden, host_of, is_public
+from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import RewardError
+from rlhf_core.rewards.failures import last_result, log_failure
+from rlhf_core.system.retries import backoff
 
 MAX_ANSWER_BYTES = 4 << 20
+_REFUSED = {400, 413, 422}
+_TEMPORARY = {408, 409, 425, 429}
+
+
+class NoAnswer(Exception):
+    """A request got no answer. The message continues a sentence that begins with the server."""
+
+
+def status_kind(status: int) -> Literal["good", "refused", "temporary", "final"]:
+    """Return what a status means for the request."""
+    if status == 200:
+        return "good"
+    if status in _REFUSED:
+        return "refused"
+    return "temporary" if status in _TEMPORARY or status >= 500 else "final"
+
+
+def status_fix(status: int, credentials: str, otherwise: str) -> str:
+    """Return what the user can do about a final status.
+
+    Args:
+        status: Of the answer.
+        credentials: The fix for a missing or wrong token.
+        otherwise: The fix for a status without one of its own.
+    """
+    if status in (401, 403):
+        return credentials
+    if 300 <= status < 400:
+        return "give its final address: redirects are not followed"
+    return "it must take application/json" if status == 415 else otherwise
+
+
+def retrying(name: str, settings: RemoteReward | ChatServiceConfig, retry: retry_base) -> AsyncRetrying:
+    """Return the retries of a request, with growing pauses. The last attempt's result or error is theirs.
+
+    `name` begins the log line of a failed attempt.
+    """
+    attempts = settings.retries + 1
+    return AsyncRetrying(
+        retry=retry,
+        wait=backoff(settings.backoff, jitter=(0.5, 1.5)),
+        stop=stop_after_attempt(attempts),
+        after=lambda state: log_failure(name, state, attempts),
+        retry_error_callback=last_result,
+    )
+
+
+@asynccontextmanager
+async def request_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Open a task group that raises the first RewardError of its tasks, not a group of errors."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except* RewardError as errors:
+        raise errors.exceptions[0] from None
 
 
 class Poster:
@@ -51,14 +120,24 @@ class Poster:
         for client in self._clients.values():
             await client.aclose()
 
-    async def post(self, url: str, body: bytes) -> tuple[int, bytes]:
+    async def post(self, url: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         """Return the status and the body of the answer.
 
         Raises:
             RewardError: The address is forbidden, or the token would be sent in clear text.
-            httpx.HTTPError: No address of the host answers, or the answer is too long.
-            OSError: The name of the host cannot be resolved.
+            NoAnswer: There is no answer within `seconds`, the name of the host cannot be resolved, none of
+                its addresses answers, or the answer is too long.
         """
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._post(url, body)
+        except TimeoutError:
+            # This clause must come before that of OSError, of which TimeoutError is a subclass.
+            raise NoAnswer(f"gave no answer within {seconds:g} s") from None
+        except (httpx.HTTPError, OSError) as error:
+            raise NoAnswer(f"cannot be reached: {str(error) or type(error).__name__}") from error
+
+    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
         addresses = await self._addresses(url)
         for address in addresses[:-1]:
             try:

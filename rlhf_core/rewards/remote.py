@@ -14,8 +14,8 @@ one score per item, in order:
     {"scores": [0.25, null, ...], "errors": {"1": "why item 1 has no score"}}
 
 null (or a number that is not finite) is an item without a score; `errors` is optional. Any other status is a
-failure of the whole request. 400, 413 and 422 are caused by an item, which is searched for with smaller
-requests; 3xx, 401, 403, 404, 405 and 415 end the step (redirects are not followed); all others are retried.
+failure of the whole request (`post.status_kind`). A refused one is caused by an item, which is searched for
+with smaller requests; a final one ends the step; a temporary one is retried.
 
     samples -> requests of `items_per_request` -> least busy replica -> scores
                  ^                                    | failure
@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from tenacity import AsyncRetrying, retry_if_exception, retry_if_result, stop_after_attempt
+from tenacity import retry_if_exception, retry_if_result
 
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
@@ -53,25 +53,13 @@ from rlhf_core.rewards.failures import (
     Refused,
     has_missing_values,
     isolate,
-    last_outcome,
-    log_failure,
 )
-from rlhf_core.rewards.post import Poster
+from rlhf_core.rewards.post import NoAnswer, Poster, request_group, retrying, status_fix, status_kind
 from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
-from rlhf_core.system.retries import backoff
 from rlhf_core.types import RewardInput
 
 log = logging.getLogger(__name__)
 
-_REFUSED = {400, 413, 422}
-_FIXES = {
-    401: f"give its token by {TOKEN_VARIABLE}",
-    403: f"give its token by {TOKEN_VARIABLE}",
-    404: "correct the path of the url",
-    405: "correct the path of the url",
-    415: "it must take application/json",
-}
-_FINAL = {*range(300, 400), *_FIXES}
 _POLL_SECONDS = 0.02
 
 
@@ -238,30 +226,21 @@ class RemoteService:
             self._runner.close()
 
     async def _all(self, parts: Sequence[Sequence[RewardInput]]) -> list[Outcome | Failure]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._with_retries(part)) for part in parts]
-        except* RewardError as errors:
-            # Callers expect a RewardError, not a group of them.
-            raise errors.exceptions[0] from None
+        async with request_group() as group:
+            tasks = [group.create_task(self._with_retries(part)) for part in parts]
         return [task.result() for task in tasks]
 
     async def _with_retries(self, samples: Sequence[RewardInput]) -> Outcome | Failure:
-        attempts = self._source.retries + 1
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_may_pass) | retry_if_result(has_missing_values),
-            wait=backoff(self._source.backoff, jitter=(0.5, 1.5)),
-            stop=stop_after_attempt(attempts),
-            after=lambda state: log_failure(self._name, state, attempts),
-            retry_error_callback=last_outcome,
-        )
+        retry = retry_if_exception(_may_pass) | retry_if_result(has_missing_values)
+        attempts = retrying(f"reward {self._name}", self._source, retry)
         try:
-            return await retrying(self._once, samples)
+            outcome: Outcome = await attempts(self._once, samples)
         except Failure as failure:
             if isinstance(failure, Refused):  # not retried, so tenacity did not call `after`
                 log.warning("reward %s: refused: %s", self._name, failure)
             # Not raised, because the task group would cancel the other requests.
             return failure
+        return outcome
 
     def _score_part(self, samples: Sequence[RewardInput]) -> Outcome:
         return self._runner.run(self._once(samples, searching=True))
@@ -272,26 +251,23 @@ class RemoteService:
             address = httpx.URL(replica.url).netloc.decode()
             body = json.dumps({"items": [self._item(sample) for sample in samples]}).encode()
             try:
-                async with asyncio.timeout(self._source.timeout):
-                    status, answer = await self._poster.post(replica.url, body)
-            except TimeoutError:
-                # This clause must come before that of OSError, of which TimeoutError is a subclass.
-                message = f"{address} gave no answer within {self._source.timeout:g} s"
-                raise Failure(message, searchable=False) from None
-            except (httpx.HTTPError, OSError) as error:
-                cause = str(error) or type(error).__name__
-                raise Failure(f"{address} cannot be reached: {cause}", searchable=False) from error
-            if status in _FINAL:
+                status, answer = await self._poster.post(replica.url, body, self._source.timeout)
+            except NoAnswer as error:
+                raise Failure(f"{address} {error}", searchable=False) from error
+            kind = status_kind(status)
+            if kind == "final":
+                fix = status_fix(status, f"give its token by {TOKEN_VARIABLE}", "correct the path of the url")
                 raise RewardError(
                     f"reward {self._name}: {replica.url} answers with status {status}, which no further try"
-                    f" can change; {_FIXES.get(status, 'give its final address: redirects are not followed')}"
+                    f" can change; {fix}"
                 )
-            if status != 200:
-                kind = Refused if status in _REFUSED else Failure
-                message = f"{address} answers with status {status}: {answer[:200]!r}"
+            message = f"{address} answers with status {status}: {answer[:200]!r}"
+            if kind == "refused":
+                raise Refused(message)
+            if kind == "temporary":
                 # A sample can cause a 500. Other statuses, such as 429 and 503, mean that the service is
                 # overloaded or down.
-                raise kind(message, searchable=status in _REFUSED | {500})
+                raise Failure(message, searchable=status == 500)
             return read_answer(answer, len(samples), address)
 
     def _item(self, sample: RewardInput) -> dict[str, Any]:

@@ -125,9 +125,15 @@ def test_statuses() -> None:
         server.respond = lambda q: 400 if answer(q) == "long" else answer(q)
         found = score(server, "long", "10", on_error="mask")
         assert math.isnan(found.total[0]) and found.total[1] == 1.0
-        server.respond = lambda _: 404
-        with pytest.raises(RewardError, match=r"reward language_model: .* status 404"):
-            score(server, "1", on_error="mask")
+        for status, fix in (
+            (302, "redirects are not followed"),
+            (401, "key in api_key_env"),
+            (404, "url or model"),
+            (415, "application/json"),
+        ):
+            server.respond = lambda _, status=status: status
+            with pytest.raises(RewardError, match=rf"reward language_model: .* status {status}, .*{fix}"):
+                score(server, "1", on_error="mask")
 
 
 def test_a_server_that_is_down_is_not_asked_about_every_response() -> None:

@@ -25,7 +25,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -35,7 +34,7 @@ from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.failures import Outcome
-from rlhf_core.rewards.post import MAX_ANSWER_BYTES, Poster
+from rlhf_core.rewards.post import MAX_ANSWER_BYTES, NoAnswer, Poster
 from rlhf_core.rewards.remote import RemoteService, read_answer
 from rlhf_core.types import RewardInput
 
@@ -321,6 +320,8 @@ def test_short_outage_is_survived(serve: Any) -> None:
         (401, "RLHF_REWARD_TOKEN"),
         (403, "RLHF_REWARD_TOKEN"),
         (404, "path of the url"),
+        (410, "path of the url"),
+        (415, "application/json"),
     ],
 )
 def test_permanent_error_ends_the_step_at_once(serve: Any, status: int, words: str) -> None:
@@ -372,9 +373,9 @@ def test_the_certificate_is_checked_for_each_name_of_an_address(
         poster = Poster("reward", ("scores.example", "other.example", "127.0.0.1"), None, None)
         try:
             for _ in range(2):
-                await poster.post(url, b'{"items": []}')
-            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                await poster.post(url.replace("scores", "other"), b'{"items": []}')
+                await poster.post(url, b'{"items": []}', 5.0)
+            with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
+                await poster.post(url.replace("scores", "other"), b'{"items": []}', 5.0)
         finally:
             await poster.close()
 
