@@ -24,6 +24,7 @@ from kubernetes.config.config_exception import ConfigException
 
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.run.executors.base import TEMPLATES, Job, JobState, JobStatus
+from rlhf_core.system.retries import backoff
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -166,7 +167,7 @@ def _attempts() -> tenacity.Retrying:
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(InfrastructureError),
         stop=tenacity.stop_after_attempt(5),
-        wait=tenacity.wait_exponential(multiplier=1, max=10),
+        wait=backoff(1.0, longest=10.0, jitter=(0.5, 1.5)),
         reraise=True,
     )
 

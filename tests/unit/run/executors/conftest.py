@@ -18,7 +18,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedKub
     server = ScriptedKubernetes()
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    monkeypatch.setattr(kuberay.tenacity, "wait_exponential", lambda **_: tenacity.wait_none())
+    monkeypatch.setattr(kuberay, "backoff", lambda *_, **__: tenacity.wait_none())
     yield server
     server.close()
 
