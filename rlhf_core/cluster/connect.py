@@ -42,10 +42,17 @@ def connect(processes: int, device: str, config: PipelineConfig | None = None) -
     # `queue.py` from there.
     job = JobConfig(_client_job=True)
     if on_cluster():
-        if config is not None:
-            job.set_runtime_env({"env_vars": rank_environment(config, device)})
+        # In a submitted job, Ray replaces the environment in `job` by that of the submission. It combines the
+        # one that `init` gets with it, and with this variable ours wins.
+        os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
+        variables = {} if config is None else rank_environment(config, device)
         try:
-            ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
+            ray.init(
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+                job_config=job,
+                runtime_env={"env_vars": variables},
+            )
         except (ConnectionError, RuntimeError) as error:
             # Ray has no class of its own for a cluster with other versions of Ray or Python.
             raise ConfigError(
