@@ -46,10 +46,15 @@ CHUNK_BYTES = 32 << 20
 """Size of one answer of `read`."""
 
 MARK = "node"
-"""File in the scratch folder with the id of the node that has made it."""
+"""File in the scratch folder with the token of the attempt and the id of the node that has made the folder."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def mark_text(token: str, node_id: str) -> str:
+    """Return the content of `MARK`."""
+    return f"{token} {node_id}"
 
 
 def _served(
@@ -90,19 +95,24 @@ class NodeAgent:
         self._monitor = Monitor(monitored)
 
     @_served
-    def start(self, node_id: str) -> tuple[str, str]:
+    def start(self, node_id: str, token: str) -> tuple[str, str]:
         """Make the scratch folder and start the monitor.
 
         Returns the hostname, and the id of the node whose files this host has: its own, or that of an earlier
         one if the hosts share the folder. Raises InputError if the folders cannot be made.
+
+        Args:
+            node_id: Ray's id of this node.
+            token: Of the attempt. A mark with another one was left by an attempt that was killed.
         """
         mark = self._work / MARK
         try:
-            self._shares_folders = mark.exists()
+            found = mark.read_text().split() if mark.exists() else []
+            self._shares_folders = found[:1] == [token]
             if not self._shares_folders:
                 shutil.rmtree(self._work.parent, ignore_errors=True)  # of killed attempts
                 make_attempt_folders(self._work)
-                mark.write_text(node_id)
+                mark.write_text(mark_text(token, node_id))
             self._monitor.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
@@ -110,7 +120,7 @@ class NodeAgent:
                 f" ({error.strerror}); choose a folder that can be made on every host"
             ) from error
         self._monitor.__enter__()
-        return socket.gethostname(), mark.read_text()
+        return socket.gethostname(), found[1] if self._shares_folders else node_id
 
     @_served
     def close(self) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import math
 import re
+import secrets
 import socket
 import threading
 from collections import defaultdict
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent
+from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent, mark_text
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.placement import node_names
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
@@ -142,6 +143,8 @@ class ClusterNodes:
         self._files_of: dict[str, str] = {}
         """Of each other node, the id of the node whose files it has."""
         self._own_id = ""
+        self._token = secrets.token_hex(8)
+        """Of this attempt, so that files which a killed one has left are not taken for shared ones."""
         self._digests = FileDigests()
         self._lock = threading.Lock()
         self.before_leave: Callable[[], None] = lambda: None
@@ -169,7 +172,7 @@ class ClusterNodes:
         import ray
 
         # An agent that finds this file shares the folder with the driver.
-        (self._work / MARK).write_text(self._own_id)
+        (self._work / MARK).write_text(mark_text(self._token, self._own_id))
         added = []
         for host in [_Host(node_id, self._start(node_id)) for node_id in node_ids]:
             # In turn: the first of those that share a folder has its files.
@@ -195,7 +198,7 @@ class ClusterNodes:
         """Return what the agent returns when it has started."""
         limit = self._config.run.timeouts.start
         try:
-            return fetch([host.call(NodeAgent.start, host.node_id)], limit)[0]
+            return fetch([host.call(NodeAgent.start, host.node_id, self._token)], limit)[0]
         except TimeoutError:
             raise WorkerStuck(
                 f"the agent on host {node_names()[host.node_id]} did not start within {limit:g} s"

@@ -7,6 +7,7 @@
   is used
 - a part on a host that runs the driver later is not taken for a checkpoint
 - an agent deletes parts of finished stages, of steps that were passed, and old ones
+- hosts share a folder only if its mark is of the same attempt; what a killed attempt has left is deleted
 - a folder is copied to another host, and back, in parts; a file that changes on its way is noticed
 """
 
@@ -24,7 +25,7 @@ import pytest
 
 from rlhf_core.cluster import agent as agent_module
 from rlhf_core.cluster import nodes as nodes_module
-from rlhf_core.cluster.agent import NodeAgent
+from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
 from rlhf_core.cluster.nodes import ClusterNodes, needed_files
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
@@ -325,6 +326,24 @@ def test_pending_bundle_without_the_step_is_not_committed(
     assert bundles.read(store, "checkpoints/k/step-00000003") is None
     assert "is not the checkpoint of step 3" in caplog.text
     assert not outbox.pending("checkpoints/k")
+
+
+def test_a_mark_of_a_killed_attempt_is_not_of_a_shared_folder(tmp_path: Path) -> None:
+    work = tmp_path / "home" / "work" / "attempt-000002"
+    work.mkdir(parents=True)
+    (work / MARK).write_text(mark_text("killed", "node-1"))
+    (work / "left").write_text("a shard")
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
+    json = config.model_dump_json(by_alias=True)
+    first, second = (NodeAgent(json, work, tmp_path / "stacks", "one") for _ in range(2))
+    try:
+        assert first.start("node-2", "this")[1] == "node-2"
+        assert not (work / "left").exists() and (work / "scratch").is_dir()
+        assert second.start("node-3", "this")[1] == "node-2", "both are of this attempt"
+    finally:
+        second.close()
+        assert work.exists(), "the first has its files there"
+        first.close()
 
 
 class Called:
