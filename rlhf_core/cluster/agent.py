@@ -46,7 +46,7 @@ CHUNK_BYTES = 32 << 20
 """Size of one answer of `read`."""
 
 MARK = "node"
-"""File in the scratch folder with the token of the attempt and the id of the node that has made the folder."""
+"""File in the scratch folder with the token of the attempt and the id of the node that has made it."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent, mark_text
 from rlhf_core.cluster.connect import on_cluster
@@ -51,9 +51,17 @@ _LAST_SECONDS = 15.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 _SHARD = re.compile(r"(zero_pp_rank_|-rank)(\d+)")
 """The rank in the names of files that DeepSpeed and `WeightCopy` write."""
+
+
+@dataclass(frozen=True)
+class _Call(Pending[R_co]):
+    """A call of the agent on `host`."""
+
+    host: _Host
 
 
 @dataclass
@@ -62,7 +70,7 @@ class _Host:
 
     node_id: str
     actor: RemoteActor[NodeAgent]
-    name: str = ""
+    name: str
     files_of: str = ""
     """The id of the node whose files it has: its own, unless hosts share the folder of the run."""
     participants: list[Participant] = field(default_factory=list)
@@ -76,8 +84,8 @@ class _Host:
 
     def call(
         self, method: Callable[Concatenate[NodeAgent, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Pending[R]:
-        return self.actor.call(method, *args, **kwargs)
+    ) -> _Call[R]:
+        return _Call(self.actor.call(method, *args, **kwargs).reference, self)
 
     def ask(self) -> None:
         """Request a report, unless one is under way."""
@@ -174,7 +182,8 @@ class ClusterNodes:
         # An agent that finds this file shares the folder with the driver.
         (self._work / MARK).write_text(mark_text(self._token, self._own_id))
         added = []
-        for host in [_Host(node_id, self._start(node_id)) for node_id in node_ids]:
+        names = node_names()
+        for host in [_Host(node_id, self._start(node_id), names[node_id]) for node_id in node_ids]:
             # In turn: the first of those that share a folder has its files.
             host.name, host.files_of = self._started(host)
             self._files_of[host.node_id] = host.files_of
@@ -197,13 +206,15 @@ class ClusterNodes:
     def _started(self, host: _Host) -> tuple[str, str]:
         """Return what the agent returns when it has started."""
         limit = self._config.run.timeouts.start
+        call = host.call(NodeAgent.start, host.node_id, self._token)
         try:
-            return fetch([host.call(NodeAgent.start, host.node_id, self._token)], limit)[0]
+            return fetch([call], limit)[0]
         except TimeoutError:
             raise WorkerStuck(
-                f"the agent on host {node_names()[host.node_id]} did not start within {limit:g} s"
-                " (run.timeouts.start)"
+                f"the agent on host {host.name} did not start within {limit:g} s (run.timeouts.start)"
             ) from None
+        except InfrastructureError as error:
+            raise _of_host(error, [call]) from error
 
     def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
         import ray
@@ -298,11 +309,15 @@ class ClusterNodes:
         """Return the hosts that have files of their own."""
         return [host for host in self._hosts if host.files_of == host.node_id]
 
-    def _wait(self, pending: Sequence[Pending[R]]) -> list[R]:
-        """Return the answers of agents, however long they take. Raises WorkerDied if a host is lost."""
+    def _wait(self, calls: Sequence[_Call[R]]) -> list[R]:
+        """Return the answers of agents, however long they take. Raises WorkerDied if a host is lost, and
+        other errors with the name of the host.
+        """
         while True:
             try:
-                return fetch(pending, _WAIT_SECONDS)
+                return fetch(calls, _WAIT_SECONDS)
+            except InfrastructureError as error:
+                raise _of_host(error, calls) from error
             except TimeoutError:
                 lost = [host.name for host in self._hosts if host.lost]
                 if lost:
@@ -411,8 +426,23 @@ class ClusterNodes:
     def _needed(self, manifest: Manifest, node_id: str) -> frozenset[str]:
         return needed_files([entry.path for entry in manifest.files], self._ranks, node_id)
 
-    def _parts(self, calls: Sequence[Pending[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
+    def _parts(self, calls: Sequence[_Call[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
         return [part for part in self._wait(calls) if part]
+
+
+def _of_host(error: InfrastructureError, calls: Sequence[_Call[Any]]) -> InfrastructureError:
+    """Return the error of one of several calls with the name of its host. Ray's own errors have none."""
+    for call, has_ended in zip(calls, _await(calls, _POLL_SECONDS), strict=True):
+        if not has_ended:
+            continue
+        try:
+            fetch([call], _POLL_SECONDS)
+        except InfrastructureError as own:
+            named = f"host {call.host.name}"
+            return own if named in own.message else type(own)(f"{named}: {own.message}")
+        except (TimeoutError, RLHFError):
+            continue
+    return error
 
 
 def report_seconds(hosts: int) -> float:

@@ -283,7 +283,9 @@ def waiting_cost(ranks: int, processes: int) -> float:
             ray.get([agent.report.remote(), busy.work.remote(0.0)], timeout=300)
             nodes = ClusterNodes(PipelineConfig(), Path(folder), [], monitor)
             hosts = -(-processes // PROCESSES_PER_HOST) - 1
-            nodes._hosts = [_Host(str(number), RemoteActor(agent)) for number in range(hosts)]
+            nodes._hosts = [
+                _Host(str(number), RemoteActor(agent), f"host-{number}") for number in range(hosts)
+            ]
             monitor.include(nodes)
             register(monitor.folder, "controller", math.inf)
             calls: list[Pending[None]] = [Pending(busy.work.remote(2 * START_SECONDS + WAIT_SECONDS))]

@@ -2,6 +2,7 @@
 
 - a host that does not answer within the limit is lost with its processes, and is not waited for again
 - a report that comes late is taken, and the host is not lost
+- an error of Ray, such as the death of an agent, names the host
 - the more hosts there are, the more rarely each is asked, but often enough to notice the loss of one
 """
 
@@ -17,6 +18,7 @@ from rlhf_core.cluster import nodes as nodes_module
 from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes, report_seconds, silent_seconds
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import StoreError, WorkerDied
 from rlhf_core.system.heartbeat import Monitor, Participant
 from rlhf_core.system.processes import ProcessId
 
@@ -26,6 +28,7 @@ class Agent:
 
     def __init__(self, host: str) -> None:
         self.answers = True
+        self.error: Exception | None = None
         self.asked = 0
         self._host = host
 
@@ -34,6 +37,8 @@ class Agent:
         return Pending(self)
 
     def result(self) -> list[Participant]:
+        if self.error is not None:
+            raise self.error
         return [Participant(f"rank on {self._host}", ProcessId(1, 0), self._host, 1, 600.0, "step")]
 
 
@@ -57,7 +62,7 @@ def nodes(agents: list[Agent], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
     found = ClusterNodes(PipelineConfig(), tmp_path, [], Monitor(tmp_path / "stacks"))
     for number, agent in enumerate(agents):
         actor: Any = agent
-        found._hosts.append(nodes_module._Host(str(number), actor, f"host-{number + 2}"))
+        found._hosts.append(nodes_module._Host(str(number), actor, f"host-{number + 2}", str(number)))
     return found
 
 
@@ -86,6 +91,18 @@ def test_a_late_report_is_taken(nodes: ClusterNodes, agents: list[Agent]) -> Non
     agents[1].answers = True
     [_, answered] = nodes.participants(1.0, fresh=False)
     assert (answered.state, answered.seconds) == ("running", 0.0)
+
+
+def test_an_error_of_an_agent_names_its_host(nodes: ClusterNodes, agents: list[Agent]) -> None:
+    agents[1].error = WorkerDied("a process died: The actor died.")
+    with pytest.raises(WorkerDied, match=r"^host host-3: a process died: The actor died\.$"):
+        nodes.discard("checkpoints/k/step-00000001")
+    [_, host] = nodes._hosts
+    with pytest.raises(WorkerDied, match=r"^host host-3: a process died"):
+        nodes._started(host)
+    agents[1].error = StoreError("host host-3, upload: denied")
+    with pytest.raises(StoreError, match=r"^host host-3, upload: denied$"):
+        nodes.discard("checkpoints/k/step-00000001")
 
 
 def test_many_hosts_are_asked_more_rarely() -> None:
