@@ -28,9 +28,7 @@ from rlhf_core.evaluation.statistics import Answer, Comparison, compare, regress
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests
-from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.store import open_store
-from rlhf_core.system.home import Home
+from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, StageContext
 
 log = logging.getLogger(__name__)
@@ -114,7 +112,7 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
 
 
 def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champion:
-    artifacts = ArtifactStore(open_store(config), Home.of(config.run.home).cache)
+    artifacts = open_artifacts(config)
     try:
         policy = _artifact(artifacts, "ppo", tags)
         data = _artifact(artifacts, "data", tags)

@@ -26,9 +26,7 @@ from rlhf_core.config.data import SETS
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.store import open_store
-from rlhf_core.system.home import Home
+from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.tracking.champions import BASE, CHAMPION, REFERENCE, WEIGHTS
 from rlhf_core.types import ArtifactRef
 
@@ -200,7 +198,6 @@ class _Resolver:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._home = Home.of(config.run.home)
 
     def reference(self, field: str, text: str) -> Reference:
         """Return what the reference of a field stands for."""
@@ -210,7 +207,7 @@ class _Resolver:
         """Return the mark of a reference, see `reference_marks`."""
         if text.startswith("artifact://"):
             forms = _FORMS_OF_MODELS if field == _MODEL else _FORMS_OF_SOURCES
-            ref, path = self._artifact(ArtifactStore(open_store(self._config), self._home.cache), text, forms)
+            ref, path = self._artifact(open_artifacts(self._config), text, forms)
             return f"{ref.kind}/{ref.key} {ref.digest} {path}"
         if field == _MODEL:
             name, wanted = _policy(text)
@@ -224,7 +221,7 @@ class _Resolver:
         if self._config.model.revision is not None:
             raise InputError("model.revision is a commit of a hub model; leave it out with a reference")
         if text.startswith("artifact://"):
-            store = ArtifactStore(open_store(self._config), self._home.cache)
+            store = open_artifacts(self._config)
             ref, folder = self._artifact(store, text, _FORMS_OF_MODELS)
             path, is_local = store.address(ref, folder, local=True), store.is_local
             origin, pinned = f"artifact {ref.kind}/{ref.key}", text
@@ -250,7 +247,7 @@ class _Resolver:
     def _source(self, field: str, text: str) -> Reference:
         """Return the data file that `text` refers to."""
         if text.startswith("artifact://"):
-            store = ArtifactStore(open_store(self._config), self._home.cache)
+            store = open_artifacts(self._config)
             ref, file = self._artifact(store, text, _FORMS_OF_SOURCES)
             return Reference(field, text, store.address(ref, file), f"artifact {ref.kind}/{ref.key}", text)
         name, version, store, ref, file = self._file_of_version(text)

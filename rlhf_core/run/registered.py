@@ -20,9 +20,8 @@ from rlhf_core.config.engine import engine_rank
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank, made_with, policy_files
 from rlhf_core.pipeline import StageName
-from rlhf_core.storage.artifacts import ArtifactStore, parse_address
+from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.storage.bundles import weights_sha256
-from rlhf_core.storage.store import Store
 from rlhf_core.system.api_key import API_KEY
 from rlhf_core.system.home import Home
 from rlhf_core.system.loopback import is_loopback
@@ -129,13 +128,13 @@ def find_artifacts(
 
 
 def _store_of(version: ModelVersion, name: str, home: str, endpoint: str | None) -> ArtifactStore:
-    source = parse_address(version.source)
+    source = parse_artifact_address(version.source)
     if source is None or source.stage != "ppo":
         raise InputError(
             f"version {version.version} of {name} was not registered by this pipeline: its source is"
             f" {version.source}; choose another one"
         )
-    return ArtifactStore(Store(source.store, endpoint), Home.of(home).cache)
+    return source.open_store(Home.of(home), endpoint)
 
 
 def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:

@@ -34,8 +34,7 @@ from rlhf_core.evaluation.review import (
 from rlhf_core.evaluation.votes import MAX_BYTES, parse_votes
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.spec import config_from_json
-from rlhf_core.storage.artifacts import ArtifactStore, parse_address
-from rlhf_core.storage.store import Store
+from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.system.files import read_bounded, read_json, write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.champions import registry_errors
@@ -212,10 +211,10 @@ def _artifact(
     summary: Mapping[str, Any], stage: StageName, home: Home, endpoint: str | None
 ) -> tuple[ArtifactStore, ArtifactRef]:
     address = str(summary["stages"].get(stage, {}).get("artifact"))
-    found = parse_address(address)
+    found = parse_artifact_address(address)
     if found is None:
         raise InputError(f"the summary of the run has no artifact of the stage {stage}; got {address}")
-    artifacts = ArtifactStore(Store(found.store, endpoint), home.cache)
+    artifacts = found.open_store(home, endpoint)
     ref = artifacts.find(stage, found.key)
     if ref is None:
         raise InputError(f"{address} is not in its store any more; run the configuration again")

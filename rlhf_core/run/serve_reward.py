@@ -8,8 +8,7 @@ from typing import Literal
 
 from rlhf_core.errors import InputError
 from rlhf_core.models.folder import ModelFolder
-from rlhf_core.storage.artifacts import ArtifactStore, parse_address
-from rlhf_core.storage.store import Store
+from rlhf_core.storage.artifacts import parse_artifact_address
 from rlhf_core.system.home import Home
 
 Template = Literal["chat", "plain"]
@@ -76,12 +75,12 @@ def locate(address: str, home: Home, endpoint: str | None) -> tuple[Path, Templa
     """The verified model folder of an artifact and the template of its data; or a folder as it is,
     and None.
     """
-    found = parse_address(address.rstrip("/"))
+    found = parse_artifact_address(address.rstrip("/"))
     if found is None or found.stage != "reward":
         folder = Path(address)
         inner = folder / "model"
         return (inner if ModelFolder(inner).has_config else folder), None
-    artifacts = ArtifactStore(Store(found.store, endpoint), home.cache)
+    artifacts = found.open_store(home, endpoint)
     ref = artifacts.find("reward", found.key)
     if ref is None:
         raise InputError(f"there is no reward artifact {found.key} in {found.store}; correct the address")

@@ -14,14 +14,16 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
-from rlhf_core.storage.store import Store
+from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
+from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef, artifact_prefix
 
 log = logging.getLogger(__name__)
@@ -290,6 +292,11 @@ class ArtifactStore:
             raise CorruptArtifact(f"The manifest of {manifest.prefix} has no entry {error}.") from error
 
 
+def open_artifacts(config: PipelineConfig) -> ArtifactStore:
+    """Return the artifacts of the store of a configuration. Nothing is read or written yet."""
+    return ArtifactStore(open_store(config), Home.of(config.run.home).cache)
+
+
 _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
@@ -314,8 +321,17 @@ class ArtifactAddress(NamedTuple):
     stage: str
     key: str
 
+    def open_store(self, home: Home, endpoint: str | None) -> ArtifactStore:
+        """Return the artifacts of the store. Nothing is read or written yet.
 
-def parse_address(address: str) -> ArtifactAddress | None:
+        Args:
+            home: Has the cache for artifacts from a bucket.
+            endpoint: URL of an S3-compatible server, see `s3_endpoint`.
+        """
+        return ArtifactStore(Store(self.store, endpoint), home.cache)
+
+
+def parse_artifact_address(address: str) -> ArtifactAddress | None:
     """Return the parts of the address of an artifact, or None for other addresses."""
     found = _ADDRESS.fullmatch(address)
     return None if found is None else ArtifactAddress(*found.groups())
