@@ -19,6 +19,7 @@ DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 
 _REFERENCES = ("champion:", "registry://", "artifact://")
 _PATH_PREFIXES = ("/", "./", "../", "~", "file://")
+_S3_OBJECT = re.compile(r"s3://[^/]+/.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
@@ -65,6 +66,13 @@ def parse_address(text: str) -> Address:
     if local.looks_like_path or exists(text) or _HUB_ID.fullmatch(text) is None:
         return local
     return Address("hub", text)
+
+
+def s3_problem(text: str) -> str | None:
+    """Return the reason for which an S3 address cannot be that of data, with a fix, or None."""
+    if _S3_OBJECT.match(text):
+        return None
+    return f"must be s3://bucket/key; got {text!r}; name the bucket and a key in it"
 
 
 def is_hub_model(path: str) -> bool:

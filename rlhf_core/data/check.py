@@ -8,10 +8,9 @@ are not too large.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator
 
-from rlhf_core.config.address import Address, parse_address
+from rlhf_core.config.address import Address, parse_address, s3_problem
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.files import check_beginning, list_files
@@ -74,10 +73,8 @@ def _check_all_rows(config: PipelineConfig, index: int) -> Iterator[Finding]:
 def check_source(field: str, source: Source) -> Iterator[Finding]:
     """Check one source. `field` is its name in messages, such as `data.sft.0`."""
     address = parse_address(source.path)
-    if address.kind == "s3" and re.match(r"s3://[^/]+/.", address.text) is None:
-        yield ConfigError(
-            f"{field}.path: must be s3://bucket/key; got {address.text!r}; name the bucket and a key in it"
-        )
+    if address.kind == "s3" and (problem := s3_problem(address.text)):
+        yield ConfigError(f"{field}.path: {problem}")
     elif address.kind == "url":
         scheme = address.text.split("://")[0][:20]
         yield ConfigError(

@@ -71,6 +71,11 @@ def suffix_of(name: str) -> str | None:
     return None
 
 
+def is_data_file(name: str) -> bool:
+    """Return whether a file of a folder or bucket is read. Files whose names begin with a dot are not."""
+    return suffix_of(name) is not None and not name.startswith(".")
+
+
 def list_files(address: Address) -> list[Path]:
     """Return the file at a local address, or the supported files in a folder and its subfolders, sorted.
 
@@ -90,11 +95,7 @@ def list_files(address: Address) -> list[Path]:
     entries = list(islice(path.rglob("*"), MAX_FILES + 1))
     if len(entries) > MAX_FILES:
         raise DataError(f"{path} holds over {MAX_FILES} files; give the folder of the data alone")
-    files = [
-        file
-        for file in entries
-        if file.is_file() and suffix_of(file.name) is not None and not file.name.startswith(".")
-    ]
+    files = [file for file in entries if file.is_file() and is_data_file(file.name)]
     if not files:
         raise DataError(f"{path} has no data files; put {', '.join(DATA_SUFFIXES)} files into it")
     return sorted(files, key=str)  # the order of stage keys, which differs from that of paths

@@ -22,10 +22,10 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, TypeVar, cast
 
-from rlhf_core.config.address import AddressKind, is_hub_model, is_reference, parse_address
+from rlhf_core.config.address import AddressKind, is_hub_model, is_reference, parse_address, s3_problem
 from rlhf_core.config.data import SETS, Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
-from rlhf_core.data.files import BadRow, Row, list_files, read_file, suffix_of
+from rlhf_core.data.files import BadRow, Row, is_data_file, list_files, read_file
 from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
@@ -330,15 +330,17 @@ def _bucket(store: StoreConfig) -> Any:
 
 def _objects(path: str, store: StoreConfig) -> dict[str, Mapping[str, Any]]:
     """Return the listing's entry of the object, or of all data files below it, by address and sorted."""
-    if not path.removeprefix("s3://").split("/", 1)[0]:
-        raise DataError(f"s3 path without a bucket: {path}; write s3://bucket/key")
+    if problem := s3_problem(path):
+        raise DataError(f"a data source {problem}")
 
     async def find() -> dict[str, Mapping[str, Any]]:
         bucket = _bucket(store)
         if await bucket._isfile(path):
             return {path: await bucket._info(path)}
         found = await bucket._find(path.rstrip("/") + "/", detail=True)
-        return {f"s3://{file}": found[file] for file in sorted(found) if suffix_of(file)}
+        return {
+            f"s3://{file}": found[file] for file in sorted(found) if is_data_file(file.rpartition("/")[2])
+        }
 
     files = _request(f"cannot list {path}", store, lambda: within(_bucket(store), store.retry_seconds, find))
     if not files:

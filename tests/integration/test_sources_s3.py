@@ -46,5 +46,5 @@ def test_objects_and_prefixes_are_read_like_files_and_folders(s3_server) -> None
 def test_a_missing_bucket_is_named(s3_server) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(DataError, match="no-such-bucket"):
         texts("s3://no-such-bucket/a.jsonl", s3_server.endpoint)
-    with pytest.raises(DataError, match="without a bucket"):
+    with pytest.raises(DataError, match="must be s3://bucket/key"):
         texts("s3:///a.jsonl", s3_server.endpoint)

@@ -1,7 +1,8 @@
 """Reading rows.
 
 Rules:
-- jsonl, gzipped jsonl, json, csv and parquet give the same rows; folders are read in order of names;
+- jsonl, gzipped jsonl, json, csv and parquet give the same rows; folders are read in order of names,
+  without files whose names begin with a dot, locally and in buckets;
 - byte-order marks, CRLF and blank lines are accepted, and line numbers stay those of the file;
 - a malformed row is a `BadRow` with line and reason, and the rows around it are kept;
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
@@ -26,6 +27,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
+from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.sources import (
     read_rows,
@@ -35,6 +37,7 @@ from rlhf_core.data.sources import (
     source_digests,
 )
 from rlhf_core.errors import DataError, ModelError
+from tests.conftest import S3Server
 
 ROWS = [{"prompt": 'ä, "b"', "completion": "c\nd"}, {"prompt": "e", "completion": "f"}]
 
@@ -214,6 +217,27 @@ def test_the_name_of_a_folder_is_its_own(
     (folder / "link").symlink_to("old")
     monkeypatch.chdir(folder)
     assert short_name(Source(path=path)) == name
+
+
+def test_files_whose_names_begin_with_a_dot_are_not_read(tmp_path: Path, s3_server: S3Server) -> None:
+    import boto3
+
+    names = ("a.jsonl", "._a.jsonl", "old/.b.jsonl", "old/b.jsonl")
+    client = boto3.client("s3", endpoint_url=s3_server.endpoint)
+    (tmp_path / "old").mkdir()
+    for name in names:
+        row = json.dumps({"text": name}) + "\n"
+        write(tmp_path / name, row)
+        client.put_object(Bucket=s3_server.bucket, Key=f"dots/{name}", Body=row.encode())
+    store = StoreConfig(endpoint=s3_server.endpoint)
+    for path in (str(tmp_path), f"s3://{s3_server.bucket}/dots"):
+        rows = read_rows(Source(path=path), store)
+        assert [row.data["text"] for row in rows if isinstance(row, Row)] == ["a.jsonl", "old/b.jsonl"]
+
+
+def test_a_bucket_without_a_key_is_no_source() -> None:
+    with pytest.raises(DataError, match=r"a data source must be s3://bucket/key; got 's3://bucket/'"):
+        list(read_rows(Source(path="s3://bucket/")))
 
 
 def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
