@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_core.system.files import TEMPORARY, read_json, write_atomic
+from rlhf_core.system.files import create_once, read_json, write_atomic
 
 
 @dataclass(frozen=True)
@@ -73,21 +71,11 @@ class Replies:
         if file is None:
             return reply
         content = json.dumps(asdict(reply)) + "\n"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Linked and not renamed: a link fails if the file exists, so the first of several runs wins. Both
-        # names must be on one file system, hence the temporary folder next to the file.
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=TEMPORARY) as folder:
-            own = Path(folder) / "reply"
-            write_atomic(own, content, private=True)
-            try:
-                os.link(own, file)
-            except FileExistsError:
-                kept = self.find(question)
-                if kept is not None:
-                    return kept
-                os.replace(own, file)  # it is damaged
-            except OSError:
-                os.replace(own, file)  # the file system has no hard links
+        if not create_once(file, content.encode(), private=True):
+            kept = self.find(question)
+            if kept is not None:
+                return kept
+            write_atomic(file, content, private=True)  # the kept one is damaged
         return reply
 
     def forget(self, question: str) -> None:

@@ -16,14 +16,9 @@ from pathlib import Path
 
 from rlhf_core.errors import StoreError
 from rlhf_core.storage.backend import SMALL_BYTES
-from rlhf_core.system.files import TEMPORARY, UnfitFile, fsync, read_bounded, replacing
+from rlhf_core.system.files import TEMPORARY, UnfitFile, create_once, linked, read_bounded, replacing
 
 log = logging.getLogger(__name__)
-
-# EMLINK: the file has its maximum number of links. EPERM is also Linux's answer for a file of another user
-# that this one cannot write (fs.protected_hardlinks).
-_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
-"""Errors of file systems that cannot link two paths."""
 
 
 class LocalFiles:
@@ -35,7 +30,7 @@ class LocalFiles:
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
         self._rename_folder_at(key)
         with self._errors("write", key), replacing(self._root / key, sync=True) as temporary:
-            if not (link and _linked(source, temporary)):
+            if not (link and linked(source, temporary)):
                 shutil.copyfile(source, temporary)
 
     def get_file(self, key: str, target: Path, size: int | None = None) -> None:
@@ -48,19 +43,9 @@ class LocalFiles:
             temporary.write_bytes(data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        target = self._root / key
         self._rename_folder_at(key)
-        temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
         with self._errors("create", key):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                temporary.write_bytes(data)
-                fsync(temporary)
-                return _created(temporary, target, data)
-            finally:
-                temporary.unlink(missing_ok=True)
-                # The new name is not on the disk before its folder is.
-                fsync(target.parent)
+            return create_once(self._root / key, data, sync=True)
 
     def read_bytes(self, key: str) -> bytes | None:
         path = self._root / key
@@ -135,35 +120,3 @@ class LocalFiles:
             reason = error.strerror or str(error)
             hint = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             raise StoreError(f"The store could not {action} {self._root / key}: {reason}{hint}.") from error
-
-
-def _linked(source: Path, target: Path) -> bool:
-    """Create `target` as a hard link to `source`; return False if the file system cannot."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno in _NO_LINKS:
-            return False
-        raise
-    return True
-
-
-def _created(temporary: Path, target: Path, data: bytes) -> bool:
-    """Create `target` with `data` from the finished file `temporary`; return False if `target` exists."""
-    try:
-        # A link appears at once with all its data. The fallback without links creates the file exclusively,
-        # but a kill can leave it incomplete.
-        if _linked(temporary, target):
-            return True
-        descriptor = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    except FileExistsError:
-        return False
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-    return True

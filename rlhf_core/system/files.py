@@ -29,6 +29,11 @@ _BLOCK_BYTES = 1 << 20
 _JSON_LIMIT = 16 << 20
 """Maximum size of a JSON file of the pipeline in bytes. They have some KiB."""
 
+# EMLINK: the file has its maximum number of links. EPERM is also Linux's answer for a file of another user
+# that this one cannot write (fs.protected_hardlinks).
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
+"""Errors of file systems that cannot link two paths."""
+
 _KINDS = (
     (stat.S_ISDIR, "is a folder"),
     (stat.S_ISFIFO, "is a pipe (FIFO)"),
@@ -142,27 +147,86 @@ def replacing(path: Path, *, sync: bool = False, create_folder: bool = True) -> 
     """
     if create_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-    try:
+    with _temporary_name(path) as temporary:
         yield temporary
         if sync:
             fsync(temporary)
         os.replace(temporary, path)
         if sync:
             fsync(path.parent)
-    finally:
-        # Also after success: renaming a file onto a hard link of itself leaves both names.
-        temporary.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Replace `path` atomically by a file with `content`; with `private` only this user can read it."""
     data = content.encode() if isinstance(content, str) else content
     with replacing(path) as temporary:
-        # The mode is set at the creation: a file that is restricted later can be opened before.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        _write_new(temporary, data, private=private)
+
+
+def create_once(path: Path, data: bytes, *, sync: bool = False, private: bool = False) -> bool:
+    """Create `path` with `data`, and its folder if necessary; return False if `path` exists.
+
+    Exactly one of several concurrent callers succeeds. The file appears with all its data, except on a file
+    system without hard links, where a kill can leave it incomplete.
+
+    Args:
+        path: The file.
+        data: Its content.
+        sync: Whether the content and the name are on the disk when this function returns.
+        private: Whether only this user can read the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_name(path) as temporary:
+        try:
+            _write_new(temporary, data, sync=sync, private=private)
+            if not linked(temporary, path):
+                _write_new(path, data, sync=sync, private=private)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            # Also the name that another process gave: it is not on the disk before its folder is.
+            if sync:
+                fsync(path.parent)
+
+
+def linked(source: Path, target: Path) -> bool:
+    """Create `target` as a hard link to `source`; return False if the file system cannot.
+
+    Raises FileExistsError if `target` exists.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def _temporary_name(path: Path) -> Iterator[Path]:
+    """Yield an unused name next to `path`, and afterwards remove the file that has it."""
+    temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        yield temporary
+    finally:
+        # Also after it was renamed: renaming a file onto a hard link of itself leaves both names.
+        temporary.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, data: bytes, *, sync: bool = False, private: bool = False) -> None:
+    """Create `path` with `data`. Raises FileExistsError if it exists; after other errors it does not."""
+    # The mode is set at the creation: a file that is restricted later can be opened before.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    try:
         with open(descriptor, "wb") as file:
             file.write(data)
+        if sync:
+            fsync(path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from rlhf_core.errors import StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from rlhf_core.system import files
 from tests.support.checkpoints import keep
 
 
@@ -98,12 +99,17 @@ def fail_the_nth(
     return lambda: count
 
 
+def no_links(*args: object, **kwargs: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_full_disk_keeps_the_old_checkpoint(links: bool, tmp_path: Path) -> None:
     writes = [
         (os, "replace"),
         (os, "fsync"),
         (shutil, "copyfile"),
+        (files, "_write_new"),
         (Path, "write_bytes"),
         (Path, "mkdir"),
         (os, "link"),
@@ -117,7 +123,7 @@ def test_full_disk_keeps_the_old_checkpoint(links: bool, tmp_path: Path) -> None
         folder = state(place / "two", "2")
         with pytest.MonkeyPatch.context() as patch:
             if not links:
-                patch.setattr("rlhf_core.storage.local._linked", lambda source, target: False)
+                patch.setattr(os, "link", no_links)
             calls = fail_the_nth(writes, nth, patch)
             try:
                 CheckpointStore(store, "k", place / "work", keep(1)).save(2, folder)

@@ -15,6 +15,7 @@ import pytest
 from rlhf_core.system import files
 from rlhf_core.system.files import (
     UnfitFile,
+    create_once,
     open_regular,
     read_bounded,
     read_json,
@@ -99,6 +100,14 @@ def test_replaces_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
     write_atomic(path, "[2]")
     assert read_json(path) is None  # not an object
     assert [file.name for file in path.parent.iterdir()] == ["state.json"]
+
+
+def test_a_file_is_created_once(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "claim"
+    assert create_once(path, b"1", private=True)
+    assert not create_once(path, b"2", sync=True)
+    assert path.read_bytes() == b"1" and path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in path.parent.iterdir()] == ["claim"]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
