@@ -47,3 +47,9 @@ class RegisterConfig(Section):
         within=Range(0.001, 0.5, "with 0.5 only the loss of every pair refuses"),
         later=True,
     )
+    independent_judge: bool = result(
+        False,
+        "The alias `champion` is not set if the policy was trained on the judge of its evaluation, whose win"
+        " rate rises under over-optimisation",
+        later=True,
+    )

@@ -85,6 +85,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             config.register_.min_prompts,
             config.register_.alpha,
             config.register_.votes_margin,
+            config.register_.independent_judge,
         ),
         run_match=lambda tags: _play(config, context, tags, people),
     )

@@ -35,6 +35,7 @@ class Gate:
     min_prompts: int = 50
     alpha: float = 0.05
     votes_margin: float | None = None
+    independent_judge: bool = False
 
     def first_level(self, number: int) -> float:
         """Return the level of the test with this number, starting at 1, while there is no champion.
@@ -65,6 +66,8 @@ class Evaluation:
     """The judge of the wins; None in records of older versions."""
     judge_digest: str | None = None
     """Digest of the judge."""
+    judge_trained_on: bool = False
+    """Whether the policy was trained on the judge. Not part of the record."""
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Differences to the SFT model on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
@@ -89,6 +92,7 @@ class Evaluation:
             **verdicts,
             judge=judge,
             judge_digest=digests.get(str(judge)),
+            judge_trained_on=bool(content.get("judge_trained_on")),
             regression=regression_differences(content.get("regression") or {}),
         )
 
@@ -96,6 +100,7 @@ class Evaluation:
         """Return the record as text for a tag. `from_json` reads it."""
         record = asdict(self)
         del record["votes"]  # they come later, and are no other outcome of the test
+        del record["judge_trained_on"]  # it follows from the judge
         if not self.regression:
             del record["regression"]  # so that the text is that of versions without regression sets
         return json.dumps(record)
@@ -192,16 +197,8 @@ def decide(
         gate: Limits of the configuration.
         level: Level of the test.
     """
-    if candidate.win_rate < gate.min_win_rate:
-        text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"
-        return Decision(False, "min_win_rate", text)
-    if failed := failed_sets(candidate.regression):
-        return Decision(
-            False, "regression", f"regression sets failed against the SFT model: {', '.join(failed)}"
-        )
-    if gate.lost(candidate.votes):
-        text = f"people may prefer the SFT model{_by_people(candidate.votes, gate)}"
-        return Decision(False, "votes", text)
+    if refusal := refused_alone(candidate, gate):
+        return refusal
     if champion is None:
         return _first(candidate, gate, level)
     if not isinstance(match, Match):
@@ -214,12 +211,35 @@ def decide(
     return _by_match(match, champion, gate, level)
 
 
+def refused_alone(candidate: Evaluation, gate: Gate) -> Decision | None:
+    """Return the refusal of a candidate that needs no test and no match; None if there is none."""
+    if candidate.win_rate < gate.min_win_rate:
+        text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"
+        return Decision(False, "min_win_rate", text)
+    if failed := failed_sets(candidate.regression):
+        return Decision(
+            False, "regression", f"regression sets failed against the SFT model: {', '.join(failed)}"
+        )
+    if gate.lost(candidate.votes):
+        text = f"people may prefer the SFT model{_by_people(candidate.votes, gate)}"
+        return Decision(False, "votes", text)
+    if gate.independent_judge and candidate.judge_trained_on:
+        text = (
+            f"the judge is {_judge_name(candidate)}, which the policy was trained on, and"
+            " register.independent_judge is true; add reward.judge={} or evaluate.language_model"
+        )
+        return Decision(False, "judge", text)
+    return None
+
+
 def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
     verdicts = candidate.verdicts
     words = (
         f"win rate {candidate.win_rate:.3f} over the SFT model on {verdicts.prompts} prompts, and there is no"
         " champion yet"
     )
+    if candidate.judge_trained_on:
+        words += f" (judge: {_judge_name(candidate)}, which the policy was trained on)"
     words += _by_people(candidate.votes, gate)
     if verdicts.prompts < gate.min_prompts:
         return _too_few(words, gate)

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.evaluation.statistics import failed_sets
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.champions import (
     CHAMPION,
@@ -29,7 +28,7 @@ from rlhf_core.tracking.champions import (
     revocation,
     settle,
 )
-from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide
+from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide, refused_alone
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
 from rlhf_core.tracking.promotion_tests import (
     OUTCOME,
@@ -264,9 +263,7 @@ def _match(
     candidate: Candidate, champion: ModelVersion | None, gate: Gate, run_match: RunMatch
 ) -> Match | NoMatch | None:
     """Return the match against the champion, or None if the decision does not depend on one."""
-    if champion is None or _record(champion) is None or candidate.evaluation.win_rate < gate.min_win_rate:
-        return None
-    if failed_sets(candidate.evaluation.regression) or gate.lost(candidate.evaluation.votes):
+    if champion is None or _record(champion) is None or refused_alone(candidate.evaluation, gate):
         return None
     return run_match(champion.tags)
 

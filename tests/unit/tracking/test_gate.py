@@ -6,6 +6,7 @@
 - a regression set that failed stops the promotion, by name, and those that passed are in the reason
 - with a margin for votes of people, a candidate without them or with a loss is refused, by name; without a
   margin they are only in the reason
+- a first champion whose judge trained it is named as such, and refused with `independent_judge`
 - without a match, or without the champion's judge, the champion stays
 """
 
@@ -82,6 +83,19 @@ def test_a_match_needs_evidence_and_the_champions_judge(played: Any, becomes: bo
     assert (decision.champion, decision.rule) == (becomes, rule), decision.reason
     assert decision.tested == (rule in ("match", "away", "min_prompts"))
     assert decide(record(49), JUDGED, played, gate=GATE, level=LEVEL).rule == "min_win_rate"
+
+
+def test_a_judge_that_the_policy_was_trained_on_is_named_or_refused() -> None:
+    candidate = record(judge="reward_model", judge_digest="ours", judge_trained_on=True)
+    first = decide(candidate, None, gate=GATE, level=0.02)
+    assert first.champion and "(judge: reward model ours, which the policy was trained on)" in first.reason
+    strict, won = replace(GATE, independent_judge=True), match(80, **GOLD)
+    for champion in (None, JUDGED):
+        refusal = decide(candidate, champion, won, gate=strict, level=0.02)
+        assert (refusal.champion, refusal.rule, refusal.tested) == (False, "judge", False)
+        assert "register.independent_judge is true" in refusal.reason
+    assert decide(replace(candidate, judge_trained_on=False), None, gate=strict, level=0.02).champion
+    assert candidate.to_json() == replace(candidate, judge_trained_on=False).to_json()
 
 
 FELL = {"math": {"mean": -0.11, "low": -0.2, "high": -0.05, "margin": 0.02}}

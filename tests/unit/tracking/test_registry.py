@@ -503,6 +503,19 @@ def test_the_stage_asks_for_the_win_rate_of_its_configuration(tmp_path: Path, da
     assert (result.metrics["champion"], result.attributes["rule"]) == (0.0, "min_win_rate")
 
 
+def test_the_stage_asks_for_an_independent_judge(tmp_path: Path, database: Path) -> None:
+    config = PipelineConfig.model_validate(
+        {
+            "run": {"home": str(tmp_path), "name": "independent"},
+            "tracking": {"uri": f"sqlite:///{database}"},
+            "register": {"independent_judge": True},
+        }
+    )
+    content = EVALUATION | {"judge": "reward_model", "judge_trained_on": True}
+    result = register_stage.run(config, context(tmp_path, json.dumps(content)))
+    assert (result.metrics["champion"], result.attributes["rule"]) == (0.0, "judge")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_the_stage_refuses_an_evaluation_without_a_win_rate(tmp_path: Path, content: str) -> None:
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}})
