@@ -246,9 +246,13 @@ def model_state(config: PipelineConfig) -> ModelState:
     path = config.model.path
     if path is None or is_hub_model(path):
         return ModelState(socket.gethostname(), ())
-    states = ((file.relative_to(path).as_posix(), file.stat()) for file in _model_files(Path(path)))
-    files = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
-    return ModelState(socket.gethostname(), files)
+    return ModelState(socket.gethostname(), file_states(Path(path)))
+
+
+def file_states(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Return name, inode, size and modification time of each file of a model's folder."""
+    states = ((file.relative_to(folder).as_posix(), file.stat()) for file in _model_files(folder))
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
 
 
 def require_same_state(before: ModelState, config: PipelineConfig, digests: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, PythonReward
-from rlhf_core.data.sources import model_digest, short_name, source_digests
+from rlhf_core.data.sources import file_states, model_digest, short_name, source_digests, source_marks
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.rewards.check import module_file, reward_fields
@@ -22,19 +22,41 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Digests of all that the pipeline reads from outside: data, base model, template, the Python files that
     rewards come from, the files of the judge, and votes of people.
     """
-    votes = {field: file.digest for field, file in read_vote_files(config).items()}
-    return source_digests(config) | reward_code_digests(config) | language_model_digests(config) | votes
+    return (
+        source_digests(config)
+        | reward_code_digests(config)
+        | language_model_digests(config)
+        | _vote_digests(config)
+    )
+
+
+def external_marks(config: PipelineConfig) -> dict[str, str]:
+    """Return a mark of each of these inputs but references, without reading large files (`source_marks`)."""
+    marks = source_marks(config) | reward_code_digests(config) | _rubric_digest(config)
+    judge = config.evaluate.language_model
+    if judge is not None and judge.path is not None:
+        marks[FOLDER] = str(file_states(Path(judge.path)))
+    return marks | _vote_digests(config)
+
+
+def _vote_digests(config: PipelineConfig) -> dict[str, str]:
+    return {field: file.digest for field, file in read_vote_files(config).items()}
 
 
 def language_model_digests(config: PipelineConfig) -> dict[str, str]:
     """Return the digests of the rubric and the folder of `evaluate.language_model`, as far as it has them."""
     judge = config.evaluate.language_model
-    digests = {}
-    if judge is not None and judge.rubric is not None:
-        digests[RUBRIC] = hashlib.sha256(rubric_text(judge.rubric).encode()).hexdigest()
+    digests = _rubric_digest(config)
     if judge is not None and judge.path is not None:
         digests[FOLDER] = model_digest(judge.path, None)
     return digests
+
+
+def _rubric_digest(config: PipelineConfig) -> dict[str, str]:
+    judge = config.evaluate.language_model
+    if judge is None or judge.rubric is None:
+        return {}
+    return {RUBRIC: hashlib.sha256(rubric_text(judge.rubric).encode()).hexdigest()}
 
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Decides whether a retraining is due: new data, enough rows, enough time since the last one.
 
 A look at the sources lists files with sizes and times, objects with their ETags, commits of hub names, and of
-references the versions with their digests.
+references the versions with their digests. It reads small files: reward code, rubrics, votes of people.
 Contents are read only if a look differs from the one of the last finished retraining and from the last one
 that read them. These looks, their numbers of rows and the time of the last start are in a tag of the
 registered model, and the store says whether the pipeline has finished for these contents. It therefore does
@@ -21,9 +21,9 @@ from functools import cached_property
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, pipeline_key
 from rlhf_core.config.redact import scrubbed
-from rlhf_core.data.sources import count_rows, pinned, source_marks
+from rlhf_core.data.sources import count_rows, pinned
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.run.external_inputs import reward_code_digests
+from rlhf_core.run.external_inputs import external_marks
 from rlhf_core.run.kept_versions import kept_versions
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.references import reference_marks, resolve
@@ -88,7 +88,7 @@ class Watch:
             return
         self._given = pinned(config)
         self._kept = kept_versions(config)
-        marks = source_marks(self._given) | reward_code_digests(config) | reference_marks(config, self._kept)
+        marks = external_marks(self._given) | reference_marks(config, self._kept)
         self._marks = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
         # A new version may be a retraining by another program, for which the store must be asked again.
         self._look = f"{self._marks} {versions}"

@@ -1,6 +1,7 @@
 """When a retraining is due.
 
 - unchanged sources cost one look: no file is read
+- a changed rubric or folder of the judge, and changed votes of people, are seen
 - finished stages in the store count on every machine, without the folder of the run
 - with too few new rows, or too early, it waits; a failed retraining is due again after the pause
 - rows and pause also count from a retraining that another program ran
@@ -24,6 +25,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled
 from rlhf_core.data import sources
 from rlhf_core.data.sources import count_rows, source_marks
+from rlhf_core.evaluation.votes import FORMAT
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run import watch as module
 from rlhf_core.run.pipeline_run import PipelineRun
@@ -106,6 +108,30 @@ def test_unchanged_sources_cost_one_look(
     os.utime(rows, (1, 1))
     assert look(config)[1].endswith("was made from these inputs"), "the contents are the same"
     add(rows, 1)
+    assert look(config)[0] == "Due"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("rubric.txt", ("short", "long")), ("judge/config.json", ("{}", "[]")), ("votes.json", ("1", "2"))],
+)
+def test_a_changed_judge_and_new_votes_are_seen(
+    configured: Any, tmp_path: Path, name: str, change: tuple[str, str]
+) -> None:
+    votes = {"format": FORMAT, "page": "p", "saved": 1, "votes": []}
+    files = {"rubric.txt": "Be short.", "judge/config.json": "{}", "votes.json": json.dumps(votes)}
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    tree = configured("home").model_dump(mode="json", by_alias=True)
+    judge = {"path": str(tmp_path / "judge"), "rubric": str(tmp_path / "rubric.txt")}
+    tree["evaluate"]["language_model"] = judge
+    tree["register"]["votes"] = [str(tmp_path / "votes.json")]
+    config = PipelineConfig.model_validate_json(json.dumps(tree))
+    Watch(config).finished(DIGEST)
+    finish(config)
+    assert look(config) == ("Unchanged", "the sources look as after the last retraining")
+    (tmp_path / name).write_text(files[name].replace(*change))
     assert look(config)[0] == "Due"
 
 
