@@ -45,9 +45,19 @@ def fetch_model(repo: str, revision: str | None) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot_download(repo, revision=revision, allow_patterns=["*.json", "model*.safetensors"])
+        snapshot_download(
+            repo, revision=revision, allow_patterns=["*.json", "model*.safetensors", "README.md"]
+        )
     except Exception as error:  # as in `_ask_hub`; the cached files may be enough
         log.debug("model %s: not fetched: %s", repo, error)
+
+
+def cached_card(repo: str, revision: str) -> Path | None:
+    """Return the model card of a model at a commit, branch or tag, if it is in the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, "README.md", revision=revision)
+    return Path(found) if isinstance(found, str) else None
 
 
 def _ask_hub(repo: str, kind: str, name: str) -> str | None:

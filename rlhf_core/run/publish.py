@@ -16,8 +16,10 @@ from typing import Any
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.redact import scrubbed
+from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES
+from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered import RegisteredPolicy, RegisteredVersion
 from rlhf_core.storage.bundles import weights_sha256
@@ -121,9 +123,20 @@ def _front_matter(policy: RegisteredPolicy) -> str:
 
 
 def _base_licence(policy: RegisteredPolicy) -> str:
-    """Return the licence of the first base model; "unknown" if the versions do not lead to one."""
+    """Return the licence of the first base model by its model card; "unknown" without one, or if the versions
+    do not lead to a base model. The card of a hub model is that of its commit in the local cache.
+    """
     first = _first(policy)
-    return base_licence(first.config) if first.base_reference is None else _UNKNOWN
+    model = first.config["model"]
+    if first.base_reference is not None or not model.get("path"):
+        return _UNKNOWN
+    digest = _base_digest(first)
+    if digest.startswith("hub:"):
+        name, _, revision = digest.removeprefix("hub:").rpartition("@")
+        card = cached_card(name, revision)
+    else:
+        card = Path(model["path"], "README.md")
+    return _UNKNOWN if card is None or not card.is_file() else licence_of(card)
 
 
 def _first(policy: RegisteredVersion) -> RegisteredVersion:
@@ -133,14 +146,17 @@ def _first(policy: RegisteredVersion) -> RegisteredVersion:
     return policy
 
 
-def base_licence(config: Mapping[str, Any]) -> str:
-    """Return the licence in the model card of the base model's folder; "unknown" without one."""
-    card = Path(config["model"].get("path") or "", "README.md")
-    if not config["model"].get("path") or not card.is_file():
-        return _UNKNOWN
+def licence_of(card: Path) -> str:
+    """Return the licence in the front matter of a model card; "unknown" if it has none."""
     front_matter = _FRONT_MATTER.match(card.read_text(encoding="utf-8", errors="replace"))
     found = _LICENSE.search(front_matter.group(1)) if front_matter else None
     return found.group(1) if found else _UNKNOWN
+
+
+def _base_digest(policy: RegisteredVersion) -> str:
+    """Return the digest of the base model (`hub:NAME@COMMIT` for a hub model); empty if it is not known."""
+    sources = _json(policy, "data", "data_card.json").get("sources", [])
+    return next((str(source.get("digest")) for source in sources if source.get("field") == "model"), "")
 
 
 def _base(policy: RegisteredVersion) -> tuple[str, bool]:
@@ -153,10 +169,9 @@ def _base(policy: RegisteredVersion) -> tuple[str, bool]:
     path = policy.config["model"].get("path")
     if not path:
         return "a model from scratch", False
-    sources = _json(policy, "data", "data_card.json").get("sources", [])
-    digests = [str(source.get("digest")) for source in sources if source.get("field") == "model"]
+    digest = _base_digest(policy)
     # The digest identifies it on every machine. A folder can be missing here, and look like an id.
-    on_hub = digests[0].startswith("hub:") if digests else is_hub_model(path)
+    on_hub = digest.startswith("hub:") if digest else is_hub_model(path)
     return path if on_hub else _last_part(path), on_hub
 
 
@@ -227,11 +242,18 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
     if "language_model" in evaluation:
         judge += f" {_code(evaluation['language_model']['name'])}"
     rows = [f"| measure | policy | {confidence} interval |", "|---|---|---|"]
-    rows.append(f"| win rate over the SFT model | {rate['mean']:.3f} | {_interval(rate)} |")
+    rates = {"win rate over the SFT model": rate}
+    if controlled := evaluation.get("win_rate_length_controlled"):
+        rates["the same, length-controlled"] = controlled
+    if chosen := evaluation.get("over_chosen"):
+        rates["win rate over the data's answers"] = chosen["win_rate"]["ppo"]
+    rows += [f"| {name} | {each['mean']:.3f} | {_interval(each)} |" for name, each in rates.items()]
     for name in MEASURES:
         values = (evaluation.get(name) or {}).get("ppo")
         if values:
             rows.append(f"| {name.replace('_', ' ')} | {values['mean']:.4g} | {_interval(values)} |")
+    for name, found in regression_differences(evaluation.get("regression", {})).items():
+        rows.append(_regression_row(name, found))
     kl = evaluation.get("kl_interval")
     if kl:
         rows.append(f"| KL to the SFT model | {kl['mean']:.4g} | {_interval(kl)} |")
@@ -244,6 +266,12 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
     if tags.get("rlhf.gate") in _OF_NUMBERS:
         return f"{text}\n\nPromotion: {tags['rlhf.gate_reason']}."
     return text
+
+
+def _regression_row(name: str, found: Mapping[str, Any]) -> str:
+    """Return a regression set: the change from the SFT model, and whether the policy is worse."""
+    state = "failed" if failed_sets({name: found}) else "passed"
+    return f"| regression set {name}, change ({state}) | {found['mean']:+.4g} | {_interval(found)} |"
 
 
 def _licences(policy: RegisteredPolicy) -> str:

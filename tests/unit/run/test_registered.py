@@ -23,7 +23,7 @@ from rlhf_cli.main import main
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.publish import base_licence, model_card, publish
+from rlhf_core.run.publish import licence_of, model_card, publish
 from rlhf_core.run.registered import RegisteredPolicy, open_policy, serve_command
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.tracking.champions import BASE, WEIGHTS, rollback
@@ -301,7 +301,38 @@ def test_the_licence_is_that_of_the_front_matter(home: str, tmp_path: Path) -> N
         ("# Base\nlicense: none\n---\n", "unknown"),
     ):
         (tmp_path / "README.md").write_bytes(text.encode())
-        assert base_licence({"model": {"path": str(tmp_path)}}) == licence
+        assert licence_of(tmp_path / "README.md") == licence
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_the_licence_of_a_hub_model_is_that_of_its_commit_in_the_cache(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    snapshot = tmp_path / "hub" / "models--owner--base" / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    if is_cached:
+        (snapshot / "README.md").write_text("---\nlicense: mit\n---\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    sources = [{"field": "model", "path": "", "digest": f"hub:owner/base@{'1' * 40}"}]
+    policy = with_files(open_policy(MODEL, home), tmp_path, data=json.dumps({"sources": sources}))
+    config = {**policy.config, "model": {**policy.config["model"], "path": "owner/base"}}
+    card = model_card(replace(policy, config=config))
+    assert f"- Base model: {'mit' if is_cached else 'unknown'}" in card
+    assert 'base_model: "owner/base"' in card
+
+
+def test_the_card_has_all_comparisons(home: str, tmp_path: Path) -> None:
+    rate = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    fallen = {"difference": {"mean": -0.1, "low": -0.2, "high": 0.0}, "margin": 0.02}
+    evaluation = EVALUATION | {
+        "win_rate_length_controlled": rate,
+        "over_chosen": {"win_rate": {"ppo": rate}},
+        "regression": {"maths": fallen},
+    }
+    card = model_card(with_files(open_policy(MODEL, home), tmp_path, evaluate=json.dumps(evaluation)))
+    assert "| the same, length-controlled | 0.500 | [0.4, 0.6] |" in card
+    assert "| win rate over the data's answers | 0.500 | [0.4, 0.6] |" in card
+    assert "| regression set maths, change (failed) | -0.1 | [-0.2, 0] |" in card
 
 
 def with_files(policy: RegisteredPolicy, folder: Path, **files: str) -> RegisteredPolicy:

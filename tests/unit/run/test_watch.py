@@ -113,7 +113,7 @@ def test_unchanged_sources_cost_one_look(
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("rubric.txt", ("short", "long")), ("judge/config.json", ("{}", "[]")), ("votes.json", ("1", "2"))],
+    [("rubric.txt", ("short", "long")), ("judge/config.json", ("{}", "[]")), ("votes.json", (": 1", ": 2"))],
 )
 def test_a_changed_judge_and_new_votes_are_seen(
     configured: Any, tmp_path: Path, name: str, change: tuple[str, str]
