@@ -256,14 +256,18 @@ class ModelWorker(Actor):
     def _batches(self, sent: SentShare | int, chunks: Sequence[RolloutColumns]) -> Any:
         from rlhf_core.models.scoring import Batches
 
-        if isinstance(sent, SentShare):
-            self._batch = RankBatch(sent, chunks)
-        batch = self._batch_of(sent if isinstance(sent, int) else sent.batch)
+        batch = self.received(sent, chunks)
         sequences = [
             (prompt.tolist(), response.tolist()) for prompt, response in zip(*batch.tokens(), strict=True)
         ]
         device, pack = self._rank.torch_device, self._config.ppo.packs
         return Batches(sequences, batch.share.micro_batches, pad_id=self._pad_id, device=device, pack=pack)
+
+    def received(self, sent: SentShare | int, chunks: Sequence[RolloutColumns]) -> RankBatch:
+        """Return the responses that a call is about: those that it brings, or those of an earlier call."""
+        if isinstance(sent, SentShare):
+            self._batch = RankBatch(sent, chunks)
+        return self._batch_of(sent if isinstance(sent, int) else sent.batch)
 
     def _batch_of(self, number: int) -> RankBatch:
         """Return the responses of a batch that this rank has. Raises InfrastructureError if it has none."""

@@ -120,6 +120,7 @@ class ScriptedTrainer(TrainingEngine):
 
     @override
     def save_checkpoint(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         state = {"steps_done": self.steps_done, "skipped_steps": self.skipped_steps}
         (folder / _FILE).write_text(json.dumps(state))
 

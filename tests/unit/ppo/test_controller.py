@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +31,13 @@ from rlhf_core.ppo.controller import PPOController
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from rlhf_core.system.overriding import override
+from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
+from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.checkpoints import keep
 from tests.unit.ppo.test_step_checks import GOOD
-
-FLEET: Any = SimpleNamespace(packs=True, device="cpu", usage_by_group=lambda: None)
 
 
 def batch_of(count: int) -> RolloutBatch:
@@ -54,46 +57,42 @@ FORTY = batch_of(40)
 
 
 class _Experience:
-    scores_B = torch.zeros(4)
+    scores_B = torch.zeros(40)
+    kl_B = np.zeros(40)
 
     def __init__(self, **changed: float) -> None:
         self.metrics = GOOD | {name.replace("__", "/"): value for name, value in changed.items()}
 
 
-def synced(controller: Any) -> int:
-    """Return the version, and measure the speed: a step of microseconds can give advice that names it."""
-    controller._timings["sync/gb_per_s"] = 1.0
-    version: int = controller.completed_steps
-    return version
+class Controller(PPOController):
+    """Its rollouts are `FORTY`, and its experience is that of `experiences`. No model is updated."""
 
+    fleet_class = ScriptedFleet
+    prompts: Sequence[PromptExample] = ()
 
-@pytest.fixture
-def controller(tmp_path: Path) -> Any:
-    nothing: Any = None
-    config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
-    return PPOController(
-        config,
-        FLEET,
-        [],
-        lambda ids: "",
-        nothing,
-        StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
-    )
+    def __init__(self, context: StageContext, experiences: Sequence[_Experience] = (), **ppo: Any) -> None:
+        config = config_from_tree({"ppo": ppo}, "test")
+        models: Any = {"policy": ScriptedTrainer(), "critic": ScriptedTrainer()}
+        ranks: Any = {role: [ScriptedRank(models)] for role in models}
+        no_rewards: Any = None
+        fleet = self.fleet_class(config, ranks=ranks)
+        super().__init__(config, fleet, self.prompts, lambda ids: "", no_rewards, context)
+        self.experiences = experiences
+        updater: Any = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
+        self._updater = updater
+
+    @override
+    def collect(self) -> RolloutBatch:
+        return replace(FORTY, from_cache=True, version=self.completed_steps)
+
+    @override
+    def score(self, batch: RolloutBatch) -> Any:
+        return self.experiences[self.completed_steps]
 
 
 def test_the_kl_coefficient_is_constant_during_the_warm_up(tmp_path: Path) -> None:
-    nothing: Any = None
     kl = {"coef": 0.1, "target": 6.0, "horizon": 400}
-    config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "kl": kl}}, "test")
-    controller: Any = PPOController(
-        config,
-        FLEET,
-        [],
-        lambda ids: "",
-        nothing,
-        StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
-    )
-    controller._updater = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
+    controller: Any = Controller(stage_context(tmp_path), critic_warmup_steps=2, kl=kl)
     batch = FORTY
     coefs = []
     for step in (1, 2, 3, 4):
@@ -103,55 +102,45 @@ def test_the_kl_coefficient_is_constant_during_the_warm_up(tmp_path: Path) -> No
     assert coefs == pytest.approx([0.1, 0.1, 0.098, 0.09604])
 
 
-def test_a_step_reports_whether_it_trains_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Any = None
-    logged: list[dict[str, float]] = []
-    tracker: Any = SimpleNamespace(log_metrics=lambda metrics, _step: logged.append(metrics))
-    context = StageContext({}, tmp_path, tmp_path, nothing, tracker, lambda *_args, **_shown: None)
-    config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "critic_warmup_max_steps": 3}}, "test")
-    controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, context)
-    controller._updater = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
+def test_a_step_reports_whether_it_trains_the_policy(tmp_path: Path) -> None:
+    metrics = RecordingMetrics()
+    context = stage_context(tmp_path, metrics=metrics)
     blind, skipped = {"value__explained_variance": -1.0}, {"objective__kl": float("nan")}
     steps = [_Experience(**changed) for changed in (blind, skipped, blind, blind)]
-    monkeypatch.setattr(controller, "collect", lambda: replace(FORTY, from_cache=True))
-    monkeypatch.setattr(controller, "score", lambda _batch: steps[controller.completed_steps])
-    monkeypatch.setattr(controller, "sync", lambda: synced(controller))
-    monkeypatch.setattr(controller, "_log_samples", lambda *_arguments: None)
-    controller._timings["timing/sync"] = 0.0
+    controller = Controller(context, steps, critic_warmup_steps=2, critic_warmup_max_steps=3)
     for _ in steps:
         controller._log(controller.iterate())
-    assert [metrics["ppo/trains_policy"] for metrics in logged] == [0, 0, 0, 1]
-    assert "trains_policy" not in (tmp_path / "metrics.jsonl").read_text()
+    assert metrics.column("ppo/trains_policy") == [0, 0, 0, 1]
+    assert "trains_policy" not in (context.output / "metrics.jsonl").read_text()
 
 
-def test_a_skipped_step_is_logged_and_the_run_continues(
-    controller: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skipped_step_is_logged_and_the_run_continues(tmp_path: Path) -> None:
     shown: list[dict[str, float]] = []
-    logged: list[dict[str, float]] = []
-    kept: list[tuple[Any, ...]] = []
+
+    class Shown(RecordingProgress):
+        @override
+        def __call__(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
+            shown.append(metrics)
+
+    metrics = RecordingMetrics()
     bad = _Experience(objective__kl=float("nan"), objective__scores=float("nan"))
-    batch = replace(FORTY, from_cache=True)
-    monkeypatch.setattr(controller, "collect", lambda: batch)
-    monkeypatch.setattr(controller, "score", lambda batch: bad)
-    monkeypatch.setattr(controller, "sync", lambda: synced(controller))
-    monkeypatch.setattr(controller, "_log_samples", lambda *arguments: kept.append(arguments[2:]))
-    tracker = SimpleNamespace(log_metrics=lambda metrics, step: logged.append(metrics))
-    report = SimpleNamespace(metrics=tracker, progress=lambda *place, **numbers: shown.append(numbers))
-    monkeypatch.setattr(controller, "_context", report)
+    controller = Controller(
+        stage_context(tmp_path, metrics=metrics, progress=Shown()), [bad] * 3, max_kl=20.0
+    )
     controller._log(controller.iterate())
     assert shown == [{}]
-    assert logged[0]["ppo/skipped_steps"] == 1.0
-    assert "objective/kl" not in logged[0]
+    assert metrics.last["ppo/skipped_steps"] == 1.0
+    assert "objective/kl" not in metrics.last
     assert controller.completed_steps == 1
     controller._log(controller.iterate())
     with pytest.raises(NonFiniteError):
         controller.iterate()
-    assert [entry for entry in kept if entry[0] == "skipped"] == [("skipped", step, 40) for step in (1, 2, 3)]
+    skipped = {name: len(rows) for name, rows in metrics.tables.items() if name.startswith("skipped/")}
+    assert skipped == {f"skipped/step_{step:06d}": 40 for step in (1, 2, 3)}
 
 
 def test_guard_settings_do_not_change_the_artifact(tmp_path: Path) -> None:
-    logged: list[dict[str, float]] = []
+    metrics = RecordingMetrics()
     written = []
     settings: list[dict[str, Any]] = [
         {},
@@ -159,42 +148,24 @@ def test_guard_settings_do_not_change_the_artifact(tmp_path: Path) -> None:
         {"logprob_gap_limit": 1e-6},
     ]
     for number, ppo in enumerate(settings):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        tracker: Any = SimpleNamespace(log_metrics=lambda metrics, _step: logged.append(metrics))
-        nothing: Any = None
-        context = StageContext({}, folder, folder, nothing, tracker, lambda *_args, **_shown: None)
-        config = config_from_tree({"ppo": ppo}, "test")
-        controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, context)
+        context = stage_context(tmp_path / str(number), metrics=metrics)
+        controller = Controller(context, **ppo)
         found = dict(GOOD) | {"rollout/logprob_gap_mean": 1e-5}
         controller._checks.verify(found, 1)
         controller._log(found)
-        written.append((folder / "metrics.jsonl").read_bytes())
+        written.append((context.output / "metrics.jsonl").read_bytes())
     assert set(written) == {written[0]}
-    assert len({tuple(sorted(found.items())) for found in logged}) == len(settings)
-    assert all("guards/empty" in found for found in logged)
+    assert len({tuple(sorted(found.items())) for _, found in metrics.rows}) == len(settings)
+    assert all("guards/empty" in found for _, found in metrics.rows)
 
 
 def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
     def started(attempt: str) -> Any:
         work = tmp_path / attempt
-        work.mkdir()
-        (work / "metrics.jsonl").touch()
-        rank = SimpleNamespace(call=lambda *_: 0)
-        group = SimpleNamespace(call=lambda *_: [0], workers=[rank])
-        fleet: Any = SimpleNamespace(
-            packs=True,
-            device="cpu",
-            groups={"policy": group, "critic": group},
-            wait=lambda calls, _what: calls,
-        )
-        tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
-        nothing: Any = None
-        context = StageContext(
-            {}, work, work, CheckpointStore(Store(tmp_path / "store"), "key", work, keep(1)), tracker, nothing
-        )
-        config = config_from_tree({"ppo": {"max_kl": 20.0, "critic_warmup_max_steps": 9}}, "test")
-        return PPOController(config, fleet, [], lambda ids: "", nothing, context)
+        store = CheckpointStore(Store(tmp_path / "store"), "key", work, keep(1))
+        context = stage_context(work, checkpoints=store)
+        (context.output / "metrics.jsonl").touch()
+        return Controller(context, max_kl=20.0, critic_warmup_max_steps=9)
 
     high, bad = _Experience(objective__kl=25.0), _Experience(policy__entropy=float("nan"))
     first = started("first")
@@ -214,32 +185,22 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
     assert second._warmup.is_over({"value/explained_variance": -1.0}, 6), "a warm-up that is over stays so"
 
 
-def test_a_checkpoint_has_the_score_of_its_own_policy(
-    controller: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_has_the_score_of_its_own_policy(tmp_path: Path) -> None:
     """Step n's rollouts are those of policy n - 1 and score that: the policy that step 6 leaves is the broken
     one.
     """
     of_policy = {0: 0.1, 1: 0.2, 2: 0.3, 3: 1.0, 4: 0.5, 5: 1.1, 6: -5.0, 7: -5.0, 8: -5.0}
     known: dict[int, dict[int, float]] = {}
-    controller._ppo = config_from_tree({"ppo": {"steps": 9, "checkpoint_every": 3}}, "test").ppo
-    batch = replace(FORTY, from_cache=True)
-    monkeypatch.setattr(controller, "_restore", lambda: None)
-    monkeypatch.setattr(controller, "sync", lambda: synced(controller))
-    monkeypatch.setattr(controller, "_log", lambda metrics: None)
-    monkeypatch.setattr(controller, "_log_samples", lambda *_: None)
-    monkeypatch.setattr(controller, "_train", lambda *_: {"loss/policy": 1.0})
-    monkeypatch.setattr(controller, "collect", lambda: replace(batch, version=controller.completed_steps))
-    monkeypatch.setattr(
-        controller, "score", lambda _: _Experience(objective__net_score=of_policy[controller.completed_steps])
-    )
-    controller._timings["timing/sync"] = 0.0
 
-    def checkpoint() -> None:
-        known[controller.completed_steps] = dict(controller._scores)
-        controller._last_checkpoint_step = controller.completed_steps
+    class Checkpoints(FolderCheckpoints):
+        @override
+        def save(self, step: int, folder: Path, score: float | None = None, **given: Any) -> None:
+            known[step] = dict(given["known"])
+            super().save(step, folder, score, **given)
 
-    monkeypatch.setattr(controller, "_checkpoint", checkpoint)
+    context = stage_context(tmp_path, checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    experiences = [_Experience(objective__net_score=score) for score in of_policy.values()]
+    controller = Controller(context, experiences, steps=9, checkpoint_every=3)
     controller.run()
     assert known == {3: {}, 6: {3: 1.0}}
     assert controller._scores == {3: 1.0, 6: -5.0}
@@ -248,29 +209,24 @@ def test_a_checkpoint_has_the_score_of_its_own_policy(
 @pytest.mark.parametrize("place", ["reward", "loss"])
 @pytest.mark.parametrize("normalize", ["none", "batch"])
 def test_the_checkpoint_score_always_includes_the_kl(tmp_path: Path, place: str, normalize: str) -> None:
-    nothing: Any = None
-    fleet: Any = SimpleNamespace(packs=True, device="cpu", usage_by_group=lambda: None)
-    ppo = {
+    ppo: dict[str, Any] = {
         "kl": {"coef": 0.1, "place": place},
         "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0, "normalize": normalize}],
     }
-    controller: Any = PPOController(
-        config_from_tree({"ppo": ppo}, "test"),
-        fleet, [], lambda ids: "", nothing, StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
-    )  # fmt: skip
+    controller = Controller(stage_context(tmp_path), **ppo)
     batch = batch_of(2)
     metrics = controller._reward_metrics(batch, RewardBatch([0.0, 0.0], {"keywords": [1.0, 4.0]}), 90.0)
     assert metrics["objective/net_score"] == pytest.approx(2.0 * 2.5 - 0.1 * 90)
 
 
 def test_filtering_and_clipping_are_logged(tmp_path: Path) -> None:
-    nothing: Any = None
-    fleet: Any = SimpleNamespace(packs=True, device="cpu", usage_by_group=lambda: None)
-    ppo = {"algorithm": "grpo", "samples_per_prompt": 2, "dynamic_filtering": {}, "score_clip": 5.0}
-    controller: Any = PPOController(
-        config_from_tree({"ppo": ppo}, "test"),
-        fleet, [], lambda ids: "", nothing, StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
-    )  # fmt: skip
+    ppo: dict[str, Any] = {
+        "algorithm": "grpo",
+        "samples_per_prompt": 2,
+        "dynamic_filtering": {},
+        "score_clip": 5.0,
+    }
+    controller = Controller(stage_context(tmp_path), **ppo)
     batch = replace(batch_of(2), replaced=3, scores_before=0.165)
     metrics = controller._reward_metrics(batch, RewardBatch([0.0, 0.0], {"model": [1.0, 9.0]}), 0.0)
     assert metrics["objective/scores_before_filtering"] == 0.165

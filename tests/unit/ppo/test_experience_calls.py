@@ -12,15 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.cluster.rpc import RemoteActor
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import Group, plan
 from rlhf_core.ppo.columns import RolloutColumns, row_columns
 from rlhf_core.ppo.experience_calls import make_experience
-from rlhf_core.ppo.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.rank_rows import ExperienceInputs, RankBatch, experience_of_rank
 from rlhf_core.ppo.update import Updater
-from tests.support.scripted_actors import KeepsBatch, results, scripted
+from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from tests.unit.ppo.test_fleet import chunked
 
 COUNT = 40
@@ -36,8 +33,9 @@ def numbers_of(name: str, response: int) -> Any:
     return noise.normal(-2, 0.5, LENGTHS[response]).astype(np.float32)
 
 
-class _Rank(KeepsBatch):
+class _Rank(ScriptedRank):
     def __init__(self) -> None:
+        super().__init__()
         self.returns: dict[int, bytes] = {}
         self.values_seen: dict[int, bytes] = {}
 
@@ -48,13 +46,13 @@ class _Rank(KeepsBatch):
 
     def logprobs(self, role: str, with_entropy: bool, share: Any, *chunks: RolloutColumns) -> Any:
         names = {"logprobs": role} | ({"entropy": "entropy"} if with_entropy else {})
-        return self._columns(names, self.batch(share, chunks))
+        return self._columns(names, self.received(share, chunks))
 
     def values(self, share: Any, *chunks: RolloutColumns) -> Any:
-        return self._columns({"values": "values"}, self.batch(share, chunks))
+        return self._columns({"values": "values"}, self.received(share, chunks))
 
     def make_experience(self, inputs: ExperienceInputs, *objects: Any) -> Any:
-        experience, sums = experience_of_rank(self.batch(inputs.batch), inputs, objects, PPO)
+        experience, sums = experience_of_rank(self.received(inputs.batch, ()), inputs, objects, PPO)
         returns = experience.columns.values["returns"]
         return sums, type(experience.columns)(experience.columns.offsets, {"returns": returns})
 
@@ -62,7 +60,7 @@ class _Rank(KeepsBatch):
         return {}
 
     def update_critic(self, inputs: Any, _exchange: Any, _steps: Any, _clip: bool, *objects: Any) -> Any:
-        for row, tokens in enumerate(self.batch(inputs.batch).tokens()[1]):
+        for row, tokens in enumerate(self.received(inputs.batch, ()).tokens()[1]):
             response = int(tokens[0])
             for seen, places, name in (
                 (self.returns, inputs.returns, "returns"),
@@ -76,14 +74,8 @@ class _Rank(KeepsBatch):
 def made(rows: int, **ranks: int) -> tuple[Any, ...]:
     """Return the bits of the experience, with chunks of `rows` responses and these ranks for each role."""
     config = config_from_tree({"ppo": {"prompts_per_step": COUNT, "minibatches": 2}}, "test")
-    fleet: Any = Fleet(config, plan(config.ppo), "cpu", {}, 0)
-    fleet.wait = results
-    actors: dict[str, list[_Rank]] = {}
-    for role, count in ranks.items():
-        actors[role] = [_Rank() for _ in range(count)]
-        workers: tuple[RemoteActor[Any], ...] = tuple(scripted(rank) for rank in actors[role])
-        name: Any = role
-        fleet.groups[name] = WorkerGroup(Group((name,), count), workers)
+    actors: Any = {role: [_Rank() for _ in range(count)] for role, count in ranks.items()}
+    fleet = ScriptedFleet(config, ranks=actors)
     batch = chunked(LENGTHS, rows)
     experience = make_experience(
         fleet,

@@ -33,8 +33,8 @@ from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of, row_column
 from rlhf_core.ppo.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
 from rlhf_core.ppo.placement import check_engine_size
 from rlhf_core.ppo.routes import places_of, route
+from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, results, scripted_actor
 from rlhf_core.types import PromptExample, Rollout
-from tests.support.scripted_actors import KeepsBatch, results, scripted
 
 Made = tuple[Fleet, list[str], list[str]]
 
@@ -121,7 +121,7 @@ def test_usage_is_known_only_if_all_processes_answer(made: Made, monkeypatch: py
     fleet, _, _ = made
     usage = Usage(1.0, 2)
     for workers in fleet.distinct_groups:
-        actor = scripted(SimpleNamespace(usage=lambda: usage))
+        actor = scripted_actor(SimpleNamespace(usage=lambda: usage))
         fleet.groups[workers.group.roles[0]] = WorkerGroup(workers.group, (actor,))
     fleet.engines = SimpleNamespace(actors=[actor] * 2)  # type: ignore[assignment]
     monkeypatch.setattr(module, "ready", lambda calls, _seconds: [True] * len(calls))
@@ -270,16 +270,17 @@ def chunked(lengths: list[int], rows: int) -> RolloutBatch:
     )
 
 
-class _CriticRank(KeepsBatch):
+class _CriticRank(ScriptedRank):
     """Returns the response tokens as values."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rows = 0
         self.got: list[int] = []
         """Chunks of each call."""
 
     def values(self, share: SentShare | int, *chunks: RolloutColumns) -> Any:
-        batch = self.batch(share, chunks)
+        batch = self.received(share, chunks)
         self.got.append(len(chunks))
         self.rows += len(batch.share.places)
         indices = sorted(i for micro_batch in batch.share.micro_batches for i in micro_batch)
@@ -290,37 +291,24 @@ class _CriticRank(KeepsBatch):
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_gather_restores_the_order_of_the_responses(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int
-) -> None:
+def test_gather_restores_the_order_of_the_responses(ranks: int, rows: int) -> None:
     config = PipelineConfig.model_validate({"ppo": {"micro_batch_tokens": 12}})
-    fleet = Fleet(config, plan(config.ppo), "cpu", {}, 0)
     critic = [_CriticRank() for _ in range(ranks)]
-    workers = tuple(scripted(rank) for rank in critic)
-    fleet.groups["critic"] = WorkerGroup(Group(("critic",), ranks), workers)
-    monkeypatch.setattr(fleet, "wait", results)
+    fleet = ScriptedFleet(config, ranks={"critic": critic})
     batch = chunked([1 + i % 4 for i in range(10)], rows)
     gathered = fleet.values(batch).gather("values")
     assert [row.tolist() for row in gathered] == [[float(i)] * (1 + i % 4) for i in range(10)]
     assert sum(rank.rows for rank in critic) == 10
 
 
-def test_a_rank_gets_the_chunks_of_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = PipelineConfig()
-    fleet = Fleet(config, plan(config.ppo), "cpu", {}, 0)
-    monkeypatch.setattr(fleet, "wait", results)
-
-    def start() -> _CriticRank:
-        rank = _CriticRank()
-        fleet.groups["critic"] = WorkerGroup(Group(("critic",), 1), (scripted(rank),))
-        return rank
-
-    rank = start()
+def test_a_rank_gets_the_chunks_of_a_batch_once() -> None:
+    rank, restarted = _CriticRank(), _CriticRank()
+    fleet = ScriptedFleet(ranks={"critic": [rank]})
     batch, other = chunked([3, 4], 1), chunked([5], 1)
     for each in (batch, batch, other, batch, batch):
         assert len(fleet.values(each).gather("values")) == len(each)
     assert rank.got == [2, 0, 1, 2, 0]
-    restarted = start()
+    fleet.groups |= ScriptedFleet(ranks={"critic": [restarted]}).groups
     fleet.values(batch)
     assert restarted.got == [2]
     fleet._sent.forget()

@@ -31,8 +31,8 @@ from rlhf_core.ppo import engine_actor
 from rlhf_core.ppo.columns import columns_of, header_of
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.prompt_queue import PromptQueue
+from rlhf_core.testing.fleet import results, scripted_actor
 from rlhf_core.types import PromptExample, Rollout
-from tests.support.scripted_actors import scripted
 from tests.unit.ppo.test_rollouts import PROMPTS, VERSION, collector, rollouts
 from tests.unit.ppo.test_rollouts import _Engines as FixedEngines
 from tests.unit.ppo.test_rollouts import _Request as Request
@@ -73,7 +73,7 @@ class Engines(FixedEngines):
             rows = [row for i in ordered for row in self._rows(answer, taken.index(i))]
             return [(request, (chunks, header_of(rows))), *columns]
 
-        return scripted(SimpleNamespace(sample_from=sample_from))
+        return scripted_actor(SimpleNamespace(sample_from=sample_from))
 
     @staticmethod
     def _rows(answer: Sequence[Rollout], place: int) -> Sequence[Rollout]:
@@ -82,7 +82,7 @@ class Engines(FixedEngines):
 
 def queued(engines: Engines, queue: PromptQueue, **changed: Any) -> Any:
     made = collector(engines, engine={"dispatch": "queue"}, **changed)
-    made._fleet.start_queue = lambda: scripted(queue)
+    made._fleet.start_queue = lambda: scripted_actor(queue)
     return made
 
 
@@ -105,7 +105,7 @@ def test_an_engine_gets_no_more_than_it_asks_for_and_batches_are_apart(queue: Pr
 def test_the_rollouts_are_those_of_a_fixed_distribution(
     queue: PromptQueue, serving: Sequence[int], ranks: int
 ) -> None:
-    sizes = {"prompts_per_step": 8, "policy_deepspeed": {"ranks": ranks}}
+    sizes: dict[str, Any] = {"prompts_per_step": 8, "policy_deepspeed": {"ranks": ranks}}
     engines = Engines(serving)
     made = queued(engines, queue, **sizes)
     for step in (2, 3):
@@ -155,11 +155,11 @@ def test_an_engine_returns_the_chunk_of_each_prompt(
                 made.append([row] * n)
         return made
 
-    monkeypatch.setattr(engine_actor, "fetch", lambda calls, _seconds: [call.reference for call in calls])
+    monkeypatch.setattr(engine_actor, "fetch", results)
     queue.open(1, 5, 2)
     options: Any = {"n": 2, "max_new_tokens": 4, "temperature": 1.0}
     message, *columns = actor(generate_from).sample_from(
-        scripted(queue), 1, 3, PROMPTS[:5], seeds=[10, 11, 12, 13, 14], **options
+        scripted_actor(queue), 1, 3, PROMPTS[:5], seeds=[10, 11, 12, 13, 14], **options
     )
     chunks, header = message
     assert chunks == [[0, 1], [2, 3], [4]]
@@ -182,7 +182,9 @@ def test_a_queue_that_does_not_answer_ends_the_attempt(
     queue.open(1, 1, 1)
     options: Any = {"n": 1, "max_new_tokens": 4, "temperature": 1.0}
     with pytest.raises(InfrastructureError, match="the queue of prompts does not answer") as raised:
-        actor(lambda take, **_: take(1)).sample_from(scripted(queue), 1, 1, PROMPTS[:1], seeds=[0], **options)
+        actor(lambda take, **_: take(1)).sample_from(
+            scripted_actor(queue), 1, 1, PROMPTS[:1], seeds=[0], **options
+        )
     assert not isinstance(raised.value, WorkerDied), "the pool would replace the engine"
 
 

@@ -36,11 +36,10 @@ from safetensors import SafetensorError
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import Group, plan
+from rlhf_core.config.placement import Role
 from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch, SentShare
 from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader, columns_of, header_of
-from rlhf_core.ppo.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import (
@@ -50,8 +49,8 @@ from rlhf_core.ppo.rollouts import (
     reassign,
 )
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
+from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, scripted_actor
 from rlhf_core.types import PromptExample, RewardInput, Rollout
-from tests.support.scripted_actors import KeepsBatch, results, scripted
 
 SEED, VERSION, PLACES, SAMPLES = 7, 5, 4, 2
 PROMPTS = [PromptExample(f"p{i}", f"question {i}", (i,) * (1 + 3 * i % 7), {"answer": i}) for i in range(30)]
@@ -98,7 +97,7 @@ class _Engines:
             ]
             return [(request, header_of(answer)), *columns]
 
-        return scripted(SimpleNamespace(sample=sample))
+        return scripted_actor(SimpleNamespace(sample=sample))
 
     def collect(self, pending: Mapping[int, Pending[Any]], _what: str) -> dict[int, RolloutHeader]:
         lost, self.lost = self.lost, set()
@@ -179,7 +178,13 @@ def alike(*places: int) -> dict[int, Sequence[float]]:
 
 
 def collector(
-    engines: _Engines, rewards: _Rewards | None = None, *, rounds: int = 0, seed: int = SEED, **changed: Any
+    engines: _Engines,
+    rewards: _Rewards | None = None,
+    *,
+    rounds: int = 0,
+    seed: int = SEED,
+    ranks: Mapping[Role, Sequence[ScriptedRank]] | None = None,
+    **changed: Any,
 ) -> Any:
     """`rounds`: of dynamic filtering, 0 for none."""
     prompts = changed.pop("prompts", PROMPTS)
@@ -192,9 +197,8 @@ def collector(
         **changed,
     }
     config = config_from_tree({"ppo": tree}, "test")
-    fleet: Any = Fleet(config, plan(config.ppo), "cpu", {}, 0)
+    fleet: Any = ScriptedFleet(config, ranks=ranks)
     fleet.engines = engines
-    fleet.wait = results
     return Collector(config.ppo, fleet, prompts, lambda ids: f"text {ids}", composer, seed)
 
 
@@ -492,14 +496,15 @@ def test_rewards_get_each_rollout_with_its_prompt() -> None:
             assert s.response == f"text {s.response_ids}"
 
 
-class _RewardRank(KeepsBatch):
+class _RewardRank(ScriptedRank):
     def __init__(self) -> None:
+        super().__init__()
         self.calls = 0
 
     def scores(self, role: str, share: SentShare | int, *chunks: RolloutColumns) -> ModelScores:
         assert role == "reward"
         self.calls += 1
-        batch = self.batch(share, chunks)
+        batch = self.received(share, chunks)
         assert sorted(chain(*batch.share.micro_batches)) == list(range(len(batch.share.places)))
         return ModelScores([mark(response) for response in batch.tokens()[1]])
 
@@ -508,8 +513,7 @@ def test_model_scores_keep_order_and_are_requested_again_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rewards, ranks = _Rewards(), (_RewardRank(), _RewardRank())
-    made = collector(_Engines((0, 1)), rewards)
-    made._fleet.groups["reward"] = WorkerGroup(Group(("reward",), 2), tuple(scripted(rank) for rank in ranks))
+    made = collector(_Engines((0, 1)), rewards, ranks={"reward": ranks})
     monkeypatch.setattr(made._fleet, "retry_after_restart", lambda call, what: [call(), call()][1])
     batch = made.collect(3, VERSION)
     made.rewards(batch)
@@ -526,9 +530,8 @@ def test_deviations_of_an_ensemble_follow_their_responses_after_a_replacement() 
             values = super().scores(*given).values
             return ModelScores(values, [value / 8 for value in values])
 
-    made = collector(_Engines(), _Rewards(alike(1, 3), alike(0)), rounds=3)
-    ranks = tuple(scripted(Rank()) for _ in range(2))
-    made._fleet.groups["reward"] = WorkerGroup(Group(("reward",), 2), ranks)
+    ranks = (Rank(), Rank())
+    made = collector(_Engines(), _Rewards(alike(1, 3), alike(0)), rounds=3, ranks={"reward": ranks})
     batch = made.collect(3, VERSION)
     assert batch.replaced == 3
     assert batch.rewards.ensemble_std == [mark(r.response_ids) / 8 for r in rollouts(batch)]
@@ -591,8 +594,7 @@ def cached_batch(rewards: RewardBatch | None = None) -> RolloutBatch:
 
 
 def cache_in(folder: Path) -> RolloutCache:
-    fleet: Any = SimpleNamespace(wait=results, put=Pending)
-    return RolloutCache(folder, REPEATED, fleet)
+    return RolloutCache(folder, REPEATED, ScriptedFleet())
 
 
 @pytest.mark.parametrize(

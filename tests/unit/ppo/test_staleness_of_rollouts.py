@@ -15,107 +15,118 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import RolloutColumns, row_columns
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.engine_actor import EngineActor
+from rlhf_core.ppo.rollouts import Collector, Sampling
 from rlhf_core.ppo.sync_check import PROMPTS, TOKENS, SyncCheck
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import StageContext
+from rlhf_core.system.overriding import override
+from rlhf_core.testing import stage_context
+from rlhf_core.testing.engines import Reply, ScriptedEngine
+from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
+from rlhf_core.types import PromptExample
+from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.checkpoints import keep
-from tests.support.scripted_actors import results
-from tests.unit.ppo.test_controller import FORTY
-from tests.unit.ppo.test_step_checks import GOOD
+from tests.unit.ppo.test_controller import FORTY, Controller, _Experience
 
 Events = list[tuple[Any, ...]]
 
 
-class Scripted:
-    """A controller of five steps whose parts write down what they do."""
+class _Collector(Collector):
+    """Returns `FORTY`, with the number of the step as `replaced`."""
 
-    def __init__(self, work: Path, monkeypatch: pytest.MonkeyPatch, **ppo: Any) -> None:
-        self.events: Events = []
-        self.gaps: dict[int, float] = {}
-        """Of engines and policy, by version."""
-        work.mkdir(exist_ok=True)
-        (work / "metrics.jsonl").touch()
-        rank = SimpleNamespace(call=lambda *_: 0)
-        group = SimpleNamespace(call=lambda *_: [0], workers=[rank])
-        fleet: Any = SimpleNamespace(
-            packs=True,
-            device="cpu",
-            groups={"policy": group, "critic": group},
-            wait=self.wait,
-            put=Pending,
-            usage_by_group=lambda: None,
-            turns=SimpleNamespace(sample=lambda: None, train=lambda: None),
-        )
-        tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
-        store = CheckpointStore(Store(work.parent / "store"), "key", work, keep(9, 9))
-        context = StageContext({}, work, work, store, tracker, lambda *_args, **_named: None)
-        nothing: Any = None
-        config = config_from_tree({"ppo": {"steps": 5, "checkpoint_every": 1, **ppo}}, "test")
-        self.controller: Any = PPOController(
-            config, fleet, FORTY.prompts[:1], lambda ids: "", nothing, context
-        )
-        monkeypatch.setattr(self.controller._collector, "start", self.start)
-        monkeypatch.setattr(self.controller._collector, "finish", self.finish)
-        monkeypatch.setattr(self.controller, "score", self.score)
-        monkeypatch.setattr(self.controller, "_train", self.train)
-        monkeypatch.setattr(self.controller, "sync", self.sync)
-        monkeypatch.setattr(self.controller, "_log_samples", lambda *_: None)
-        if self.controller._sync_check is not None:
-            monkeypatch.setattr(self.controller._sync_check, "gap", self.gap)
+    events: Events
+    behind = 0
+    """Versions between the weights that the engines should have and those that they have."""
 
-    @staticmethod
-    def wait(calls: list[Any], _what: str) -> list[Any]:
-        return results(calls) if calls and isinstance(calls[0], Pending) else calls
-
-    def start(self, step: int, version: int, *, ahead: bool = False) -> tuple[int, int]:
+    @override
+    def start(self, step: int, version: int, *, ahead: bool = False) -> Sampling:
         self.events.append(("start", step, version, ahead))
-        return step, version
+        return Sampling(step, [], [], version, ahead)
 
-    def finish(self, sampling: tuple[int, int]) -> RolloutBatch:
-        self.events.append(("finish", sampling[0]))
-        # The chunk is marked with the step.
-        return replace(FORTY, version=sampling[1], replaced=sampling[0], routes={})
+    @override
+    def finish(self, sampling: Sampling) -> RolloutBatch:
+        self.events.append(("finish", sampling.step))
+        return replace(FORTY, version=sampling.version - self.behind, replaced=sampling.step, routes={})
 
-    def score(self, batch: RolloutBatch) -> Any:
-        self.events.append(("score", batch.replaced, batch.version))
-        return SimpleNamespace(metrics=dict(GOOD) | {"objective/net_score": 10.0 + batch.version})
 
-    def train(self, _batch: Any, _experience: Any, step: int) -> dict[str, float]:
-        self.events.append(("train", step))
-        return {"loss/policy": 1.0}
+class _SyncCheck(SyncCheck):
+    events: Events
+    gaps: dict[int, float]
 
-    def sync(self) -> int:
-        version: int = self.controller.completed_steps
-        self.events.append(("sync", version))
-        # A step of microseconds can give advice about the sync, which names its speed.
-        self.controller._timings |= {"timing/sync": 0.0, "sync/gb_per_s": 1.0}
-        return version
-
+    @override
     def gap(self, version: int) -> float:
         self.events.append(("compare", version))
         return self.gaps.get(version, 0.0)
 
 
-def test_the_next_step_is_sampled_during_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Scripted(tmp_path / "work", monkeypatch, staleness=1, steps=3, checkpoint_every=9)
-    run.controller.run()
+class _Fleet(ScriptedFleet):
+    events: Events
+
+    @override
+    def sync(self, version: int) -> SyncReport:
+        self.events.append(("sync", version))
+        return super().sync(version)
+
+
+class Scripted(Controller):
+    """A controller of five steps whose parts write down what they do."""
+
+    fleet_class = _Fleet
+    prompts = FORTY.prompts[:1]
+    is_killed_after_checkpoint = False
+
+    def __init__(self, work: Path, **ppo: Any) -> None:
+        store = CheckpointStore(Store(work.parent / "store"), "key", work / "checkpoints", keep(9, 9))
+        context = stage_context(work, checkpoints=store)
+        (context.output / "metrics.jsonl").touch()
+        super().__init__(context, **{"steps": 5, "checkpoint_every": 1, **ppo})
+        self.events: Events = []
+        self.gaps: dict[int, float] = {}
+        """Of engines and policy, by version."""
+        given: Any = (self._ppo, self._fleet, self.prompts, str, None, 0)
+        self._collector = _Collector(*given)
+        fleet: Any = self._fleet
+        self._collector.events = fleet.events = self.events
+        if self._sync_check is not None:
+            self._sync_check = _SyncCheck(*given)
+            self._sync_check.events, self._sync_check.gaps = self.events, self.gaps
+
+    @override
+    def collect(self) -> RolloutBatch:
+        return PPOController.collect(self)
+
+    @override
+    def score(self, batch: RolloutBatch) -> Any:
+        self.events.append(("score", batch.replaced, batch.version))
+        return _Experience(objective__net_score=10.0 + batch.version)
+
+    @override
+    def _train(self, batch: RolloutBatch, experience: Any, step: int) -> dict[str, float]:
+        self.events.append(("train", step))
+        return super()._train(batch, experience, step)
+
+    @override
+    def _checkpoint(self) -> None:
+        super()._checkpoint()
+        if self.is_killed_after_checkpoint:
+            raise KeyboardInterrupt
+
+
+def test_the_next_step_is_sampled_during_the_training(tmp_path: Path) -> None:
+    run = Scripted(tmp_path / "work", staleness=1, steps=3, checkpoint_every=9)
+    run.run()
     assert run.events == [
         *[("sync", 0), ("compare", 0)],
         ("start", 1, 0, False),
@@ -126,52 +137,51 @@ def test_the_next_step_is_sampled_during_the_training(
     ]
 
 
-def test_engines_that_do_not_use_the_weights_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Scripted(tmp_path / "work", monkeypatch, staleness=1, checkpoint_every=9)
-    run.gaps = {1: 0.3}
+def test_engines_that_do_not_use_the_weights_end_the_run(tmp_path: Path) -> None:
+    run = Scripted(tmp_path / "work", staleness=1, checkpoint_every=9)
+    run.gaps[1] = 0.3
     with pytest.raises(WeightSyncError, match=r"ppo step 1: engines and trainer differ by 0\.3"):
-        run.controller.run()
-    without = Scripted(tmp_path / "other", monkeypatch, staleness=1, weight_sync={"canary": False})
-    assert without.controller._sync_check is None
+        run.run()
+    without = Scripted(tmp_path / "other", staleness=1, weight_sync={"canary": False})
+    assert without._sync_check is None
     assert [version for version in range(25) if SyncCheck.is_due(version)] == [0, 1, 10, 20]
 
 
-def test_the_gap_is_the_mean_over_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine samples, and its log-probabilities are -1 for each token."""
-    ppo = config_from_tree({"ppo": {"samples_per_prompt": 2, "engine": {"dispatch": "queue"}}}, "test").ppo
-    policy = SimpleNamespace(gather=lambda name: [np.full(2, -1.5)] * len(FORTY))
-    called: list[tuple[int, Any]] = []
-    engines = SimpleNamespace(
-        serving=[0, 2],
-        actor=lambda index: SimpleNamespace(call=lambda method: called.append((index, method))),
-    )
-    fleet: Any = SimpleNamespace(
-        wait=lambda pending, what: results(pending, what) if "rollouts" in what else None,
-        logprobs=lambda role, *_args, **_named: policy,
-        engines=engines,
-    )
-    check = SyncCheck(ppo, fleet, FORTY.prompts, str, None, 0)  # type: ignore[arg-type]
-    asked: list[Any] = []
+def test_the_gap_is_the_mean_over_all_tokens() -> None:
+    """Each engine samples, and its log-probabilities are 0 for each token. One engine is lost."""
 
-    def sample(*args: Any) -> RolloutBatch:
-        asked.append(args)
-        return FORTY
+    class Policy(ScriptedRank):
+        @override
+        def logprobs(self, role: Any, with_entropy: bool, share: Any, *chunks: RolloutColumns) -> Any:
+            _, responses = self.received(share, chunks).tokens()
+            rows = [np.full(len(response), -0.5, np.float32) for response in responses]
+            return None, row_columns([len(row) for row in rows], logprobs=rows)
 
-    monkeypatch.setattr(check._collector, "sample", sample)
+    engines = [ScriptedEngine(lambda request: Reply((7,) * 99)) for _ in range(3)]
+    engine = {"dispatch": "queue", "count": 3}
+    config = config_from_tree({"ppo": {"samples_per_prompt": 2, "engine": engine}}, "test")
+    actors = [ScriptedEngineActor(each) for each in engines]
+    fleet = ScriptedFleet(config, ranks={"policy": [Policy()]}, engines=actors)
+    fleet.sync(7)
+    fleet.engines.lost = {1}
+    fleet.engines.collect({}, "nothing")
+    prompts = [PromptExample(f"p{i}", "", (1, i)) for i in range(3 * PROMPTS + 5)]
+    composer: Any = None
+    check = SyncCheck(config.ppo, fleet, prompts, str, composer, 0)
     assert check.gap(7) == pytest.approx(0.5)
-    assert asked == [(FORTY.prompts[:PROMPTS], 7, 0, 7)]
-    forget = EngineActor.forget_prefixes
-    assert called == [(0, forget), (2, forget)], "cached prompts change the rounding of later rollouts"
-    own = check._collector._ppo
-    assert (own.samples_per_prompt, own.max_new_tokens, own.engine.dispatch) == (1, TOKENS, "fixed")
+    asked = [request for engine in engines for request in engine.requests]
+    assert {request.prompt.prompt_id for request in asked} == {f"p{i}" for i in range(3 * PROMPTS)}
+    assert len(asked) == 3 * PROMPTS, "one sample of each prompt"
+    assert {request.max_new_tokens for request in asked} == {TOKENS}
+    loads = [len(engine.requests) for engine in engines]
+    assert loads[1] == 0 and min(loads[0], loads[2]) > 0, "not from a queue, which one engine could empty"
+    # Cached prompts change the rounding of later rollouts.
+    assert [engine.prefix_resets for engine in engines] == [1, 0, 1]
 
 
-def test_with_0_nothing_is_sampled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Scripted(tmp_path / "work", monkeypatch, steps=2, checkpoint_every=9)
-    monkeypatch.setattr(run.controller._rollout_cache, "write", lambda *_: None)
-    run.controller.run()
+def test_with_0_nothing_is_sampled_ahead(tmp_path: Path) -> None:
+    run = Scripted(tmp_path / "work", steps=2, checkpoint_every=9)
+    run.run()
     assert run.events == [
         ("sync", 0),
         *[("start", 1, 0, False), ("finish", 1), ("score", 1, 0), ("train", 1), ("sync", 1)],
@@ -180,61 +190,45 @@ def test_with_0_nothing_is_sampled_ahead(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("staleness", "version"), [(1, 1), (0, 2), (1, 4)])
-def test_a_batch_that_is_too_far_behind_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, version: int
-) -> None:
-    controller = Scripted(tmp_path / "work", monkeypatch, staleness=staleness).controller
+def test_a_batch_that_is_too_far_behind_is_refused(tmp_path: Path, staleness: int, version: int) -> None:
+    controller = Scripted(tmp_path / "work", staleness=staleness)
     controller.completed_steps = 3
-    batch = replace(FORTY, version=version)
-    controller._next_batch = batch
-    monkeypatch.setattr(controller, "_collect_or_read", lambda: batch)
+    controller._next_batch = replace(FORTY, version=version)
+    collector: Any = controller._collector
+    collector.behind = 3 - version
     with pytest.raises(WeightSyncError, match=f"step 4 was sampled from policy version {version}, "):
         controller.collect()
 
 
-def test_the_next_attempt_uses_the_rollouts_of_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = Scripted(tmp_path / "whole", monkeypatch, staleness=1, checkpoint_every=9)
-    whole.controller.run()
-    first = Scripted(tmp_path / "first", monkeypatch, staleness=1, checkpoint_every=3)
-    monkeypatch.setattr(first.controller, "_checkpoint", _and_stop(first.controller._checkpoint))
+def test_the_next_attempt_uses_the_rollouts_of_the_checkpoint(tmp_path: Path) -> None:
+    whole = Scripted(tmp_path / "whole", staleness=1, checkpoint_every=9)
+    whole.run()
+    first = Scripted(tmp_path / "first", staleness=1, checkpoint_every=3)
+    first.is_killed_after_checkpoint = True
     with pytest.raises(KeyboardInterrupt):
-        first.controller.run()
-    second = Scripted(tmp_path / "second", monkeypatch, staleness=1, checkpoint_every=9)
-    second.controller.run()
+        first.run()
+    second = Scripted(tmp_path / "second", staleness=1, checkpoint_every=9)
+    second.run()
     assert second.events[0] == ("sync", 3)
     assert first.events + second.events[1:] == whole.events
 
 
-def _and_stop(checkpoint: Any) -> Any:
-    def run() -> None:
-        checkpoint()
-        raise KeyboardInterrupt
-
-    return run
-
-
-def test_a_checkpoint_without_the_next_rollouts_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Scripted(tmp_path / "first", monkeypatch)
-    first.controller.completed_steps = 2
-    first.controller._checkpoint()
-    second = Scripted(tmp_path / "second", monkeypatch, staleness=1)
+def test_a_checkpoint_without_the_next_rollouts_is_refused(tmp_path: Path) -> None:
+    first = Scripted(tmp_path / "first")
+    first.completed_steps = 2
+    first._checkpoint()
+    second = Scripted(tmp_path / "second", staleness=1)
     with pytest.raises(
         CorruptArtifact, match=r"no readable rollouts of step 3, which ppo\.staleness=1 needs"
     ):
-        second.controller._restore()
+        second._restore()
 
 
-def test_every_checkpoint_gets_the_score_of_its_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Scripted(tmp_path / "work", monkeypatch, staleness=1)
-    run.controller.run()
+def test_every_checkpoint_gets_the_score_of_its_policy(tmp_path: Path) -> None:
+    run = Scripted(tmp_path / "work", staleness=1)
+    run.run()
     # Step k + 2 is sampled from policy k; steps 1 and 2 from the SFT model.
-    assert run.controller._scores == {1: 11.0, 2: 12.0, 3: 13.0}
+    assert run._scores == {1: 11.0, 2: 12.0, 3: 13.0}
 
 
 def test_importance_weights_are_on_with_staleness() -> None:

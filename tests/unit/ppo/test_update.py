@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,13 @@ from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places
 from rlhf_core.ppo.experience import Whitening
 from rlhf_core.ppo.experience_calls import Experience
-from rlhf_core.ppo.fleet import Scattered, WorkerGroup
+from rlhf_core.ppo.fleet import Scattered
 from rlhf_core.ppo.loss_step import OptimizerStep
 from rlhf_core.ppo.rank_rows import CriticInputs, Exchange, _packed, _unpacked
 from rlhf_core.ppo.routes import route
 from rlhf_core.ppo.update import CriticWarmup, Updater
+from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, SFTExample
-from tests.support.scripted_actors import results, scripted
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # of the responses: 52 tokens
 UNSCORED = (2, 5)  # 4 + 9 tokens
@@ -74,7 +73,7 @@ def experience(batch: RolloutBatch, ranks: int, unscored: Sequence[int] = ()) ->
     return Experience(scores_B, np.zeros(len(LENGTHS)), Whitening(0.5, 2.0), {}, columns, columns)
 
 
-class _Rank:
+class _Rank(ScriptedRank):
     """A rank of policy or critic that stores the last call and returns `sums`."""
 
     samples: list[int]
@@ -84,15 +83,22 @@ class _Rank:
     """Other arguments of the last call."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sums: dict[str, float] = {}
         self.asked = 0
 
     def update_policy(
-        self, exchange: Exchange, steps: list[OptimizerStep], whitening: Whitening, **options: Any
+        self,
+        exchange: Exchange,
+        steps: list[OptimizerStep],
+        whitening: Whitening | None,
+        *,
+        kl_coef: float,
+        demonstrations: list[Any],
     ) -> dict[str, float]:
         assert whitening == Whitening(0.5, 2.0)
-        self.rows: list[Any] = options.get("demonstrations", [])
-        return self._update(exchange, steps, options)
+        self.rows = demonstrations
+        return self._update(exchange, steps, {"kl_coef": kl_coef, "demonstrations": demonstrations})
 
     def update_critic(
         self,
@@ -119,13 +125,9 @@ class _Made:
     def __init__(self, ranks: int = 2, *, seed: int = 7, **ppo: Any) -> None:
         tree = {"steps": 9, "prompts_per_step": 12, "minibatches": 3, "epochs": 2, **ppo}
         self.policy, self.critic = ([_Rank() for _ in range(ranks)] for _ in range(2))
-        group: Any = None
-        groups = {
-            "policy": WorkerGroup(group, tuple(scripted(rank) for rank in self.policy)),
-            "critic": WorkerGroup(group, tuple(scripted(rank) for rank in self.critic)),
-        }
-        fleet: Any = SimpleNamespace(groups=groups, wait=results)
-        settings = config_from_tree({"ppo": tree}, "test").ppo
+        config = config_from_tree({"ppo": tree}, "test")
+        fleet = ScriptedFleet(config, ranks={"policy": self.policy, "critic": self.critic})
+        settings = config.ppo
         self._updater = Updater(settings, fleet, seed, DEMONSTRATIONS)
         self._warmup = CriticWarmup(settings)
         self._ranks = ranks

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +23,8 @@ from rlhf_core.ppo.columns import Places
 from rlhf_core.ppo.fleet import ENGINES, WorkerGroup
 from rlhf_core.ppo.routes import route
 from rlhf_core.ppo.utilisation import Utilisation, padding_share
+from rlhf_core.system.overriding import override
+from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.types import PromptExample
 
 
@@ -50,19 +51,19 @@ def times(counters: dict[str, float], factor: float) -> dict[str, float]:
     return {name: value * factor for name, value in counters.items()}
 
 
-class Fleet:
+class Fleet(ScriptedFleet):
     """Two engines, the second of which samples for half the time, and two pairs of roles."""
 
-    device, packs = "cuda", True
-
-    def __init__(self) -> None:
-        groups = [Group(("policy", "reference"), 1), Group(("critic", "reward"), 1)]
-        self.distinct_groups = [WorkerGroup(group, ()) for group in groups]
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__(device=device)
+        for pair in (("policy", "reference"), ("critic", "reward")):
+            self.groups |= dict.fromkeys(pair, WorkerGroup(Group(pair, 1), ()))
         self.steps = 0
         self.lost = False
         self.engine_starts = 0
         self.first_engine = 0
 
+    @override
     def usage_by_group(self) -> dict[str, list[Usage]] | None:
         """Return the usage after each step."""
         self.steps += 1
@@ -79,7 +80,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet() -> Any:
+def fleet() -> Fleet:
     return Fleet()
 
 
@@ -87,7 +88,7 @@ def measured(utilisation: Utilisation) -> dict[str, float]:
     return utilisation.measure(10.0, TIMINGS, BATCH, BATCH)
 
 
-def test_a_step_by_hand(fleet: Any) -> None:
+def test_a_step_by_hand(fleet: Fleet) -> None:
     utilisation = Utilisation(config_from_tree({"ppo": {"epochs": 2}}, "test"), fleet)
     assert measured(utilisation) == {}, "the first step is the base"
     assert measured(utilisation) == pytest.approx(
@@ -112,7 +113,7 @@ def test_a_step_by_hand(fleet: Any) -> None:
     )
 
 
-def test_engines_with_a_queue_have_a_rate(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_a_queue_have_a_rate(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINE, "seconds/sample_from", ENGINE["seconds/sample"])
     monkeypatch.delitem(ENGINE, "seconds/sample")
     utilisation = Utilisation(config_from_tree({}, "test"), fleet)
@@ -122,7 +123,7 @@ def test_engines_with_a_queue_have_a_rate(fleet: Any, monkeypatch: pytest.Monkey
     assert found["rollout/token_latency"] == pytest.approx(5.0 / 200)
 
 
-def test_moving_memory_is_neither_idle_nor_wait(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_memory_is_neither_idle_nor_wait(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"sleep": 0.5, "wake": 1.0}.items():
         monkeypatch.setitem(ENGINE, f"seconds/{name}", seconds)
     for name, seconds in {"offload_states": 0.25, "reload_states": 0.25}.items():
@@ -137,7 +138,7 @@ def test_moving_memory_is_neither_idle_nor_wait(fleet: Any, monkeypatch: pytest.
     assert found["idle/engines"] == pytest.approx(1 - (2.5 + 1.5) / 12)
 
 
-def test_a_replaced_engine_counts_from_zero(fleet: Any) -> None:
+def test_a_replaced_engine_counts_from_zero(fleet: Fleet) -> None:
     utilisation = Utilisation(config_from_tree({}, "test"), fleet)
     measured(utilisation)
     measured(utilisation)
@@ -145,7 +146,7 @@ def test_a_replaced_engine_counts_from_zero(fleet: Any) -> None:
     assert measured(utilisation)["idle/engines"] == pytest.approx(1 - (3.0 + 2.0) / 2 / 10)
 
 
-def test_an_evaluation_between_steps_does_not_count(fleet: Any) -> None:
+def test_an_evaluation_between_steps_does_not_count(fleet: Fleet) -> None:
     utilisation = Utilisation(config_from_tree({}, "test"), fleet)
     utilisation.begin()
     assert measured(utilisation) == {}
@@ -154,7 +155,7 @@ def test_an_evaluation_between_steps_does_not_count(fleet: Any) -> None:
     assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
 
 
-def test_without_all_counters_there_are_no_metrics(fleet: Any) -> None:
+def test_without_all_counters_there_are_no_metrics(fleet: Fleet) -> None:
     utilisation = Utilisation(config_from_tree({}, "test"), fleet)
     measured(utilisation)
     fleet.lost = True
@@ -164,7 +165,7 @@ def test_without_all_counters_there_are_no_metrics(fleet: Any) -> None:
     assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
 
 
-def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Any) -> None:
+def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> None:
     """The engine after it has another position in the next usage."""
     utilisation = Utilisation(config_from_tree({}, "test"), fleet)
     measured(utilisation)
@@ -173,8 +174,8 @@ def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Any) -> No
     assert measured(utilisation)["idle/engines"] == pytest.approx(1 - 2.0 / 10)
 
 
-def test_cores_that_others_use_are_not_idle(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet.device = "cpu"
+def test_cores_that_others_use_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet("cpu")
     clock = {"now": 0.0, "idle": 0.0}
     module = "rlhf_core.ppo.utilisation"
     monkeypatch.setattr(f"{module}.os", SimpleNamespace(sched_getaffinity=lambda _pid: {0, 1}))

@@ -1,0 +1,56 @@
+"""A small data artifact, for tests of stages that read one.
+
+folder = write_data_artifact(tmp_path / "data", eval_prompts=[PromptExample("p", "What is it?", (1, 5, 6))])
+context = stage_context(tmp_path, inputs={"data": folder})
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.data.dataset import write
+from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.types import PairExample, PromptExample, SFTExample
+
+
+def write_data_artifact(
+    folder: Path,
+    *,
+    sft: Sequence[SFTExample] = (),
+    pairs: Sequence[PairExample] = (),
+    prompts: Sequence[PromptExample] = (),
+    eval_sft: Sequence[SFTExample] = (),
+    eval_pairs: Sequence[PairExample] = (),
+    eval_prompts: Sequence[PromptExample] = (),
+    tokenizer: Any = None,
+    counts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the token files, the tokenizer and the counts of a data artifact, and return `folder`.
+
+    Args:
+        folder: Is created.
+        sft: Demonstrations of the training split.
+        pairs: Preference pairs of the training split.
+        prompts: Prompts of the training split.
+        eval_sft: Demonstrations that are held out.
+        eval_pairs: Preference pairs that are held out.
+        eval_prompts: Prompts that are held out.
+        tokenizer: Default: one token for each printable ASCII character, with pad 0, BOS 1 and EOS 2.
+        counts: Of `data_card.json`. Default: none.
+
+    Raises:
+        FileExistsError: The folder has a data artifact.
+    """
+    (folder / "tokenizer").mkdir(parents=True)
+    (tokenizer or train_tokenizer([], 0)).save_pretrained(folder / "tokenizer")
+    write(folder, "sft", "train", sft)
+    write(folder, "pairs", "train", pairs)
+    write(folder, "prompts", "train", prompts)
+    write(folder, "sft", "eval", eval_sft)
+    write(folder, "pairs", "eval", eval_pairs)
+    write(folder, "prompts", "eval", eval_prompts)
+    (folder / "data_card.json").write_text(json.dumps({"counts": dict(counts or {})}))
+    return folder
