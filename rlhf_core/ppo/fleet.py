@@ -243,7 +243,7 @@ class Fleet:
         for group in self._plan.groups:
             neighbours[group.name] = max(group.deepspeed(role, self._config.ppo).hpz for role in group.roles)
         self._placement = reserve_bundles(self._plan, neighbours, gpus=self._device == "cuda", wait=self.wait)
-        log.info("ppo runs as %s", self._plan.describe())
+        log.info("ppo runs as %s; %s", self._plan.describe(), self._placement.describe_nodes())
         if self._nodes is not None:
             self._nodes.join(self._placement.ranks_by_node())
         engine = self._config.ppo.engine

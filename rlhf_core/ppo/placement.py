@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.cluster.placement import node_ids, reserve
+from rlhf_core.cluster.placement import node_ids, node_names, reserve
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
@@ -46,6 +46,20 @@ class Placement:
                 for role in group.roles:
                     roles.setdefault(role, set()).add(rank)
         return nodes
+
+    def describe_nodes(self) -> str:
+        """Return the nodes of the policy's ranks and of the engines, as `policy on a, b; engines on b`."""
+        node_of_bundle, names = node_ids(self.placement_group), node_names()
+        [policy] = [group for group in self.plan.groups if "policy" in group.roles]
+        bundles = {
+            "policy": [self.bundle_of_rank[policy.name, rank] for rank in range(policy.ranks)],
+            "engines": self.bundle_of_engine,
+        }
+        parts = []
+        for what, indices in bundles.items():
+            nodes = dict.fromkeys(names[node_of_bundle[index]] for index in indices)
+            parts.append(f"{what} on {', '.join(nodes)}")
+        return "; ".join(parts)
 
     def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -2,9 +2,12 @@
 
 - three ranks of ZeRO-3 on two hosts in SFT, reward and PPO give the artifacts of one host, bit for bit, also
   over a link of 20 Mbit/s
+- the engine of PPO is on a host of the policy's ranks
 """
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -69,7 +72,12 @@ def test_pipeline_on_two_hosts_computes_the_bits_of_one() -> None:
     with start_hosts(3, "20mbit") as hosts, s3_server(hosts[2]) as store:
         with ray_cluster(hosts[:2], cpus=2, **store) as address:
             there = _run(hosts[0], "two", "two", RAY_ADDRESS=address, **store)
+            said = "".join(log.read_text() for log in (hosts[0].home / "two" / "logs").rglob("ppo-*.log"))
         here = _run(hosts[0], "one", "one", **store)
+    placed = re.search(r"policy on (.+); engines on (.+)", said)
+    assert placed is not None, said
+    policy = placed[1].split(", ")
+    assert len(policy) == 2 and placed[2] in policy
     made = [name.partition("/")[0] for name in there]
     assert sorted(made) == sorted([*STAGES, "evaluate", "register"])
     for name, stage in zip(there, made, strict=True):

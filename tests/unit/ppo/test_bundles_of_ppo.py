@@ -16,7 +16,8 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import PlacementPlan, plan
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.placement import assign
+from rlhf_core.ppo import placement
+from rlhf_core.ppo.placement import Placement, assign
 
 
 def planned(ranks: int, engines: int, **ppo: Any) -> PlacementPlan:
@@ -46,6 +47,16 @@ def test_engines_are_on_the_nodes_of_the_policy_before_other_groups() -> None:
     assert nodes_of([of_rank["policy+reference", rank] for rank in range(2)], nodes) == "aa"
     assert nodes_of(of_engine, nodes) == "aabb"
     assert nodes_of([of_rank["critic+reward", rank] for rank in range(2)], nodes) == "bb"
+
+
+def test_the_log_names_the_nodes_of_policy_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, group = list("abababab"), planned(2, 4)
+    of_rank, of_engine = assign(group, {}, nodes, gpus=True)
+    monkeypatch.setattr(placement, "node_ids", lambda _group: dict(enumerate(nodes)))
+    monkeypatch.setattr(placement, "node_names", lambda: {"a": "host-a (10.0.0.1)", "b": "host-b (10.0.0.2)"})
+    placed = Placement(None, of_rank, of_engine, group, colocated=False, gpus=True)
+    expected = "policy on host-a (10.0.0.1); engines on host-a (10.0.0.1), host-b (10.0.0.2)"
+    assert placed.describe_nodes() == expected
 
 
 def test_ranks_are_sorted_by_node_and_hpz_groups_are_on_one() -> None:

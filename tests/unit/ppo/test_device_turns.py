@@ -88,7 +88,8 @@ def fleet_of(level: int, done: list[str], monkeypatch: pytest.MonkeyPatch) -> Fl
             confirm_weights=lambda: None,
         )
 
-    monkeypatch.setattr(module, "reserve_bundles", lambda *_args, **_kwargs: SimpleNamespace(colocated=True))
+    placement = SimpleNamespace(colocated=True, describe_nodes=lambda: "")
+    monkeypatch.setattr(module, "reserve_bundles", lambda *_args, **_kwargs: placement)
     monkeypatch.setattr(module, "EnginePool", pool)
     monkeypatch.setattr(fleet, "_client", None, raising=False)
     monkeypatch.setattr(fleet, "_start_group", start)
