@@ -534,11 +534,10 @@ class PPOConfig(PackedSection):
                 f"{name} needs engines on the devices of the training ranks; got"
                 f" ppo.colocate={self.colocate}; use ppo.colocate=all, or ppo.engine.sleep_level=0"
             )
-        if self.evaluation_interval is not None:
+        if self.dynamic_filtering is not None and self.uses_reward_model:
             raise ValueError(
-                f"{name} needs ppo.evaluate_every=null and ppo.publish=last, because an evaluation uses"
-                f" engines and models at the same time; got {self.evaluate_every or 'null'} and"
-                f" {self.publish}"
+                f"{name} cannot be combined with ppo.dynamic_filtering and a reward model, which would score"
+                " responses while the engines use the devices; use ppo.engine.sleep_level=0"
             )
         if level == 2 and self.syncs_adapter:
             raise ValueError(

@@ -68,8 +68,13 @@ class HeldOutEvaluation:
         self._sft_scores = [float(score) for score in state["sft_scores"]]
 
     def evaluate(self, version: int) -> HeldOutResult:
-        """Evaluate policy `version`, which the engines hold."""
+        """Evaluate policy `version`, which the engines hold.
+
+        With `ppo.engine.sleep_level` the engines sleep afterwards, and need a sync before they sample again.
+        """
+        self._fleet.turns.sample()
         batch = self._collector.sample(self._prompts, version, 0, version)
+        self._fleet.turns.train()
         columns, texts, usage = self._fleet.retry_after_restart(
             lambda: self._measure(batch), "the evaluation"
         )

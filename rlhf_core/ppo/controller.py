@@ -189,6 +189,8 @@ class PPOController:
         started = time.monotonic()
         found = self._evaluation.evaluate(version)
         failpoint("ppo.after_evaluation")
+        if self._ppo.engine.sleep_level:  # the engines sleep without weights
+            self.sync()
         if self.selection.add(version, found) and self._ppo.publish == "best":
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._scores = self.selection.scores()

@@ -47,6 +47,10 @@ class DeviceTurns:
 
     def receive_weights(self) -> None:
         """Give the engines the memory of their weights, before a sync."""
+        if self._level:
+            # After an update, torch keeps the memory of the whole backward pass.
+            calls = [rank.call(ModelWorker.release_cache) for rank in self._ranks()]
+            self._wait(calls, "the trainers to release memory")
         self._wake("weights")
 
     def sample(self) -> None:

@@ -12,6 +12,7 @@ Axes: `T` response tokens of one sequence.
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -349,6 +350,15 @@ class ModelWorker(Actor):
         )
 
     # -- memory --
+
+    @rpc("start")
+    def release_cache(self) -> None:
+        """Return the freed memory that torch keeps for later tensors to the device."""
+        import torch
+
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     @rpc("start")
     def offload_states(self) -> None:

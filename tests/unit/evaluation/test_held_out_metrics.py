@@ -82,6 +82,7 @@ def evaluation_of(
         logprobs=logprobs,
         scores=lambda batch, role: SimpleNamespace(gather=lambda: ModelScores((judge or {})[batch.version])),
         retry_after_restart=lambda call, what: call(),
+        turns=SimpleNamespace(sample=lambda: None, train=lambda: None),
     )
     tree = {
         "reward": {"enabled": source["type"] == "model"},

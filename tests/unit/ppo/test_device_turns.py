@@ -5,6 +5,7 @@ moves are real.
   states back, training
 - the one that needs memory waits until the other one has given it back
 - with level 0 nothing is called
+- an evaluation takes turns in the same way, and the engines get the weights again after it
 - training with states that were moved to host memory and back has the same bits, under ZeRO 2 and 3; a
   checkpoint may be written and weights may be sent while they are away
 - settings that do not go with it are refused with a fix
@@ -27,6 +28,7 @@ from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import WorkerDied
+from rlhf_core.evaluation.held_out import HeldOutEvaluation, HeldOutResult
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.planning.fit import judge
 from rlhf_core.planning.hardware import parse_gpus
@@ -35,6 +37,8 @@ from rlhf_core.planning.speed import step_time
 from rlhf_core.ppo import fleet as module
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
+from rlhf_core.ppo.selection import Selection
+from rlhf_core.testing import RecordingMetrics
 from tests.integration.deepspeed_memory import small_model, train
 
 SHARDED = {"zero_stage": 2, "ranks": 1}
@@ -138,7 +142,8 @@ def test_engines_and_trainers_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     step(fleet, done)
     assert calls(done) == [
-        "engine wake weights", "wait", "trainer send_weights", "wait", "checkpoint",
+        "trainer release_cache", "wait", "engine wake weights", "wait", "trainer send_weights", "wait",
+        "checkpoint",
         "trainer offload_states", "wait", "engine wake kv_cache", "wait", "sample",
         "engine sleep", "wait", "trainer reload_states", "wait", "train",
     ]  # fmt: skip
@@ -152,12 +157,52 @@ def test_without_sleep_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls(done) == ["trainer send_weights", "wait", "checkpoint", "sample", "train"]
 
 
+def test_an_evaluation_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fleet = fleet_of(2, done, monkeypatch)
+    evaluation: Any = HeldOutEvaluation.__new__(HeldOutEvaluation)
+    evaluation._fleet, evaluation._prompts = fleet, []
+    evaluation._collector = SimpleNamespace(sample=lambda *_: done.append("sample"))
+    monkeypatch.setattr(fleet, "retry_after_restart", lambda *_: done.append("measure") or ({}, [], {}))
+    calls(done)
+    with pytest.raises(KeyError, match="score"):  # there are no scores
+        evaluation.evaluate(0)
+    assert calls(done) == [
+        "trainer offload_states", "wait", "engine wake kv_cache", "wait", "sample",
+        "engine sleep", "wait", "trainer reload_states", "wait", "measure",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", (0, 2))
+def test_the_engines_get_the_weights_again_after_an_evaluation(
+    level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fleet = fleet_of(level, done, monkeypatch)
+    config = fleet._config.model_copy(
+        update={"ppo": fleet._config.ppo.model_copy(update={"evaluate_every": 1})}
+    )
+    controller: Any = PPOController.__new__(PPOController)
+    controller._fleet, controller._ppo, controller._timings = fleet, config.ppo, {}
+    controller.completed_steps, controller.selection = 3, Selection(config.ppo)
+    controller._evaluation = SimpleNamespace(evaluate=lambda _: HeldOutResult({}, []))
+    controller._utilisation = SimpleNamespace(begin=lambda: None)
+    controller._context = SimpleNamespace(metrics=RecordingMetrics())
+    evaluations = controller.selection.evaluations
+    monkeypatch.setattr(controller.selection, "add", lambda version, _: evaluations.update({version: {}}))
+    calls(done)
+    controller._evaluate()
+    assert ("trainer send_weights" in calls(done)) == (level > 0)
+
+
 def test_an_engine_that_does_not_wake_ends_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fleet = fleet_of(1, done, monkeypatch)
 
     def wait(pending: list[Pending[Any]], what: str) -> list[Any]:
-        raise WorkerDied(f"engine 0 has died, while waiting for {what}")
+        if "weights" in what:
+            raise WorkerDied(f"engine 0 has died, while waiting for {what}")
+        return []
 
     fleet.turns._wait = wait
     with pytest.raises(WorkerDied, match="weights"):
@@ -210,8 +255,7 @@ def test_states_that_were_away_train_the_same_bits(stage: Any, rank: Rank, tmp_p
         ({"colocate": "pairs"}, "use ppo.colocate=all"),
         ({"policy_deepspeed": {"zero_stage": 0}}, "zero_stage of at least 1"),
         ({"critic_deepspeed": {"zero_stage": 1, "offload": "optimizer"}}, "no offload"),
-        ({"evaluate_every": 5}, "needs ppo.evaluate_every=null and ppo.publish=last"),
-        ({"publish": "best"}, "needs ppo.evaluate_every=null and ppo.publish=last"),
+        ({"algorithm": "grpo", "samples_per_prompt": 2, "dynamic_filtering": {}}, "ppo.dynamic_filtering"),
         ({"lora": {"r": 8}, "weight_sync": {"lora": "adapter"}}, "use ppo.engine.sleep_level=1"),
     ],
 )
