@@ -151,6 +151,13 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"
             " over-optimisation its score rises until the end; add reward.judge={}"
         )
+    every = ppo.evaluation_interval
+    if every is not None and ppo.checkpoint_every % every and config.store.keep_best:
+        yield (
+            f"ppo.checkpoint_every is {ppo.checkpoint_every}, but the policy is evaluated every {every} steps:"
+            " a checkpoint between two evaluations has no score, so it is not kept as the best one; set"
+            " ppo.checkpoint_every to a multiple of ppo.evaluate_every"
+        )
     if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
         yield (
             "ppo.publish is best, but ppo.kl.coef is 0 and ppo.publish_max_kl is null, so nothing counts"

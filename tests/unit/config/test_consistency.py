@@ -133,6 +133,11 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"publish": "best", "kl": {"coef": 0.0}, "rewards": [{"type": "relevance"}], "publish_max_kl": 30.0},
     ),
     (
+        {"evaluate_every": 4, "checkpoint_every": 10},
+        ("ppo.checkpoint_every is 10", "a multiple of ppo.evaluate_every"),
+        {"evaluate_every": 5, "checkpoint_every": 10},
+    ),
+    (
         {"max_new_tokens": 65},
         ("ppo.max_new_tokens: 65", "data.max_response_tokens (64)"),
         {"max_new_tokens": 64},
