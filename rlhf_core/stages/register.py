@@ -2,8 +2,8 @@
 so.
 
 Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`,
-`match`, `votes` against the SFT model, `source`, `weights_sha256`. After a match also `match_samples.jsonl`:
-pairs of answers to read.
+`match`, `votes` against the SFT model, `source`, `weights_sha256`. After a match also `match_samples.jsonl`
+(pairs of answers to read) and `match-DIGEST.json` (the match, which a later registration uses again).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
-from rlhf_core.evaluation.match import MatchSkipped, run_match
+from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
+from rlhf_core.stages.earlier_match import SAMPLES, keep_match, load_match, match_name
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.tracking.champions import BASE, REFERENCE, WEIGHTS, registry_errors
@@ -176,14 +177,21 @@ class _People:
 def _play(
     config: PipelineConfig, context: StageContext, champion: Mapping[str, str], people: _People
 ) -> Match | NoMatch:
-    try:
-        result = run_match(config, context, champion)
-    except MatchSkipped as reason:
-        log.warning("no match against the champion, which therefore stays: %s", reason)
-        return NoMatch(str(reason))
-    lines = "".join(json.dumps(row) + "\n" for row in result.samples)
-    samples = context.output / "match_samples.jsonl"
-    samples.write_text(lines, encoding="utf-8")
+    name, samples = match_name(context, champion), context.output / SAMPLES
+    match = load_match(config, name, context.output)
+    if match is None:
+        try:
+            result = run_match(config, context, champion)
+        except MatchSkipped as reason:
+            log.warning("no match against the champion, which therefore stays: %s", reason)
+            return NoMatch(str(reason))
+        samples.write_text("".join(json.dumps(row) + "\n" for row in result.samples), encoding="utf-8")
+        match = _match(result)
+    keep_match(context.output, name, match)
+    return replace(match, votes=people.win_rate(samples, "champion"))
+
+
+def _match(result: MatchResult) -> Match:
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
     # 1 for a win, 0 for a tie and -1 for a loss.
     outcomes = [2 * preference - 1 for preference in result.comparison.preferences]
@@ -202,7 +210,6 @@ def _play(
             f"{prompt} {outcome:g}" for prompt, outcome in zip(result.prompt_ids, outcomes, strict=True)
         ),
         regression=result.regression,
-        votes=people.win_rate(samples, "champion"),
         by_source=result.by_source,
     )
 

@@ -93,6 +93,17 @@ class ArtifactStore:
         ref = self.find(kind, key) if key is not None else None
         return ref if ref is not None and ref.digest == tags.get(f"rlhf.{kind}.digest") else None
 
+    def find_file(self, kind: StageName, name: str) -> ArtifactRef | None:
+        """Return an artifact of a stage that has a file with this name; None if there is none."""
+        root = f"artifacts/{kind}"
+        for path in self._store.list(root):
+            if path.endswith(f"/{name}"):
+                ref = self.find(kind, path.removeprefix(f"{root}/").partition("/")[0])
+                # Files of damaged artifacts, and of killed attempts, stay next to those of the artifact.
+                if ref is not None and self._store.uri(path) == f"{ref.uri}/{name}":
+                    return ref
+        return None
+
     def invalidate(self, ref: ArtifactRef, reason: str) -> None:
         """Have the artifact made again, because its content is not true any more. Its files stay."""
         record = bundles.mark_damaged(self._store, artifact_prefix(ref.kind, ref.key), reason)

@@ -2,7 +2,7 @@
 
 - with a margin, a candidate waits for votes, and with votes that do not refuse it becomes champion: first
   against its SFT model, then against the champion in a match
-- the same match continues its test at the same level
+- the match of an earlier registration is used again, and continues its test at the same level
 - a file of another page does not count, nor does one of a match that was not played; a warning says why
 - a file that was changed, is damaged or is no file of votes is refused, before the start where it can be
 - a file without votes is a warning; of two files of one page load the later one counts
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest
 from rlhf_core.evaluation.statistics import Comparison, Interval
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.stages import register
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.store import open_store
 from rlhf_core.testing import stage_context
 from rlhf_core.types import ArtifactRef, Lineage
 
@@ -93,7 +96,10 @@ def run(
         )
         result = register.run(config, context)
         facts = json.loads((context.output / "registration.json").read_text())
-        return facts | {"metrics": result.metrics}, context.output / "match_samples.jsonl"
+        store = ArtifactStore(open_store(config), tmp_path / "cache")
+        key = hashlib.sha256(f"{policy} {votes}".encode()).hexdigest()[:16]
+        folder = store.fetch(store.publish("register", key, context.output, Provenance()))
+        return facts | {"metrics": result.metrics}, folder / "match_samples.jsonl"
 
     return register_policy
 
@@ -138,6 +144,33 @@ def test_a_candidate_waits_for_the_votes_of_people(
     facts, _ = run("three", str(tmp_path / "other.json"))
     assert (facts["champion"], facts["rule"]) == (False, "votes")
     assert "register.votes.0: " in caplog.text and "was not counted: it has votes of a page" in caplog.text
+
+
+def test_votes_count_for_the_match_they_are_about(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the same match played again has other answers."""
+    count = 0
+
+    def play(*_: Any) -> MatchResult:
+        nonlocal count
+        count += 1
+        result = played()
+        samples = tuple({**row, "ppo": f"{row['ppo']} {count}"} for row in result.samples)
+        preferences = (0.0,) * count + (1.0,) * (PAIRS - count)
+        return replace(result, comparison=Comparison(Interval(0.9, 0.8, 1.0), preferences), samples=samples)
+
+    monkeypatch.setattr(register, "run_match", play)
+    run("one")
+    run("one", saved(tmp_path, tmp_path / "evaluate" / "samples.jsonl", "sft", 40))
+    waits, samples = run("two")
+    facts, _ = run("two", saved(tmp_path, samples, "champion", 40))
+    assert (facts["champion"], facts["rule"], count) == (True, "match", 1), facts["reason"]
+    assert facts["match"] == {**waits["match"], "votes": facts["match"]["votes"]}
+    # Another policy, and the same one against another champion, play their own match.
+    run("three")
+    run("three", str(tmp_path / "votes-champion-40.json"))
+    assert count == 2
 
 
 def test_files_that_are_no_votes_or_were_changed_are_refused(run: Any, tmp_path: Path) -> None:

@@ -178,6 +178,21 @@ def test_replacement_of_a_damaged_artifact_is_left_alone(
     assert artifacts.find("ppo", KEY) == replaced[0]
 
 
+def test_an_artifact_is_found_by_its_file_unless_it_is_invalid(
+    artifacts: ArtifactStore, tmp_path: Path
+) -> None:
+    folder = output(tmp_path, "a")
+    (folder / "match-1.json").write_text("{}")
+    ref = publish(artifacts, folder)
+    assert artifacts.find_file("ppo", "match-1.json") == ref
+    for kind, name in (("ppo", "match-2.json"), ("ppo", "1.json"), ("sft", "match-1.json")):
+        assert artifacts.find_file(kind, name) is None  # type: ignore[arg-type]
+    artifacts.invalidate(ref, "It is not true any more.")
+    assert artifacts.find_file("ppo", "match-1.json") is None
+    publish(artifacts, output(tmp_path, "b"))
+    assert artifacts.find_file("ppo", "match-1.json") is None, "only the invalid one has the file"
+
+
 def test_a_reference_to_content_that_was_replaced_is_refused(
     artifacts: ArtifactStore, store: Store, tmp_path: Path
 ) -> None:
