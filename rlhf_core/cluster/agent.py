@@ -23,7 +23,7 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_hub_model
@@ -38,6 +38,7 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.home import Home, make_attempt_folders
+from rlhf_core.system.processes import this_machine
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,18 @@ MARK = "node"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Started(NamedTuple):
+    """What an agent returns when it has started."""
+
+    hostname: str
+    machine: str
+    """See `this_machine`."""
+    files_of: str
+    """The id of the node whose files this host has: its own, or that of an earlier one if the hosts share the
+    folder.
+    """
 
 
 def mark_text(token: str, node_id: str) -> str:
@@ -95,11 +108,10 @@ class NodeAgent:
         self._monitor = Monitor(monitored)
 
     @_served
-    def start(self, node_id: str, token: str) -> tuple[str, str]:
+    def start(self, node_id: str, token: str) -> Started:
         """Make the scratch folder and start the monitor.
 
-        Returns the hostname, and the id of the node whose files this host has: its own, or that of an earlier
-        one if the hosts share the folder. Raises InputError if the folders cannot be made.
+        Raises InputError if the folders cannot be made.
 
         Args:
             node_id: Ray's id of this node.
@@ -120,7 +132,8 @@ class NodeAgent:
                 f" ({error.strerror}); choose a folder that can be made on every host"
             ) from error
         self._monitor.__enter__()
-        return socket.gethostname(), found[1] if self._shares_folders else node_id
+        files_of = found[1] if self._shares_folders else node_id
+        return Started(socket.gethostname(), this_machine(), files_of)
 
     @_served
     def close(self) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.home import home_problem
+from rlhf_core.system.processes import this_machine
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ def check_nodes(config: PipelineConfig) -> None:
             found = [report] if isinstance(report, str) else _problems(report, config, len(nodes))
             if not isinstance(report, str):
                 found += _clock_problem(report["clock"], started, ended)
+                found += _hostname_problem(report["host"], reports.values())
                 if store.read_bytes(probe.key(node["NodeID"])) is None and not report["store"]:
                     found.append(
                         f"store.url={config.store_url}: this host does not see what that node writes"
@@ -189,6 +192,7 @@ def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[s
         "home": home_problem(Path(home)) or "",
         "free_bytes": shutil.disk_usage(existing).free,
         "address": address,
+        "host": (socket.gethostname(), this_machine()),
         "interface": own[0] if own else "",
         "interfaces": sorted(interfaces),
         "clock": time.time(),
@@ -258,6 +262,18 @@ def _clock_problem(clock: float, started: float, ended: float) -> list[str]:
         f"its clock is {difference:.0f} s {word} of this host's, at most {MAX_CLOCK_SECONDS:.0f} s are"
         " allowed; synchronize it (NTP)"
     ]
+
+
+def _hostname_problem(host: tuple[str, str], reports: Iterable[Any]) -> list[str]:
+    """Compare hostname and machine of a node with those of all nodes.
+
+    Several nodes on one host are no problem. Messages would not say which of several hosts they mean.
+    """
+    name, machine = host
+    others = [report["host"] for report in reports if not isinstance(report, str)]
+    if all(machine == other for of_node, other in others if of_node == name):
+        return []
+    return [f"another host has its hostname {name}; give each host a name of its own"]
 
 
 def _warn_of_unlike_gpus(nodes: list[dict[str, Any]], reports: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent, mark_text
+from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent, Started, mark_text
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.placement import node_names
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
@@ -35,6 +35,7 @@ from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
+from rlhf_core.system.processes import this_machine
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
@@ -185,9 +186,10 @@ class ClusterNodes:
         names = node_names()
         for host in [_Host(node_id, self._start(node_id), names[node_id]) for node_id in node_ids]:
             # In turn: the first of those that share a folder has its files.
-            host.name, host.files_of = self._started(host)
+            started = self._started(host)
+            host.name, host.files_of = started.hostname, started.files_of
             self._files_of[host.node_id] = host.files_of
-            if (host.name, host.files_of) == (socket.gethostname(), self._own_id):
+            if started == (socket.gethostname(), this_machine(), self._own_id):
                 ray.kill(host.actor.handle)  # another node on this host, whose processes are seen from here
             else:
                 added.append(host)
@@ -203,7 +205,7 @@ class ClusterNodes:
         self._wait(fetching)
         log.info("hosts of the stage: this one, %s", ", ".join(host.name for host in self._hosts))
 
-    def _started(self, host: _Host) -> tuple[str, str]:
+    def _started(self, host: _Host) -> Started:
         """Return what the agent returns when it has started."""
         limit = self._config.run.timeouts.start
         call = host.call(NodeAgent.start, host.node_id, self._token)

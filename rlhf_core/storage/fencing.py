@@ -39,7 +39,7 @@ import psutil
 
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.store import Store
-from rlhf_core.system.processes import ProcessId
+from rlhf_core.system.processes import ProcessId, this_machine
 from rlhf_core.types import checkpoint_prefix
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def _create(store: Store, stage_key: str, attempt: int) -> bool:
     own = ProcessId.of(os.getpid())
     content = {
         "host": socket.gethostname(),
-        "machine": _machine(),
+        "machine": this_machine(),
         "pid": os.getpid(),
         "started": own.started if own is not None else 0.0,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -218,16 +218,6 @@ def _unclaimed(stage_key: str) -> StoreError:
     return StoreError(
         f"Stage {stage_key} could not be claimed after {_MAX_CLAIMS} tries: too many processes race for it."
     )
-
-
-def _machine() -> str:
-    """Identify the processes that this one can look up: those of its boot and of its namespace of pids.
-
-    Two containers can have the same hostname.
-    """
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return ""
 
 
 def _folder(stage_key: str) -> str:
@@ -252,12 +242,12 @@ def _read_holder(store: Store, stage_key: str, attempt: int) -> _Holder | None:
     """Return who claimed the number `attempt`; None if its record cannot be read."""
     try:
         content: dict[str, Any] = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
-        host, machine = str(content.get("host", "")), content.get("machine", _machine())
+        host, machine = str(content.get("host", "")), content.get("machine", this_machine())
         return _Holder(
             attempt,
             ProcessId(int(content["pid"]), float(content["started"])),
             host,
-            is_here=(host, machine) == (socket.gethostname(), _machine()),
+            is_here=(host, machine) == (socket.gethostname(), this_machine()),
             has_lease=content.get("lease") is True,
             since=f"{datetime.fromisoformat(content['time']).astimezone():%d %b %H:%M}",
         )

@@ -20,6 +20,7 @@ here, the processes can be killed, and their stacks are copied to this host.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import logging
 import os
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Protocol, Self
 
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck
-from rlhf_core.system.processes import ProcessId, kill
+from rlhf_core.system.processes import ProcessId, kill, this_machine
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class _Registration:
         self.stall_after = stall_after
         self.beats = 0
         self.activity = ""
-        self._identity = [process.pid, process.started, socket.gethostname()]
+        self._identity = [process.pid, process.started, socket.gethostname(), this_machine()]
         self._path = _heartbeat_file(folder, name)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         # Opened to append: an engine that replaces a stuck one keeps the stacks of its predecessor.
@@ -92,6 +93,9 @@ class _Registration:
         # The handler stays installed: a monitor that has just read the file may still send the signal, and
         # without a handler SIGUSR1 kills the process.
 
+
+_own_machine = functools.cache(this_machine)
+"""There may be thousands of participants, which are polled twice per second."""
 
 _registration: _Registration | None = None
 
@@ -153,6 +157,8 @@ class Participant:
     state: State = "running"
     seconds: float = 0.0
     """Since its last heartbeat or change of state."""
+    machine: str = ""
+    """See `this_machine`."""
 
     @property
     def stalled(self) -> bool:
@@ -168,8 +174,8 @@ class Participant:
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs on this host."""
-        return self.host == socket.gethostname()
+        """Whether it runs on this host, so that its process can be looked up."""
+        return (self.host, self.machine) == (socket.gethostname(), _own_machine())
 
     def describe(self) -> str:
         """Return a phrase such as `engine 1 (process 4711) has made no progress in "generate" for 31 s`."""
@@ -435,10 +441,11 @@ def _read(file: Path, name: str) -> Participant | None:
     """Return the participant's record; None while its first record is being written."""
     try:
         fields: list[Any] = json.loads(file.read_bytes())
-        pid, started, host, beats, stall_after, activity = fields
+        pid, started, host, machine, beats, stall_after, activity = fields
     except (OSError, ValueError):
         return None
-    return Participant(name, ProcessId(pid, started), host, beats, stall_after, activity)
+    process = ProcessId(pid, started)
+    return Participant(name, process, host, beats, stall_after, activity, machine=machine)
 
 
 def _heartbeat_file(folder: Path, name: str) -> Path:

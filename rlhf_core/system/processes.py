@@ -76,6 +76,16 @@ class ProcessId:
         return []
 
 
+def this_machine() -> str:
+    """Identify the processes that this one can look up: those of its boot and of its namespace of pids.
+
+    It belongs to the hostname, which is for people: two containers can have the same.
+    """
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
 def is_alive(pid: int, started: float, host: str) -> bool | None:
     """Return whether a process that recorded these values is running. None if it runs on another host."""
     return ProcessId(pid, started).alive() if host == socket.gethostname() else None

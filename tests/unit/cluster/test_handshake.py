@@ -77,6 +77,16 @@ def test_loopback_is_no_address_for_other_hosts(report: dict[str, Any]) -> None:
     assert "127.0.0.1" in problem and "--node-ip-address" in problem
 
 
+def test_two_hosts_with_one_hostname_are_named(report: dict[str, Any]) -> None:
+    own: tuple[str, str] = report["host"]
+    other = {**report, "host": (own[0], "another machine")}
+    named = {**report, "host": ("another-host", "another machine")}
+    assert handshake._hostname_problem(own, [report, report, named, "cannot run this code"]) == []
+    for host in (own, other["host"]):
+        (problem,) = handshake._hostname_problem(host, [report, other])
+        assert f"another host has its hostname {own[0]}" in problem
+
+
 def test_an_interface_that_a_node_lacks_is_named(report: dict[str, Any]) -> None:
     assert problems(report, env={"GLOO_SOCKET_IFNAME": "lo"}) == []
     (problem,) = problems(report, env={"GLOO_SOCKET_IFNAME": "lo,ib7"})

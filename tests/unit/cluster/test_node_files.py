@@ -337,9 +337,9 @@ def test_a_mark_of_a_killed_attempt_is_not_of_a_shared_folder(tmp_path: Path) ->
     json = config.model_dump_json(by_alias=True)
     first, second = (NodeAgent(json, work, tmp_path / "stacks", "one") for _ in range(2))
     try:
-        assert first.start("node-2", "this")[1] == "node-2"
+        assert first.start("node-2", "this").files_of == "node-2"
         assert not (work / "left").exists() and (work / "scratch").is_dir()
-        assert second.start("node-3", "this")[1] == "node-2", "both are of this attempt"
+        assert second.start("node-3", "this").files_of == "node-2", "both are of this attempt"
     finally:
         second.close()
         assert work.exists(), "the first has its files there"

@@ -6,8 +6,8 @@
 - the stacks of all processes are saved; those of a suspended one are replaced by a note
 - if nothing reports a stall, `fail` is called some seconds later
 - `kill` ends running and suspended participants, and never another process with the same number
-- a participant on another host is not taken for this process; its host's monitor observes it, saves its
-  stacks and kills it
+- a participant on another host, also one with the same hostname, is not taken for this process; its host's
+  monitor observes it, saves its stacks and kills it
 - an unregistered participant is not reported, and empty files are removed
 - a record with an activity in any script can be read, and so can the next one
 """
@@ -18,6 +18,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ import pytest
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.system import heartbeat as heartbeat_module
 from rlhf_core.system.heartbeat import Monitor, Participant, State, heartbeat, register, unregister
-from rlhf_core.system.processes import ProcessId
+from rlhf_core.system.processes import ProcessId, this_machine
 
 LIMIT = 1.0
 PARTICIPANT = """
@@ -194,8 +195,14 @@ def test_records_can_be_read_after_a_long_activity(tmp_path: Path, character: st
         unregister()
 
 
-def test_participant_of_another_host_with_this_process_id_is_busy(monitor: Monitor) -> None:
-    record = [os.getpid(), 0.0, "another-host", 1, LIMIT, "step 1"]
+@pytest.mark.parametrize(
+    ("host", "machine"),
+    [("another-host", this_machine()), pytest.param(socket.gethostname(), "another", id="same-hostname")],
+)
+def test_participant_of_another_host_with_this_process_id_is_busy(
+    monitor: Monitor, host: str, machine: str
+) -> None:
+    record = [os.getpid(), 0.0, host, machine, 1, LIMIT, "step 1"]
     monitor.folder.mkdir()
     (monitor.folder / "engine_0.heartbeat").write_text(json.dumps(record))
     wait_until(monitor.busy)
