@@ -22,7 +22,7 @@ import psutil
 
 from rlhf_core.cluster.rpc import Pending, fetch, ready
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.devices import gpu_names, uses_gpu
+from rlhf_core.config.devices import cpu_cores, gpu_names, uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.devices import check_gpu_counts
@@ -109,6 +109,8 @@ def check_nodes(config: PipelineConfig) -> None:
             " the credentials of the store"
         )
     _warn_of_unlike_gpus(nodes, reports)
+    if not uses_gpu(config.run.device) and not config.run.threads:
+        _warn_of_unlike_cores(nodes, reports)
 
 
 def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig) -> None:
@@ -188,6 +190,7 @@ def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[s
     return {
         "versions": dict(versions()),
         "gpus": gpu_names(),
+        "cores": cpu_cores(),
         "store": _reach_store(probe, node),
         "home": home_problem(Path(home)) or "",
         "free_bytes": shutil.disk_usage(existing).free,
@@ -231,14 +234,36 @@ def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> 
             f"its address {report['address']} cannot be reached from other hosts; start Ray there with"
             " --node-ip-address"
         )
-    wanted = config.run.env.get("GLOO_SOCKET_IFNAME", "")
-    missing = [name for name in wanted.split(",") if name and name not in report["interfaces"]]
+    interfaces = report["interfaces"]
+    for_gloo = config.run.env.get("GLOO_SOCKET_IFNAME", "")
+    missing = [name for name in for_gloo.split(",") if name and name not in interfaces]
     if missing:
         found.append(
-            f"run.env.GLOO_SOCKET_IFNAME={wanted}: there is no interface {', '.join(missing)}; it has"
-            f" {', '.join(report['interfaces'])}"
+            f"run.env.GLOO_SOCKET_IFNAME={for_gloo}: there is no interface {', '.join(missing)}; it has"
+            f" {', '.join(interfaces)}"
+        )
+    for_nccl = config.run.env.get("NCCL_SOCKET_IFNAME", "")
+    if for_nccl and not nccl_interfaces(for_nccl, interfaces):
+        found.append(
+            f"run.env.NCCL_SOCKET_IFNAME={for_nccl}: no interface matches; it has {', '.join(interfaces)}"
         )
     return found
+
+
+def nccl_interfaces(wanted: str, interfaces: Iterable[str]) -> list[str]:
+    """Return the interfaces that NCCL may use with this value of NCCL_SOCKET_IFNAME.
+
+    The value is a list of prefixes, with commas between them. After "=" they are whole names. A "^" at the
+    beginning excludes what matches.
+    """
+    listed = wanted.removeprefix("^")
+    names = [name for name in listed.removeprefix("=").split(",") if name]
+    is_exact, is_excluded = listed.startswith("="), wanted.startswith("^")
+    return [
+        interface
+        for interface in interfaces
+        if any(interface == name if is_exact else interface.startswith(name) for name in names) != is_excluded
+    ]
 
 
 def compare_versions(own: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -286,6 +311,21 @@ def _warn_of_unlike_gpus(nodes: list[dict[str, Any]], reports: Mapping[str, Any]
             kinds.setdefault(kind, []).append(_name(node))
     if len(kinds) > 1:
         log.warning("the nodes have different GPUs or drivers: %s", kinds)
+
+
+def _warn_of_unlike_cores(nodes: list[dict[str, Any]], reports: Mapping[str, Any]) -> None:
+    """PPO divides the cores of the driver's host among its processes, wherever they run."""
+    unlike = [
+        f"{_name(node)} has {cores}"
+        for node in nodes
+        if (cores := reports[node["NodeID"]]["cores"]) != cpu_cores()
+    ]
+    if unlike:
+        log.warning(
+            "run.threads is not set, so PPO counts the cores of this host (%d), but %s; set run.threads",
+            cpu_cores(),
+            ", ".join(unlike),
+        )
 
 
 def _name(node: Mapping[str, Any]) -> str:

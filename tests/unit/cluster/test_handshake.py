@@ -5,6 +5,8 @@ runs on hosts in `tests/integration/test_several_hosts.py`.
 - each difference is a phrase with the field, the value of the node and the rule
 - a node that Ray loses during the handshake is left out
 - commit and driver version are not compared
+- two hosts with one hostname are refused; an interface that NCCL or gloo shall use must exist
+- nodes with another number of cores are named if PPO counts cores
 - a node reports what it can use; a folder that is not shared is no store; an empty variable is no endpoint
 - ranks get settings and `run.env`, and nothing secret
 - `run.env` refuses other names and secrets
@@ -91,6 +93,39 @@ def test_an_interface_that_a_node_lacks_is_named(report: dict[str, Any]) -> None
     assert problems(report, env={"GLOO_SOCKET_IFNAME": "lo"}) == []
     (problem,) = problems(report, env={"GLOO_SOCKET_IFNAME": "lo,ib7"})
     assert "run.env.GLOO_SOCKET_IFNAME" in problem and "no interface ib7" in problem
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("ib,eth1", ["eth1"]),
+        ("=eth0,lo", ["eth0", "lo"]),
+        ("=eth", []),
+        ("^docker,lo", ["eth0", "eth1"]),
+        ("^=eth0", ["docker0", "eth1", "lo"]),
+        ("ib", []),
+    ],
+)
+def test_interfaces_are_matched_as_nccl_does(report: dict[str, Any], wanted: str, found: list[str]) -> None:
+    report["interfaces"] = ["docker0", "eth0", "eth1", "lo"]
+    assert handshake.nccl_interfaces(wanted, report["interfaces"]) == found
+    problem = f"run.env.NCCL_SOCKET_IFNAME={wanted}: no interface matches; it has docker0, eth0, eth1, lo"
+    assert problems(report, env={"NCCL_SOCKET_IFNAME": wanted}) == ([] if found else [problem])
+
+
+def test_nodes_with_another_number_of_cores_are_named(
+    report: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [
+        {"NodeID": name, "NodeManagerHostname": name, "NodeManagerAddress": "10.0.0.1"}
+        for name in ("one", "two")
+    ]
+    handshake._warn_of_unlike_cores(nodes, {"one": report, "two": report})
+    assert not caplog.records
+    handshake._warn_of_unlike_cores(nodes, {"one": report, "two": {**report, "cores": 1000}})
+    assert "two (10.0.0.1) has 1000; set run.threads" in caplog.text
+    assert "one (" not in caplog.text
 
 
 def test_commit_and_driver_are_not_compared() -> None:
