@@ -154,8 +154,8 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     every = ppo.evaluation_interval
     if every is not None and ppo.checkpoint_every % every and config.store.keep_best:
         yield (
-            f"ppo.checkpoint_every is {ppo.checkpoint_every}, but the policy is evaluated every {every} steps:"
-            " a checkpoint between two evaluations has no score, so it is not kept as the best one; set"
+            f"ppo.checkpoint_every is {ppo.checkpoint_every}, but the policy is evaluated every {every}"
+            " steps. A checkpoint between two evaluations has no score and is not kept as the best one; set"
             " ppo.checkpoint_every to a multiple of ppo.evaluate_every"
         )
     if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
