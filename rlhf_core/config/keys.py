@@ -7,8 +7,6 @@ keys of `ppo`, `evaluate` and `register`, and of no earlier stage. The fields de
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from operator import attrgetter
@@ -20,6 +18,7 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.home import Home
 
 _PIPELINE_SECTIONS = tuple(
@@ -69,8 +68,7 @@ def stage_key(
         payload["model"] = config.registered_model
         # A model version is in one registry, so another MLflow server needs its own.
         payload["tracking"] = tracking_uri(config)
-    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return json_sha256(payload)[:16]
 
 
 def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
@@ -110,10 +108,7 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
     Other settings are not part of it, so a run that is continued on another machine or with another timeout
     is the same run.
     """
-    text = json.dumps(
-        _key_payload(config, source_digests), sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return json_sha256(_key_payload(config, source_digests))[:16]
 
 
 def key_fields(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
 from rlhf_core.storage.store import Store, check_key
+from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import TEMPORARY
 
@@ -79,7 +80,7 @@ class Manifest:
 
 def digest_of(files: Sequence[FileEntry]) -> str:
     """Return the `Manifest.digest` of these files."""
-    return checksum_of([asdict(entry) for entry in files])
+    return json_sha256([asdict(entry) for entry in files])
 
 
 def hash_file(path: Path) -> str:
@@ -157,15 +158,6 @@ def weights_sha256(folder: Path) -> str:
         return hash_file(files[0])
     lines = "".join(f"{path.name}:{hash_file(path)}\n" for path in files)
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def checksum_of(content: Any) -> str:
-    """Return the sha256 of JSON content, independent of formatting.
-
-    Raises ValueError for NaN and infinity.
-    """
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # -- writing --
@@ -284,7 +276,7 @@ def encode(manifest: Manifest) -> bytes:
         "files": [asdict(entry) for entry in manifest.files],
     }
     # Without a final newline: the loss of the last byte must be detectable, too.
-    return json.dumps({**content, "checksum": checksum_of(content)}, indent=1, allow_nan=False).encode()
+    return json.dumps({**content, "checksum": json_sha256(content)}, indent=1, allow_nan=False).encode()
 
 
 def read(store: Store, prefix: str) -> Manifest | None:
@@ -311,7 +303,7 @@ def parse(prefix: str, raw: bytes, uri: str) -> Manifest:
     try:
         content = json.loads(raw)
         checksum = content.pop("checksum")
-        intact = checksum == checksum_of(content)
+        intact = checksum == json_sha256(content)
         schema, folder, digest = content.pop("schema"), content.pop("folder"), content.pop("digest")
         if schema != SCHEMA:
             raise CorruptArtifact(f"{uri} has schema {schema!r}; this version reads {SCHEMA}.")

@@ -34,11 +34,12 @@ from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact
 from rlhf_core.pipeline import STAGES
 from rlhf_core.storage import bundles
-from rlhf_core.storage.bundles import MANIFEST, FileEntry, Manifest, checksum_of, digest_of
+from rlhf_core.storage.bundles import MANIFEST, FileEntry, Manifest, digest_of
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
+from rlhf_core.system.digests import json_sha256
 from rlhf_core.types import CHECKPOINTS, artifact_prefix, checkpoint_prefix
 
 log = logging.getLogger(__name__)
@@ -400,7 +401,7 @@ class CheckpointStore:
             return None
         try:
             content = json.loads(raw)
-            if content.pop("checksum") != checksum_of(content):
+            if content.pop("checksum") != json_sha256(content):
                 raise ValueError("checksum")
             return int(content["step"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -493,7 +494,7 @@ class CheckpointStore:
 
 def _pointer(step: int) -> bytes:
     content = {"step": step}
-    return json.dumps({**content, "checksum": checksum_of(content)}).encode()
+    return json.dumps({**content, "checksum": json_sha256(content)}).encode()
 
 
 class _BackgroundUpload:

@@ -22,9 +22,10 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.engines.resharding import note_ranks
 from rlhf_core.errors import RLHFError
-from rlhf_core.storage.bundles import FileEntry, checksum_of, digest_of, hash_file, read
+from rlhf_core.storage.bundles import FileEntry, digest_of, hash_file, read
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from rlhf_core.system.digests import json_sha256
 from tests.integration.deepspeed_step import model
 from tests.support.checkpoints import keep
 
@@ -147,7 +148,7 @@ def forge(store: Store) -> None:
         path = Path(store.uri(f"checkpoints/k/step-00000001/{content['folder']}/{entry['path']}"))
         entry.update(size=path.stat().st_size, sha256=hash_file(path))
     content["digest"] = digest_of([FileEntry(**entry) for entry in content["files"]])
-    store.put_bytes(key, json.dumps({**content, "checksum": checksum_of(content)}).encode())
+    store.put_bytes(key, json.dumps({**content, "checksum": json_sha256(content)}).encode())
 
 
 if __name__ == "__main__":

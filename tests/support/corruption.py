@@ -16,9 +16,10 @@ from typing import Any
 
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
-from rlhf_core.storage.bundles import FileEntry, checksum_of, digest_of
+from rlhf_core.storage.bundles import FileEntry, digest_of
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from rlhf_core.system.digests import json_sha256
 from tests.support.checkpoints import keep
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2048\n"
@@ -65,7 +66,7 @@ def forged(change: Callable[[dict[str, Any]], object]) -> Mutation:
         del content["checksum"]
         change(content)
         content["digest"] = digest_of([FileEntry(**entry) for entry in content["files"]])
-        return json.dumps({**content, "checksum": checksum_of(content)}).encode()
+        return json.dumps({**content, "checksum": json_sha256(content)}).encode()
 
     return mutate
 
@@ -147,7 +148,7 @@ def cases(bundle: Bundle) -> Iterator[Case]:
 
 
 def newest_json(step: int) -> bytes:
-    return json.dumps({"step": step, "checksum": checksum_of({"step": step})}).encode()
+    return json.dumps({"step": step, "checksum": json_sha256({"step": step})}).encode()
 
 
 def undetected(

@@ -28,8 +28,9 @@ from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import CorruptArtifact, DataError, InputError, ModelError
 from rlhf_core.preflight import check
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
-from rlhf_core.storage.bundles import checksum_of, digest_of, hash_folder
+from rlhf_core.storage.bundles import digest_of, hash_folder
 from rlhf_core.storage.store import Store
+from rlhf_core.system.digests import json_sha256
 from tests.support.tiny_llama import save_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -159,7 +160,7 @@ def forge(store: Store, uri: Path) -> None:
     del content["checksum"]
     files = hash_folder(uri)
     content |= {"files": [entry.__dict__ for entry in files], "digest": digest_of(files)}
-    store.put_bytes(key, json.dumps({**content, "checksum": checksum_of(content)}).encode())
+    store.put_bytes(key, json.dumps({**content, "checksum": json_sha256(content)}).encode())
 
 
 @pytest.mark.parametrize(

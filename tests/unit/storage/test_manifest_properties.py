@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.errors import CorruptArtifact, InputError
-from rlhf_core.storage.bundles import FileEntry, Manifest, checksum_of, digest_of, encode, parse
+from rlhf_core.storage.bundles import FileEntry, Manifest, digest_of, encode, parse
 from rlhf_core.storage.store import check_key
+from rlhf_core.system.digests import json_sha256
 
 QUIET = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
@@ -67,7 +68,7 @@ def test_any_manifest_field_value_is_handled(name: str, value: Any) -> None:
     content = json.loads(RAW)
     del content["checksum"]
     content[name] = value
-    found = read(json.dumps({**content, "checksum": checksum_of(content)}).encode())
+    found = read(json.dumps({**content, "checksum": json_sha256(content)}).encode())
     assert found is None or found.files == FILES
 
 
@@ -82,7 +83,7 @@ def test_no_forged_path_leads_out_of_the_folder(parts: list[str], absolute: bool
     path = "/" * absolute + "/".join(parts)
     entry = FileEntry(path, 0, "a" * 64)
     forged = {"schema": 1, "folder": "f", "digest": digest_of([entry]), "files": [entry.__dict__]}
-    found = read(json.dumps({**forged, "checksum": checksum_of(forged)}).encode())
+    found = read(json.dumps({**forged, "checksum": json_sha256(forged)}).encode())
     if found is not None:
         assert not path.startswith("/") and ".." not in path.split("/") and "" not in path.split("/")
         assert check_key(path) == path
