@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.storage.s3 import ADDRESS_VARIABLES
 from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 
-_FORWARDED = ("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "RLHF_FAIL", "RLHF_FAIL_TRACE")
+_FORWARDED = (*ADDRESS_VARIABLES, "RLHF_FAIL", "RLHF_FAIL_TRACE")
 """Variables of this process that other hosts get: where the store is, and the faults of tests."""
 
 

@@ -33,12 +33,14 @@ import time
 
 import psutil
 
+from rlhf_core.system.processes import die_with_parent
+
 LEFTOVER_SECONDS = 5.0
 """How long descendants may outlive the stage. Ray's daemons need 2 s after a normal end."""
 _STOPPING_SECONDS = 2.0
 """The same, if the stage was asked to stop or the flow has died."""
 _KILL_SECONDS = 5.0
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
@@ -53,12 +55,12 @@ def fork_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
     guard = os.getpid()
     # Before the fork: the stage inherits the variables, and the guard removes the folders.
     scratch = _take_scratch()
-    libc = ctypes.CDLL(None, use_errno=True)
     # A fork does not inherit these two settings: they are the guard's alone.
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    die_with_parent(signal.SIGTERM)()
     # Blocked before the fork: a signal waits for `sigtimedwait`, and does not end the guard.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    die_with_guard = die_with_parent(signal.SIGKILL)
     stage = os.fork()
     if stage:
         # The pipe of the events is the stage's: its end must mean the stage's end.
@@ -68,7 +70,7 @@ def fork_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         # Not sys.exit: exit handlers and buffers of before the fork are also those of the stage.
         os._exit(code)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_guard()
     # If the guard died before the line above, the kernel sends no signal.
     if os.getppid() != guard:
         os._exit(128 + signal.SIGKILL)

@@ -45,6 +45,9 @@ SETTLE_SECONDS = 0.5
 """Time before concurrent writers of one key read back which of them won, on servers without conditional puts.
 """
 
+ADDRESS_VARIABLES = ("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3", "AWS_REGION")
+"""Environment variables that say where the store is. Other hosts get them. Credentials are not among them."""
+
 _LEAST_SECONDS = 10.0
 """Minimum time limit for a small call, even with a small `retry_seconds`: the first call initializes the
 client.

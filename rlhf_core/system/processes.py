@@ -152,7 +152,8 @@ def wait_gone(processes: Iterable[ProcessId], seconds: float) -> bool:
 
 
 def die_with_parent(signum: int) -> Callable[[], None]:
-    """Return a `preexec_fn`: the kernel sends `signum` to the new process when its parent thread ends.
+    """Return a function for the child of a fork, such as a `preexec_fn`: the kernel sends `signum` to the
+    process that calls it when its parent thread ends.
 
     The C function is looked up here and not after the fork: in the child of a process with threads, any lock
     may be held by a thread that does not exist there.

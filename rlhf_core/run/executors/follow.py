@@ -26,7 +26,7 @@ from rlhf_core.run.executors.base import Job, JobStatus, Scheduler
 from rlhf_core.run.executors.job_files import JobFiles
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.s3 import s3_endpoint
+from rlhf_core.storage.s3 import ADDRESS_VARIABLES, s3_endpoint
 from rlhf_core.storage.store import open_store
 from rlhf_core.types import ArtifactRef
 
@@ -41,7 +41,7 @@ _SUBMIT_SECONDS = 60.0
 """A job that the scheduler does not know, but whose spec is younger, may be about to be submitted."""
 _STOP_SECONDS = TERM_SECONDS + 25.0
 """Time for a job to see the request, save a checkpoint and end."""
-_SHARED_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_REGION", "MLFLOW_TRACKING_URI")
+_SHARED_VARIABLES = (*ADDRESS_VARIABLES, "MLFLOW_TRACKING_URI")
 """Addresses that a job gets from the flow. Secrets come from the cluster."""
 
 
