@@ -19,8 +19,9 @@ A stage or a training loop:
     assert metrics.column("train/loss")[-1] < 0.1
     assert (context.output / "model" / "config.json").exists()
 
-`rlhf_core.testing.engines` has a scripted vLLM engine, and `rlhf_core.testing.trainer` a scripted training
-engine. They are separate modules, because the second imports torch.
+`rlhf_core.testing.data` writes a small data artifact. `rlhf_core.testing.engines` has a scripted vLLM engine,
+`rlhf_core.testing.trainer` a scripted training engine, and `rlhf_core.testing.fleet` the ranks and engines of
+PPO. They are separate modules, because the last two import torch.
 
 The store needs no fake: `rlhf_core.storage.store.Store` on a local folder has the same commits, digests and
 fencing as one on S3.

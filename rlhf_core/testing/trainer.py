@@ -92,7 +92,7 @@ class ScriptedTrainer(TrainingEngine):
     @override
     def train_step(self, micro_losses: Iterator[torch.Tensor], total_steps: int) -> float:
         """Add up the losses. The gradient norm is 1, or NaN if the sum is not finite."""
-        self.losses.append(sum(float(loss) for loss in micro_losses))
+        self.losses.append(sum(float(loss.detach()) for loss in micro_losses))
         rate = learning_rate(self._schedule, self.steps_done, total_steps)
         self.optimizer.param_groups[0]["lr"] = rate
         self.steps_done += 1

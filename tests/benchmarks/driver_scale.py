@@ -48,9 +48,9 @@ from rlhf_core.ppo.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.heartbeat import Monitor, Participant, register
 from rlhf_core.system.processes import ProcessId
+from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
 from rlhf_core.weight_sync.sender import SyncReport
-from tests.support.scripted_actors import KeepsBatch
 from tests.support.small_ppo import local_context
 
 CASES = ((1, 512, 512), (8, 4096, 2048), (64, 16_384, 8192), (1000, 100_000, 8192))
@@ -103,19 +103,19 @@ class _Handle:
         return _Method(self._meter, getattr(self._actor, name))
 
 
-class _Rank(KeepsBatch):
+class _Rank(ScriptedRank):
     """One rank of every role of its group."""
 
     def logprobs(self, _role: str, _with_entropy: bool, share: SentShare | int, *chunks: Any) -> list[Any]:
-        self.batch(share, chunks)
+        self.received(share, chunks)
         return [None, _Reference()]
 
     def values(self, share: SentShare | int, *chunks: Any) -> list[Any]:
-        self.batch(share, chunks)
+        self.received(share, chunks)
         return [None, _Reference()]
 
     def scores(self, _role: str, share: SentShare | int, *chunks: Any) -> ModelScores:
-        batch = self.batch(share, chunks)
+        batch = self.received(share, chunks)
         return ModelScores(np.random.default_rng(0).normal(size=len(batch.share.places)).tolist())
 
     def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> list[Any]:

@@ -45,9 +45,9 @@ from rlhf_core.ppo.loss_step import OptimizerStep
 from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.rank_rows import Exchange, ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
 from rlhf_core.weight_sync.sender import SyncReport
-from tests.support.scripted_actors import KeepsBatch
 from tests.support.small_ppo import local_context
 
 SIZES = (1, 2, 4, 8)
@@ -204,14 +204,15 @@ class Engine:
         return [header, *parts], seconds
 
 
-class Rank(KeepsBatch):
+class Rank(ScriptedRank):
     """One rank of the roles of its group. Chunks are the numbers of tokens of their rows."""
 
     def __init__(self, speeds: Speeds, speed: float, meeting: Callable[[str], Meeting]) -> None:
+        super().__init__()
         self._speeds, self._speed, self._meeting = speeds, speed, meeting
 
     def _score(self, share: SentShare | int, chunks: Sequence[Any]) -> float:
-        batch = self.batch(share, chunks)
+        batch = self.received(share, chunks)
         tokens = sum(int(batch.chunks[number][row]) for number, row in batch.share.places)  # type: ignore[index]
         return tokens / self._speeds.scoring / self._speed
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 TEXTS = [f"The {color} fox sees {count} birds." for color in ("red", "old", "shy") for count in range(40)]
@@ -15,15 +14,11 @@ TEXTS = [f"The {color} fox sees {count} birds." for color in ("red", "old", "shy
 def data_artifact(folder: Path, texts: list[str], source: str = "rows", duplicates: int = 0) -> Path:
     """Write the files of a data artifact with these texts in each set."""
     tokenizer = train_tokenizer(texts, 400)
-    folder.mkdir(parents=True)
-    tokenizer.save_pretrained(folder / "tokenizer")
     ids = [tuple(tokenizer.encode(text)) for text in texts]
     sft = [SFTExample(each, (1,) * len(each), source) for each in ids]
     pairs = [PairExample("p", text, (1,), each, each, source) for text, each in zip(texts, ids, strict=True)]
     prompts = [PromptExample("p", text, (1,), {}, source) for text in texts]
-    for name, examples in (("sft", sft), ("pairs", pairs), ("prompts", prompts)):
-        write(folder, name, "train", examples)  # type: ignore[arg-type]
-        write(folder, name, "eval", [])
-    counts = {"read": len(texts) + duplicates, "dropped": {"duplicate": duplicates}}
-    (folder / "data_card.json").write_text(json.dumps({"counts": {"sft": counts}}))
-    return folder
+    counts = {"sft": {"read": len(texts) + duplicates, "dropped": {"duplicate": duplicates}}}
+    return write_data_artifact(
+        folder, sft=sft, pairs=pairs, prompts=prompts, tokenizer=tokenizer, counts=counts
+    )

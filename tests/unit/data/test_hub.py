@@ -20,6 +20,7 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.data import hub
 from rlhf_core.data.sources import pinned, source_digests
+from rlhf_core.testing import stage_context
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -112,9 +113,7 @@ def test_the_model_is_fetched_before_the_ranks_start(
         run=SimpleNamespace(device="cpu", timeouts=None),
         sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1, hpz=1), threads=None),
     )
-    context: Any = SimpleNamespace(
-        inputs={"data": tmp_path}, scratch=tmp_path, output=tmp_path, monitor=None, sources={}
-    )
+    context = stage_context(tmp_path, inputs={"data": tmp_path})
     with pytest.raises(KeyboardInterrupt):
         sft.run(config, context)
     assert order == [*([("org/model", COMMIT)] if fetched else []), "ranks"]

@@ -11,94 +11,124 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.evaluation import held_out
+from rlhf_core.config.placement import Role
 from rlhf_core.evaluation.held_out import HeldOutEvaluation
+from rlhf_core.ppo.columns import RolloutColumns, row_columns
 from rlhf_core.ppo.model_scores import ModelScores
-from rlhf_core.rewards.compose import RewardBatch
+from rlhf_core.ppo.selection import HeldOutResult
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.seeds import derive_seed
+from rlhf_core.system.overriding import override
+from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
+from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, RewardInput
 
 PROMPTS = [PromptExample(f"p{i}", "What is it?", (1,), source="ab"[i % 2]) for i in range(4)]
 NAN = float("nan")
 
 
-class Collector:
-    """Returns the responses of a version: all finished but the last, with these rewards."""
-
-    rewards_of: dict[int, list[float]]
-    deviations: Sequence[float] = ()
-
-    def __init__(self, ppo: Any, _fleet: Any, prompts: Any, *_other: Any) -> None:
-        assert ppo.samples_per_prompt == 1 and prompts == PROMPTS
-
-    def sample(self, prompts: Any, step: int, round_: int, version: int) -> Any:
-        assert (prompts, step, round_) == (PROMPTS, version, 0)
-        finished = np.array([True, True, True, False])
-        return Batch(version=version, lengths_B=np.array([2, 2, 2, 4], np.int32), finished_B=finished)
-
-    def rewards(self, batch: Any) -> RewardBatch:
-        values = self.rewards_of[batch.version]
-        usage = {"keywords": {"requests": 3.0, "unusable": 1.5}}
-        return RewardBatch(values, dict.fromkeys(("keywords", "model"), values), usage, list(self.deviations))
-
-
 KEYWORDS = {"type": "keywords", "words": ["x"], "weight": 2.0}
 
 
-class Batch(SimpleNamespace):
-    def __len__(self) -> int:
-        return len(PROMPTS)
+def respond(request: Request) -> Reply:
+    """The first token is the number of the prompt. Responses have 2, 2, 2 and 4 tokens."""
+    number = PROMPTS.index(request.prompt)
+    return Reply((number,) * (4 if number == 3 else 2), finished=number != 3)
 
 
-class Gathered(list[Any]):
-    def gather(self, _name: str = "") -> list[Any]:
-        return list(self)
+class Models(ScriptedRank):
+    """The log-probability of a token is -1, and 0.25 more with each version of the policy."""
+
+    version = 0
+
+    def __init__(self, judge: Mapping[int, list[float]]) -> None:
+        super().__init__()
+        self._judge = judge
+
+    @override
+    def logprobs(self, role: str, with_entropy: bool, share: Any, *chunks: RolloutColumns) -> Any:
+        shift = 0.25 * self.version if role == "policy" else 0.0
+        lengths = [len(response) for response in self.received(share, chunks).tokens()[1]]
+        return None, row_columns(lengths, logprobs=[np.full(n, -1.0 + shift, np.float32) for n in lengths])
+
+    @override
+    def scores(self, role: str, share: Any, *chunks: RolloutColumns) -> ModelScores:
+        assert role == "judge"
+        values = self._judge[self.version]
+        return ModelScores([values[response[0]] for response in self.received(share, chunks).tokens()[1]])
 
 
-def evaluation_of(
-    monkeypatch: pytest.MonkeyPatch,
-    rewards: dict[int, list[float]],
-    judge: dict[int, list[float]] | None,
-    source: Mapping[str, Any] = KEYWORDS,
-) -> HeldOutEvaluation:
-    monkeypatch.setattr(Collector, "rewards_of", rewards, raising=False)
-    monkeypatch.setattr(held_out, "Collector", Collector)
-    texts = [RewardInput(p.prompt_id, p.prompt, "a b a b", (1,), (2, 3), True) for p in PROMPTS]
-    monkeypatch.setattr(held_out, "RewardInputs", lambda *_: texts)
+class Composer(RewardComposer):
+    """Gives the rewards of a version."""
 
-    def logprobs(role: str, batch: Any, *, with_entropy: bool) -> Gathered:
-        shift = 0.25 * batch.version if role == "policy" else 0.0
-        return Gathered(np.full(n, -1.0 + shift, np.float32) for n in batch.lengths_B)
+    version = 0
 
-    groups = {"policy": None, "reference": None} | ({} if judge is None else {"judge": None})
-    fleet: Any = SimpleNamespace(
-        groups=groups,
-        logprobs=logprobs,
-        scores=lambda batch, role: SimpleNamespace(gather=lambda: ModelScores((judge or {})[batch.version])),
-        retry_after_restart=lambda call, what: call(),
-        turns=SimpleNamespace(sample=lambda: None, train=lambda: None),
-    )
-    tree = {
-        "reward": {"enabled": source["type"] == "model"},
-        "ppo": {
-            "rewards": [source],
-            "missing_eos_penalty": 0.5,
-            "kl": {"coef": 0.1},
-        },
-    }
-    nothing: Any = None
-    return HeldOutEvaluation(config_from_tree(tree, "test"), fleet, PROMPTS, str, nothing)
+    def __init__(self, rewards: Mapping[int, list[float]], deviations: Sequence[float]) -> None:
+        self._rewards, self._deviations = rewards, list(deviations)
+
+    @override
+    def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
+        assert [sample.prompt_id for sample in batch] == [prompt.prompt_id for prompt in PROMPTS]
+        values = self._rewards[self.version]
+        usage = {"keywords": {"requests": 3.0, "unusable": 1.5}}
+        return RewardBatch(values, dict.fromkeys(("keywords", "model"), values), usage, self._deviations)
 
 
-def test_the_training_reward_decides_without_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+class Evaluation(HeldOutEvaluation):
+    """With a scripted fleet.
+
+    Args:
+        rewards: (n,) of the responses of each version.
+        judge: (n,) scores of each version; None for a run without a judge.
+        source: The only reward.
+        deviations: (n,) of the members of an ensemble.
+    """
+
+    def __init__(
+        self,
+        rewards: dict[int, list[float]],
+        judge: dict[int, list[float]] | None,
+        source: Mapping[str, Any] = KEYWORDS,
+        deviations: Sequence[float] = (),
+    ) -> None:
+        self._engine = ScriptedEngine(respond)
+        self._models = Models(judge or {})
+        self._composer = Composer(rewards, deviations)
+        roles: tuple[Role, ...] = ("policy", "reference") + (() if judge is None else ("judge",))
+        tree = {
+            "reward": {"enabled": source["type"] == "model"},
+            "ppo": {"rewards": [source], "missing_eos_penalty": 0.5, "kl": {"coef": 0.1}},
+        }
+        config = config_from_tree(tree, "test")
+        self._scripted_fleet = ScriptedFleet(
+            config,
+            ranks={role: [self._models] for role in roles},
+            engines=[ScriptedEngineActor(self._engine)],
+        )
+        super().__init__(config, self._scripted_fleet, PROMPTS, lambda ids: "a b a b", self._composer)
+        self._seed = derive_seed(config.run.seed, "ppo", "evaluation")
+
+    @override
+    def evaluate(self, version: int) -> HeldOutResult:
+        """Return the result, with engines that hold `version`."""
+        self._scripted_fleet.sync(version)
+        self._models.version = self._composer.version = version
+        self._engine.requests.clear()
+        result = super().evaluate(version)
+        seeds = [derive_seed(self._seed, "rollout", version, f"p{i}", i) for i in range(len(PROMPTS))]
+        assert [request.seed for request in self._engine.requests] == seeds
+        return result
+
+
+def test_the_training_reward_decides_without_a_judge() -> None:
     rewards = {0: [0.0, 1.0, 0.0, 0.0], 4: [1.0, 1.0, NAN, 1.0]}
-    evaluation = evaluation_of(monkeypatch, rewards, None)
+    evaluation = Evaluation(rewards, None)
     first = evaluation.evaluate(0).metrics
     assert (first["eval/win_rate"], first["eval/kl"]) == (0.5, 0.0)
     result = evaluation.evaluate(4)
@@ -122,23 +152,23 @@ def test_the_training_reward_decides_without_a_judge(monkeypatch: pytest.MonkeyP
     assert not any("judge" in name or "gold" in name for name in found)
 
 
-def test_the_reward_models_score_is_without_weight_and_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_models_score_is_without_weight_and_penalties() -> None:
     rewards = {0: [1.0, 1.0, 1.0, 1.0]}
-    found = evaluation_of(monkeypatch, rewards, None, {"type": "model", "weight": 5.0}).evaluate(0).metrics
+    found = Evaluation(rewards, None, {"type": "model", "weight": 5.0}).evaluate(0).metrics
     assert (found["eval/reward_model"], found["eval/reward_model_error"]) == (1.0, 0.0)
     assert found["eval/score"] == pytest.approx((5 + 5 + 5 + 4.5) / 4)
-    assert "eval/reward_model" not in evaluation_of(monkeypatch, rewards, None).evaluate(0).metrics
+    assert "eval/reward_model" not in Evaluation(rewards, None).evaluate(0).metrics
     assert "eval/ensemble_std" not in found
-    monkeypatch.setattr(Collector, "deviations", [0.5, NAN, 0.25, 0.75])
-    assert evaluation_of(monkeypatch, rewards, None).evaluate(0).metrics["eval/ensemble_std"] == 0.5
+    ensemble = Evaluation(rewards, None, deviations=[0.5, NAN, 0.25, 0.75])
+    assert ensemble.evaluate(0).metrics["eval/ensemble_std"] == 0.5
 
 
-def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_decides_if_there_is_one() -> None:
     rewards = {0: [0.0] * 4, 2: [5.0] * 4}
     judge = {0: [0.3] * 4, 2: [0.1, 0.2, 0.3, 0.4]}
-    evaluation = evaluation_of(monkeypatch, rewards, judge)
+    evaluation = Evaluation(rewards, judge)
     evaluation.evaluate(0)
-    restarted = evaluation_of(monkeypatch, rewards, judge)
+    restarted = Evaluation(rewards, judge)
     restarted.load_state_dict(evaluation.state_dict())
     assert evaluation.evaluate(2).independent == {"eval/judge": judge[2]}
     for found in (evaluation.evaluate(2).metrics, restarted.evaluate(2).metrics):
@@ -148,9 +178,9 @@ def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
         assert found["eval/judge_error"] == pytest.approx(0.1290994449 / 2)
 
 
-def test_agreement_of_reward_model_and_judge_is_their_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_of_reward_model_and_judge_is_their_correlation() -> None:
     rewards, judge = {0: [1.0, 2.0, 3.0, NAN]}, {0: [0.0, 0.0, 3.0, 9.0]}
-    found = evaluation_of(monkeypatch, rewards, judge, {"type": "model"}).evaluate(0).metrics
+    found = Evaluation(rewards, judge, {"type": "model"}).evaluate(0).metrics
     # Deviations -1, 0, 1 and -1, -1, 2; the response without a reward is left out.
     assert found["eval/judge_correlation"] == pytest.approx(3 / 12**0.5)
     assert found["eval/judge_correlation_error"] == pytest.approx((1 - 9 / 12) / 2**0.5)

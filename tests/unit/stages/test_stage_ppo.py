@@ -7,10 +7,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,59 +18,36 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import LoraConfig
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.stages import ppo
+from rlhf_core.system.overriding import override
+from rlhf_core.testing import stage_context
+from rlhf_core.testing.data import write_data_artifact
+from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
+from rlhf_core.testing.trainer import ScriptedTrainer
 
 
-class Model:
+class SavedBySelf(torch.nn.Module):
+    """A model with the method that saves it."""
+
+    save = None
+
+
+class Model(ScriptedTrainer):
     """A training engine that saves the name of its weights."""
 
-    module = SimpleNamespace(save=None)
-
-    lora: LoraConfig | None = None
-    weights = "last"
+    name = "last"
     dtype: torch.dtype | None = None
     """Precision of the saved weights, if it is another one."""
 
+    @override
     def restore_average(self) -> None:
-        self.weights = "average"
+        self.name = "average"
 
-    def save_model(self, folder: Path, _save: Any, *, dtype: Any = None) -> None:
+    @override
+    def save_model(self, folder: Path, save: Any, *, dtype: Any = None) -> None:
         self.dtype = dtype
         folder.mkdir()
-        (folder / "model.safetensors").write_text(self.weights)
-
-
-class Group:
-    """The policy's only rank, which works as soon as it is told."""
-
-    def __init__(self) -> None:
-        self.worker = ModelWorker.__new__(ModelWorker)
-        self.worker.participant = SimpleNamespace(name="policy", timeouts=PipelineConfig().run.timeouts)  # type: ignore[assignment]
-        self.worker.counters = Counter()
-        self.worker._models = {"policy": Model()}
-
-    def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        return [method(self.worker, *args, **options)]
-
-
-class Fleet:
-    groups: dict[str, Group]
-
-    def __init__(self, *_given: Any) -> None:
-        self.groups = {"policy": Group()}
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *_error: Any) -> None:
-        pass
-
-    def wait(self, calls: list[Any], what: str) -> None:
-        pass
-
-
-DECODER = SimpleNamespace(pad=0, response=lambda ids: str(ids))
+        (folder / "model.safetensors").write_text(self.name)
 
 
 class Controller(PPOController):
@@ -80,7 +55,7 @@ class Controller(PPOController):
 
     def __init__(self, config: PipelineConfig, fleet: Any, *given: Any, **more: Any) -> None:
         # Rewards that read text must get it as the reward model was trained on it.
-        assert given[1] is DECODER.response
+        assert given[1]([7, 8]) == '!"'
         self._fleet, self._context, self._out = fleet, given[3], given[3].output
         self.completed_steps = config.ppo.steps
 
@@ -92,23 +67,18 @@ class Controller(PPOController):
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Runs the stage with this section `ppo`; returns what it leaves."""
     monkeypatch.setattr("rlhf_core.ppo.controller.PPOController", Controller)
-    monkeypatch.setattr("rlhf_core.ppo.fleet.Fleet", Fleet)
-    monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: [])
-    monkeypatch.setattr("rlhf_core.data.tokenizer.load_decoder", lambda folder: DECODER)
+    ranks: Any = {"policy": [ScriptedRank({"policy": Model(SavedBySelf())})]}
+    monkeypatch.setattr(
+        "rlhf_core.ppo.fleet.Fleet", lambda config, *_given: ScriptedFleet(config, ranks=ranks)
+    )
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward")}
-    (inputs["data"] / "tokenizer").mkdir(parents=True)
-    (inputs["data"] / "tokenizer" / "tokenizer.json").write_text("{}")
-    out = tmp_path / "out"
-    out.mkdir()
+    write_data_artifact(inputs["data"])
+    context = stage_context(tmp_path, inputs=inputs)
 
     def run(**section: Any) -> Path:
         config = PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
-        context: Any = SimpleNamespace(
-            inputs=inputs, output=out, monitor=None, nodes=None, sources={}, progress=lambda *report: None,
-            metrics=SimpleNamespace(flush=lambda: None),
-        )  # fmt: skip
         assert ppo.run(config, context).metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}
-        return out
+        return context.output
 
     return run
 
@@ -134,10 +104,9 @@ def test_a_policy_with_an_adapter_is_saved_in_float32(
     lora: LoraConfig | None, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     """A merge that is rounded to bfloat16 would be another policy."""
-    worker, model = Group().worker, Model()
+    model = Model(SavedBySelf())
     model.lora = lora
-    worker._models = {"policy": model}
-    worker.save_model("policy", str(tmp_path / "policy"))
+    ScriptedRank({"policy": model}).save_model("policy", str(tmp_path / "policy"))
     assert model.dtype == dtype
 
 
@@ -151,8 +120,9 @@ def test_a_policy_with_an_adapter_is_saved_in_float32(
     ],
 )
 def test_critic_starts_from_reward_model_only_if_it_scores(
-    rewards: list[dict[str, Any]], critic: str
+    rewards: list[dict[str, Any]], critic: str, tmp_path: Path
 ) -> None:
     config = config_from_tree({"ppo": {"rewards": rewards}}, "test")
-    context: Any = SimpleNamespace(inputs={name: Path(name) for name in ("data", "sft", "reward")})
+    inputs = {name: Path(name) for name in ("data", "sft", "reward")}
+    context = stage_context(tmp_path, inputs=inputs)
     assert ppo._folders(config, context)["critic"] == Path(critic) / "model"

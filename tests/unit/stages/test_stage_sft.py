@@ -20,7 +20,10 @@ from rlhf_core.data.sources import ModelState, model_state, require_same_state, 
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import DataError
 from rlhf_core.stages import sft
-from rlhf_core.testing.trainer import ScriptedTrainer
+from rlhf_core.testing import stage_context
+from rlhf_core.testing.data import write_data_artifact
+from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
+from rlhf_core.types import PromptExample, SFTExample
 from tests.support.tiny_llama import save_tiny_llama
 
 
@@ -30,15 +33,14 @@ def test_changed_base_weights_are_not_trained(tmp_path: Path, monkeypatch: pytes
     (model / "model.safetensors").write_bytes(b"first")
     config = PipelineConfig.model_validate({"model": {"path": str(model)}}, strict=False)
     key, state = source_digests(config), model_state(config)
-    context: Any = SimpleNamespace(sources={"model": key["model"]})
-    rank: Any = SimpleNamespace(torch_device="cpu")
+    context = stage_context(tmp_path, sources={"model": key["model"]}, inputs={"data": tmp_path})
 
     def load_policy(*_: Any, **__: Any) -> None:
         (model / "model.safetensors").write_bytes(b"the second")
 
     monkeypatch.setattr("rlhf_core.stages.sft.load_policy", load_policy)
     with pytest.raises(DataError, match=f"model: {model} was changed after its digest was taken"):
-        sft._train(rank, config, tmp_path, tmp_path, tmp_path, state, context)
+        sft._train(Rank(), config, tmp_path, tmp_path, tmp_path, state, context)
     monkeypatch.setattr("rlhf_core.cluster.ranks.run_ranks", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
         sft.run(config, context)
@@ -59,15 +61,14 @@ def test_sampling_settings_of_base_model_are_removed(tmp_path: Path, monkeypatch
     base = save_tiny_llama(tmp_path / "base")
     GenerationConfig(do_sample=True, top_p=0.5, repetition_penalty=1.3, eos_token_id=5).save_pretrained(base)
     monkeypatch.setattr("rlhf_core.stages.sft.TrainingEngine", ScriptedTrainer)
-    monkeypatch.setattr("rlhf_core.stages.sft.all_ranks_pack", lambda policy, *_: policy.packs)
-    monkeypatch.setattr("rlhf_core.stages.sft.train_sft", lambda *_, **__: {})
-    monkeypatch.setattr("rlhf_core.stages.sft.load_sft", lambda *_: [])
-    monkeypatch.setattr("rlhf_core.stages.sft.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1))
+    rows = [SFTExample((1, 5, 2), (0, 1, 1))]
+    data = write_data_artifact(tmp_path / "data", sft=rows, eval_sft=rows)
     config = PipelineConfig.model_validate(
         {"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False
     )
     state = model_state(config)
-    sft._train(Rank(), config, tmp_path, tmp_path, tmp_path / "out", state, None)
+    with single_rank():
+        sft._train(Rank(), config, data, tmp_path, tmp_path / "out", state, stage_context(tmp_path))
     saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")
     assert saved.top_p in (None, 1) and saved.repetition_penalty in (None, 1)
     assert (saved.eos_token_id, saved.pad_token_id) == (2, 0)
@@ -77,8 +78,8 @@ def test_driver_of_a_cluster_loads_no_model_for_the_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(sft, "load_decoder", lambda _: str)
-    monkeypatch.setattr(sft, "load_prompts", lambda *_: [SimpleNamespace(prompt="a question")])
+    prompts = [PromptExample("p", "a question", (1, 5))]
+    data = write_data_artifact(tmp_path / "data", eval_prompts=prompts)
     monkeypatch.setattr(sft, "AutoModelForCausalLM", SimpleNamespace())
     monkeypatch.setattr(
         "rlhf_core.evaluation.generate.responses_of",
@@ -86,6 +87,6 @@ def test_driver_of_a_cluster_loads_no_model_for_the_samples(
     )
     config = PipelineConfig.model_validate({"sft": {"deepspeed": {"zero_stage": 2}}}, strict=False)
     assert config.sft.deepspeed.ranks == 1
-    context: Any = SimpleNamespace(inputs={"data": tmp_path}, output=tmp_path)
+    context = stage_context(tmp_path, inputs={"data": data})
     rows = sft._samples(config, context, "cuda")
     assert rows == [{"prompt": "a question", "response": "an answer"}]

@@ -20,6 +20,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.evaluation.evidence import YEAR, log_evidence
 from rlhf_core.stages import register as register_stage
+from rlhf_core.testing import stage_context
 from rlhf_core.tracking import champions, promotion_tests
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
@@ -399,7 +400,6 @@ def context(tmp_path: Path, evaluation: str) -> StageContext:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "ppo" / "policy" / "model.safetensors").write_bytes(b"1")
     (tmp_path / "evaluate" / "evaluation.json").write_text(evaluation)
-    unused: Any = None
     refs = {
         "data": ArtifactRef("data", "d" * 16, "1" * 64, "/s/data"),
         "reward": ArtifactRef("reward", "r" * 16, "2" * 64, "/s/reward"),
@@ -417,13 +417,9 @@ def context(tmp_path: Path, evaluation: str) -> StageContext:
             },
         ),
     }
-    return StageContext(
+    return stage_context(
+        tmp_path,
         inputs={"ppo": tmp_path / "ppo", "evaluate": tmp_path / "evaluate"},
-        output=tmp_path / "out",
-        scratch=tmp_path / "work",
-        checkpoints=unused,
-        metrics=unused,
-        progress=unused,
         lineage=Lineage(inputs=refs, parent_run_id=None),  # type: ignore[arg-type]
     )
 
@@ -447,7 +443,7 @@ def test_the_stage_registers_the_policy_with_its_lineage(
         {"run": {"home": str(tmp_path), "name": "stage"}, "tracking": {"uri": f"sqlite:///{database}"}}
     )
     result = register_stage.run(config, context(tmp_path, json.dumps(EVALUATION)))
-    facts = json.loads((tmp_path / "out" / "registration.json").read_text())
+    facts = json.loads((tmp_path / "output" / "registration.json").read_text())
     assert result.metrics == {"version": 1.0, "champion": 1.0}
     assert (facts["model"], facts["version"], facts["champion"], facts["rule"]) == (
         "stage-policy",
