@@ -36,6 +36,7 @@ from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.checkpoints import discard_old_parts
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
+from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.home import Home, make_attempt_folders
 from rlhf_core.system.processes import this_machine
@@ -63,6 +64,8 @@ class Started(NamedTuple):
     """The id of the node whose files this host has: its own, or that of an earlier one if the hosts share the
     folder.
     """
+    gpu_driver: str
+    """Version of the GPUs' driver; empty without one."""
 
 
 def mark_text(token: str, node_id: str) -> str:
@@ -133,7 +136,8 @@ class NodeAgent:
             ) from error
         self._monitor.__enter__()
         files_of = found[1] if self._shares_folders else node_id
-        return Started(socket.gethostname(), this_machine(), files_of)
+        driver = gpu_versions().get("gpu_driver", "")
+        return Started(socket.gethostname(), this_machine(), files_of, driver)
 
     @_served
     def close(self) -> None:

@@ -33,6 +33,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.s3 import s3_endpoint
+from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import this_machine
@@ -158,6 +159,9 @@ class ClusterNodes:
         self._lock = threading.Lock()
         self.before_leave: Callable[[], None] = lambda: None
         """Called while the agents still answer."""
+        self._gpu_drivers = {driver} if (driver := gpu_versions().get("gpu_driver")) else set()
+        self.on_gpu_drivers: Callable[[str], None] = lambda drivers: None
+        """Called with the versions of the GPU drivers of all hosts, this one included."""
 
     # -- start and end --
 
@@ -189,12 +193,16 @@ class ClusterNodes:
             started = self._started(host)
             host.name, host.files_of = started.hostname, started.files_of
             self._files_of[host.node_id] = host.files_of
-            if started == (socket.gethostname(), this_machine(), self._own_id):
+            if started.gpu_driver:
+                self._gpu_drivers.add(started.gpu_driver)
+            if started[:3] == (socket.gethostname(), this_machine(), self._own_id):
                 ray.kill(host.actor.handle)  # another node on this host, whose processes are seen from here
             else:
                 added.append(host)
         with self._lock:
             self._hosts += added
+        if self._gpu_drivers:
+            self.on_gpu_drivers(", ".join(sorted(self._gpu_drivers)))
         self._monitor.include(self)
         with_files = [host for host in added if host.files_of == host.node_id]
         fetching = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]

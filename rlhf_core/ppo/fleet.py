@@ -196,6 +196,8 @@ class Fleet:
         """Engines to which the policy is connected for weight sync."""
         self._starts: Counter[str] = Counter()
         """Starts of each group."""
+        self._queues = 0
+        """Queues of prompts that were started."""
         self._sent = SentBatches()
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: EnginePool
@@ -382,7 +384,8 @@ class Fleet:
 
     def start_queue(self) -> RemoteActor[PromptQueue]:
         """Start the queue from which engines take prompts."""
-        return start_queue(self._participant("prompt queue"))
+        self._queues += 1
+        return start_queue(self._participant(f"prompt queue {self._queues}"))
 
     def usage(self) -> list[Usage]:
         """Return the resources used by each worker and engine."""

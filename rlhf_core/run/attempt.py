@@ -33,7 +33,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.home import make_attempt_folders
 from rlhf_core.system.stopping import StopRequest
-from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
+from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef, Lineage, Nodes, StageContext, artifact_prefix, checkpoint_prefix
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _execute(spec: StageSpec, store: Store, fence: Fence, events: Events, stop: 
     try:
         stacks = spec.home.stacks(spec.stage, spec.key, fence.attempt)
         with Monitor(stacks, fail=lambda error: _abort(_advised(error, spec), monitor, events)) as monitor:
-            ref = _Attempt(spec, store, fence, work, stage_run, events, stop, monitor).run()
+            ref = _Attempt(spec, store, fence, work, tracking, stage_run, events, stop, monitor).run()
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -141,6 +141,7 @@ class _Attempt:
     store: Store
     fence: Fence
     work: Path
+    tracking: Tracking
     stage_run: StageRun
     events: Events
     stop: StopRequest
@@ -157,6 +158,10 @@ class _Attempt:
             base_model = spec.sources.get("model") if spec.stage == "sft" else None
             inputs = list(spec.inputs.values())
             nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model)
+            # The host of this process may have no GPU.
+            nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
+                self.stage_run.run_id, {"rlhf.gpu_driver": drivers}
+            )
         checkpoints = CheckpointStore(
             self.store,
             spec.key,

@@ -3,6 +3,7 @@
 - a host that does not answer within the limit is lost with its processes, and is not waited for again
 - a report that comes late is taken, and the host is not lost
 - an error of Ray, such as the death of an agent, names the host
+- the versions of all GPU drivers are reported
 - the more hosts there are, the more rarely each is asked, but often enough to notice the loss of one
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhf_core.cluster import nodes as nodes_module
+from rlhf_core.cluster.agent import NodeAgent, Started
 from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes, report_seconds, silent_seconds
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
@@ -103,6 +106,32 @@ def test_an_error_of_an_agent_names_its_host(nodes: ClusterNodes, agents: list[A
     agents[1].error = StoreError("host host-3, upload: denied")
     with pytest.raises(StoreError, match=r"^host host-3, upload: denied$"):
         nodes.discard("checkpoints/k/step-00000001")
+
+
+class Starts:
+    """An agent that starts, with a GPU driver of this version, and has nothing to fetch."""
+
+    def __init__(self, node_id: str, driver: str) -> None:
+        self._started = Started(f"host-{node_id}", "machine", node_id, driver)
+
+    def call(self, method: Any, *_args: Any) -> Pending[Any]:
+        answer = self._started if method is NodeAgent.start else None
+        return Pending(SimpleNamespace(result=lambda: answer))
+
+
+def test_gpu_drivers_of_other_hosts_are_reported(
+    nodes: ClusterNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drivers = {"a": "NVIDIA 590", "b": "NVIDIA 580", "c": "", "d": "NVIDIA 590"}
+    monkeypatch.setattr(nodes_module, "node_names", lambda: dict.fromkeys(drivers, "host"))
+    monkeypatch.setattr(nodes, "_start", lambda node_id: Starts(node_id, drivers[node_id]))
+    found: list[str] = []
+    nodes.on_gpu_drivers = found.append
+    nodes._gpu_drivers.clear()
+    nodes._add_hosts(["c"])
+    assert found == []
+    nodes._add_hosts(["a", "b", "d"])
+    assert found == ["NVIDIA 580, NVIDIA 590"]
 
 
 def test_many_hosts_are_asked_more_rarely() -> None:

@@ -10,6 +10,7 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 - the usage of all processes is known only if all answer at once; a dead or suspended one is no error
 - the chunks of a batch are sent to an actor once; again after a restart or an error
 - gathered values are in the order of the responses, for any number of ranks and size of chunks
+- each queue of prompts is a participant of its own
 - routes divide the work evenly, by whole chunks, with the same number of micro-batches on every rank
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -335,6 +337,16 @@ def test_routes_divide_the_work_by_whole_chunks(pack: bool) -> None:
             lengths = 1 + batch.lengths_B[share.indices]
             assert all(lengths[m].sum() <= 512 for m in share.micro_batches if len(m) > 1)
             assert sorted(i for m in share.micro_batches for i in m) == list(range(len(share.indices)))
+
+
+def test_each_queue_of_prompts_has_a_name_of_its_own(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collectors of training and of the held-out evaluation have one each."""
+    fleet, _, _ = made
+    monkeypatch.setattr(module, "start_queue", lambda participant: participant.name)
+    monitor: Any = SimpleNamespace(folder=Path("none"))
+    fleet._monitor = monitor
+    queues: list[Any] = [fleet.start_queue() for _ in range(2)]
+    assert queues == ["prompt queue 1", "prompt queue 2"]
 
 
 def test_more_ranks_than_chunks_leave_ranks_without_responses() -> None:
