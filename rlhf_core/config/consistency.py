@@ -25,6 +25,10 @@ _OFFLOAD_STAGES = {"optimizer": (1, 2, 3), "all": (3,)}
 """ZeRO stages that support each kind of offload."""
 
 
+_TESTS_OF_A_YEAR = 65
+"""With weekly matches, a test has this part of `register.alpha` (`rlhf_core.evaluation.evidence`)."""
+
+
 def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
     """Check rules between the sections of a configuration."""
     judge, ppo = config.evaluate.judge, config.ppo
@@ -182,6 +186,7 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
                 f"{field}: {prompts} is below register.min_prompts ({config.register_.min_prompts}): no"
                 " candidate can become champion; raise it, or lower register.min_prompts"
             )
+    yield from _match_prompts(config)
     if config.evaluation_temperature != ppo.temperature:
         yield (
             f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at"
@@ -193,6 +198,24 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens"
             f" ({config.data.max_response_tokens}): the reward model scores longer responses than in its"
             " training; lower it, or raise data.max_response_tokens"
+        )
+
+
+def _match_prompts(config: PipelineConfig) -> Iterator[str]:
+    """Warn if a match with the champion rarely finds the win rate that is asked for against the SFT model.
+
+    A win rate w increases the logarithm of the evidence by at most w ln 2w + (1 - w) ln 2(1 - w) for each
+    prompt without a tie.
+    """
+    rate, prompts = config.register_.min_win_rate, min(config.evaluate.prompts, config.data.max_eval)
+    if rate <= 0.5:
+        return
+    gain = sum(share * math.log(2 * share) for share in (rate, 1 - rate) if share > 0)
+    needed = math.ceil(math.log(_TESTS_OF_A_YEAR / config.register_.alpha) / gain)
+    if prompts < needed:
+        yield (
+            f"register.min_win_rate: a win rate of {rate:g} over a champion is rarely found with {prompts}"
+            f" prompts (evaluate.prompts, data.max_eval); weekly matches need about {needed}; raise both"
         )
 
 

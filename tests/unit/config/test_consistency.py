@@ -175,6 +175,14 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
         ({"ppo": {"publish": "best"}}, ("ppo.publish is best", "add reward.judge={}")),
         ({"evaluate": {"judge": "reward_model"}}, ("evaluate.judge is the reward", "use reward.judge={}")),
         ({"evaluate": {"prompts": 49}}, ("evaluate.prompts: 49", "register.min_prompts (50)")),
+        (
+            {"register": {"min_win_rate": 0.55}, "evaluate": {"prompts": 2048}},
+            ("a win rate of 0.55", "rarely found with 512", "need about 1432"),
+        ),
+        (
+            {"register": {"min_win_rate": 0.6}},
+            ("a win rate of 0.6", "rarely found with 128", "need about 357"),
+        ),
         ({"data": {"max_eval": 49}}, ("data.max_eval: 49", "register.min_prompts (50)")),
     ],
 )
