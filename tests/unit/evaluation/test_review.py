@@ -35,7 +35,7 @@ from rlhf_core.evaluation.review import (
     render_page,
     win_rate_by_people,
 )
-from rlhf_core.evaluation.votes import VoteFile, parse_votes
+from rlhf_core.evaluation.votes import FORMAT, VoteFile, parse_votes
 from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE
 
@@ -74,6 +74,8 @@ def test_the_policy_of_the_page_allows_its_script_and_no_request() -> None:
         attributes["content"] for tag, attributes in Tags(document).seen if "http-equiv" in attributes
     ]
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    # The script checks a file of votes that is loaded as `parse_votes` and `read_votes` do.
+    assert f'content.format === "{FORMAT}" && content.page === page' in script
     assert "session: session, saved: Date.now()" in script and "crypto.getRandomValues" in script
     assert "http://" not in document and "https://" not in document and "src=" not in document
 
