@@ -1,9 +1,11 @@
 """The files in deployments/, read as their tools read them.
 
-compose.yaml    names exist; ports are on loopback; secrets come from deployments/.env; settings of Prefect
-                and MLflow and options of MLflow's server are those of the locked versions
-Kubernetes      every field exists in the locked client's models; names agree between the files; pods are
-                not root, have few rights, and have shared memory; Ray's version is that of the lock
+compose.yaml    every field and name exists; the worker and MLflow have a bucket each; ports are on loopback;
+                secrets come from deployments/.env; settings of Prefect and MLflow and options of MLflow's
+                server are those of the locked versions
+Kubernetes      every field exists in the locked client's models, or for KubeRay and Kueue in
+                tests/support/deployment_fields.py; names agree between the files; pods are not root, have
+                few rights, and have shared memory; Ray's version is that of the lock
 Prefect         the deployment's parameters load, and its variables are those of the work pool
 Dockerfile      not root, packages by hash only, all copied files exist
 Slurm           the script is valid, and Ray's options and variables exist
@@ -23,10 +25,10 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes import client
 from kubernetes.utils.quantity import parse_quantity
 
 from rlhf_core.config.load import load_config
+from tests.support.deployment_fields import COMPOSE, KUEUE, RAYJOB, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS = ROOT / "deployments"
@@ -68,6 +70,29 @@ def test_compose_names_what_it_defines(compose: dict[str, Any]) -> None:
         assert {config["source"] for config in service.get("configs", ())} <= set(compose["configs"]), name
         assert {volume.partition(":")[0] for volume in service.get("volumes", ())} <= set(compose["volumes"])
     assert set(compose["services"]) == {"postgres", "s3", "buckets", "mlflow", "prefect", "deploy", "worker"}
+
+
+def test_every_field_of_compose_exists(compose: dict[str, Any]) -> None:
+    assert list(walk(compose, COMPOSE, "compose")) == []
+    wrong = {"services": {"s3": {"image": "a", "health_check": {}}}}
+    assert list(walk(wrong, COMPOSE, "compose")) == ["compose.services.s3.health_check"]
+
+
+def test_the_worker_and_mlflow_have_a_bucket_each(compose: dict[str, Any]) -> None:
+    identities = json.loads(compose["configs"]["s3"]["content"])["identities"]
+    actions = {tuple(identity["credentials"][0].values()): identity["actions"] for identity in identities}
+    assert len(actions) == len(identities)
+    buckets = {}
+    for name in ("worker", "mlflow", "buckets"):
+        environment = compose["services"][name]["environment"]
+        keys = [
+            VARIABLE.findall(environment[f"AWS_{what}"]) for what in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
+        ]
+        buckets[name] = actions[tuple(f"${{{key}}}" for [key] in keys)]
+    rights = ("Read", "Write", "List", "Tagging")
+    assert buckets["worker"] == [f"{right}:rlhf" for right in rights]
+    assert buckets["mlflow"] == [f"{right}:mlflow" for right in rights]
+    assert buckets["buckets"] == ["Admin"]
 
 
 def test_who_waits_for_health_waits_for_a_service_that_reports_it(compose: dict[str, Any]) -> None:
@@ -149,24 +174,6 @@ def test_the_options_of_mlflows_server_exist(compose: dict[str, Any]) -> None:
 # -- Kubernetes --
 
 
-def walk(value: Any, kind: str, path: str) -> Iterator[str]:
-    """Yield the fields of `value` that the client's model `kind` does not have."""
-    if isinstance(value, str) and "{{" in value:
-        return  # a placeholder of the work pool
-    listed = re.fullmatch(r"[Ll]ist\[(.+)\]", kind)
-    if listed:
-        for index, item in enumerate(value):
-            yield from walk(item, listed[1], f"{path}[{index}]")
-    elif hasattr(client, kind):
-        model = getattr(client, kind)
-        types = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
-        for name, item in value.items():
-            if name not in types:
-                yield f"{path}.{name}"
-            else:
-                yield from walk(item, types[name], f"{path}.{name}")
-
-
 MODELS = {
     "ClusterRole": "V1ClusterRole",
     "Deployment": "V1Deployment",
@@ -180,11 +187,17 @@ MODELS = {
 }
 
 
+def load_all(file: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((KUBERNETES / file).read_text(encoding="utf-8")))
+
+
 def objects() -> list[dict[str, Any]]:
     files = ("base.yaml", "worker.yaml", "secret.example.yaml")
-    return [
-        item for file in files for item in yaml.safe_load_all((KUBERNETES / file).read_text(encoding="utf-8"))
-    ]
+    return [item for file in files for item in load_all(file)]
+
+
+def kueue() -> list[dict[str, Any]]:
+    return load_all("kueue.yaml")
 
 
 def rayjob() -> dict[str, Any]:
@@ -226,35 +239,18 @@ def test_every_field_of_a_pod_exists() -> None:
 
 
 def test_every_field_of_the_rayjob_exists() -> None:
-    """The names are those of KubeRay 1.5, whose schema no package has."""
     body = rayjob()
     assert (body["apiVersion"], body["kind"]) == ("ray.io/v1", "RayJob")
-    assert set(body["spec"]) <= {
-        "activeDeadlineSeconds", "backoffLimit", "clusterSelector", "deletionStrategy", "entrypoint",
-        "entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "jobId", "managedBy", "metadata",
-        "preRunningDeadlineSeconds", "rayClusterSpec", "runtimeEnvYAML", "shutdownAfterJobFinishes",
-        "submissionMode", "submitterConfig", "submitterPodTemplate", "suspend", "ttlSecondsAfterFinished",
-    }  # fmt: skip
-    cluster = body["spec"]["rayClusterSpec"]
-    assert set(cluster) <= {
-        "authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions",
-        "headGroupSpec", "headServiceAnnotations", "managedBy", "rayVersion", "suspend",
-        "upgradeStrategy", "workerGroupSpecs",
-    }  # fmt: skip
-    group = {
-        "groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts",
-        "rayStartParams", "replicas", "resources", "scaleStrategy", "suspend", "template",
-    }  # fmt: skip
-    assert set(cluster["workerGroupSpecs"][0]) <= group
-    assert set(cluster["headGroupSpec"]) <= {
-        "enableIngress",
-        "headService",
-        "labels",
-        "rayStartParams",
-        "resources",
-        "serviceType",
-        "template",
-    }
+    assert list(walk(body, RAYJOB, "RayJob")) == []
+    body["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["maxreplicas"] = 1
+    [wrong] = walk(body, RAYJOB, "RayJob")
+    assert wrong == "RayJob.spec.rayClusterSpec.workerGroupSpecs[0].maxreplicas"
+
+
+@pytest.mark.parametrize("item", kueue(), ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
+def test_every_field_of_kueue_exists(item: dict[str, Any]) -> None:
+    assert item["apiVersion"] == "kueue.x-k8s.io/v1beta1"
+    assert list(walk(item, KUEUE[item["kind"]], item["kind"])) == []
 
 
 def test_the_rayjob_ends_by_itself_and_leaves_retries_to_the_flow() -> None:
@@ -321,7 +317,7 @@ def test_the_worker_watches_what_its_role_allows() -> None:
 
 def test_pods_of_a_queued_cluster_may_run_where_kueue_sends_them() -> None:
     """Kueue gives a pod the first flavor whose quota has all its requests, and its labels and tolerations."""
-    items = list(yaml.safe_load_all((KUBERNETES / "kueue.yaml").read_text(encoding="utf-8")))
+    items = kueue()
     specs = {
         item["metadata"]["name"]: item.get("spec", {}) for item in items if item["kind"] == "ResourceFlavor"
     }
@@ -364,11 +360,7 @@ def test_the_deployment_for_kubernetes_loads(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(ROOT)
     config = load_config(parameters["config"], parameters["overrides"])
     assert config.run.executor == "kuberay"
-    [queue] = [
-        item
-        for item in yaml.safe_load_all((KUBERNETES / "kueue.yaml").read_text(encoding="utf-8"))
-        if item["kind"] == "LocalQueue"
-    ]
+    [queue] = [item for item in kueue() if item["kind"] == "LocalQueue"]
     resources = config.run.resources.of("ppo")
     assert (resources.queue, resources.namespace) == (
         queue["metadata"]["name"],
