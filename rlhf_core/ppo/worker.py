@@ -357,7 +357,7 @@ class ModelWorker(Actor):
         import torch
 
         gc.collect()
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch declares it without types
             torch.cuda.empty_cache()
 
     @rpc("start")

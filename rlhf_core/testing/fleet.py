@@ -19,7 +19,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import Group, Role, plan
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.ppo.columns import RolloutColumns
+from rlhf_core.ppo.columns import RolloutColumns, RolloutHeader
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
@@ -142,7 +142,7 @@ class ScriptedEngineActor(EngineActor):
         max_new_tokens: int,
         temperature: float,
         seeds: Sequence[int],
-    ) -> list[Any]:
+    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
         """Sample all prompts that are left in the queue. The arguments are those of the real method."""
         taken: list[int] = []
         while numbers := queue.call(PromptQueue.take, batch, len(prompts)).reference:
@@ -155,7 +155,7 @@ class ScriptedEngineActor(EngineActor):
             temperature=temperature,
             seeds=[seeds[i] for chunk in chunks for i in chunk],
         )
-        return [(chunks, header), *columns]
+        return (chunks, header), *columns
 
 
 class _ScriptedQueue(PromptQueue):
