@@ -1,4 +1,4 @@
-"""Preflight: every check that can be made before anything is started.
+"""Preflight: what can be checked before anything is started. `run.checks` adds the executors and the memory.
 
 Each part of the pipeline has its own checks, next to what they check. They examine files, folders, addresses,
 devices and arithmetic, and neither import nor execute anything of the user: reward functions and models are
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhf_core.config.consistency import check_consistency, unusual_settings
@@ -40,14 +40,18 @@ _PROXIES = ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """In capitals or small letters."""
 
 
-def check(config: PipelineConfig) -> list[str]:
-    """Return the warnings, one sentence each.
+Part = tuple[str, Callable[[PipelineConfig], Iterator[Finding]]]
+"""A check, and the name of what it checks for the message if the check itself fails."""
+
+
+def check(config: PipelineConfig, *further: Part) -> list[str]:
+    """Return the warnings, one sentence each, of all parts and of `further` ones.
 
     Raises ConfigError, DataError or ModelError (the class of the first problem). Its message lists every
     problem, one per line.
     """
-    # Messages are in this order. The name is used if a check itself fails.
-    parts = (
+    # Messages are in this order.
+    parts: tuple[Part, ...] = (
         ("store, run.home, tracking", check_addresses),
         ("environment", check_environment),
         ("data", check_data),
@@ -62,6 +66,7 @@ def check(config: PipelineConfig) -> list[str]:
         ("ppo.engine.tensor_parallel", check_tensor_parallel),
         ("run.device", check_devices),
         ("run.home", check_disk),
+        *further,
     )
     # By message: two checks that read the same file can find the same problem.
     errors: dict[str, InputError] = {}

@@ -6,7 +6,6 @@ output/  tokenizer/  response.json  model/config.json (model from scratch only) 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -51,6 +50,7 @@ from rlhf_core.models.folder import (
     vocabulary_problem,
 )
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.files import write_json
 from rlhf_core.types import PairExample, PromptExample
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def prepare(
             "%d training rows are nearly held-out prompts, or contain one: see data_card.md; take them out",
             near,
         )
-    (out / "data_card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "data_card.json", card)
     (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
     return card
 
@@ -212,7 +212,7 @@ def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> N
         "dtype": "float32",
     }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", settings)
 
 
 def _encode(

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.errors import ModelError
+from rlhf_core.system.files import write_json
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ class Decoder:
 
 def write_response_prefix(data: Path, prefix: str) -> None:
     """Write the text before each answer to a data artifact's folder, for `load_decoder`."""
-    (data / "response.json").write_text(json.dumps({"prefix": prefix}) + "\n", encoding="utf-8")
+    write_json(data / "response.json", {"prefix": prefix}, indent=None)
 
 
 def load_decoder(data: Path) -> Decoder:

@@ -21,6 +21,7 @@ from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.linear import use_onednn
 from rlhf_core.models.weights import refuse_non_finite
+from rlhf_core.system.files import write_json
 
 _HEAD = "score"
 _IN_LAYER = ".base_layer."
@@ -177,9 +178,7 @@ def save_adapter(
         folder / SAFETENSORS_WEIGHTS_NAME,
         metadata={"format": "pt"},
     )
-    (folder / "adapter_config.json").write_text(
-        json.dumps(adapter_config(lm, lora, base, revision), indent=2) + "\n"
-    )
+    write_json(folder / "adapter_config.json", adapter_config(lm, lora, base, revision))
 
 
 def load_adapter(model: Any, folder: Path) -> Any:

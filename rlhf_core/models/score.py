@@ -33,6 +33,7 @@ from rlhf_core.models.weights import (
     refuse_non_finite,
     self_test_context,
 )
+from rlhf_core.system.files import write_json
 
 _HEAD = "score.weight"
 _STATISTICS = "score_statistics.json"
@@ -62,7 +63,7 @@ class ScoreStatistics:
         return (scores_S - self.mean) / self.std
 
     def save(self, folder: Path) -> None:
-        (folder / _STATISTICS).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_json(folder / _STATISTICS, asdict(self))
 
     @staticmethod
     def load(folder: Path) -> ScoreStatistics:

@@ -16,7 +16,6 @@ Version 0, the SFT model, is evaluated for comparison and is no candidate.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import numpy as np
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.divergence import KL, divergence
+from rlhf_core.system.files import write_jsonl
 
 OBJECTIVE = "eval/objective"
 Column = Sequence[float]
@@ -155,4 +155,4 @@ class Selection:
             {"version": version, "best": version == self.best, **found}
             for version, found in self.evaluations.items()
         ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(path, rows)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
-from rlhf_core.errors import ConfigError, InputError, checking, guarded
+from rlhf_core.errors import checking
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.preflight import check
 from rlhf_core.run.executors.check import check_executors
@@ -63,8 +63,8 @@ def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> li
     `name` is the configuration's name in messages. See `check_config`.
     """
     with checking(name):
-        warnings = [*check(config), *_executor_warnings(config)]
-        check_memory(config)
+        warnings = check(config, ("run.executor", check_executors))
+        check_memory(config)  # last, because it plans with a configuration that is otherwise right
     Home.of(config.run.home).make()
     store = open_store(config)
     if retry_store:
@@ -72,15 +72,6 @@ def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> li
     else:
         store.check()
     return warnings
-
-
-def _executor_warnings(config: PipelineConfig) -> list[str]:
-    """Return the warnings of `check_executors`. Raises ConfigError with all its errors."""
-    findings = list(guarded("run.executor", check_executors(config)))
-    errors = [finding.message for finding in findings if isinstance(finding, InputError)]
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return [finding for finding in findings if isinstance(finding, str)]
 
 
 def reuse_check(checked: CheckedConfig) -> None:

@@ -8,7 +8,6 @@ The digest is that of the file of votes, so that several people can vote and the
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from rlhf_core.evaluation.votes import MAX_BYTES, parse_votes
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.spec import config_from_json
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
-from rlhf_core.system.files import read_bounded, read_json, write_atomic
+from rlhf_core.system.files import read_bounded, read_json, write_atomic, write_jsonl
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.champions import registry_errors
 from rlhf_core.tracking.mlflow_client import Mlflow, Point
@@ -143,7 +142,7 @@ def record_votes(review: Review, path: Path) -> Recorded:
     kept = review.folder / f"votes-{name}.json"
     write_atomic(kept, content)
     preferences = review.folder / f"preferences-{name}.jsonl"
-    write_atomic(preferences, "".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(preferences, rows)
     run_id = review.summary.get("mlflow_run_id")
     if run_id is not None:
         _log(review, run_id, result, len(votes), file.saved, [kept, preferences])

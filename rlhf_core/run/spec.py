@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import StageName
+from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
 
@@ -66,8 +67,7 @@ class StageSpec:
 
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+        write_json(path, self.to_json())
 
     @classmethod
     def read(cls, path: Path) -> StageSpec:

@@ -52,6 +52,7 @@ from rlhf_core.evaluation.summary import (
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
 if TYPE_CHECKING:
@@ -283,8 +284,7 @@ def _write(
     out = context.output
     text = json.dumps(evaluation, indent=2, allow_nan=False)
     (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
-    lines = "".join(json.dumps(row, ensure_ascii=True) + "\n" for row in samples)
-    (out / "samples.jsonl").write_text(lines, encoding="utf-8")
+    write_jsonl(out / "samples.jsonl", samples)
     (out / "figures").mkdir()
     images: list[report.Plot] = []
     history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")

@@ -25,6 +25,7 @@ from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.stages.earlier_match import SAMPLES, keep_match, load_match, match_name
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
+from rlhf_core.system.files import write_json, write_jsonl
 from rlhf_core.tracking.champions import BASE, REFERENCE, WEIGHTS, registry_errors
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
 from rlhf_core.tracking.mlflow_client import Mlflow, clean_name
@@ -112,7 +113,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "source": candidate.source,
         "weights_sha256": digest,
     }
-    (context.output / "registration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_json(context.output / "registration.json", facts, indent=1)
     headline = {"version": float(done.version), "champion": float(done.decision.champion)}
     if done.match is not None:
         headline["win_rate_over_champion"] = done.match.win_rate
@@ -185,7 +186,7 @@ def _play(
         except MatchSkipped as reason:
             log.warning("no match against the champion, which therefore stays: %s", reason)
             return NoMatch(str(reason))
-        samples.write_text("".join(json.dumps(row) + "\n" for row in result.samples), encoding="utf-8")
+        write_jsonl(samples, result.samples)
         match = _match(result)
     keep_match(context.output, name, match)
     return replace(match, votes=people.win_rate(samples, "champion"))

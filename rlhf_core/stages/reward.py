@@ -9,7 +9,6 @@ held-out loss decides when the training ends and which weights are its result.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -43,6 +42,7 @@ from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
+from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
 
@@ -243,7 +243,7 @@ def _examine(
         "accuracy_by_source": by_source,
         "accuracy_by_length": accuracy_by_length(scores_P2, lengths),
     }
-    (out / "examination.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_json(out / "examination.json", content)
     context.metrics.log_file(out / "examination.json")
     context.metrics.log_figure("reliability", reliability(found))
     return {

@@ -9,11 +9,10 @@ answer, so one that was cut would be an answer that the policy never gave. Held-
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from rlhf_core.evaluation.generate import SamplingSettings, sample_responses
 from rlhf_core.evaluation.policy_files import policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.rewards.compose import code_digests, reward_inputs
+from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     groups = [answers[start : start + settings.answers] for start in range(0, total, settings.answers)]
     best, pairs = select(groups, settings.min_score)
     pair_rows = [_pair(*pair) for pair in pairs]
-    _write(context.output / BEST, map(_demonstration, best))
-    _write(context.output / PAIRS, pair_rows)
+    write_jsonl(context.output / BEST, map(_demonstration, best))
+    write_jsonl(context.output / PAIRS, pair_rows)
     metrics = _metrics(answers, best) | {"pairs": float(len(pairs)), "prompts": float(len(prompts))}
     metrics["prompts_left_out"] = float(left_out)
     if not best:
@@ -186,10 +186,6 @@ def _pair(best: ScoredAnswer, worst: ScoredAnswer) -> dict[str, Any]:
         "rejected": worst.sample.response,
         "margin": best.score - worst.score,
     }
-
-
-def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _metrics(answers: Sequence[ScoredAnswer], best: Sequence[ScoredAnswer]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -229,9 +229,14 @@ def _write_new(path: Path, data: bytes, *, sync: bool = False, private: bool = F
         raise
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace `path` atomically by a JSON file."""
-    write_atomic(path, json.dumps(content, indent=2) + "\n")
+def write_json(path: Path, content: Mapping[str, Any], *, indent: int | None = 2) -> None:
+    """Replace `path` atomically by a JSON file; without `indent`, it has one line."""
+    write_atomic(path, json.dumps(content, indent=indent) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace `path` atomically by a file with one line of JSON for each row."""
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
