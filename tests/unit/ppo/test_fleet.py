@@ -167,7 +167,7 @@ def test_colocated_engines_load_before_the_trainers(monkeypatch: pytest.MonkeyPa
         return [("127.0.0.1", 1)] * len(pending)
 
     engines = SimpleNamespace(actors=[RemoteActor(_Actor("engine", done))])
-    placement = SimpleNamespace(colocated=colocated)
+    placement = SimpleNamespace(colocated=colocated, describe_nodes=lambda: "")
     monkeypatch.setattr(module, "reserve_bundles", lambda *_args, **_kwargs: placement)
     monkeypatch.setattr(module, "EnginePool", lambda *_args: engines)
     monkeypatch.setattr(fleet, "_client", None, raising=False)
