@@ -96,12 +96,12 @@ def make_experience(
         arguments = [as_argument(pending) for pending in objects.pending]
         parts.append(worker.call_parts(2, ModelWorker.make_experience, inputs, *arguments))
     returns = Scattered(fleet, "policy.make_experience", old.shares, parts)
-    sums = in_batch_order(old.shares, returns.complete())
+    sums = sums_in_batch_order(old.shares, returns.complete())
     summary = summarize(sums, scores_B, batch.lengths_B, batch.finished_B, ppo)
     return Experience(scores_B, sums.kl, summary.whitening, summary.metrics, returns, values)
 
 
-def in_batch_order(shares: Sequence[RankShare], sums: Sequence[ResponseSums]) -> ResponseSums:
+def sums_in_batch_order(shares: Sequence[RankShare], sums: Sequence[ResponseSums]) -> ResponseSums:
     """Return the sums of all ranks in the order of the batch."""
     count = sum(len(share.indices) for share in shares)
     ordered = {}

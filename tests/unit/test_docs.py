@@ -33,7 +33,7 @@ REFUSED_ON_PURPOSE = "sft.optimzer"
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_FILE = re.compile(r"(?:rlhf_core|flows|tests|deployments|requirements|docs|\.ci)/[\w./*-]*[\w*]")
+_FILE = re.compile(r"(?:rlhf_core|rlhf_cli|flows|tests|deployments|requirements|docs|\.ci)/[\w./*-]*[\w*]")
 
 
 def read(page: str) -> str:

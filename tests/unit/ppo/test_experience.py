@@ -40,7 +40,7 @@ from rlhf_core.ppo.experience import (
     summarize,
     uniform_groups,
 )
-from rlhf_core.ppo.experience_calls import in_batch_order
+from rlhf_core.ppo.experience_calls import sums_in_batch_order
 from rlhf_core.ppo.repetition import _periods, repeats
 from rlhf_core.ppo.step_checks import WATCHED
 from rlhf_core.types import Rollout
@@ -112,7 +112,7 @@ def made_by(
         sums.append(of_rank)
         for name in names:
             rows[name] |= {index: columns.row(name, row) for row, index in enumerate(chosen)}
-    summary = summarize(in_batch_order(shares, sums), scores_B, lengths, finished, ppo)
+    summary = summarize(sums_in_batch_order(shares, sums), scores_B, lengths, finished, ppo)
     if summary.whitening is not None:
         rows["advantages"] = {i: summary.whitening.apply(row) for i, row in rows["advantages"].items()}
     tensors = {f"{name}_BT": padded([of_name[i] for i in range(count)]) for name, of_name in rows.items()}
