@@ -73,7 +73,7 @@ def measure(tree: SourceTree) -> Measures:
             f"{statistics.median(files_with_string(tree, stage) for stage in STAGES):.0f}"
         ),
         "comments per 100 lines": f"{100 * sum(map(comment_lines, modules)) / lines:.1f}",
-        "public functions without `Args` (more than 4 parameters)": str(sum(map(_lacks_args, functions))),
+        "public functions without `Args` (more than 4 parameters)": str(sum(map(lacks_args, functions))),
         "ternaries per 1,000 lines": f"{1000 * sum(isinstance(n, ast.IfExp) for n in nodes) / lines:.1f}",
         "comprehensions per 1,000 lines": (
             f"{1000 * sum(isinstance(n, comprehensions) for n in nodes) / lines:.1f}"
@@ -89,7 +89,7 @@ def _length(function: Function) -> int:
     return (function.end_lineno or function.lineno) - first + 1
 
 
-def _lacks_args(function: Function) -> bool:
+def lacks_args(function: Function) -> bool:
     """Return whether a public function with more than four parameters has no `Args` section."""
     arguments = function.args
     names = [argument.arg for argument in arguments.posonlyargs + arguments.args + arguments.kwonlyargs]

@@ -199,7 +199,7 @@ def _run_here(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """How the target ended on one rank."""
 
     value: Any = None
@@ -237,7 +237,7 @@ class RankActor(Actor):
         context: StageContext | None,
         *,
         process_group: bool,
-    ) -> Outcome:
+    ) -> RankOutcome:
         """Run the target and return its value or its error.
 
         Args:
@@ -256,18 +256,18 @@ class RankActor(Actor):
             value = target(rank, *args, None if context is None else self._mailbox.context(context))
             # Before any rank ends: NCCL ends its communicators on all ranks together.
             leave()
-            return Outcome(value)
+            return RankOutcome(value)
         except SystemExit as stop:
             if stop.code != EXIT_STOPPED:
                 raise
-            return Outcome(stopped=True)
+            return RankOutcome(stopped=True)
         except Exception as error:
             traceback.print_exc()
             sys.stderr.flush()
             ours = classified(error)
             # torch raises a RuntimeError for a broken collective, and also if memory is exhausted.
             broken = isinstance(error, RuntimeError) and type(ours) is InfrastructureError
-            return Outcome(error=ours, broken=broken)
+            return RankOutcome(error=ours, broken=broken)
         finally:
             unregister()
             self._mailbox.post(END)
@@ -432,7 +432,7 @@ class _Outcomes:
     def __init__(self, names: Sequence[str], calls: Sequence[Pending[Any]]) -> None:
         self.names = names
         self.pending = dict(enumerate(calls))
-        self.ended: dict[int, Outcome] = {}
+        self.ended: dict[int, RankOutcome] = {}
         """By rank, in the order in which they ended."""
 
     def collect(self, also: Sequence[Pending[Any]] = ()) -> None:
@@ -445,20 +445,20 @@ class _Outcomes:
                 del self.pending[rank]
 
     @property
-    def failed(self) -> list[Outcome]:
+    def failed(self) -> list[RankOutcome]:
         """Those with an error, the first one first."""
         return [outcome for outcome in self.ended.values() if outcome.error is not None]
 
-    def _outcome(self, rank: int, call: Pending[Any]) -> Outcome:
+    def _outcome(self, rank: int, call: Pending[Any]) -> RankOutcome:
         name = self.names[rank]
         try:
             result = fetch([call], POLL_SECONDS)[0]
             # `prepare` returns None.
-            outcome = result if isinstance(result, Outcome) else Outcome(result)
+            outcome = result if isinstance(result, RankOutcome) else RankOutcome(result)
         except WorkerDied:
-            return Outcome(error=WorkerDied(f"{name} died; the stage continues from its last checkpoint"))
+            return RankOutcome(error=WorkerDied(f"{name} died; the stage continues from its last checkpoint"))
         except RLHFError as error:
-            outcome = Outcome(error=error)
+            outcome = RankOutcome(error=error)
         if outcome.error is not None and rank:
             # The errors of rank 0 are those of the stage.
             return replace(outcome, error=type(outcome.error)(f"{name}: {outcome.error.message}"))

@@ -30,7 +30,7 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.storage.s3 import filesystem, s3_endpoint, with_retries, within
+from rlhf_core.storage.s3 import filesystem, run_bounded, s3_endpoint, with_retries
 from rlhf_core.system.files import open_regular
 
 _CHUNK = 2**20
@@ -346,7 +346,9 @@ def _objects(path: str, store: StoreConfig) -> dict[str, Mapping[str, Any]]:
             f"s3://{file}": found[file] for file in sorted(found) if is_data_file(file.rpartition("/")[2])
         }
 
-    files = _request(f"cannot list {path}", store, lambda: within(_bucket(store), store.retry_seconds, find))
+    files = _request(
+        f"cannot list {path}", store, lambda: run_bounded(_bucket(store), store.retry_seconds, find)
+    )
     if not files:
         raise DataError(f"file not found: {path}; there is no such object, and no data file below it")
     return files

@@ -35,10 +35,10 @@ class WeightCopy:
         self._parameters = {n: p for n, p in lm.named_parameters() if p.requires_grad}
         self._name = name
         self._rank_device = rank_device
-        self._shards = {
-            n: shard.to(device or shard.device, dtype or shard.dtype, copy=True)
-            for n, shard in ((n, _local(p)) for n, p in self._parameters.items())
-        }
+        self._shards: dict[str, torch.Tensor] = {}
+        for n, p in self._parameters.items():
+            shard = _local(p)
+            self._shards[n] = shard.to(device or shard.device, dtype or shard.dtype, copy=True)
 
     def take(self) -> None:
         """Copy the current weights."""

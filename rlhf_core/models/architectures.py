@@ -181,12 +181,16 @@ def _inherits(module: str, name: str, wanted: str) -> bool:
     bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)]
     if wanted in bases:
         return True
-    # Bases from other packages, such as nn.Module, are not followed: `SupportsLoRA` is a class of vLLM.
-    return any(
-        _inherits(module, base, wanted) if base in classes else _inherits(*imported[base], wanted)
-        for base in bases
-        if base in classes or (base in imported and imported[base][0].startswith("vllm."))
-    )
+    for base in bases:
+        if base in classes:
+            inherits = _inherits(module, base, wanted)
+        elif base in imported and imported[base][0].startswith("vllm."):
+            inherits = _inherits(*imported[base], wanted)
+        else:
+            continue  # another package, such as that of nn.Module: `SupportsLoRA` is a class of vLLM
+        if inherits:
+            return True
+    return False
 
 
 def _absolute(module: str, node: ast.ImportFrom) -> str:

@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
-class Evaluation(Protocol):
+class PolicyEvaluation(Protocol):
     """Evaluates the policy version that the engines hold. Its state is part of the checkpoint."""
 
     def evaluate(self, version: int) -> HeldOutResult: ...
@@ -98,7 +98,7 @@ class PPOController:
         context: StageContext,
         *,
         demonstrations: Sequence[SFTExample] = (),
-        evaluation: Evaluation | None = None,
+        evaluation: PolicyEvaluation | None = None,
         cpu_seconds: Callable[[], float] | None = None,
     ) -> None:
         self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})

@@ -17,6 +17,7 @@ from rlhf_core.errors import ConfigError, checking
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.known_shapes import NAMES, known_shape
 from rlhf_core.models.shape import ModelShape
+from rlhf_core.pipeline import StageName
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
 from rlhf_core.planning.fit import FitVerdict, advise, host_memory, judge
@@ -308,7 +309,9 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _number(value: float) -> str:
-    return "" if not value else f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
+    if not value:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def _say_cache(plan: Plan, say: Any) -> None:
@@ -319,10 +322,9 @@ def _say_cache(plan: Plan, say: Any) -> None:
         f"(max_num_seqs {engine.max_num_seqs})"
     )
     steps = [load for load in plan.verdict.loads if load.phase == "step"]
-    host = {
-        stage: host_memory([load for load in steps if load.stage == stage], plan.hardware)
-        for stage in {load.stage for load in steps}
-    }
+    host: dict[StageName, float] = {}
+    for stage in {load.stage for load in steps}:
+        host[stage] = host_memory([load for load in steps if load.stage == stage], plan.hardware)
     if needed := max(host.values()):
         stage = max(host, key=lambda name: host[name])
         each = "on each host " if plan.hardware.hosts > 1 else ""

@@ -8,14 +8,14 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.storage.s3 import s3_endpoint
-from rlhf_core.storage.store import endpoint_problem, url_problem
+from rlhf_core.storage.store import endpoint_problem, store_url_problem
 from rlhf_core.system.files import unwritable
 
 
 def check_store(config: PipelineConfig) -> Iterator[Finding]:
     """Check the form of `store.url` and `store.endpoint`."""
     url, endpoint = config.store.url, config.store.endpoint
-    problem = None if url is None else url_problem(url)
+    problem = None if url is None else store_url_problem(url)
     if problem is not None:
         yield ConfigError(f"store.url: {problem}")
     problem = None if endpoint is None else endpoint_problem(endpoint)

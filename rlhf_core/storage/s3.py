@@ -303,7 +303,7 @@ class S3Objects:
         self._within(lambda: self._fs._pipe_file(path, data, mode=mode), len(data))
 
     def _within(self, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
-        return within(self._fs, self._retry_seconds, call, size)
+        return run_bounded(self._fs, self._retry_seconds, call, size)
 
     def _call(self, action: str, key: str, call: Callable[[], _T]) -> _T:
         try:
@@ -316,7 +316,7 @@ class S3Objects:
             raise
 
 
-def within(client: Any, retry_seconds: float, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
+def run_bounded(client: Any, retry_seconds: float, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
     """Run a coroutine of `client`, with all its requests, within the time limit for `size` bytes.
 
     Raises TimeoutError.

@@ -180,7 +180,7 @@ def open_store(config: PipelineConfig) -> Store:
 
 
 def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
-    problem = url_problem(url)
+    problem = store_url_problem(url)
     if problem is not None:
         raise ConfigError(f"store.url: {problem}")
     problem = None if endpoint is None else endpoint_problem(endpoint)
@@ -197,7 +197,7 @@ def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
 _AWS_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or a role"
 
 
-def url_problem(url: str) -> str | None:
+def store_url_problem(url: str) -> str | None:
     """Return the reason for which `url` cannot be the address of a store, with a fix, or None."""
     if problem := credential_problem(url, _AWS_CREDENTIALS):
         return problem

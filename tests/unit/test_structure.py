@@ -3,6 +3,7 @@
 - import cycles are found inside packages, and lazy imports are told apart
 - the PPO step follows functions, methods, remote method names and re-exported names
 - comments are counted without directives
+- public functions with more than four parameters have `Args`
 - the script prints its help, and names a commit that does not exist
 """
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import comment_lines, files_of_ppo_step, files_with_string, main
+from tests.structure import ROOT, comment_lines, files_of_ppo_step, files_with_string, lacks_args, main
 from tests.support.source_tree import SourceTree, cycles
 
 FILES = {
@@ -72,6 +73,23 @@ def test_comments_and_stage_names_are_counted(tmp_path: Path) -> None:
     source = tree(tmp_path)
     assert comment_lines(source.modules["rlhf_core.ppo.fleet"]) == 1
     assert files_with_string(source, "register") == 1
+
+
+def test_public_functions_with_many_parameters_have_args() -> None:
+    # A nested function, an interface of torch, and an override of a documented method.
+    allowed = {
+        "rlhf_core.models.attention.attend",
+        "rlhf_core.models.short_attention.forward",
+        "rlhf_core.testing.fleet.sample_from",
+    }
+    source = SourceTree(ROOT)
+    found = {
+        f"{module.name}.{function.name}"
+        for module in source.modules.values()
+        for function in module.functions()
+        if lacks_args(function)
+    }
+    assert found == allowed
 
 
 @pytest.mark.parametrize(("argument", "code", "message"), [("--help", 0, "usage"), ("nothing", 2, "nothing")])
