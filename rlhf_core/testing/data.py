@@ -27,8 +27,9 @@ def write_data_artifact(
     eval_prompts: Sequence[PromptExample] = (),
     tokenizer: Any = None,
     counts: Mapping[str, Any] | None = None,
+    sources: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write the token files, the tokenizer and the counts of a data artifact, and return `folder`.
+    """Write the token files, the tokenizer and a short card of a data artifact, and return `folder`.
 
     Args:
         folder: Is created.
@@ -39,7 +40,8 @@ def write_data_artifact(
         eval_pairs: Preference pairs that are held out.
         eval_prompts: Prompts that are held out.
         tokenizer: Default: one token for each printable ASCII character, with pad 0, BOS 1 and EOS 2.
-        counts: Of `data_card.json`. Default: none.
+        counts: `counts` of `data_card.json`. Default: none.
+        sources: `sources` of `data_card.json`.
 
     Raises:
         FileExistsError: The folder has a data artifact.
@@ -52,5 +54,6 @@ def write_data_artifact(
     write(folder, "sft", "eval", eval_sft)
     write(folder, "pairs", "eval", eval_pairs)
     write(folder, "prompts", "eval", eval_prompts)
-    (folder / "data_card.json").write_text(json.dumps({"counts": dict(counts or {})}))
+    card = {"counts": dict(counts or {}), "sources": [dict(source) for source in sources]}
+    (folder / "data_card.json").write_text(json.dumps(card))
     return folder

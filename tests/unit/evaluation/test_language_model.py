@@ -11,21 +11,21 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import write
 from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed, ModelError, RewardError
-from rlhf_core.evaluation import language_model
 from rlhf_core.evaluation.language_model import LanguageModelJudge
 from rlhf_core.evaluation.questions import AGAIN, FOLDER
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.testing import stage_context
+from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
 from rlhf_core.types import PairExample, RewardInput, StageContext
 from tests.support.chat_server import ChatServer, Respond, answers_of, prefer_first, prefer_longer
@@ -34,17 +34,19 @@ KEY = "sk-canary-7d1f0c"
 
 
 @pytest.fixture
-def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageContext:
+def context(tmp_path: Path) -> StageContext:
     """40 held-out pairs of equal prompts, whose chosen answers are longer."""
-    pairs = [PairExample(f"p{i}", "Tell me", (1,), (i, 1), (i,), "a", None) for i in range(40)]
+    tokenizer = train_tokenizer([], 0)
 
-    class Decoder:
-        def response(self, ids: Sequence[int]) -> str:
-            return f"Answer {ids[0]}" + ", which is longer" * (len(ids) - 1)
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-    monkeypatch.setattr(language_model, "load_pairs", lambda folder, split: pairs)
-    monkeypatch.setattr(language_model, "load_decoder", lambda folder: Decoder())
-    return stage_context(tmp_path, inputs={"data": tmp_path})
+    pairs = [
+        PairExample(f"p{i}", "Tell me", (1,), ids(f"Answer {i}, which is longer"), ids(f"Answer {i}"), "a")
+        for i in range(40)
+    ]
+    data = write_data_artifact(tmp_path / "data", eval_pairs=pairs, tokenizer=tokenizer)
+    return stage_context(tmp_path, inputs={"data": data})
 
 
 def config_of(folder: Path, url: str | None = None, **settings: Any) -> PipelineConfig:
@@ -203,10 +205,10 @@ def test_the_key_is_sent_and_written_nowhere(
         config = config_of(tmp_path, server.url, api_key_env="JUDGE_API_KEY")
         agreement(config, context)
         assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
-    written = "".join(
-        file.read_text() for file in tmp_path.rglob("*") if file.is_file() and os.access(file, os.R_OK)
+    written = b"".join(
+        file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and os.access(file, os.R_OK)
     )
-    assert "prompt_tokens" in written and KEY not in written + config.model_dump_json()
+    assert b"prompt_tokens" in written and KEY.encode() not in written + config.model_dump_json().encode()
     monkeypatch.setenv("JUDGE_API_KEY", "clé")
     with pytest.raises(ConfigError, match="JUDGE_API_KEY must hold printable ASCII") as refused:
         LanguageModelJudge(
@@ -215,10 +217,8 @@ def test_the_key_is_sent_and_written_nowhere(
     assert "cl" not in str(refused.value).replace("clear", "")
 
 
-def test_without_held_out_pairs_there_is_no_judge(
-    context: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(language_model, "load_pairs", lambda folder, split: [])
+def test_without_held_out_pairs_there_is_no_judge(context: StageContext, tmp_path: Path) -> None:
+    write(context.inputs["data"], "pairs", "eval", [])
     with pytest.raises(DataError, match=r"held-out pairs; got 0; raise data\.eval_fraction"):
         agreement(config_of(tmp_path, "http://127.0.0.1/v1"), context)
 

@@ -31,8 +31,9 @@ from rlhf_core.rewards.replies import ModelReply
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
+from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
-from rlhf_core.types import PromptExample, StageContext
+from rlhf_core.types import PairExample, PromptExample, StageContext
 from tests.support.chat_server import prefer_longer
 
 PROMPTS = [
@@ -50,6 +51,14 @@ def config(tmp_path: Path) -> PipelineConfig:
     return PipelineConfig.model_validate_json(json.dumps(tree))
 
 
+def prompts_of(*sources: str) -> list[PromptExample]:
+    """Return the prompts, from each source in turn."""
+    return [
+        PromptExample(f"p{i}", text, (1, 2), source=sources[i % len(sources)])
+        for i, text in enumerate(PROMPTS)
+    ]
+
+
 def policy(folder: Path, says: str) -> Path:
     folder.mkdir(parents=True)
     TOKENIZER.save_pretrained(folder)
@@ -61,7 +70,7 @@ def policy(folder: Path, says: str) -> Path:
 def context(tmp_path: Path) -> StageContext:
     """Of a candidate that says good things."""
     policy(tmp_path / "ppo" / "policy", GOOD)
-    TOKENIZER.save_pretrained(tmp_path / "data" / "tokenizer")
+    write_data_artifact(tmp_path / "data", eval_prompts=prompts_of("a.jsonl"), tokenizer=TOKENIZER)
     return stage_context(tmp_path, inputs={name: tmp_path / name for name in ("ppo", "data")})
 
 
@@ -74,24 +83,32 @@ FAILURES = {
 }
 """What models raise that say this."""
 Tags = dict[str, str]
-SEEN: list[str] = []
-"""Ids of the prompts that the champion was trained on."""
-PAIRS: list[str] = []
-"""Ids of the prompts that its reward model was trained on."""
 
 
 @pytest.fixture
 def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path, Tags]]:
-    """Publishes one that says something: its folder, and the tags of its version."""
+    """Publishes one that says something: its folder, and the tags of its version.
 
-    def publish(says: str, **data: str) -> tuple[Path, Tags]:
+    `seen` and `in_pairs` are ids of the prompts that the policy and its reward model were trained on.
+    """
+
+    def publish(
+        says: str, seen: Sequence[str] = (), in_pairs: Sequence[str] = (), key: str = "c" * 16, **data: str
+    ) -> tuple[Path, Tags]:
         store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
         made = config.model_dump(mode="json", by_alias=True)
         made["data"] |= data
         tags = {}
         for stage in ("data", "ppo"):
             policy(tmp_path / "out" / "policy", says)
-            ref = store.publish(stage, "c" * 16, tmp_path / "out", Provenance(config=made))
+            if stage == "data":
+                write_data_artifact(
+                    tmp_path / "out",
+                    prompts=[PromptExample(name, "", ()) for name in seen],
+                    pairs=[PairExample(name, "", (), (), ()) for name in in_pairs],
+                    tokenizer=TOKENIZER,
+                )
+            ref = store.publish(stage, key, tmp_path / "out", Provenance(config=made))
             tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}
         return store.fetch(ref) / "policy", tags
 
@@ -99,10 +116,8 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
 
 
 @pytest.fixture(autouse=True)
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def scripted() -> Iterator[None]:
     """Models that always give the text in their file `says`."""
-    SEEN.clear()
-    PAIRS.clear()
 
     def respond(request: Request) -> Reply:
         text = (request.model / "says").read_text()
@@ -110,12 +125,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             raise FAILURES[text]
         return Reply(TOKENIZER.encode(text, add_special_tokens=False))
 
-    def prompts(_folder: Path, split: str) -> list[PromptExample]:
-        held_out = [PromptExample(f"p{i}", text, (1, 2)) for i, text in enumerate(PROMPTS)]
-        return held_out if split == "eval" else [PromptExample(name, "", ()) for name in SEEN]
-
-    monkeypatch.setattr(match, "load_prompts", prompts)
-    monkeypatch.setattr(match, "load_pair_prompts", lambda _folder, _split: PAIRS)
     with scripted_engines(respond):
         yield
 
@@ -136,17 +145,14 @@ def test_the_win_rate_is_given_for_each_source(
     opponent = champion(BAD)[1]
     assert match.run_match(config, context, opponent).by_source == {}, "there is one source"
 
-    def prompts(count: int) -> list[PromptExample]:
-        return [
-            PromptExample(f"p{i}", text, (1, 2), source=f"s{i % count}") for i, text in enumerate(PROMPTS)
-        ]
-
-    monkeypatch.setattr(match, "load_prompts", lambda _folder, split: prompts(2) if split == "eval" else [])
+    two = prompts_of("s0", "s1")
+    write(context.inputs["data"], "prompts", "eval", two)
     assert match.run_match(config, context, opponent).by_source == {"s0": 1.0, "s1": 1.0}
     preferences = {"p0": 1.0, "p1": 0.0, "p2": 0.5}  # p3 was not compared
-    assert match._by_source(prompts(2)[:4], preferences) == {"s0": 0.75, "s1": 0.0}
+    assert match._by_source(two[:4], preferences) == {"s0": 0.75, "s1": 0.0}
     monkeypatch.setattr(match, "MOST_SOURCES", 3)
-    assert match._by_source(prompts(4), dict.fromkeys((f"p{i}" for i in range(8)), 1.0)) == {}
+    four = prompts_of("s0", "s1", "s2", "s3")
+    assert match._by_source(four, dict.fromkeys((f"p{i}" for i in range(8)), 1.0)) == {}
 
 
 def test_a_language_model_decides_each_prompt(
@@ -226,13 +232,11 @@ def test_champions_reward_model_scores_the_same_answers(
 def test_training_prompts_of_the_champion_are_left_out(
     config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
-    tags = champion(BAD)[1]
-    SEEN.extend(["p0", "p5", "another"])
-    PAIRS.append("p6")
+    tags = champion(BAD, seen=["p0", "p5", "another"], in_pairs=["p6"])[1]
     result = match.run_match(config, context, tags)
     assert result.prompt_ids == ("p1", "p2", "p3", "p4", "p7")
     assert len(result.comparison.preferences) == 5
-    SEEN.extend(f"p{i}" for i in range(len(PROMPTS)))
+    tags = champion(BAD, seen=[f"p{i}" for i in range(len(PROMPTS))], key="d" * 16)[1]
     with pytest.raises(MatchSkipped, match="it was trained on all held-out prompts"):
         match.run_match(config, context, tags)
 
@@ -268,7 +272,7 @@ def test_champion_is_loaded_with_its_own_settings(
     made = settings(theirs).model_dump(mode="json", by_alias=True)
     store = ArtifactStore(Store(settings({}).store_url), tmp_path / "cache")
     folders = {"data": tmp_path / "d", "sft": tmp_path / "s", "ppo": tmp_path / "p"}
-    policy(folders["data"] / "x", BAD)
+    write_data_artifact(folders["data"], tokenizer=TOKENIZER)
     policy(folders["sft"] / "model", BAD)
     policy(folders["ppo"] / "policy", BAD)
     (folders["ppo"] / "adapter").mkdir()

@@ -91,7 +91,7 @@ def answer(model: str, prompt: str) -> str:
 def context(tmp_path: Path) -> StageContext:
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward", "ppo")}
     for folder in inputs.values():
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
     rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
     (inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write(inputs["data"], "pairs", "eval", [])
@@ -101,7 +101,7 @@ def context(tmp_path: Path) -> StageContext:
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], None]]:
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], None]]:
     """Models with scripted answers and scores. Yields a function that sets the prompts."""
     TEXTS.clear()
 
@@ -112,7 +112,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
     def use(texts: list[str], sources: Sequence[str] = ("a.jsonl",)) -> None:
         chosen = [sources[i % len(sources)] for i in range(len(texts))]
         examples = [PromptExample(f"p{i}", text, (1, 2), {}, chosen[i]) for i, text in enumerate(texts)]
-        monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: examples)
+        (tmp_path / "data").mkdir(exist_ok=True)
+        write(tmp_path / "data", "prompts", "eval", examples)
 
     monkeypatch.setattr(
         evaluate, "load_decoder", lambda data: Decoder(Tokenizer(TEXTS), pad=0, eos=1, bos=None)

@@ -9,40 +9,67 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlhf_core.config.training import RewardConfig, SFTConfig
-from rlhf_core.models.batching import TokenSequence
+from rlhf_core.models.batching import TokenBatch, TokenSequence
+from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages import epochs, reward, sft
 from rlhf_core.stages.epochs import Training
+from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
 
-LOSSES = (0.9, 0.4, 0.6)
 SFT = SFTConfig.model_validate({"batch_size": 1, "eval_every": 2, "checkpoint_every": 1})
 REWARD = RewardConfig.model_validate(
     {"batch_size": 1, "early_stop": {"every": 2, "patience": 9}, "checkpoint_every": 1}
 )
 
 
+class Trainer(ScriptedTrainer):
+    """Its held-out loss follows from the number of steps, and its loss in training is log 2.
+
+    Args:
+        losses: Held-out loss by the number of steps.
+        dies_after: Number of steps after which the next one is interrupted.
+    """
+
+    def __init__(self, losses: Mapping[int, float], dies_after: int | None = None) -> None:
+        super().__init__(forward=self._outputs)
+        self._losses, self._dies_after = losses, dies_after
+        self._trains = False
+
+    @override
+    def train_step(self, micro_losses: Iterator[torch.Tensor], total_steps: int) -> float:
+        if self.steps_done == self._dies_after:
+            raise KeyboardInterrupt
+        self._trains = True
+        try:
+            return super().train_step(micro_losses, total_steps)
+        finally:
+            self._trains = False
+
+    def _outputs(self, batch: TokenBatch, part: str = "") -> Any:
+        loss = math.log(2) if self._trains else self._losses[self.steps_done]
+        if part != "last":
+            return TokenOutputs(torch.full(batch.labels_N.shape, -loss, dtype=torch.float64), None)
+        # Chosen responses first. -log(sigmoid(difference)) is the loss.
+        scores = torch.zeros(len(batch.last_S), dtype=torch.float64)
+        scores[: len(scores) // 2] = -math.log(math.expm1(loss))
+        return scores
+
+
 @pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_score_is_the_negative_held_out_loss(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = iter(LOSSES)
-    for module in (sft, reward):
-        monkeypatch.setattr(module, "train_step", lambda *_: {})
-    monkeypatch.setattr(sft, "evaluate_sft", lambda *_: {"eval/loss": next(losses), "eval/perplexity": 1.0})
-    monkeypatch.setattr(
-        reward, "evaluate_reward", lambda *_: ({"eval/loss": next(losses)}, torch.zeros(0, 2))
-    )
+def test_score_is_the_negative_held_out_loss(stage: str, tmp_path: Path) -> None:
     checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
     context = stage_context(tmp_path, checkpoints=checkpoints)
-    trainer = ScriptedTrainer()
+    trainer = Trainer({2: 0.9, 4: 0.4, 6: 0.6})
     with single_rank():
         if stage == "sft":
             rows = [TokenSequence((1, 2), (0, 1))] * 6
@@ -52,14 +79,12 @@ def test_score_is_the_negative_held_out_loss(
             training = Training("reward", 0, 0, context.scratch, context)
             reward.train_reward(trainer, pairs, pairs, REWARD, training)
     # Six steps with an evaluation after every second one. The last step has no checkpoint.
-    assert checkpoints.scores == {1: None, 2: -0.9, 3: None, 4: -0.4, 5: None}
+    assert checkpoints.scores == pytest.approx({1: None, 2: -0.9, 3: None, 4: -0.4, 5: None})
 
 
 def test_progress_and_failpoints_of_the_judge_have_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward, "train_step", lambda *_: {})
-    monkeypatch.setattr(reward, "evaluate_reward", lambda *_: ({"eval/loss": 0.5}, torch.zeros(0, 2)))
     failpoints: list[str] = []
     monkeypatch.setattr(epochs, "failpoint", failpoints.append)
     progress = RecordingProgress()
@@ -67,26 +92,22 @@ def test_progress_and_failpoints_of_the_judge_have_its_name(
     pairs = [PairExample("", "", (1,), (2,), (3,))] * 2
     with single_rank():
         training = Training("judge", 0, 0, context.scratch, context)
-        reward.train_reward(ScriptedTrainer(), pairs, pairs, REWARD, training)
+        reward.train_reward(Trainer({2: 0.5}), pairs, pairs, REWARD, training)
     assert failpoints == ["judge.step"] * 2
     assert [report[:3] for report in progress.reports] == [("judge", 1, 2), ("judge", 2, 2)]
 
 
-def test_a_held_out_loss_that_is_not_finite_is_no_score_and_not_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = iter([math.nan, 0.4, 0.6])
-    monkeypatch.setattr(sft, "train_step", lambda *_: {})
-    monkeypatch.setattr(sft, "evaluate_sft", lambda *_: {"eval/loss": next(losses), "eval/perplexity": 1.0})
+def test_a_held_out_loss_that_is_not_finite_is_no_score_and_not_logged(tmp_path: Path) -> None:
+    trainer = Trainer({2: math.nan, 4: 0.4, 6: 0.6})
     metrics = RecordingMetrics()
     checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
     context = stage_context(tmp_path, metrics=metrics, checkpoints=checkpoints)
     rows = [TokenSequence((1, 2), (0, 1))] * 6
     with single_rank():
-        sft.train_sft(ScriptedTrainer(), rows, rows, SFT, Training("sft", 0, 0, context.scratch, context))
-    assert checkpoints.scores == {1: None, 2: None, 3: None, 4: -0.4, 5: None}
-    assert metrics.column("eval/loss") == [0.4, 0.6]
-    assert metrics.column("eval/perplexity") == [1.0, 1.0, 1.0]
+        sft.train_sft(trainer, rows, rows, SFT, Training("sft", 0, 0, context.scratch, context))
+    assert checkpoints.scores == pytest.approx({1: None, 2: None, 3: None, 4: -0.4, 5: None})
+    assert metrics.column("eval/loss") == pytest.approx([0.4, 0.6])
+    assert metrics.column("eval/perplexity") == pytest.approx([math.exp(0.4), math.exp(0.6)])
 
 
 @pytest.mark.parametrize(("patience", "steps"), [(2, 4), (None, 6)])
@@ -96,31 +117,16 @@ def test_sft_keeps_the_weights_of_the_lowest_loss(
     steps: int,
     killed_after: int | None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = SFTConfig.model_validate(
         {"batch_size": 1, "early_stop": {"every": 1, "patience": patience}, "checkpoint_every": 1}
     )
-    losses = [0.0, 0.9, 0.4, 0.4, 0.6, 0.5, 0.7]
-    """By the number of steps."""
+    losses = {1: 0.9, 2: 0.4, 3: 0.4, 4: 0.6, 5: 0.5, 6: 0.7}
     checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
     rows = [TokenSequence((1, 2), (0, 1))] * 6
 
     def train(dies_after: int | None) -> tuple[ScriptedTrainer, dict[str, float]]:
-        trainer = ScriptedTrainer()
-
-        def step(*_: object) -> dict[str, float]:
-            if trainer.steps_done == dies_after:
-                raise KeyboardInterrupt
-            trainer.steps_done += 1
-            return {}
-
-        monkeypatch.setattr(sft, "train_step", step)
-        monkeypatch.setattr(
-            sft,
-            "evaluate_sft",
-            lambda *_: {"eval/loss": losses[trainer.steps_done], "eval/perplexity": 1.0},
-        )
+        trainer = Trainer(losses, dies_after)
         context = stage_context(tmp_path, checkpoints=checkpoints)
         with single_rank():
             found = sft.train_sft(

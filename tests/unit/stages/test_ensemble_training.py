@@ -16,7 +16,6 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ from rlhf_core.stages.epochs import Training
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample, StageContext
 from tests.support.tiny_llama import save_tiny_llama
@@ -218,13 +218,8 @@ def test_first_member_is_the_model_of_a_run_without_ensemble(
         trainings.append(given[-1])
         return {}
 
-    for module in ("reward", "pairs"):
-        monkeypatch.setattr(f"rlhf_core.stages.{module}.load_pairs", lambda folder, split: PAIRS)
-    decoder: Any = SimpleNamespace(pad=0)
-    monkeypatch.setattr("rlhf_core.stages.reward.load_decoder", lambda folder: decoder)
-    monkeypatch.setattr("rlhf_core.stages.reward.all_ranks_pack", lambda model, *_given: model.packs)
+    data = write_data_artifact(tmp_path / "data", pairs=PAIRS, eval_pairs=PAIRS)
     monkeypatch.setattr(reward, "train_reward", note_training)
-    monkeypatch.setattr(reward, "_table", lambda *_given: [])
     outputs = {}
     for name, ensemble in (("plain", None), ("ensemble", {"members": 3})):
         section = {"ensemble": ensemble, "min_accuracy": 0.0}
@@ -232,7 +227,7 @@ def test_first_member_is_the_model_of_a_run_without_ensemble(
         context = stage_context(tmp_path / name, inputs={"sft": tmp_path / "sft"})
         with single_rank():
             reward._train(
-                Rank(), config, tmp_path, tmp_path / "sft", context.scratch, context.output, "reward", context
+                Rank(), config, data, tmp_path / "sft", context.scratch, context.output, "reward", context
             )
         outputs[name] = context.output
     assert {training.stage for training in trainings} == {"reward"}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.stages import reward
 from rlhf_core.testing import RecordingMetrics, stage_context
+from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
 from tests.support.tiny_llama import save_tiny_llama
@@ -61,12 +61,8 @@ def test_metrics_of_merged_reward_model_match_saved_weights(
     monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", ScriptedTrainer)
     monkeypatch.setattr("rlhf_core.stages.reward.train_reward", train)
     monkeypatch.setattr("rlhf_core.stages.reward.evaluate_reward", evaluate)
-    for module in ("reward", "pairs"):
-        monkeypatch.setattr(f"rlhf_core.stages.{module}.load_pairs", lambda folder, split: PAIRS)
-    decoder: Any = SimpleNamespace(pad=0)
-    monkeypatch.setattr("rlhf_core.stages.reward.load_decoder", lambda folder: decoder)
-    monkeypatch.setattr(reward, "_table", lambda *_given: [])
-    monkeypatch.setattr("rlhf_core.stages.reward.all_ranks_pack", lambda model, *_given: model.packs)
+    data = write_data_artifact(tmp_path / "data", pairs=PAIRS, eval_pairs=PAIRS)
+    # It draws a figure, which takes seconds.
     monkeypatch.setattr(
         reward, "_examine", lambda pairs, scores, out, context: {"eval/calibration_error": 0.0}
     )
@@ -76,7 +72,7 @@ def test_metrics_of_merged_reward_model_match_saved_weights(
     context = stage_context(tmp_path, inputs={"sft": tmp_path / "sft"}, metrics=logged)
     with single_rank():
         metrics = reward._train(
-            Rank(), config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", "reward", context
+            Rank(), config, data, tmp_path / "sft", tmp_path, tmp_path / "out", "reward", context
         )
 
     loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
