@@ -17,7 +17,7 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,40 +35,53 @@ from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of, row_column
 from rlhf_core.ppo.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
 from rlhf_core.ppo.placement import check_engine_size
 from rlhf_core.ppo.routes import places_of, route
+from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, results, scripted_actor
 from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.weight_sync.sender import SyncReport
 
-Made = tuple[Fleet, list[str], list[str]]
+
+class _Restarting(Fleet):
+    """A fleet of one rank per role, which writes down what it starts, loads and kills."""
+
+    def __init__(self) -> None:
+        config = PipelineConfig.model_validate({"ppo": {"colocate": "none"}})
+        super().__init__(config, plan(config.ppo), "cpu", {}, 0)
+        self.lost: list[str] = []
+        """Names of the unhealthy participants."""
+        self.done: list[str] = []
+        monitor: Any = SimpleNamespace(unhealthy=lambda: [SimpleNamespace(name=name) for name in self.lost])
+        self._monitor = monitor
+        for group in self._plan.groups:
+            self._start_group(group)
+        self.done.clear()
+
+    @override
+    def _start_group(self, group: Group) -> WorkerGroup:
+        self.done.append(f"start {group.name}")
+        workers = WorkerGroup(group, (RemoteActor(object()),))
+        self.groups.update(dict.fromkeys(group.roles, workers))
+        return workers
+
+    @override
+    def _kill(self, workers: WorkerGroup) -> None:
+        self.done.append(f"kill {workers.group.name}")
+        self.lost.clear()
+
+    @override
+    def _load(self, groups: Sequence[WorkerGroup] = (), engines: Sequence[Any] = ()) -> None:
+        self.done += [f"load {group.group.name}" for group in groups]
+
+
+Made = tuple[_Restarting, list[str], list[str]]
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """(a fleet of one rank per role, names of the unhealthy participants, what was done)"""
-    config = PipelineConfig.model_validate({"ppo": {"colocate": "none"}})
-    fleet = Fleet(config, plan(config.ppo), "cpu", {}, 0)
-    lost: list[str] = []
-    done: list[str] = []
-    monitor: Any = SimpleNamespace(unhealthy=lambda: [SimpleNamespace(name=name) for name in lost])
-    fleet._monitor = monitor
-
-    def start(group: Group) -> WorkerGroup:
-        done.append(f"start {group.name}")
-        workers = WorkerGroup(group, (RemoteActor(object()),))
-        fleet.groups.update(dict.fromkeys(group.roles, workers))
-        return workers
-
-    def kill(workers: WorkerGroup) -> None:
-        done.append(f"kill {workers.group.name}")
-        lost.clear()
-
-    monkeypatch.setattr(fleet, "_start_group", start)
-    monkeypatch.setattr(fleet, "_kill", kill)
-    monkeypatch.setattr(fleet, "_load", lambda groups: done.extend(f"load {g.group.name}" for g in groups))
+    """(a fleet, names of the unhealthy participants, what was done)"""
     monkeypatch.setattr(module, "dead_actors", lambda actors: [])
-    for group in plan(config.ppo).groups:
-        start(group)
-    done.clear()
-    return fleet, lost, done
+    fleet = _Restarting()
+    return fleet, fleet.lost, fleet.done
 
 
 def failing(lost: list[str], rounds: list[tuple[str, ...]]) -> Callable[[], str]:
@@ -103,7 +116,7 @@ def test_a_death_that_only_ray_reports_counts(made: Made, monkeypatch: pytest.Mo
 
 def test_the_restarts_of_frozen_models_are_limited(made: Made) -> None:
     fleet, lost, done = made
-    rounds = [("reward rank 0",)] * (FROZEN_RESTARTS + 1)
+    rounds: list[tuple[str, ...]] = [("reward rank 0",)] * (FROZEN_RESTARTS + 1)
     with pytest.raises(WorkerDied):
         fleet.retry_after_restart(failing(lost, rounds), "the scoring")
     assert done.count("start reward") == FROZEN_RESTARTS
@@ -154,25 +167,28 @@ class _Actor:
 
 @pytest.mark.parametrize("colocated", [True, False])
 def test_colocated_engines_load_before_the_trainers(monkeypatch: pytest.MonkeyPatch, colocated: bool) -> None:
-    config = PipelineConfig.model_validate({"ppo": {"colocate": "all" if colocated else "pairs"}})
-    fleet = Fleet(config, plan(config.ppo), "cuda", {}, 0)
     done: list[str] = []
 
-    def start(group: Group) -> None:
-        workers = WorkerGroup(group, (RemoteActor(_Actor("trainer", done)),))
-        fleet.groups.update(dict.fromkeys(group.roles, workers))
+    class Loading(Fleet):
+        _client: Any = None
 
-    def wait(pending: list[Pending[Any]], what: str) -> list[Any]:
-        done.append(f"wait for {what}")
-        return [("127.0.0.1", 1)] * len(pending)
+        @override
+        def _start_group(self, group: Group) -> WorkerGroup:
+            workers = WorkerGroup(group, (RemoteActor(_Actor("trainer", done)),))
+            self.groups.update(dict.fromkeys(group.roles, workers))
+            return workers
 
+        @override
+        def wait(self, pending: Sequence[Pending[Any]], what: str) -> list[Any]:
+            done.append(f"wait for {what}")
+            return [("127.0.0.1", 1)] * len(pending)
+
+    config = PipelineConfig.model_validate({"ppo": {"colocate": "all" if colocated else "pairs"}})
+    fleet = Loading(config, plan(config.ppo), "cuda", {}, 0)
     engines = SimpleNamespace(actors=[RemoteActor(_Actor("engine", done))])
     placement = SimpleNamespace(colocated=colocated, describe_nodes=lambda: "")
     monkeypatch.setattr(module, "reserve_bundles", lambda *_args, **_kwargs: placement)
     monkeypatch.setattr(module, "EnginePool", lambda *_args: engines)
-    monkeypatch.setattr(fleet, "_client", None, raising=False)
-    monkeypatch.setattr(fleet, "_start_group", start)
-    monkeypatch.setattr(fleet, "wait", wait)
     fleet._start_actors()
     loading = [entry for entry in done if entry.startswith("load") or entry == "wait for all models to load"]
     if colocated:
@@ -203,11 +219,24 @@ def test_processes_on_gpus_share_the_cores_of_the_host(
 
 
 @pytest.mark.parametrize(("device", "restarted"), [("cpu", True), ("cuda", False)])
-def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(
-    device: str, restarted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(device: str, restarted: bool) -> None:
+    report = SyncReport(3, 1, 1, 1.0)
+    answers: list[Any] = [WorkerDied("engine 0 has died"), report]
+
+    class Sending(Fleet):
+        @override
+        def _connect(self) -> None:
+            """Do nothing."""
+
+        @override
+        def wait(self, pending: Sequence[Pending[Any]], what: str) -> list[Any]:
+            answer = answers.pop(0)
+            if isinstance(answer, WorkerDied):
+                raise answer
+            return [answer]
+
     config = PipelineConfig.model_validate({"ppo": {"colocate": "pairs"}})
-    fleet = Fleet(config, plan(config.ppo), device, {}, 0)
+    fleet = Sending(config, plan(config.ppo), device, {}, 0)
     fleet.groups["policy"] = WorkerGroup(Group(("policy",), 1), (RemoteActor(_Actor("policy", [])),))
     lost: list[str] = []
     fleet.engines = SimpleNamespace(  # type: ignore[assignment]
@@ -216,18 +245,8 @@ def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(
         restart=lambda: None,
         confirm_weights=lambda: None,
     )
-    answers: list[Any] = [WorkerDied("engine 0 has died"), "report"]
-
-    def wait(pending: Any, what: str) -> list[Any]:
-        answer = answers.pop(0)
-        if isinstance(answer, WorkerDied):
-            raise answer
-        return [answer]
-
-    monkeypatch.setattr(fleet, "_connect", lambda: None)
-    monkeypatch.setattr(fleet, "wait", wait)
     if restarted:
-        assert fleet.sync(3) == "report"
+        assert fleet.sync(3) is report
         assert len(lost) == 1
     else:
         with pytest.raises(WorkerDied):
@@ -237,24 +256,30 @@ def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(
 
 @pytest.mark.parametrize(("answers", "packs"), [((True, True), True), ((True, False), False)])
 def test_all_groups_pad_if_one_model_does_not_support_packing(
-    monkeypatch: pytest.MonkeyPatch, answers: tuple[bool, bool], packs: bool
+    answers: tuple[bool, bool], packs: bool
 ) -> None:
-    config = PipelineConfig()
-    fleet = Fleet(config, plan(config.ppo), "cpu", {}, 0)
-    layouts: list[tuple[str, bool]] = []
+    class Rank(ScriptedRank):
+        def __init__(self, supported: bool) -> None:
+            super().__init__()
+            self._supported = supported
 
-    def group(name: str, answer: bool) -> WorkerGroup:
-        actor = SimpleNamespace(
-            listen=SimpleNamespace(remote=lambda *_: ("127.0.0.1", 1)),
-            load=SimpleNamespace(remote=lambda *_: answer),
-            choose_layout=SimpleNamespace(remote=lambda pack: layouts.append((name, pack))),
-        )
-        return WorkerGroup(Group(("policy",), 1), (RemoteActor(actor),))
+        @override
+        def listen(self, local: bool) -> tuple[str, int]:
+            return "127.0.0.1", 1
 
-    monkeypatch.setattr(fleet, "wait", lambda pending, what: [call.reference for call in pending])
-    fleet._load([group("policy", answers[0]), group("reward", answers[1])])
+        @override
+        def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:
+            return self._supported
+
+        @override
+        def choose_layout(self, pack: bool) -> None:
+            layouts.append(pack)
+
+    layouts: list[bool] = []
+    fleet = ScriptedFleet(ranks={"policy": [Rank(answers[0])], "reward": [Rank(answers[1])]})
+    fleet._load(fleet.distinct_groups)
     assert fleet.packs is packs
-    assert layouts == [("policy", packs), ("reward", packs)]
+    assert layouts == [packs, packs]
 
 
 def chunked(lengths: list[int], rows: int) -> RolloutBatch:
