@@ -1,17 +1,7 @@
 """One vLLM engine in this process: the only importer of vllm besides `weight_sync`.
 
-The processes of an engine are on one host: `tensor_parallel=1` uses vLLM's executor `uni`, more use `mp`. An
-engine over several hosts would need one of these, of vLLM 0.32:
-
-ray                 vLLM starts one actor per GPU in the placement group of this process, which must have a
-                    bundle for each; the bundle of an engine here has all its GPUs. The platform of the CPU
-                    has no `ray_device_key`, and vLLM refuses it, so this cannot be tested without GPUs
-mp with `nnodes`    needs a process per further host with the same arguments and `node_rank`, which vLLM
-                    starts by `vllm serve --headless` and not from `LLM`; liveness, restarts and weight sync
-                    here know only the process that created the engine
-external_launcher   each process has its own scheduler, and all must be called with the same requests
-
-`ppo.placement` refuses an engine that is larger than the hosts of the cluster.
+The processes of an engine are on one host: `tensor_parallel=1` uses vLLM's executor `uni`, more use `mp`.
+docs/clusters.md says what vLLM lacks for an engine over several hosts, which `ppo.placement` refuses.
 """
 
 from __future__ import annotations

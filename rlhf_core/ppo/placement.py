@@ -71,8 +71,8 @@ class Placement:
 def check_engine_size(plan: PlacementPlan, largest: float | None) -> None:
     """Raise ConfigError if an engine needs more GPUs than `largest`, the number on the largest host.
 
-    Ray would wait for such a bundle without a limit. The docstring of `engines.vllm` says what engines over
-    several hosts lack. None: the engines use no GPUs.
+    Ray would wait for such a bundle without a limit. docs/clusters.md says what engines over several hosts
+    lack. None: the engines use no GPUs.
     """
     if largest is None or plan.gpus_per_engine <= largest:
         return

@@ -2,12 +2,15 @@
 
 - a result that takes longer than one poll to cross a slow link arrives
 - the handshake accepts equal nodes; processes on other hosts get the settings of the stage and no secret
+- steps of SFT with ZeRO-3 ranks on two hosts compute the bits of one host
 - PPO with ZeRO-3 ranks and an engine on two hosts computes the bits of one host
 - a node with other code, or without the store, is refused by name before anything is started
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -23,6 +26,7 @@ from tests.support.hosts import (
     start_node,
     wait_until,
 )
+from tests.support.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.skipif(missing_right() is not None, reason=str(missing_right()))
 
@@ -69,6 +73,43 @@ while len(names) < 2:
         assert seen["PYTHONHASHSEED"] == "0" and seen["DO_NOT_TRACK"] == "1" and seen["NCCL_DEBUG"] == "WARN"
         assert "SECRET_OF_THE_DRIVER" not in seen
 print("accepted by", *sorted(names))
+"""
+
+SFT = """
+import hashlib
+from pathlib import Path
+
+import ray
+
+from rlhf_core.cluster.ranks import run_ranks
+
+
+def train(rank, model, _context):
+    import torch.distributed as dist
+    from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, SFTConfig
+    from rlhf_core.engines.deepspeed import TrainingEngine
+    from rlhf_core.models.batching import TokenSequence
+    from rlhf_core.models.policy import load_policy
+    from rlhf_core.stages.sft import train_step
+
+    policy = load_policy(model, dtype="float32", attention="sdpa", device="cpu", pack=False)
+    sizes = DeepSpeedConfig.model_validate({"ranks": 3, "zero_stage": 3})
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
+    engine = TrainingEngine(policy, sizes, optimizer, rank)
+    batch = [TokenSequence(tuple(range(3, 9 + i)), (0,) * 2 + (1,) * (4 + i)) for i in range(5)]
+    config = SFTConfig().model_copy(update={"pack": False})
+    for _ in range(3):
+        train_step(engine, batch, config, 2, 0)
+    digest = hashlib.sha256()
+    for name, tensor in engine.weights():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    nodes = [None] * 3
+    dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
+    return digest.hexdigest(), len(set(nodes))
+
+
+digest, nodes = run_ranks(train, 3, "cpu", Path("/tmp/home/sft"), rank_zero=None)
+print("trained on", nodes, "nodes:", digest)
 """
 
 PPO = """
@@ -139,6 +180,19 @@ def test_the_handshake_accepts_equal_nodes_and_configures_them(
     )
     assert code == 0, output
     assert "accepted by host-1 host-2" in output
+
+
+def test_sft_on_two_hosts_computes_the_bits_of_one(hosts: list[Host], cluster: dict[str, str]) -> None:
+    model = save_tiny_llama(hosts[0].home / "sft")
+    shutil.copytree(model, hosts[1].home / "sft")
+    digests = []
+    for nodes, environment in ((2, cluster), (1, {})):
+        code, output = hosts[0].run(sys.executable, "-c", SFT, seconds=200, **environment)
+        assert code == 0, output
+        [(found, digest)] = re.findall(r"trained on (\d) nodes: (\w{64})", output)
+        assert int(found) == nodes, output
+        digests.append(digest)
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow
