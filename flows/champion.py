@@ -72,7 +72,7 @@ def publish_history(model: str, moves: list[champions.Move]) -> None:
         rows.append(
             {
                 "version": move.version or champions.NONE,
-                "action": move.action.replace("_", " "),
+                "action": champions.ACTION_NAMES[move.action],
                 "previous": move.previous or "",
                 "reason": move.reason,
                 "state": move.state,

@@ -1,5 +1,5 @@
 """Notifications through Prefect's own blocks: a pipeline finished or failed, its data drifted, a policy was
-crowned or refused.
+promoted or refused.
 
 `RLHF_NOTIFY` is the address of a notification block of the Prefect server, such as `slack-webhook/team`. A
 notification that cannot be sent is logged; it never fails a run.
@@ -49,7 +49,7 @@ def notify_result(summary: Mapping[str, Any]) -> None:
         return
     if summary["stages"]["register"]["reused"]:
         return  # it was announced before
-    state = "crowned" if registered["champion"] else "refused"
+    state = "promoted automatically" if registered["champion"] else "refused"
     subject = f"{registered['model']} version {registered['version']} {state}"
     notify(subject, f"{summary['run']} finished. {registered['reason']}")
 

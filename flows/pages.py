@@ -1,7 +1,7 @@
 """What people see in Prefect's pages: a progress bar that moves, a report and a table per stage, links.
 
-Prefect is a view here. When it cannot be reached the run goes on: failures are logged once, and the progress
-bar has a thread of its own, so that a slow server never makes the stage wait.
+Prefect only shows the run. If it cannot be reached, the run continues: failures are logged once, and the
+progress bar has a thread of its own, so that a slow server never makes the stage wait.
 """
 
 from __future__ import annotations

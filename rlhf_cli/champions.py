@@ -171,9 +171,11 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def describe(move: Move) -> str:
     """Return one line about a move, with its time in UTC."""
+    from rlhf_core.tracking.champions import ACTION_NAMES
+
     when = datetime.fromtimestamp(move.time, UTC).strftime("%Y-%m-%d %H:%M")
     state = "" if move.state == "done" else f" [{move.state}]"
     if move.action == "rolled_back":
         target = move.version or "no champion"
         return f"{when}  rolled back from version {move.previous} to {target}{state}: {move.reason}"
-    return f"{when}  version {move.version} {move.action}{state}: {move.reason}"
+    return f"{when}  version {move.version} {ACTION_NAMES[move.action]}{state}: {move.reason}"

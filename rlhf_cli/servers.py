@@ -141,7 +141,7 @@ def _wait_until_ready(home: Home, supervisor: subprocess.Popen[bytes]) -> Server
         raise StageFailed(
             f"the servers were not ready within {3 * READY_SECONDS:g} s; see {home.supervisor_log}"
         )
-    except BaseException:  # also Ctrl-C: a supervisor that is not ready must not stay behind
+    except BaseException:  # also Ctrl-C: a supervisor that is not ready is ended
         supervisor.terminate()
         raise
 

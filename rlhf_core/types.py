@@ -166,7 +166,7 @@ class Checkpoints(Protocol):
     """The resumable state of one stage (`{store}/checkpoints/{stage key}/step-%08d/`)."""
 
     def latest(self) -> tuple[int, Path] | None:
-        """(step, verified local folder) of the newest whole checkpoint, or None when none was ever
+        """(step, verified local folder) of the newest intact checkpoint, or None when none was ever
         committed.
         """
 

@@ -20,7 +20,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from rlhf_core.config.devices import gpu_names, uses_gpu
-from rlhf_core.config.messages import Place, dotted, locate, out_of_range, sentences, unknown
+from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
 from rlhf_core.config.pipeline import PipelineConfig, TrainingStage
 from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
@@ -74,7 +74,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
     try:
         config = _validated(tree)
     except ValidationError as error:
-        problems.extend(sentences(error, place))
+        problems.extend(format_errors(error, place))
     except Exception as error:  # any exception of a validator or of the parser; a retry would not help
         path = _culprit(tree)
         field = dotted(path) or "the configuration"

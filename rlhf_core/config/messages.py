@@ -212,10 +212,10 @@ def dotted(path: Iterable[str | int]) -> str:
     return ".".join(shown_key(str(step)) for step in path)
 
 
-def sentences(error: ValidationError, place: Place) -> list[str]:
+def format_errors(error: ValidationError, place: Place) -> list[str]:
     """Return one line per problem."""
     return [
-        _sentence(problem, place)
+        _format_error(problem, place)
         for problem in error.errors(include_url=False)
         if not _repeats_its_items(problem)
     ]
@@ -231,7 +231,7 @@ def _repeats_its_items(problem: ErrorDetails) -> bool:
     )
 
 
-def _sentence(problem: ErrorDetails, place: Place) -> str:
+def _format_error(problem: ErrorDetails, place: Place) -> str:
     kind, at, value = problem["type"], locate(problem["loc"]), problem["input"]
     name = dotted(at.path) or "the configuration"
     start = f"{place(at.path)}: {name}"
@@ -245,7 +245,7 @@ def _sentence(problem: ErrorDetails, place: Place) -> str:
     if kind == "extra_forbidden" and at.section is not None:
         return f"{place(at.path)}: {unknown(at.path, at.section, at.variant)}"
     if kind.startswith("union_tag") and at.schema is not None:
-        return _type_sentence(problem, at.path, list(variants(at.schema)), place)
+        return _format_type_error(problem, at.path, list(variants(at.schema)), place)
     if kind == "missing":
         wanted = f" ({rule(at.schema)})" if at.schema else ""
         return f"{start}: is required{wanted}; got nothing; add it"
@@ -255,7 +255,7 @@ def _sentence(problem: ErrorDetails, place: Place) -> str:
     return f"{start}: must be {rule(at.schema)}; got {got}; {_fix(at.schema, at.path, value)}"
 
 
-def _type_sentence(problem: ErrorDetails, path: Keys, types: list[str], place: Place) -> str:
+def _format_type_error(problem: ErrorDetails, path: Keys, types: list[str], place: Place) -> str:
     path = (*path, "type")
     start = f"{place(path)}: {dotted(path)}"
     if problem["type"] == "union_tag_not_found":
@@ -269,10 +269,10 @@ def _type_sentence(problem: ErrorDetails, path: Keys, types: list[str], place: P
 def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     """Return `ppo.stpes: unknown key; did you mean ppo.steps?`"""
     owner = f" for a reward of type {variant}" if variant else ""
-    return f"{dotted(path)}: unknown key{owner}; {suggest(str(path[-1]), section, path[:-1])}"
+    return f"{dotted(path)}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"
 
 
-def suggest(key: str, section: Schema, path: Keys) -> str:
+def did_you_mean(key: str, section: Schema, path: Keys) -> str:
     """Return `did you mean ...`, or the list of the keys of the section."""
     names = list(section["properties"])
     same = [field for field in all_fields() if field[-1] == key]

@@ -154,7 +154,7 @@ class StoreConfig(Section):
         None,
         "URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3",
     )
-    keep_checkpoints: PositiveInt = execution(2, "Newest complete checkpoints kept per stage")
+    keep_checkpoints: PositiveInt = execution(2, "Newest intact checkpoints kept per stage")
     keep_best: NonNegativeInt = execution(
         1,
         "Number of older checkpoints that are also kept because they are the best, by the reward of their"

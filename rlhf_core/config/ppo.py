@@ -177,8 +177,8 @@ class PPOConfig(PackedSection):
     critic_warmup_steps: NonNegativeInt = result(0, "First steps train the critic only")
     critic_warmup_max_steps: PositiveInt | None = result(
         None,
-        "The critic's warm-up goes on after `critic_warmup_steps` until the explained variance of its values"
-        " is above 0, for at most this many steps in total; null: `critic_warmup_steps`",
+        "After `critic_warmup_steps` the critic's warm-up continues until the explained variance of its"
+        " values is above 0, for at most this many steps in total; null: `critic_warmup_steps`",
         later=True,
     )
     published_loss_limit: PositiveFloat = execution(

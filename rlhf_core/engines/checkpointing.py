@@ -135,7 +135,7 @@ def defer_stop(context: StageContext | None) -> AbstractContextManager[None]:
 
 
 def restore(engine: TrainingEngine, context: StageContext | None) -> dict[str, Any] | None:
-    """Load the newest complete checkpoint on every rank. This is a collective operation.
+    """Load the newest intact checkpoint on every rank. This is a collective operation.
 
     Returns the state of the loop with its `step`, or None if there is no checkpoint.
     """

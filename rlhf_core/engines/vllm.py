@@ -173,7 +173,7 @@ class Engine:
         New prompts are taken while others are sampled.
 
         Args:
-            take: `take(most)` returns at most so many prompts with their seeds; none if there are no more.
+            take: `take(most)` returns at most `most` prompts with their seeds; none if there are no more.
             n: As for `generate`.
             max_new_tokens: As for `generate`.
             temperature: As for `generate`.

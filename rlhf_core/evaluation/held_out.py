@@ -78,13 +78,13 @@ class HeldOutEvaluation:
         columns, texts, usage = self._fleet.retry_after_restart(
             lambda: self._measure(batch), "the evaluation"
         )
-        decisive = columns.get("judge", columns["score"])
+        scores = columns.get("judge", columns["score"])
         if version == 0:
-            self._sft_scores = decisive
+            self._sft_scores = scores
         metrics = {f"eval/{name}": value for name, value in _means(columns).items()}
         metrics |= {f"eval/rewards/{name}": value for name, value in usage.items()}
         price = self._ppo.kl.coef
-        metrics[OBJECTIVE] = _mean(decisive) - price * metrics[KL]
+        metrics[OBJECTIVE] = _mean(scores) - price * metrics[KL]
         for name in ("score", "reward_model", "judge"):
             if name in columns:
                 metrics[f"eval/{name}_error"] = _standard_error(columns[name])
@@ -93,7 +93,7 @@ class HeldOutEvaluation:
             metrics[CORRELATION], metrics[CORRELATION_ERROR] = agreement
         wins = [
             math.nan if math.isnan(a + b) else preference(a, b)
-            for a, b in zip(decisive, self._sft_scores, strict=True)
+            for a, b in zip(scores, self._sft_scores, strict=True)
         ]
         metrics["eval/win_rate"] = _mean(wins)
         metrics["eval/distinct_2"] = _diversity(texts)
@@ -106,7 +106,7 @@ class HeldOutEvaluation:
         metrics = {
             name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)
         }
-        objectives = [score - price * kl for score, kl in zip(decisive, columns["kl"], strict=True)]
+        objectives = [score - price * kl for score, kl in zip(scores, columns["kl"], strict=True)]
         independent = {f"eval/{name}": columns[name] for name in ("gold", "judge") if name in columns}
         return HeldOutResult(metrics, objectives, independent)
 

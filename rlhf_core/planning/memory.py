@@ -117,16 +117,16 @@ class Model:
         if not self.trained:
             return 0
         if self.lora is None:
-            return self._whole
+            return self._model_parameters
         head = self.shape.hidden if self.scores else 0
         return self.shape.adapter_parameters(self.lora.r, self.lora.targets) + head
 
     @property
     def parameters(self) -> int:
-        return self._whole + (self.trainable if self.lora is not None else 0)
+        return self._model_parameters + (self.trainable if self.lora is not None else 0)
 
     @property
-    def _whole(self) -> int:
+    def _model_parameters(self) -> int:
         return self.shape.score_parameters if self.scores else self.shape.parameters
 
     @property
@@ -164,7 +164,7 @@ class Model:
             weights = 0.0
         average = 0.0
         if self.average:
-            average = 4 * self._whole / (n if self.stage == 3 else 1)
+            average = 4 * self._model_parameters / (n if self.stage == 3 else 1)
         # ZeRO-3 allocates gradients and bucket once, at its start. For other stages, `backward` counts them.
         return Bytes(
             weights=weights,

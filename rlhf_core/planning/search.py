@@ -277,7 +277,7 @@ class _PPOSearch:
             ways = max(self._tensor_parallel(), default=1)
             return (
                 f"ppo: an engine on {ways} of {self._hardware.per_host} devices of a host has no room for one"
-                f" sequence of {self._longest} tokens beside the weights"
+                f" sequence of {self._longest} tokens in addition to the weights"
             )
         needed, parts = min(self._tensor_parallel_that_fits()), []
         for group in plan(self._config.ppo.model_copy(update={"colocate": "pairs"})).groups:

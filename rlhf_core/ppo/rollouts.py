@@ -261,7 +261,7 @@ class Collector:
         return sampling
 
     def _chunk_rows(self, prompts: int) -> int:
-        """Return the number of responses in a chunk of a batch of so many prompts."""
+        """Return the number of responses in a chunk of a batch of `prompts` prompts."""
         ranks = self._fleet.most_ranks
         if ranks == 1:
             return _CHUNK_ROWS

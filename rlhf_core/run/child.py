@@ -120,7 +120,7 @@ def run_child(
         raise outcome
     if outcome is None:
         words = log_excerpt(log_file)
-        ends = f"; log: {log_file}" + (f"; its last words: {words}" if words else "")
+        ends = f"; log: {log_file}" + (f"; end of the log: {words}" if words else "")
         if time.monotonic() - started >= timeout:
             limit = f"run.stage_timeout={spec.config.run.stage_timeout:g}"
             raise StageTimedOut(

@@ -220,7 +220,7 @@ def _measure(run: PipelineRun, request: DriftRequest) -> None:
     if code:
         raise StageFailed(
             f"the comparison with the data of {request.champion} ended with exit code {code}; log:"
-            f" {log_file}; its last words: {log_excerpt(log_file)}; if it is the champion's reward model that"
+            f" {log_file}; end of the log: {log_excerpt(log_file)}; if it is the champion's reward model that"
             " cannot be used here, set drift.warn.agreement and drift.stop.agreement to null"
         )
 

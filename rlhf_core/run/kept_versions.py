@@ -69,7 +69,7 @@ def resolve_kept(config: PipelineConfig, command: Command = "run") -> tuple[Reso
     pinned = {each.field: each.pinned for each in resolved.references if each.pinned != each.text}
     if pinned and kept == pinned:
         log.info(
-            "the references are those of an unfinished run; remove %s to resolve them anew",
+            "the references are those of an unfinished run; remove %s to resolve them again",
             _file(config, command),
         )
     return resolved, KeptVersions(_file(config, command), pinned)

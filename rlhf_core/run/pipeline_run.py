@@ -224,7 +224,7 @@ class PipelineRun:
         self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
 
     def runs_elsewhere(self) -> bool:
-        """Return whether another process of this host, which is alive, goes on with this run."""
+        """Return whether another process of this host, which is alive, continues this run."""
         state = read_state(self.folder / "run.json")
         if state is None or state["state"] != "running" or "process" not in state:
             return False
@@ -232,7 +232,7 @@ class PipelineRun:
         return pid != os.getpid() and is_alive(int(pid), float(started), host) is True
 
     def save_state(self, state: str, error: str = "") -> None:
-        """Write `run.json`, unless another live process has written it and goes on with this run."""
+        """Write `run.json`, unless another live process has written it and continues this run."""
         if self.runs_elsewhere():
             return
         stages = {}
@@ -349,7 +349,7 @@ def open_run(
     finally:
         try:
             run.save_state(state, failure)
-            # The attempt that goes on may belong to the same MLflow run.
+            # The attempt that continues may belong to the same MLflow run.
             if not continued_elsewhere:
                 run.tracking.finish(run.parent_run_id, status, reused=reused)
         finally:

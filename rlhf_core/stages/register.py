@@ -242,7 +242,7 @@ def _tags(
     metrics: Mapping[str, float],
     weights_digest: str,
 ) -> dict[str, str]:
-    """What a version must tell to be traced back, and the numbers people compare versions by."""
+    """Return the tags of a version: where it comes from, and the numbers that versions are compared by."""
     inputs: Mapping[Any, ArtifactRef] = lineage.inputs
     text = config.model_dump_json(by_alias=True)
     tags = {

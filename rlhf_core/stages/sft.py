@@ -137,7 +137,7 @@ def _train(
         with adapter_off(engine.module):
             saved = evaluate_sft(engine, held_out, sft, ids.pad)
     del policy
-    engine.close()  # rank 0 goes on with another copy of the model
+    engine.close()  # rank 0 continues with another copy of the model
     if sft.lora is not None and sft.lora.quantize is not None and context is not None:
         saved = evaluate_saved(config, out / "model", held_out, ids.pad, rank.torch_device)
     if saved is not None:

@@ -7,9 +7,9 @@ process that was believed dead cannot overwrite its successor.
 An attempt has a lease: while it runs, it rewrites `attempts/%06d.beat` every `BEAT_SECONDS`, and at its end
 it writes there that it has ended (`renewed`). `acquire` claims a key as soon as no other attempt holds it:
 
-    holder on this machine      it lives as long as its process does; after `WAIT_SECONDS` an error names it
-    holder on another machine   it lives as long as that object changes; it is superseded after `MISSED_BEATS`
-                                intervals without a change
+    holder on this machine      it is alive as long as its process; after `WAIT_SECONDS` an error names it
+    holder on another machine   it is alive as long as that object changes; it is superseded after
+                                `MISSED_BEATS` intervals without a change
 
 Only changes are observed, with the clock of the observer, so the clocks of machines need not agree.
 
@@ -94,7 +94,7 @@ def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECON
             if holder is None or holder.attempt != attempt:
                 holder = _read_holder(store, stage_key, attempt)
             # None: no attempt has claimed the key yet, or its record cannot be read.
-            if holder is None or not holder.lives(store, stage_key):
+            if holder is None or not holder.is_alive(store, stage_key):
                 break
             if holder.is_here and holder.seconds > seconds:
                 raise StageHeld(
@@ -169,13 +169,13 @@ class _Holder:
     _beat: bytes | None = None
     _observed: float | None = None
 
-    def lives(self, store: Store, stage_key: str) -> bool:
+    def is_alive(self, store: Store, stage_key: str) -> bool:
         """Observe it once more, and return whether it still holds the key."""
         if self.is_here:
             self._pass_time(math.inf)
             # This process would wait for itself until the time is over.
             return self.process.pid != os.getpid() and self.process.alive()
-        # Versions without leases: whether the holder lives cannot be seen, so it is not waited for.
+        # Versions without leases: whether the holder is alive cannot be seen, so it is not waited for.
         beat = store.read_bytes(_beat_key(stage_key, self.attempt)) if self.has_lease else _ENDED
         if beat == _ENDED:
             return False

@@ -129,7 +129,10 @@ class Home:
         return self.path / "work" / f"{stage}-{key}"
 
     def rollout_cache(self, stage: str, key: str) -> Path:
-        """Return the folder for rollouts, which outlives an attempt at a stage key."""
+        """Return the folder for rollouts, which outlives an attempt at a stage key.
+
+        It is called `journal`, its earlier name, so that existing homes stay valid.
+        """
         return self.path / "journal" / f"{stage}-{key}"
 
     def stacks(self, stage: str, key: str, attempt: int) -> Path:

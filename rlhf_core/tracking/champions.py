@@ -51,6 +51,13 @@ _MOVE = "rlhf.champion."
 """Prefix of the tags of the registered model that contain its moves. Microseconds since 1970 follow."""
 
 Action = Literal["crowned", "promoted", "rolled_back"]
+"""These values are in tags of registered models, so they stay as they are."""
+ACTION_NAMES: Mapping[Action, str] = {
+    "crowned": "promoted automatically",
+    "promoted": "promoted",
+    "rolled_back": "rolled back",
+}
+"""Actions as messages and tables name them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Move:
     time: float
     """Seconds since 1970."""
     action: Action
-    """`crowned` by the gate, `promoted` by a person, or `rolled_back`."""
+    """`crowned`: promoted by the stage `register`; `promoted`: by a person; or `rolled_back`."""
     version: str | None
     """The new champion; None if there is none after it."""
     previous: str | None

@@ -1,8 +1,8 @@
 """The calls of MLflow's client that tracking and the registry need, with plain values. No other file imports
 it.
 
-Every method can raise any exception of MLflow, requests or SQLAlchemy. `Tracking` logs a warning and goes on;
-for the registry it is an error.
+Every method can raise any exception of MLflow, requests or SQLAlchemy. `Tracking` logs a warning and
+continues; for the registry it is an error.
 """
 
 from __future__ import annotations

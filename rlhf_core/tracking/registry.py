@@ -150,7 +150,7 @@ def register(
                 if move_champion(mlflow, model, move).state != "done":  # revoked in the meantime
                     champion = mlflow.by_alias(model, CHAMPION)
                     continue
-            failpoint("register.crowned")
+            failpoint("register.promoted")
         return Registration(model, version.version, created, *outcome)
     return Registration(model, version.version, created, *_Outcome.of(champion.tags), already_champion=True)
 

@@ -314,7 +314,7 @@ class StageRun:
         except Exception as error:
             if self._next_try == 0.0:
                 log.warning(
-                    "MLflow at %s %s; training goes on and metrics are kept on disk.",
+                    "MLflow at %s %s; training continues and metrics are kept on disk.",
                     self.tracking_uri,
                     describe_failure(error),
                 )

@@ -334,7 +334,7 @@ class Tracking:
         except Exception as error:
             # Broad, because MLflow raises errors of four libraries, and none may stop a pipeline.
             level = logging.DEBUG if self._warned else logging.WARNING
-            log.log(level, "MLflow at %s %s; the pipeline goes on.", self.uri, describe_failure(error))
+            log.log(level, "MLflow at %s %s; the pipeline continues.", self.uri, describe_failure(error))
             log.debug("MLflow's answer", exc_info=error)
             self._warned = True
             return None

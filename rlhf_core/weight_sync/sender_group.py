@@ -1,4 +1,4 @@
-"""The policy ranks that send weights together, and what they tell each other during a sync.
+"""The policy ranks that send weights together, and what they exchange during a sync.
 
 They share a store at rank 0. A sender that fails, or whose engines fail, writes it there, so that no other
 sender waits for its timeout. Rank 0 adds up the checksums of the parts.

@@ -1,4 +1,4 @@
-"""How often promotion crowns a policy that is no better, and how soon one that is.
+"""How often a policy that is no better is promoted, and how soon one that is.
 
 52 weekly promotions by the rules before decision 37 and by the present one.
 
@@ -48,13 +48,13 @@ def largest_log_evidence(outcomes: np.ndarray) -> np.ndarray:
     return total.max(1) - math.log(len(BETS))
 
 
-def first_crowned(evidence: np.ndarray, levels: list[float]) -> np.ndarray:
-    """Return the week (0, 1, ...) of the first crowning in each row, or the number of weeks if there is none.
+def first_promoted(evidence: np.ndarray, levels: list[float]) -> np.ndarray:
+    """Return the week (0, 1, ...) of the first promotion in each row; the number of weeks if there is none.
 
     `evidence` (histories, weeks).
     """
-    crowned = evidence >= -np.log(levels)
-    return np.where(crowned.any(1), crowned.argmax(1), crowned.shape[1])
+    promoted = evidence >= -np.log(levels)
+    return np.where(promoted.any(1), promoted.argmax(1), promoted.shape[1])
 
 
 def earlier_rules(outcomes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +68,7 @@ def earlier_rules(outcomes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def equal_policies(
     chance: np.random.Generator, prompts: int, ties: float, histories: int = HISTORIES
 ) -> dict[str, float]:
-    """Return the share of histories with a false crowning in 52 weeks, by rule.
+    """Return the share of histories with a false promotion in 52 weeks, by rule.
 
     In "changing champion", a better policy has become champion before each week, so that the levels of the
     rule of decision 18 begin again. For the present rule this makes no difference.
@@ -85,7 +85,7 @@ def equal_policies(
         "interval": float(above.any(1).mean()),
         "changing champion": float((p_values <= ALPHA / 2).any(1).mean()),
         "same champion": float((p_values <= ALPHA / (number * (number + 1))).any(1).mean()),
-        "present": float((first_crowned(evidence, weekly_levels(WEEKS)) < WEEKS).mean()),
+        "present": float((first_promoted(evidence, weekly_levels(WEEKS)) < WEEKS).mean()),
     }
 
 
@@ -97,7 +97,7 @@ def better_policy(
     after: int,
     histories: int = HISTORIES,
 ) -> float:
-    """Return the share of histories in which a better policy is crowned within three weeks.
+    """Return the share of histories in which a better policy is promoted within three weeks.
 
     Args:
         chance: Random generator.
@@ -110,19 +110,19 @@ def better_policy(
     evidence = np.zeros((histories, 3))
     for week in range(3):
         evidence[:, week] = largest_log_evidence(matches(chance, histories, prompts, rate, ties))
-    return float((first_crowned(evidence, weekly_levels(after + 3)[after:]) < 3).mean())
+    return float((first_promoted(evidence, weekly_levels(after + 3)[after:]) < 3).mean())
 
 
 def main() -> None:
     chance = np.random.default_rng(0)
-    print(f"Equal policies: share of {HISTORIES} histories of {WEEKS} weeks with a false crowning")
+    print(f"Equal policies: share of {HISTORIES} histories of {WEEKS} weeks with a false promotion")
     print("| prompts | ties | 95 % interval | decision 18, changing champion | decision 18, same champion |"
           " present rule |")  # fmt: skip
     print("|---|---|---|---|---|---|")
     for prompts, ties in ((128, 0.0), (128, 0.1), (512, 0.0), (LEAST_PROMPTS, 0.0), (LEAST_PROMPTS, 0.1)):
         share = equal_policies(chance, prompts, ties)
         print(f"| {prompts} | {ties:.0%} | " + " | ".join(f"{value:.3f}" for value in share.values()) + " |")
-    print(f"\nA better policy: share of {HISTORIES} histories in which it is crowned within three weeks")
+    print(f"\nA better policy: share of {HISTORIES} histories in which it is promoted within three weeks")
     print("| win rate | prompts | first weeks | after 52 weekly tests |")
     print("|---|---|---|---|")
     for rate, prompts in (

@@ -38,18 +38,18 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: f"{case.stage}-{case.points[0]}")
-def test_a_stage_that_is_killed_ends_in_the_same_bits(golden: Golden, case: Case, tmp_path: Path) -> None:
+def test_a_killed_stage_gives_the_same_bits(golden: Golden, case: Case, tmp_path: Path) -> None:
     check(golden, case, tmp_path)
 
 
 @pytest.mark.slow  # tests/unit/tracking/test_champions.py kills a registration before each of its writes
-def test_a_registration_that_is_killed_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_registration_gives_the_same_result(tmp_path: Path) -> None:
     golden = Golden(tmp_path / "golden", ("register",))
     check(golden, Case("register", ("register.created:1:kill",)), tmp_path / "case")
 
 
 @pytest.mark.slow  # it makes the data and the SFT model first
-def test_dpo_that_is_killed_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_killed_dpo_gives_the_same_bits(tmp_path: Path) -> None:
     overrides = ("dpo.enabled=true", "dpo.batch_size=32", "dpo.optimizer.learning_rate=1e-3")
     overrides += ("dpo.checkpoint_every=3", "dpo.eval_every=3")
     overrides += ("reward.enabled=false", "ppo.rewards=[{type: well_formed}]")  # not needed, and slow
@@ -58,7 +58,7 @@ def test_dpo_that_is_killed_ends_in_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # it makes the data and the SFT model first
-def test_an_ensemble_that_is_killed_in_its_second_member_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_an_ensemble_killed_in_its_second_member_gives_the_same_bits(tmp_path: Path) -> None:
     # A member has 22 steps, and checkpoints after 10 and 20 of them. The first attempt is killed at step 20
     # of the first member, the second one, which continues after step 10, at the last step of the second
     # member.
@@ -75,7 +75,7 @@ def check(golden: Golden, case: Case, folder: Path) -> None:
     assert not result.left
 
 
-def test_ppo_leaves_a_checkpoint_when_asked_to_stop_and_does_not_sample_the_step_in_hand_again(
+def test_ppo_saves_a_checkpoint_when_stopped_and_keeps_the_rollouts_of_its_step(
     golden: Golden, tmp_path: Path
 ) -> None:
     # Asked in step 1, the first attempt leaves a checkpoint of it. The second one's controller is killed in
@@ -115,9 +115,7 @@ def test_a_step_with_numbers_that_are_not_finite_is_skipped_and_its_batch_is_kep
 
 
 @pytest.mark.slow  # `make chaos` begins with it, too
-def test_a_run_that_forgets_its_kl_coefficient_does_not_end_in_the_same_bits(
-    golden: Golden, tmp_path: Path
-) -> None:
+def test_a_run_that_loses_its_kl_coefficient_gives_other_bits(golden: Golden, tmp_path: Path) -> None:
     result = run_case(golden, negative_control(), tmp_path)
     assert result.ended and result.kills, result.why
     assert not result.same

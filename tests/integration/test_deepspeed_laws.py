@@ -69,7 +69,7 @@ def test_a_step_does_not_depend_on_how_it_is_split(
 @pytest.mark.parametrize(
     ("kind", "stage"), [("policy-offload", 1), ("policy-offload", 2), *((kind, 3) for kind in VARIANTS)]
 )
-def test_where_parameters_and_optimizer_lie_changes_no_bit(
+def test_offload_and_sharding_of_parameters_change_no_bit(
     results: dict[str, dict[str, torch.Tensor]], kind: str, stage: int
 ) -> None:
     for ranks in (1, 2, 4) if "hpz" in kind else (1, 2):

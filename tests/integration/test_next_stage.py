@@ -80,7 +80,7 @@ def test_a_preparation_that_fails_does_not_fail_the_stage(tmp_path: Path) -> Non
     assert "a_module_that_does_not_exist" in log.read_text()
 
 
-def test_a_process_that_nobody_takes_ends_with_all_that_it_started(tmp_path: Path) -> None:
+def test_an_unused_process_ends_with_its_children(tmp_path: Path) -> None:
     environment = toy_environment(tmp_path, "return REF", prepare=_SLEEPER)
     following = NextStage()
     following.prepare("sft", CONFIG, environment, tmp_path / "sft-01.log")

@@ -242,7 +242,7 @@ def test_the_guards_read_metrics_of_the_run(golden: Golden) -> None:
         )
 
 
-def test_every_response_of_ppo_stands_beside_the_prompt_that_it_answers(golden: Golden) -> None:
+def test_rollout_tables_pair_each_response_with_its_prompt(golden: Golden) -> None:
     """The engine's log-probabilities of a response are the trainer's after its own prompt, and after no
     other.
     """

@@ -122,7 +122,7 @@ def test_a_job_that_is_killed_quotes_its_log(flow: Flow) -> None:
         flow.slurm.set_state(job, "NODE_FAIL|None")
 
     body = "print('OSError: disk', flush=True)\nevents.send('checkpoint', step=1)\ntime.sleep(600)"
-    with pytest.raises(StageFailed, match=r"Slurm job .* failed: NODE_FAIL; .*last words: OSError: disk"):
+    with pytest.raises(StageFailed, match=r"Slurm job .* failed: NODE_FAIL; .*end of the log: OSError: disk"):
         flow(body, lambda event: threading.Thread(target=kill, args=(event,)).start())
 
 

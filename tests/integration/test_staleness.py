@@ -51,7 +51,7 @@ def attempt(model: Path, store: Path, work: Path, *, canary: bool = True) -> tup
 
 
 @pytest.mark.timeout(1800)
-def test_killed_attempts_end_in_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_attempts_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_small_model(tmp_path / "model")
     undisturbed = attempt(model, tmp_path / "undisturbed", tmp_path / "whole")
     behind = [row["rollout/staleness"] for row in undisturbed[0]]

@@ -8,7 +8,7 @@ follow     events and log come from the store, the state from the scheduler. A r
            the store, is a success; a job that ended without one is an error of rlhf_core.errors
 release    a job that has sent its outcome is cancelled if its scheduler keeps the resources of ended jobs
 stop       on Ctrl-C, SIGTERM or a cancellation the job is asked to stop through the store, which gives it
-           time to save a checkpoint, and is then cancelled. If the flow is killed, the job goes on
+           time to save a checkpoint, and is then cancelled. If the flow is killed, the job continues
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run_remote(
         StageFailed: The job died, was evicted, stopped or deleted.
         StageTimedOut: The job took over `timeout` seconds, or the scheduler ended it at its limit.
         OutOfMemory: The scheduler reports it.
-        InfrastructureError: The scheduler or the store did not answer. The job goes on.
+        InfrastructureError: The scheduler or the store did not answer. The job continues.
     """
     return _Follower(scheduler, spec, log_file, timeout, on_event).run()
 
@@ -98,7 +98,7 @@ class _Follower:
             self._stop(files, name)
             raise
         except Exception:
-            raise  # the job goes on, and the next attempt finds it
+            raise  # the job continues, and the next attempt finds it
         except BaseException:
             self._stop(files, name)
             raise
@@ -287,4 +287,4 @@ class _Follower:
 
     def _ends(self) -> str:
         words = log_excerpt(self._log_file)
-        return f"; log: {self._log_file}" + (f"; its last words: {words}" if words else "")
+        return f"; log: {self._log_file}" + (f"; end of the log: {words}" if words else "")

@@ -134,7 +134,7 @@ def test_the_adaptive_coefficient_brings_the_kl_to_its_target() -> None:
     assert controller.coef == pytest.approx(0.25, rel=1e-3)
 
 
-def test_a_restored_controller_goes_on_in_the_same_bits() -> None:
+def test_a_restored_controller_continues_with_the_same_bits() -> None:
     kls = [9.0, 5.5, 6.3, 2.0, 8.0]
     straight, before = AdaptiveKL(0.1, 6.0, 1e4), AdaptiveKL(0.1, 6.0, 1e4)
     for kl in kls[:3]:

@@ -354,7 +354,7 @@ def test_a_prefect_address_where_something_else_answers_gives_one_message(
         server.shutdown()
 
 
-def test_a_prefect_address_where_nobody_answers_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefect_address_without_an_answer_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "client_headers", dict)
     assert not external.prefect_responds("http://127.0.0.1:9/api", attempts=1)
 

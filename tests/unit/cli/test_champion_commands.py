@@ -41,8 +41,8 @@ def test_history_rollback_and_promotion(model: str, capsys: pytest.CaptureFixtur
     assert rlhf("champions", model) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{model}: champion is version 2",
-        "  2001-09-09 01:46  version 1 crowned: it won 1",
-        "  2001-09-09 01:46  version 2 crowned: it won 2",
+        "  2001-09-09 01:46  version 1 promoted automatically: it won 1",
+        "  2001-09-09 01:46  version 2 promoted automatically: it won 2",
     ]
     for _ in range(2):
         assert rlhf("rollback", model, "--reason", "it insults people") == 0
@@ -88,7 +88,7 @@ def test_flows_do_the_same_and_show_the_history(model: str, monkeypatch: pytest.
     assert champion.rollback.fn(model, "it insults people") == "1"
     [table] = tables
     assert [(row["version"], row["action"]) for row in table["table"]] == [
-        ("1", "rolled back"), ("2", "crowned"), ("1", "crowned"),
+        ("1", "rolled back"), ("2", "promoted automatically"), ("1", "promoted automatically"),
     ]  # fmt: skip
     form = json.dumps(champion.promote.parameters.model_dump())
     assert champion.promote.parameters.required == ["model", "version", "reason"]

@@ -3,7 +3,7 @@
 - the evidence is a mean of products, at its largest prefix; ties do not change it
 - under the null hypothesis its mean is 1, and it exceeds 1 / level with a probability of at most the level
 - the levels in any 365 days add up to at most the budget
-- 52 promotions of equal policies rarely crown one; a policy that wins 55 % is crowned within three weeks
+- 52 matches of equal policies rarely promote one; a policy that wins 55 % is promoted within three weeks
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_the_simulation_uses_the_evidence_of_the_module() -> None:
     assert np.maximum(promotion.largest_log_evidence(outcomes), 0) == pytest.approx(expected)
 
 
-def test_equal_policies_are_rarely_crowned_and_a_better_one_soon() -> None:
+def test_equal_policies_are_rarely_promoted_and_a_better_one_soon() -> None:
     chance = np.random.default_rng(0)
     shares = promotion.equal_policies(chance, 128, 0.1, histories=200)
     assert shares["interval"] > 0.5 and shares["changing champion"] > 0.5

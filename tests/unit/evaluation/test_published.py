@@ -225,7 +225,7 @@ def test_an_adapter_of_another_model_is_refused(artifacts: Any, tmp_path: Path) 
         ("bfloat16", {"lora": None}, False),
     ],
 )
-def test_outside_float32_the_adapter_is_synced_and_judged_beside_its_model(
+def test_outside_float32_the_adapter_is_kept_apart_from_its_model(
     dtype: str, settings: Any, apart: bool, artifacts: Any
 ) -> None:
     config = config_of(dtype, **settings)

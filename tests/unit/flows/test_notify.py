@@ -53,7 +53,7 @@ def test_each_end_is_one_message(sent: list[tuple[str, str]]) -> None:
     state = SimpleNamespace(name="Failed", message="DataDrifted: vocabulary 0.4", data=record)
     notify_failure(None, run, state)  # type: ignore[arg-type]
     assert sent == [
-        ("demo-policy version 3 crowned", "demo-seed0-1c38a75c finished. it won 0.6"),
+        ("demo-policy version 3 promoted automatically", "demo-seed0-1c38a75c finished. it won 0.6"),
         ("demo-policy version 3 refused", "demo-seed0-1c38a75c finished. it won 0.6"),
         ("demo finished", "It ended before the stage register."),
         ("demo-seed0-a1 failed", "StageFailed: ppo"),
@@ -108,6 +108,6 @@ def test_a_block_of_prefect_sends_it(
     )
     monkeypatch.setattr(module, "Block", SimpleNamespace(load=lambda name: block))
     monkeypatch.setenv("RLHF_NOTIFY", "custom-webhook/test")
-    notify("demo-policy version 3 crowned", "it won")
+    notify("demo-policy version 3 promoted automatically", "it won")
     [body] = bodies
-    assert b"demo-policy version 3 crowned: it won" in body
+    assert b"demo-policy version 3 promoted automatically: it won" in body

@@ -93,7 +93,7 @@ def test_weights_that_are_not_the_models_are_refused(
 
 
 @pytest.mark.parametrize(("edit", "says"), WEIGHTS.values(), ids=WEIGHTS)
-def test_headers_alone_tell_what_does_not_fit(
+def test_headers_alone_show_what_does_not_fit(
     edit: Callable[[Weights], object], says: str, tmp_path: Path
 ) -> None:
     save_tiny_llama(tmp_path)
@@ -224,14 +224,14 @@ def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         load_adapter(load_policy(tmp_path / "model", **LOADING), tmp_path / "adapter")
 
 
-def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_in_the_model_folder_is_refused(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere/model"}))
     with pytest.raises(ModelError, match="holds an adapter"):
         load_policy(tmp_path, **LOADING)
 
 
-def test_what_a_configuration_asks_to_return_besides_is_not_returned(tmp_path: Path) -> None:
+def test_extra_outputs_that_a_configuration_enables_are_not_returned(tmp_path: Path) -> None:
     configure(save_tiny_llama(tmp_path), output_attentions=True, output_hidden_states=True)
     policy = load_policy(tmp_path, **LOADING)
     policy.save(tmp_path / "saved")

@@ -273,7 +273,7 @@ def test_only_the_critic_trains_during_its_warm_up() -> None:
         (4, [-1.0, -1.0, None, 0.0, 0.0], [False, False, False, False, True]),
     ],
 )
-def test_the_warm_up_goes_on_until_the_critic_explains_something(
+def test_the_warm_up_continues_until_the_critic_explains_variance(
     most: int | None, explained: list[float | None], trains: list[bool]
 ) -> None:
     tree = {"steps": 9, "critic_warmup_steps": 2, "critic_warmup_max_steps": most}

@@ -177,7 +177,7 @@ def test_scores_come_in_the_order_of_the_samples(serve: Any) -> None:
     assert all(service.seen for service in services)
 
 
-def test_no_samples_ask_nobody(serve: Any) -> None:
+def test_no_samples_send_no_request(serve: Any) -> None:
     service = serve(lengths)
     assert ask([service], []) == Outcome([])
     assert service.seen == []

@@ -55,7 +55,7 @@ def nothing_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     assert not Path(MARK).exists()
 
 
-def test_the_planted_files_do_run_where_nobody_takes_care() -> None:
+def test_the_planted_files_run_without_the_protection() -> None:
     pickle.loads(pickle.dumps(Evil())).close()
     assert Path(MARK).exists()
     Path(MARK).unlink()
@@ -206,7 +206,7 @@ def test_a_link_in_an_artifact_is_refused_on_both_sides(tmp_path: Path, target: 
         ArtifactStore(store, tmp_path / "cache2").fetch(ref)
 
 
-def test_files_beside_the_data_are_not_run_and_a_pickle_is_no_data(tmp_path: Path) -> None:
+def test_files_next_to_the_data_are_not_run_and_a_pickle_is_no_data(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "set.py").write_text(PROGRAM)

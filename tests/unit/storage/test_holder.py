@@ -81,7 +81,7 @@ def test_one_that_ends_meanwhile_is_followed(tmp_path: Path, other: subprocess.P
 @pytest.mark.parametrize(
     "changes", [{"host": "elsewhere", "lease": None}, {"started": 1.0}, {"started": None}, {"pid": "x"}]
 )
-def test_others_keep_nobody_waiting(
+def test_other_holders_are_not_waited_for(
     tmp_path: Path, other: subprocess.Popen[bytes], changes: dict[str, Any]
 ) -> None:
     assert waited(held(tmp_path, id_of(other.pid), **changes)) < 0.4

@@ -129,7 +129,7 @@ def test_the_only_champion_can_be_taken_back(mlflow: Mlflow) -> None:
     assert (champion(mlflow, model), history(mlflow, model)[-1].previous) == ("2", None)
 
 
-def test_a_revoked_policy_is_never_crowned_again(mlflow: Mlflow, model: str) -> None:
+def test_a_revoked_policy_is_never_promoted_again(mlflow: Mlflow, model: str) -> None:
     rollback(mlflow, model, "bad")
     done, met = enter(mlflow, model, "c")
     assert (done.version, done.decision.rule, done.decision.champion, met) == ("3", "revoked", False, [])
@@ -360,9 +360,7 @@ def test_a_move_fits_into_a_tag_of_every_database(mlflow: Mlflow, model: str) ->
         assert history(mlflow, model)[-1] == replace(move, evidence=kept)
 
 
-def test_a_crowning_that_was_interrupted_does_not_restore_a_revoked_version(
-    mlflow: Mlflow, model: str
-) -> None:
+def test_an_interrupted_promotion_does_not_restore_a_revoked_version(mlflow: Mlflow, model: str) -> None:
     rollback(mlflow, model, "bad")
     started = Move(9e9, "crowned", "3", "2", "r")
     mlflow.tag_model(model, {started.key: json.dumps(started.__dict__)})
@@ -413,7 +411,7 @@ def test_a_killed_promotion_is_finished_by_the_same_command(
 @pytest.mark.parametrize(
     "point",
     ["register.created", "register.tested", "register.decided", "champion.recorded", "champion.moved",
-        "champion.done", "register.crowned"],
+        "champion.done", "register.promoted"],
 )  # fmt: skip
 def test_a_killed_registration_is_finished_by_the_same_command(
     point: str, database: Path, mlflow: Mlflow, model: str

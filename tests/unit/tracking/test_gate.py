@@ -197,7 +197,7 @@ def test_a_champion_of_older_code_has_no_judge_that_could_differ() -> None:
     assert decide(record(), record(), match(80, **MODEL), gate=GATE, level=LEVEL).rule == "judge"
 
 
-def test_a_match_that_was_lost_in_the_end_crowns_nobody() -> None:
+def test_a_lost_match_promotes_no_policy() -> None:
     outcomes = [1] * 30 + [-1] * 70
     lost = replace(match(30, **GOLD), log_evidence=log_evidence(outcomes))
     assert lost.log_evidence > -math.log(LEVEL), "the first prompts are evidence enough"

@@ -185,7 +185,7 @@ def test_a_job_that_ends_without_a_result_gives_the_reason(
     message = str(raised.value)
     assert message.startswith("stage data, RayJob rlhf-data-")
     assert words in message
-    assert message.endswith("its last words: RuntimeError: bad wheel")
+    assert message.endswith("end of the log: RuntimeError: bad wheel")
     assert (tmp_path / "data-01.log").read_text() == api.pod_log
 
 
@@ -364,7 +364,7 @@ def test_a_scheduler_that_does_not_answer_for_a_while_changes_nothing(
     assert following(spec, tmp_path) == REF
 
 
-def test_a_scheduler_that_does_not_answer_at_all_is_a_fault_and_the_job_goes_on(
+def test_a_scheduler_that_does_not_answer_at_all_is_a_fault_and_the_job_continues(
     api: ScriptedKubernetes,
     spec: StageSpec,
     store: Store,
