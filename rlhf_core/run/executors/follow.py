@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
@@ -29,6 +30,8 @@ from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.s3 import ADDRESS_VARIABLES, s3_endpoint
 from rlhf_core.storage.store import open_store
 from rlhf_core.types import ArtifactRef
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -123,9 +126,10 @@ class _Follower:
         if files is None or files.submission.executor != self._kind or self._has_outcome(files):
             return None
         submission = files.submission
-        status = self._scheduler.status(submission.job_name)
+        name = submission.job_name
+        status = self._until_answered(name, lambda: self._scheduler.status(name))
         if status.is_active:
-            message = f"{self._what(submission.job_name)} is {status.state} already; following it"
+            message = f"{self._what(name)} is {status.state} already; following it"
             self._on_event({"event": "warning", "message": message})
             return files
         if status.state == "missing" and time.time() - submission.time < _SUBMIT_SECONDS:
@@ -144,7 +148,10 @@ class _Follower:
         while time.monotonic() < deadline:
             self._check_deadline(name)
             status = self._poll(name)
-            if status is not None and status.state != "missing":
+            if status is None:
+                # The other flow cannot submit it at present, and tries it again.
+                deadline = time.monotonic() + _SUBMIT_SECONDS
+            elif status.state != "missing":
                 return
             time.sleep(POLL_SECONDS)
         if files.take_over():
@@ -180,7 +187,9 @@ class _Follower:
         command = ["python", "-P", "-m", "rlhf_core.run.remote", config.store_url, self._spec.key]
         command += [str(files.number), *([endpoint] if endpoint else [])]
         name = files.submission.job_name
-        self._scheduler.submit(Job(name, stage, command, config.run.resources.of(stage)))
+        job = Job(name, stage, command, config.run.resources.of(stage))
+        # A request without an answer may have arrived. The next one starts no second job of this name.
+        self._until_answered(name, lambda: self._scheduler.submit(job))
         log.info("%s: submitted", self._what(name))
 
     def _follow(self, files: JobFiles, name: str) -> JobStatus:
@@ -214,12 +223,31 @@ class _Follower:
         try:
             status = self._scheduler.status(name)
         except InfrastructureError as error:
-            if time.monotonic() - self._answered > _UNREACHABLE_SECONDS:
-                raise
-            log.info("%s: %s", self._what(name), error.message)
+            self._no_answer(name, error)
             return None
         self._answered = time.monotonic()
         return status
+
+    def _until_answered(self, name: str, request: Callable[[], T]) -> T:
+        """Return the answer to a request, which is repeated while the scheduler does not answer.
+
+        Raises InfrastructureError if it has not answered for a long time.
+        """
+        while True:
+            try:
+                answer = request()
+            except InfrastructureError as error:
+                self._no_answer(name, error)
+            else:
+                self._answered = time.monotonic()
+                return answer
+            self._check_deadline(name)
+            time.sleep(POLL_SECONDS)
+
+    def _no_answer(self, name: str, error: InfrastructureError) -> None:
+        if time.monotonic() - self._answered > _UNREACHABLE_SECONDS:
+            raise error
+        log.info("%s: %s", self._what(name), error.message)
 
     def _check_deadline(self, name: str) -> None:
         if time.monotonic() > self._deadline:

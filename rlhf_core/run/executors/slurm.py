@@ -52,7 +52,7 @@ class SlurmJobs:
 
     def submit(self, job: Job) -> None:
         """Start `job`, unless a job of this name exists already."""
-        if self.status(job.name).is_active:
+        if self.status(job.name).state != "missing":
             return
         resources = job.resources
         script = Path(resources.template or TEMPLATES["slurm"])

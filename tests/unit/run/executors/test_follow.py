@@ -4,7 +4,7 @@
 - a job that ends without a result ends in an error that says why and quotes its log; the manifest decides
 - a flow that is started again follows the job that runs, and starts no second one
 - of several flows one submits the job, also if the scheduler would accept it twice
-- a scheduler that does not answer for a while changes nothing
+- a scheduler that does not answer for a while changes nothing, also when the job is submitted or looked up
 - a cancellation or the time limit asks the job to stop, and deletes it
 - a job that has sent its outcome is deleted with its Ray cluster, after its log has been read
 """
@@ -323,15 +323,16 @@ def test_of_several_waiting_flows_one_submits_for_the_killed_one(
 
 
 class Unsteady(AcceptsNamesTwice):
-    """Does not answer the first two questions."""
+    """Does not answer the first questions."""
 
-    def __init__(self) -> None:
+    def __init__(self, silent: int = 2) -> None:
         super().__init__()
         self.asked = 0
+        self._silent = silent
 
     def status(self, name: str) -> base.JobStatus:
         self.asked += 1
-        if self.asked <= 2:
+        if self.asked <= self._silent:
             raise InfrastructureError("the scheduler does not answer")
         return super().status(name)
 
@@ -349,6 +350,75 @@ def test_waiting_for_another_flow_has_the_same_limits_as_following(
     late = follow._Follower(Unsteady(), spec, tmp_path / "b.log", -1.0, lambda event: None)
     with pytest.raises(StageTimedOut, match=r"run\.stage_timeout"):
         late._await_submission(files)
+
+
+class Refuses(Unsteady):
+    """Does not answer the first submissions either. The first one arrives nevertheless."""
+
+    def __init__(self, arrives: bool) -> None:
+        super().__init__()
+        self.requests = 0
+        self._arrives = arrives
+
+    def submit(self, job: base.Job) -> None:
+        self.requests += 1
+        if job.name in self.submitted:  # as all schedulers of the project
+            return
+        if self._arrives or self.requests > 2:
+            self.submitted.append(job.name)
+        if self.requests <= 2:
+            raise InfrastructureError("the scheduler does not answer")
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_job_is_submitted_when_the_scheduler_answers_again(
+    spec: StageSpec, store: Store, tmp_path: Path, arrives: bool
+) -> None:
+    scheduler = Refuses(arrives)
+
+    def work(files: JobFiles) -> None:
+        while not scheduler.submitted:
+            time.sleep(0.01)
+        files.write_events(1, [RESULT])
+
+    Job(store, work)
+    assert run_remote(scheduler, spec, tmp_path / "data-01.log", 20.0, lambda event: None) == REF
+    assert len(scheduler.submitted) == 1
+
+
+def test_a_job_is_looked_up_until_the_scheduler_answers(
+    spec: StageSpec, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    scheduler = Unsteady()
+    scheduler.submitted.append(files.submission.job_name)
+    follower = follow._Follower(scheduler, spec, tmp_path / "a.log", 20.0, lambda event: None)
+    found = follower._find()
+    assert found is not None and found.folder == files.folder and scheduler.asked == 3
+    monkeypatch.setattr(follow, "_UNREACHABLE_SECONDS", 0.0)
+    follower = follow._Follower(Unsteady(), spec, tmp_path / "b.log", 20.0, lambda event: None)
+    with pytest.raises(InfrastructureError, match="does not answer"):
+        follower._find()
+
+
+def test_no_flow_takes_over_while_the_scheduler_does_not_answer(
+    spec: StageSpec, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flow that began to submit the job tries it again, too."""
+    monkeypatch.setattr(follow, "_SUBMIT_SECONDS", 0.05)
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    scheduler = Unsteady(silent=20)
+    waiting = follow._Follower(scheduler, spec, tmp_path / "a.log", 20.0, lambda event: None)
+    thread = threading.Thread(target=waiting._await_submission, args=[files], daemon=True)
+    thread.start()
+    while scheduler.asked <= 20 and thread.is_alive():
+        time.sleep(0.001)
+    assert not store.exists(f"{files.folder}/taken_over")
+    scheduler.submitted.append(files.submission.job_name)
+    thread.join(timeout=20.0)
+    assert not store.exists(f"{files.folder}/taken_over")
 
 
 def test_a_scheduler_that_does_not_answer_for_a_while_changes_nothing(

@@ -90,11 +90,17 @@ def test_output_goes_to_a_folder_that_the_nodes_have(
     assert open_scheduler(config, "sft").log_tail("x") == ("" if is_bucket else "a file of this host")
 
 
-def test_a_job_is_submitted_once(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
-    slurm.hold()
-    jobs.submit(job())
-    assert jobs.status("rlhf-sft-1").state == "pending"
-    jobs.submit(job())
+@pytest.mark.parametrize("state", ["pending", "succeeded"])
+def test_a_job_is_submitted_once(slurm: ScriptedSlurm, jobs: SlurmJobs, state: str) -> None:
+    """Also if it has ended: its request may have had no answer."""
+    if state == "pending":
+        slurm.hold()
+    jobs.submit(job("true"))
+    deadline = time.monotonic() + 20
+    while jobs.status("rlhf-sft-1").state != state and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert jobs.status("rlhf-sft-1").state == state
+    jobs.submit(job("true"))
     assert len(slurm.jobs()) == 1
 
 
