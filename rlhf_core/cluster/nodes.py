@@ -402,9 +402,15 @@ class ClusterNodes:
     # -- checkpoints: `checkpoints.HostParts` --
 
     def prepare(self, folder: Path, size: int) -> None:
-        hosts = self._with_files()
-        share = size // (1 + len(hosts))
-        self._wait([host.call(NodeAgent.prepare, folder, share) for host in hosts])
+        self._wait(
+            [
+                host.call(NodeAgent.prepare, folder, written_bytes(size, self._ranks, host.node_id))
+                for host in self._with_files()
+            ]
+        )
+
+    def bytes_here(self, size: int) -> int:
+        return written_bytes(size, self._ranks, self._own_id) if self._hosts else size
 
     def add(self, prefix: str, folder: Path, name: str) -> Callable[[], list[tuple[FileEntry, ...]]]:
         calls = [host.call(NodeAgent.add, prefix, folder, name) for host in self._with_files()]
@@ -465,6 +471,24 @@ def report_seconds(hosts: int) -> float:
 def silent_seconds(hosts: int) -> float:
     """Return the time without an answer after which a host is lost: `SILENT_SECONDS`, or three reports."""
     return max(SILENT_SECONDS, 3 * report_seconds(hosts))
+
+
+def written_bytes(size: int, ranks: Mapping[str, Mapping[str, Collection[int]]], node_id: str) -> int:
+    """Return how many bytes of a checkpoint the ranks of a node write at most.
+
+    Rank 0 also writes what is not sharded, which can be all of it. The others write equal parts. A node
+    without ranks has none but small files.
+
+    Args:
+        size: Bytes of the whole checkpoint.
+        ranks: See `ClusterNodes.join`.
+        node_id: The node.
+    """
+    here = ranks.get(node_id, {}).values()
+    if any(0 in of_folder for of_folder in here):
+        return size
+    total = sum(len(of_folder) for of_node in ranks.values() for of_folder in of_node.values())
+    return size * sum(len(of_folder) for of_folder in here) // max(1, total)
 
 
 def needed_files(

@@ -72,7 +72,12 @@ class HostParts(Protocol):
     """
 
     def prepare(self, folder: Path, size: int) -> None:
-        """Create the empty `folder`. Raises StoreError unless its disk has `size` free bytes."""
+        """Create the empty `folder` on each host. Raises StoreError unless its disk has space for what the
+        ranks there write of a checkpoint of `size` bytes.
+        """
+
+    def bytes_here(self, size: int) -> int:
+        """Return how many bytes of a checkpoint of `size` bytes the ranks of this host write at most."""
 
     def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
         """Start to hash and take the files of `folder` for the folder `name` of the bundle `prefix`. The
@@ -239,10 +244,11 @@ class CheckpointStore:
     def prepare(self, step: int, folder: Path, size: int) -> None:
         """Create the empty `folder` for the checkpoint of `step`.
 
-        Raises StoreError unless its disk has `size` free bytes.
+        Raises StoreError unless its disk has `size` free bytes, or the part of this host on a cluster.
         """
         shutil.rmtree(folder, ignore_errors=True)
-        bundles.require_free(folder, size, f"The checkpoint of step {step}")
+        here = size if self._hosts is None else self._hosts.bytes_here(size)
+        bundles.require_free(folder, here, f"The checkpoint of step {step}")
         folder.mkdir(parents=True)
         if self._hosts is not None:
             self._hosts.prepare(folder, size)

@@ -1,5 +1,6 @@
 """What each host has of a checkpoint, and what the driver makes of the parts.
 
+- a host needs space for what its ranks write of a checkpoint, and not for all of it
 - a rank's own files are fetched only where that rank runs, all files if another number of ranks continues
 - hosts hash and upload their parts at the same time, and one manifest commits them all; without one part
   nothing is committed
@@ -26,7 +27,7 @@ import pytest
 from rlhf_core.cluster import agent as agent_module
 from rlhf_core.cluster import nodes as nodes_module
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
-from rlhf_core.cluster.nodes import ClusterNodes, needed_files
+from rlhf_core.cluster.nodes import ClusterNodes, needed_files, written_bytes
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, StoreError
@@ -83,6 +84,22 @@ def test_loops_have_their_files_at_the_top() -> None:
     assert len(rank_files(needed)) == 2
 
 
+def test_a_host_needs_space_for_what_its_ranks_write() -> None:
+    ranks = {"one": {"": {0}}, "two": {"": {1, 2, 3}}, "three": {"": {4}}, "engines": {}}
+    needed = {node: written_bytes(1000, ranks, node) for node in [*ranks, "driver"]}
+    assert needed == {"one": 1000, "two": 600, "three": 200, "engines": 0, "driver": 0}
+
+
+def test_the_driver_needs_space_for_the_ranks_of_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = Attempt(tmp_path, Store(tmp_path / "store"))
+    asked: list[int] = []
+    monkeypatch.setattr(bundles, "require_free", lambda _folder, size, _what: asked.append(size))
+    attempt.checkpoints.prepare(1, tmp_path / "one" / "state", 1000)
+    assert asked == [500, 1000], "the agent checks what it gets"
+
+
 # -- two hosts, without Ray --
 
 
@@ -116,6 +133,9 @@ class OneOtherHost:
 
     def prepare(self, folder: Path, size: int) -> None:
         self.agent.prepare(self.there(folder), size)
+
+    def bytes_here(self, size: int) -> int:
+        return size // 2
 
     def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
         part = self.agent.add(prefix, self.there(folder), name)
