@@ -102,7 +102,7 @@ def in_pairs(
 
 
 @pytest.mark.parametrize("colocate", PLACES)
-def test_nor_does_which_models_share_processes(
+def test_models_that_share_processes_give_the_same_steps(
     colocate: str,
     in_pairs: list[dict[str, float]],
     model: Path,
@@ -121,7 +121,7 @@ def scored_by(reward_model: Path) -> dict[Role, Path]:
     return {"reward": reward_model, "critic": reward_model}
 
 
-def test_nor_do_engines_care_whether_the_adapter_is_merged(
+def test_merged_and_separate_adapters_give_the_same_steps(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []

@@ -128,7 +128,7 @@ def test_arrays_count_and_state_lives_on_between_batches(file: Path) -> None:
         ("string", "returned str '0.5'"),
     ],
 )
-def test_a_failure_names_what_came_back(by_text: PythonFunction, text: str, message: str) -> None:
+def test_a_failure_shows_the_returned_value(by_text: PythonFunction, text: str, message: str) -> None:
     assert re.search(message, by_text([sample(text)]).reasons[0])
 
 

@@ -64,7 +64,7 @@ def publish(artifacts: ArtifactStore, folder: Path, **more: Any) -> ArtifactRef:
     return artifacts.publish("ppo", "k", folder, Provenance(metrics={"kl": 1.0}), **more)
 
 
-def test_what_is_put_is_listed_read_and_deleted(store: Store, tmp_path: Path) -> None:
+def test_a_stored_object_is_listed_read_and_deleted(store: Store, tmp_path: Path) -> None:
     store.check()
     (tmp_path / "x").write_bytes(b"hello")
     store.put_file(tmp_path / "x", "a/b/x")

@@ -531,9 +531,7 @@ def test_a_home_that_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["run: {name: 'café 🦊'}", "ppo: {'stéps': 3}"])
-def test_without_a_terminal_and_in_the_c_locale_a_message_is_written_all_the_same(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_message_is_written_without_a_terminal_and_in_the_c_locale(tmp_path: Path, name: str) -> None:
     (tmp_path / "c.yaml").write_text(name, encoding="utf-8")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     done = outside(tmp_path, "run", "c.yaml", env=plain, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
@@ -560,13 +558,13 @@ def test_a_working_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_command_whose_streams_are_closed_does_its_work(tmp_path: Path, closed: str) -> None:
+def test_a_command_with_closed_streams_works(tmp_path: Path, closed: str) -> None:
     script = f"{sys.executable} -m rlhf_cli.main status --home {tmp_path} {closed}; echo $? > {tmp_path}/code"
     subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert (tmp_path / "code").read_text() == "0\n"
 
 
-def test_what_is_asked_of_this_machine_goes_past_a_proxy() -> None:
+def test_requests_to_this_machine_bypass_a_proxy() -> None:
     environment = past_proxies({"HTTP_PROXY": "http://proxy:3128", "no_proxy": "corp.example"})
     assert environment == dict.fromkeys(("NO_PROXY", "no_proxy"), "corp.example,127.0.0.1,localhost")
     hosts = {"no": environment["no_proxy"]}

@@ -199,7 +199,7 @@ def test_rules_may_score_responses_of_any_length() -> None:
     assert said({"max_new_tokens": 65, "rewards": [{"type": "relevance"}]}) == []
 
 
-def test_run_shows_what_is_doubtful(tmp_path: Path) -> None:
+def test_run_shows_warnings(tmp_path: Path) -> None:
     tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "ppo": {"kl": {"estimator": "k3"}}}
     assert any("ppo.kl.estimator: k3" in warning for warning in check(config_from_tree(tree, "test")))
 

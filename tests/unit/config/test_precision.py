@@ -34,7 +34,7 @@ def precisions(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpus: int)
     ("device", "gpus", "expected"),
     [("auto", 0, "float32"), ("auto", 2, "bfloat16"), ("cpu", 2, "float32"), ("cuda", 0, "bfloat16")],
 )
-def test_what_is_usual_depends_on_the_device(
+def test_defaults_depend_on_the_device(
     device: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert precisions({"run": {"device": device}}, monkeypatch, gpus) == [expected] * 5
@@ -83,7 +83,7 @@ def test_given_values_stay_and_engines_follow_the_policy(monkeypatch: pytest.Mon
     assert precisions(said, monkeypatch, 0) == ["float32", "float32", "float16", "float32", "float32"]
 
 
-def test_a_plan_for_gpus_counts_with_what_is_usual_there(tmp_path: Path) -> None:
+def test_a_plan_for_gpus_uses_the_defaults_of_gpus(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("run: {name: x}\n")
     assert make_plan(str(file), (), None, None).config.sft.deepspeed.dtype == "float32"

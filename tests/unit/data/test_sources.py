@@ -317,7 +317,7 @@ def test_a_file_that_grows_while_it_is_read_is_an_error_that_names_it(
         list(rows)
 
 
-def test_a_file_that_was_replaced_between_its_digest_and_its_rows_is_an_error_though_it_is_put_back(
+def test_a_file_replaced_between_its_digest_and_its_rows_is_an_error(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "d").mkdir()

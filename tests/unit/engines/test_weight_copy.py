@@ -26,7 +26,7 @@ def offloaded_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["average", "best"])
-def test_ranks_gather_on_the_device_where_they_talk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_gather_on_the_device_of_their_backend(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def all_gather(parts: list[torch.Tensor], shard: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ def test_ranks_gather_on_the_device_where_they_talk(kind: str, monkeypatch: pyte
     assert whole.shape == (1, 6) and whole.device.type == "meta"
 
 
-def test_an_average_keeps_decay_of_what_it_was() -> None:
+def test_an_average_keeps_the_share_decay_of_its_old_value() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     average = WeightAverage(model, 0.9, rank_device="cpu")

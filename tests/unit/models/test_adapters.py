@@ -107,7 +107,7 @@ def test_merged_weights_compute_what_the_adapted_model_computes(base: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["policy", "score"])
-def test_peft_opens_what_is_saved(base: Path, kind: str, tmp_path: Path) -> None:
+def test_peft_opens_a_saved_adapter(base: Path, kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
     adapted, plain = _trained(kind, base), _plain(kind, base)

@@ -138,7 +138,7 @@ def test_without_data_steps_are_given_for_a_thousand_examples() -> None:
     ],
     ids=["ranks", "offload", "lora", "tokens"],
 )
-def test_what_saves_memory_is_seen_to(better: dict[str, Any]) -> None:
+def test_settings_that_save_memory_lower_the_peak(better: dict[str, Any]) -> None:
     assert peak(config(sft=better), "sft") < peak(config(), "sft") - 0.5 * GIB
 
 

@@ -127,7 +127,7 @@ def test_wait_for_open_breakers_is_bounded() -> None:
         (Failure("late", searchable=False), True, False),
     ],
 )
-def test_what_counts_against_a_replica(failure: Failure, searching: bool, alive: bool) -> None:
+def test_failures_that_count_against_a_replica(failure: Failure, searching: bool, alive: bool) -> None:
     (replica,), pool = replicas(Breaker(1, 10.0, FakeClock()))
     asyncio.run(pool.acquire())
     with pytest.raises(Failure), pool.use(replica, searching=searching):

@@ -65,7 +65,7 @@ def publish(
     return run.artifacts.publish("data", key * 16, folder, Provenance(config=made))
 
 
-def crown(run: PipelineRun, data: ArtifactRef) -> None:
+def make_champion(run: PipelineRun, data: ArtifactRef) -> None:
     model, mlflow = run.config.registered_model, run.tracking.mlflow
     tags = {"rlhf.data.key": data.key, "rlhf.data.digest": data.digest}
     mlflow.ensure_model(model, "")
@@ -77,7 +77,7 @@ def test_nothing_is_compared_without_other_data_of_a_champion(tmp_path: Path, da
     run = pipeline(tmp_path, database, {"stop": {"vocabulary": 0.3}})
     old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
     assert compare_with_champion(run, new) is None  # no champion
-    crown(run, old)
+    make_champion(run, old)
     assert compare_with_champion(run, old) is None  # the same data
     assert compare_with_champion(pipeline(tmp_path, database, None), new) is None
     publish_sft(run, new)
@@ -98,7 +98,7 @@ def test_a_limit_stops_a_run_whose_sft_another_run_has_made(
 ) -> None:
     run = pipeline(tmp_path, database, {"stop": {"vocabulary": limit}})
     old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
-    crown(run, old)
+    make_champion(run, old)
     publish_sft(run, new)
     for _ in range(2):
         report = compare_with_champion(run, new)
@@ -113,7 +113,7 @@ def test_a_run_that_began_without_a_champion_is_not_compared_later(tmp_path: Pat
     old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
     assert compare_with_champion(run, new) is None
     publish_sft(run, new)
-    crown(run, old)
+    make_champion(run, old)
     assert compare_with_champion(run, new) is None
 
 
@@ -122,7 +122,7 @@ def test_a_limit_stops_a_run_if_the_data_of_the_champion_are_in_another_store(
 ) -> None:
     run = pipeline(tmp_path, database, {"stop": {"vocabulary": 0.3}})
     new = publish(run, "b", OTHER_TEXTS)
-    crown(run, ArtifactRef("data", "a" * 16, "d", "/data"))
+    make_champion(run, ArtifactRef("data", "a" * 16, "d", "/data"))
     with pytest.raises(GateFailed, match=r"version 1 are not in this store .* set drift=null once"):
         compare_with_champion(run, new)
     assert compare_with_champion(pipeline(tmp_path, database, {}), new) is None
@@ -134,7 +134,7 @@ def test_drift_warns_and_stops_with_a_page(
     limits = {"warn": {"lengths": 0.001}, "stop": {"vocabulary": 0.3, "agreement": 0.2}}
     run = pipeline(tmp_path, database, limits)
     old, new = publish(run, "a", TEXTS), publish(run, "b", [*OTHER_TEXTS, *["A long text. " * 20] * 5])
-    crown(run, old)
+    make_champion(run, old)
     with caplog.at_level(logging.WARNING):
         report = compare_with_champion(run, new)
     assert report is not None
@@ -164,7 +164,7 @@ def test_a_comparison_that_fails_ends_the_run_only_with_a_limit(
     for stop in ({}, {"vocabulary": 0.3}):
         run = pipeline(tmp_path / str(len(stop)), database, {"stop": stop}, stage_timeout=1.0)
         old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
-        crown(run, old)
+        make_champion(run, old)
         if cause == "damaged":
             file = next(Path(old.uri).rglob("*.parquet"))
             file.chmod(0o600)

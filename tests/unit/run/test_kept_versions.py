@@ -44,7 +44,7 @@ def mlflow(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Mlflow:
 
 
 @pytest.fixture
-def crown(mlflow: Mlflow) -> Callable[[str], None]:
+def make_champion(mlflow: Mlflow) -> Callable[[str], None]:
     """Make a version champion. Each test begins with version 1."""
     if mlflow.by_alias(MODEL, "champion").version != "1":  # type: ignore[union-attr]
         promote(mlflow, MODEL, "1", "a test begins")
@@ -83,10 +83,10 @@ def kept_files(tmp_path: Path) -> list[Path]:
 
 
 def test_a_run_continues_with_the_version_that_it_began_with(
-    settings: list[str], crown: Callable[[str], None], tmp_path: Path
+    settings: list[str], make_champion: Callable[[str], None], tmp_path: Path
 ) -> None:
     first = attempt(settings, InterruptedError())
-    crown("2")
+    make_champion("2")
     assert attempt([*settings, "run.stage_timeout=4000"], InterruptedError()) == first
     other = attempt([*settings, "run.seed=7"], InterruptedError())
     assert (first[0], other[0]) == ("1", "2"), "another run begins with the champion of its time"
@@ -98,27 +98,27 @@ def test_a_run_continues_with_the_version_that_it_began_with(
 
 
 def test_a_run_without_references_that_move_keeps_nothing(
-    settings: list[str], crown: Callable[[str], None], tmp_path: Path
+    settings: list[str], make_champion: Callable[[str], None], tmp_path: Path
 ) -> None:
     attempt([*settings, f"model.path=registry://{MODEL}/1"], InterruptedError())
     assert kept_files(tmp_path) == []
 
 
 def test_an_error_that_would_come_again_keeps_nothing(
-    settings: list[str], crown: Callable[[str], None], tmp_path: Path
+    settings: list[str], make_champion: Callable[[str], None], tmp_path: Path
 ) -> None:
     assert attempt(settings, GateFailed("drift"))[0] == "1"
     assert kept_files(tmp_path) == []
-    crown("2")
+    make_champion("2")
     assert attempt(settings, InterruptedError())[0] == "2"
 
 
 def test_a_command_that_is_refused_keeps_the_versions_of_the_run(
-    settings: list[str], crown: Callable[[str], None]
+    settings: list[str], make_champion: Callable[[str], None]
 ) -> None:
     first = attempt(settings, InterruptedError())
     attempt(settings, StageHeld("another process makes it"))
-    crown("2")
+    make_champion("2")
     assert attempt(settings, InterruptedError()) == first
 
 
@@ -139,7 +139,7 @@ def test_a_version_that_was_revoked_in_the_meantime_is_not_used(
 
 
 def test_the_python_api_continues_with_the_same_version(
-    settings: list[str], crown: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], make_champion: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[CheckedConfig] = []
 
@@ -154,7 +154,7 @@ def test_the_python_api_continues_with_the_same_version(
     monkeypatch.setattr(api, "make_with_retries", fail)
     for version in ("1", "2"):
         if version == "2":
-            crown("2")
+            make_champion("2")
         with pytest.raises(InterruptedError):
             api.run_pipeline(config_of(settings))
     assert [each.reference_tags["rlhf.reference.model.path"][-1] for each in seen] == ["1", "1"]
@@ -165,7 +165,7 @@ def config_of(settings: list[str]) -> PipelineConfig:
 
 
 def test_interrupted_rounds_continue_with_the_version_that_they_began_with(
-    settings: list[str], crown: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], make_champion: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models: list[str | None] = []
     interrupt = True
@@ -180,7 +180,7 @@ def test_interrupted_rounds_continue_with_the_version_that_they_began_with(
     monkeypatch.setattr(rounds, "run_pipeline", run_pipeline)
     with pytest.raises(InterruptedError):
         rounds.run_rounds(config_of(settings), 2)
-    crown("2")
+    make_champion("2")
     attempt(settings)  # a run that finishes is not the rounds
     interrupt = False
     rounds.run_rounds(config_of(settings), 2)
@@ -191,7 +191,7 @@ def test_interrupted_rounds_continue_with_the_version_that_they_began_with(
 
 
 def test_the_flow_of_rounds_continues_as_well(
-    settings: list[str], crown: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    settings: list[str], make_champion: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pins: list[str] = []
 
@@ -202,14 +202,14 @@ def test_the_flow_of_rounds_continues_as_well(
     monkeypatch.setattr(rounds_flow, "rlhf", rlhf)
     for version in ("1", "2"):
         if version == "2":
-            crown("2")
+            make_champion("2")
         with pytest.raises(InterruptedError):
             rounds_flow.rounds.fn(DEMO, 2, tuple(settings))
     assert pins == [f'model.path="registry://{MODEL}/1"'] * 2
 
 
 def test_a_look_reads_no_file_of_the_champion(
-    settings: list[str], crown: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    settings: list[str], make_champion: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = f"data.sft.1.path=registry://{MODEL}/champion/data/data_card.json"
     config = config_of([*settings, source])
@@ -217,24 +217,24 @@ def test_a_look_reads_no_file_of_the_champion(
         patch.setattr(ArtifactStore, "fetch", lambda *_arguments: pytest.fail("files were read"))
         before = Watch(config)._marks
         assert Watch(config)._marks == before
-        crown("2")
+        make_champion("2")
         after = Watch(config)._marks
         assert after != before
-        crown("1")
+        make_champion("1")
         assert Watch(config)._marks == before
     with pytest.raises(ConfigError, match="no registered model 'nobody'"):
         Watch(config_of([*settings, "model.path=champion:nobody"]))
 
 
 def test_a_look_sees_the_version_that_the_retraining_will_continue_with(
-    settings: list[str], crown: Callable[[str], None]
+    settings: list[str], make_champion: Callable[[str], None]
 ) -> None:
     config = config_of(settings)
     before = Watch(config)._marks
     _, kept = resolve_kept(config)
     with pytest.raises(InterruptedError), kept.until_finished():
         raise InterruptedError
-    crown("2")
+    make_champion("2")
     watch = Watch(config)
     assert watch._marks == before and "0000000000000001" in str(watch.config.model.path)
     with kept.until_finished():

@@ -319,7 +319,7 @@ def test_missing_manifest_falls_back_to_the_one_before(
         saver.latest()
 
 
-def test_what_was_set_aside_survives_pruning_and_clearing(store: Store, tmp_path: Path) -> None:
+def test_damaged_checkpoints_survive_pruning_and_clearing(store: Store, tmp_path: Path) -> None:
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, allow_fresh_start=True))
     saver.save(1, state(tmp_path, "1"))
     flip(files(store, 1)["rank1.bin"])

@@ -100,7 +100,7 @@ def test_a_file_address_is_the_same_store_as_its_path(name: str, tmp_path: Path)
     assert config_from_tree({"store": {"url": url}}, "test").store_folder == tmp_path / name
 
 
-def test_what_is_put_is_listed_read_and_deleted(store: Store, tmp_path: Path) -> None:
+def test_a_stored_object_is_listed_read_and_deleted(store: Store, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"hello")
     store.put_file(tmp_path / "x", "a/b/x")
     store.put_bytes("a/y", b"12")

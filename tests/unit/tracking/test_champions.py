@@ -206,12 +206,12 @@ def test_a_registration_is_outdated_after_a_rollback_that_concerns_it(mlflow: Ml
     def check(made: dict[str, str]) -> str:
         return why_outdated(mlflow, model, made)
 
-    crowned = facts(enter(mlflow, model, "d")[0], "d")
+    promoted = facts(enter(mlflow, model, "d")[0], "d")
     refused = facts(enter(mlflow, model, "e", outcomes=[-1] * 100)[0], "e")
-    assert (crowned["champion"], refused["champion"], refused["previous_champion"]) == ("True", "False", "4")
-    assert check(crowned) == check(refused) == ""
+    assert (promoted["champion"], refused["champion"], refused["previous_champion"]) == ("True", "False", "4")
+    assert check(promoted) == check(refused) == ""
     rollback(mlflow, model, "bad")
-    assert check(crowned) == f"version 4 of {model} was champion and is revoked"
+    assert check(promoted) == f"version 4 of {model} was champion and is revoked"
     assert check(refused) == f"the champion of that time, version 4 of {model}, is revoked"
     # Registered again, the revoked policy is refused, and the other one meets the restored champion.
     revoked_again = facts(enter(mlflow, model, "d")[0], "d")
@@ -314,7 +314,7 @@ def test_a_move_by_hand_during_a_command_is_not_undone(
     assert (champion(mlflow, model), revoked(mlflow, model)) == ("1", {"3": "bad"})
 
 
-def test_a_candidate_meets_the_champion_that_a_person_named_before_the_alias_moves(
+def test_a_candidate_plays_again_if_a_person_moves_the_champion(
     mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def by_hand(name: str) -> None:

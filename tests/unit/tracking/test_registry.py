@@ -284,10 +284,10 @@ def test_the_better_policy_becomes_champion_and_the_newest_is_the_candidate(mlfl
     assert better.previous == "1"
     tags = {version.version: version.tags for version in mlflow.versions("m1")}
     assert [tags[version]["rlhf.gate"] for version in ("1", "2", "3")] == ["first", "match", "match"]
-    [start, crowned] = champions.history(mlflow, "m1")
+    [start, last] = champions.history(mlflow, "m1")
     assert (start.version, start.previous, start.evidence) == ("1", None, None)
-    assert (crowned.action, crowned.version, crowned.previous, crowned.state) == ("crowned", "3", "1", "done")
-    assert crowned.reason == better.decision.reason and crowned.evidence == won(80).record()
+    assert (last.action, last.version, last.previous, last.state) == ("crowned", "3", "1", "done")
+    assert last.reason == better.decision.reason and last.evidence == won(80).record()
 
 
 def test_a_policy_below_the_gate_is_registered_but_no_champion(mlflow: Mlflow) -> None:
