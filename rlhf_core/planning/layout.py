@@ -26,13 +26,13 @@ class Layout:
 
 def first_devices(ranks: Sequence[int], engines: int, tensor_parallel: int) -> list[int]:
     """Return the number of the first device of each group of `ranks`, the first of which is the policy's."""
-    found, first = [], 0
+    first_of_groups, first = [], 0
     for count in ranks:
-        found.append(first)
+        first_of_groups.append(first)
         first += count
-        if len(found) == 1 and tensor_parallel == 1:
+        if len(first_of_groups) == 1 and tensor_parallel == 1:
             first += engines
-    return found
+    return first_of_groups
 
 
 def hosts_of(first: int, count: int, hardware: Hardware) -> tuple[int, ...]:
@@ -75,6 +75,6 @@ def layout(placement: PlacementPlan, hardware: Hardware) -> Layout | None:
     ranks = [group.ranks for group in placement.groups]
     if not placement.colocated:
         return arrange(ranks, placement.engines, placement.tensor_parallel, hardware)
-    found = arrange(ranks, 0, 1, hardware)
-    assert found is not None, "without engines there is room"
-    return Layout(found.groups, hosts_of(0, placement.engines * placement.tensor_parallel, hardware))
+    ranks_only = arrange(ranks, 0, 1, hardware)
+    assert ranks_only is not None, "without engines there is room"
+    return Layout(ranks_only.groups, hosts_of(0, placement.engines * placement.tensor_parallel, hardware))

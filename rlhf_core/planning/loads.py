@@ -233,7 +233,7 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
     trained = {"policy": config.ppo.policy_deepspeed}
     if config.reward.enabled:
         trained["reward model"] = config.reward.deepspeed
-    found = []
+    loads_of_models = []
     for what, settings in trained.items():
         stage: Literal[0, 3] = 3 if settings.zero_stage == 3 and ranks > 1 else 0
         deepspeed = DeepSpeedConfig(ranks=ranks, zero_stage=stage, dtype=settings.dtype)
@@ -243,8 +243,8 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
         )
         load = DeviceLoad("evaluate", what, "load", ranks, model.loading, device=kind)
         scoring = model.state + model.scoring(batch)
-        found.append((load, DeviceLoad("evaluate", what, "score", ranks, scoring, device=kind)))
-    yield from max(found, key=lambda loads: max(load.total for load in loads))
+        loads_of_models.append((load, DeviceLoad("evaluate", what, "score", ranks, scoring, device=kind)))
+    yield from max(loads_of_models, key=lambda loads: max(load.total for load in loads))
 
 
 def _sampling(config: PipelineConfig, shape: ModelShape, device: Device) -> DeviceLoad:

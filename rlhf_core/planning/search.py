@@ -241,8 +241,8 @@ class _PPOSearch:
 
     def run(self) -> Split | NoSplit:
         """Return the fastest split, or why nothing fits."""
-        found = heapq.nsmallest(_KEPT, self._candidates())
-        for candidate in found:
+        fastest = heapq.nsmallest(_KEPT, self._candidates())
+        for candidate in fastest:
             changes = changed_fields(self._config, candidate.fields)
             try:
                 changed = with_changes(self._config, changes)
@@ -343,15 +343,15 @@ class _PPOSearch:
                 spans = tuple(len(hosts) > 1 for hosts in where.groups)
                 if spans not in best:
                     best[spans] = self._best(groups, ranks, where)
-                found = best[spans]
-                if found is None:
+                chosen = best[spans]
+                if chosen is None:
                     continue
                 send = send_time(self._config, self._shape, self._hardware, where.groups[0], where.engines)
                 engine = {"ppo.engine.count": str(count), "ppo.engine.tensor_parallel": str(ways)}
                 seconds = step_seconds(
-                    rollout.total, found[0], send.total, overlapped=self._config.ppo.staleness > 0
+                    rollout.total, chosen[0], send.total, overlapped=self._config.ppo.staleness > 0
                 )
-                yield self._candidate(seconds, {**found[1], **engine})
+                yield self._candidate(seconds, {**chosen[1], **engine})
 
     def _best(
         self, groups: tuple[Group, ...], ranks: tuple[int, ...], where: Layout
@@ -448,10 +448,10 @@ class _PPOSearch:
             return self._options[key]
         base = ppo.policy_deepspeed if "policy" in roles else ppo.critic_deepspeed
         shared = colocate == "all"
-        found: list[_Option] = []
+        options: list[_Option] = []
         for sharding in shardings(base, ranks, self._hardware, ppo.lora):
             # Where memory is left, saving it only costs time, unless an engine can use it.
-            if not shared and any(_saves_more(sharding, option.sharding) for option in found):
+            if not shared and any(_saves_more(sharding, option.sharding) for option in options):
                 continue
             if not {"policy", "critic"} & set(roles) and not _plain(sharding):
                 continue  # frozen models have weights only
@@ -471,11 +471,11 @@ class _PPOSearch:
             if "policy" in roles:
                 gather = gather_time(changed, self._shape, self._hardware, spans=spans)
             option = _Option(scoring, training, gather, sharding, peak)
-            if not any(_is_better(other, option, shared=shared) for other in found):
-                found = [other for other in found if not _is_better(option, other, shared=shared)]
-                found.append(option)
-        self._options[key] = found
-        return found
+            if not any(_is_better(other, option, shared=shared) for other in options):
+                options = [other for other in options if not _is_better(option, other, shared=shared)]
+                options.append(option)
+        self._options[key] = options
+        return options
 
     def _rollout(self, count: int, ways: int, share: float) -> Seconds | None:
         """Return the time of the rollout, or None if an engine has no room for a sequence."""

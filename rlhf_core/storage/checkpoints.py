@@ -234,7 +234,7 @@ class CheckpointStore:
         if not self._store_settings.allow_other_code and not set(changed) <= _ONLY_LOGGED:
             raise ConfigError(
                 f"store.allow_other_code: the checkpoint of step {step} to continue from was made with other"
-                f" code ({described}); go back to that, or set it to true to go on, perhaps not in the same"
+                f" code ({described}); go back to that, or set it to true to continue, perhaps with other"
                 " bits"
             )
         log.warning(

@@ -207,14 +207,14 @@ def routes(sender: str, hosts: Sequence[str]) -> list[Route]:
     direct = [
         receiver for receiver, host in enumerate(hosts) if host == sender or receiver == on_host[host][0]
     ]
-    found = []
+    routes = []
     for receiver, host in enumerate(hosts):
         neighbours = on_host[host]
         # Rank 0 is the sender.
         rank = direct.index(receiver) + 1 if receiver in direct else 0
         relay = host if host != sender and len(neighbours) > 1 else ""
-        found.append(Route(rank, len(direct) + 1, relay, neighbours.index(receiver), len(neighbours)))
-    return found
+        routes.append(Route(rank, len(direct) + 1, relay, neighbours.index(receiver), len(neighbours)))
+    return routes
 
 
 class GlooSender:
