@@ -243,7 +243,7 @@ def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> 
             f" {', '.join(interfaces)}"
         )
     for_nccl = config.run.env.get("NCCL_SOCKET_IFNAME", "")
-    if for_nccl and not nccl_interfaces(for_nccl, interfaces):
+    if for_nccl and uses_gpu(config.run.device) and not nccl_interfaces(for_nccl, interfaces):
         found.append(
             f"run.env.NCCL_SOCKET_IFNAME={for_nccl}: no interface matches; it has {', '.join(interfaces)}"
         )

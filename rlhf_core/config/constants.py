@@ -20,3 +20,8 @@ MAX_AUTO_SENDERS = 16
 """Policy ranks that send weights over gloo if `ppo.weight_sync.senders` is auto, at most: an engine has
 connections to all others for each sender.
 """
+
+SHORT_ATTENTION = 512
+"""Tokens of a sequence up to which attention in bfloat16 on a CPU is that of `models.short_attention`, which is
+faster than torch's kernel there.
+"""

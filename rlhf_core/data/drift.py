@@ -159,13 +159,16 @@ def statistics_of_new_rows(champion: Path, folder: Path) -> DataStatistics:
     """
     found = DataStatistics()
     decode, decode_old = load_decoder(folder), load_decoder(champion)
+    tokenizers = [(data / "tokenizer" / "tokenizer.json").read_bytes() for data in (champion, folder)]
+    # With one tokenizer, equal texts are equal tokens, and nothing is decoded.
+    decodes = tokenizers[0] != tokenizers[1]
     for name, (file, columns) in _TEXTS.items():
         known: set[bytes] = set()
         for split in ("train", "eval"):
             rows = read_evenly(champion, file, split, tuple(columns), None)
-            known.update(_digest(_texts(row, decode_old)) for row in rows)
+            known.update(_digest(_texts(row, decode_old) if decodes else row) for row in rows)
         rows = read_evenly(folder, file, "train", tuple(columns), None)
-        new = [row for row in rows if _digest(_texts(row, decode)) not in known]
+        new = [row for row in rows if _digest(_texts(row, decode) if decodes else row) not in known]
         if MIN_NEW_ROWS <= len(new) < len(rows):
             found.rows[name] = len(new)
             for row in evenly(new, SAMPLED_ROWS):
@@ -177,9 +180,10 @@ def _texts(row: Sequence[Any], decode: Callable[[Sequence[int]], str]) -> list[s
     return [value if isinstance(value, str) else decode(value) for value in row]
 
 
-def _digest(texts: Sequence[str]) -> bytes:
+def _digest(row: Sequence[Any]) -> bytes:
+    """Return a digest of texts or token ids."""
     # Texts of models can have surrogates, which UTF-8 cannot encode.
-    text = json.dumps(texts)
+    text = json.dumps(list(row))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

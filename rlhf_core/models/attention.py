@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from rlhf_core.config.constants import SHORT_ATTENTION
 from rlhf_core.errors import ModelError
-from rlhf_core.models.short_attention import LONGEST, short_attention
+from rlhf_core.models.short_attention import short_attention
 
 NAME = "rlhf_sdpa"
 
@@ -86,7 +87,7 @@ def cpu_attention(query: torch.Tensor) -> Any:
     if query.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
         if query.dtype == torch.float16:
             return _in_float32
-        if query.dtype == torch.bfloat16 and query.shape[2] <= LONGEST:
+        if query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_ATTENTION:
             return _short
     return sdpa_attention_forward
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LONGEST = 512
-"""Tokens of a sequence up to which this is faster than torch's kernel."""
+_SCORES = 1 << 23
+"""Scores that are computed at once, of which a few copies in float32 exist at the same time."""
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -34,8 +34,14 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     q, k, v = (x.reshape(sequences * heads, *x.shape[2:]) for x in (query, key, value))
+    factor = scaling or q.shape[-1] ** -0.5
+    at_once = max(1, _SCORES // q.shape[1] ** 2)
     # torch declares Function.apply without types
-    output: Tensor = _Attention.apply(q, k, v, scaling or q.shape[-1] ** -0.5)  # type: ignore[no-untyped-call]
+    parts: list[Tensor] = [
+        _Attention.apply(*part, factor)  # type: ignore[no-untyped-call]
+        for part in zip(q.split(at_once), k.split(at_once), v.split(at_once), strict=True)
+    ]
+    output = parts[0] if len(parts) == 1 else torch.cat(parts)
     return output.view(sequences, heads, *output.shape[1:]).transpose(1, 2)
 
 

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlhf_core.config.constants import HEAD_CHUNK, LOSS_CHUNK, REDUCE_BUCKET
+from rlhf_core.config.constants import HEAD_CHUNK, LOSS_CHUNK, REDUCE_BUCKET, SHORT_ATTENTION
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.models.shape import ModelShape
@@ -374,6 +374,9 @@ class Model:
         attention = size * ((3 if joined else 2) * shape.query + 2 * shape.kv) + 4 * shape.heads
         if batch.attention == "eager":
             attention += shape.heads * batch.longest * (4 + 2 * size)
+        elif batch.attention == "sdpa" and self.device == "cpu" and size == 2:
+            # `short_attention`: probabilities, and keys and values that are repeated for groups of heads.
+            attention += size * (shape.heads * min(batch.longest, SHORT_ATTENTION) + 2 * shape.query)
         adapters = 0
         if self.lora is not None:
             adapters = size * self.lora.r * len(self.lora.targets or shape.linear_layers)

@@ -35,6 +35,11 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list
     labelled = sources_of_models(data)
     of_judge = [pair.source not in labelled and _is_of_judge(pair, judge.fraction) for pair in pairs]
     chosen = [pair for pair, own in zip(pairs, of_judge, strict=True) if own == (stage == "judge")]
+    if not chosen and stage == "judge" and all(pair.source in labelled for pair in pairs):
+        raise DataError(
+            "reward.judge needs pairs that no model has labelled, but all sources of pairs have `labelled_by`;"
+            " add pairs of people, or leave reward.judge out"
+        )
     if not chosen:
         raise DataError(
             f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"

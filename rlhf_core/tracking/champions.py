@@ -83,6 +83,8 @@ class Move:
     """Of a rollback: the tags `POLICY` and `WEIGHTS` of the version that it revokes, which can be deleted.
     None if it revoked nothing.
     """
+    revoked: bool = False
+    """Whether a move that was overtaken revoked the version all the same. Earlier releases revoked nothing."""
 
     @property
     def key(self) -> str:
@@ -123,7 +125,8 @@ def revocation(
     existing = {each.version for each in versions}
     # Only of deleted versions. An existing one has the tag REVOKED, which a person may have removed.
     for move in moves:
-        if move.digests and move.previous not in existing:
+        is_revoked = move.state != "overtaken" or move.revoked
+        if is_revoked and move.digests and move.previous not in existing:
             tag = f"{move.key} of the registered model"
             found.append(Revocation(str(move.previous), move.reason, _digests(move.digests), tag))
     for each in found:
@@ -199,7 +202,8 @@ def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
         failpoint("champion.revoked")
     # At neither end of the move, the alias was moved by somebody else, which is respected.
     if is_lost or _champion(mlflow, model) not in (move.previous, move.version):
-        return _record(mlflow, model, replace(move, state="overtaken"))
+        revoked = move.action == "rolled_back"
+        return _record(mlflow, model, replace(move, state="overtaken", revoked=revoked))
     if move.version is None:
         mlflow.delete_alias(model, CHAMPION)
     else:

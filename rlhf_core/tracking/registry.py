@@ -140,7 +140,9 @@ def register(
             if decision.tested:
                 record_test(mlflow, model, version.version, test)
                 failpoint("register.tested")
-            mlflow.tag_version(model, version.version, outcome.tags(own))
+            # A version that was champion before kept the evaluation of that time (`_find_or_create`).
+            promoted_by = _tags(candidate) if decision.champion else {}
+            mlflow.tag_version(model, version.version, {**outcome.tags(own), **promoted_by})
             failpoint("register.decided")
             if decision.champion:
                 evidence = outcome.match.record() if outcome.match else None
@@ -286,8 +288,12 @@ def _record(version: ModelVersion) -> Evaluation | None:
     return Evaluation.from_json(version.tags.get(_EVALUATION, ""))
 
 
+def _tags(candidate: Candidate) -> dict[str, str]:
+    return {**candidate.tags, POLICY: candidate.policy_digest, _EVALUATION: candidate.evaluation.to_json()}
+
+
 def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[ModelVersion, bool]:
-    tags = {**candidate.tags, POLICY: candidate.policy_digest, _EVALUATION: candidate.evaluation.to_json()}
+    tags = _tags(candidate)
     for version in mlflow.versions(model):
         if version.tags.get(POLICY) == candidate.policy_digest:
             if _was_champion(mlflow, model, version.version):

@@ -144,18 +144,21 @@ class _Follower:
         """
         name = files.submission.job_name
         log.info("%s: waiting for the flow that began to submit it", self._what(name))
+        if not self._appears(name) and files.take_over():
+            self._start(files)
+
+    def _appears(self, name: str) -> bool:
+        """Wait until the scheduler lists the job, and return False if it does not."""
         deadline = time.monotonic() + _SUBMIT_SECONDS
         while time.monotonic() < deadline:
             self._check_deadline(name)
             status = self._poll(name)
             if status is None:
-                # The other flow cannot submit it at present, and tries it again.
                 deadline = time.monotonic() + _SUBMIT_SECONDS
             elif status.state != "missing":
-                return
+                return True
             time.sleep(POLL_SECONDS)
-        if files.take_over():
-            self._start(files)
+        return False
 
     @property
     def _kind(self) -> str:
@@ -188,8 +191,19 @@ class _Follower:
         command += [str(files.number), *([endpoint] if endpoint else [])]
         name = files.submission.job_name
         job = Job(name, stage, command, config.run.resources.of(stage))
-        # A request without an answer may have arrived. The next one starts no second job of this name.
-        self._until_answered(name, lambda: self._scheduler.submit(job))
+        began = time.monotonic()
+        while True:
+            try:
+                self._scheduler.submit(job)
+                break
+            except InfrastructureError as error:
+                if time.monotonic() - began > _UNREACHABLE_SECONDS:
+                    raise
+                log.info("%s: %s", self._what(name), error.message)
+            # A request without an answer may have arrived, and Slurm can take a while to list the job. It
+            # would accept a second one of this name.
+            if self._appears(name):
+                break
         log.info("%s: submitted", self._what(name))
 
     def _follow(self, files: JobFiles, name: str) -> JobStatus:

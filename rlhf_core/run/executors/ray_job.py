@@ -7,6 +7,7 @@ RAY_API_SERVER_ADDRESS, such as http://head:8265; the token is Ray's RAY_AUTH_TO
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable
 from functools import cached_property
@@ -105,6 +106,10 @@ class RayJobs:
             # The status is only in the text: Ray raises RuntimeError for every answer that is an error.
             if "status code 404" in str(error) and missing is not _ERROR:
                 return missing
+            if re.search(r"status code 4(?!08|29)\d\d", str(error)):
+                raise ConfigError(
+                    f"run.executor=ray: the Ray cluster at {address} refuses: {error}"
+                ) from error
             raise InfrastructureError(f"the Ray cluster at {address}: {error}") from error
 
 

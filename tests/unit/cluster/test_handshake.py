@@ -44,8 +44,10 @@ def report(probe: StoreProbe, tmp_path: Path) -> dict[str, Any]:
     return report_node(probe, "node-1", "127.0.0.1", str(tmp_path / "home"))
 
 
-def problems(report: dict[str, Any], nodes: int = 1, env: dict[str, str] | None = None) -> list[str]:
-    config = PipelineConfig.model_validate({"run": {"env": env or {}}})
+def problems(
+    report: dict[str, Any], nodes: int = 1, env: dict[str, str] | None = None, device: str = "auto"
+) -> list[str]:
+    config = PipelineConfig.model_validate({"run": {"env": env or {}, "device": device}})
     return handshake._problems(report, config, nodes)
 
 
@@ -111,7 +113,9 @@ def test_interfaces_are_matched_as_nccl_does(report: dict[str, Any], wanted: str
     report["interfaces"] = ["docker0", "eth0", "eth1", "lo"]
     assert handshake.nccl_interfaces(wanted, report["interfaces"]) == found
     problem = f"run.env.NCCL_SOCKET_IFNAME={wanted}: no interface matches; it has docker0, eth0, eth1, lo"
-    assert problems(report, env={"NCCL_SOCKET_IFNAME": wanted}) == ([] if found else [problem])
+    environment = {"NCCL_SOCKET_IFNAME": wanted}
+    assert problems(report, device="cuda", env=environment) == ([] if found else [problem])
+    assert problems(report, device="cpu", env=environment) == []
 
 
 def test_nodes_with_another_number_of_cores_are_named(

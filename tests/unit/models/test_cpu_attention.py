@@ -2,6 +2,7 @@
 
 - `short_attention` is at least as precise as torch's kernel in bfloat16, also for groups of heads
 - the function is chosen by type and length, and not where AMX is available
+- many sequences are computed in parts, with the same bits
 - no token depends on a later one, and the global precision of float32 products is restored
 """
 
@@ -16,9 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf_core.config.constants import SHORT_ATTENTION
 from rlhf_core.models import attention as module
+from rlhf_core.models import short_attention as short_attention_module
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.short_attention import LONGEST, short_attention
+from rlhf_core.models.short_attention import short_attention
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -56,6 +59,17 @@ def test_short_attention_is_as_precise_as_torch(length: int, scaling: float | No
     assert all(mine <= 1.5 * other + 1e-6 for mine, other in zip(ours, torchs, strict=True)), (ours, torchs)
 
 
+def test_many_sequences_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = inputs(9, torch.bfloat16)
+    whole = short_attention(*rows, None)
+    monkeypatch.setattr(short_attention_module, "_SCORES", 3 * 81)
+    parts = short_attention(*rows, None)
+    assert torch.equal(parts, whole)
+    gradients = [torch.autograd.grad(output.float().square().sum(), rows) for output in (whole, parts)]
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_no_token_depends_on_a_later_one() -> None:
     q, k, v = (row.detach() for row in inputs(9, torch.bfloat16))
     before = short_attention(q, k, v, None)
@@ -75,8 +89,8 @@ def test_the_precision_of_other_products_is_restored() -> None:
     ("dtype", "length", "amx", "name"),
     [
         (torch.bfloat16, 8, False, "_short"),
-        (torch.bfloat16, LONGEST, False, "_short"),
-        (torch.bfloat16, LONGEST + 1, False, "sdpa_attention_forward"),
+        (torch.bfloat16, SHORT_ATTENTION, False, "_short"),
+        (torch.bfloat16, SHORT_ATTENTION + 1, False, "sdpa_attention_forward"),
         (torch.float16, 8, False, "_in_float32"),
         (torch.bfloat16, 8, True, "sdpa_attention_forward"),
         (torch.float32, 8, False, "sdpa_attention_forward"),

@@ -353,7 +353,10 @@ def test_waiting_for_another_flow_has_the_same_limits_as_following(
 
 
 class Refuses(Unsteady):
-    """Does not answer the first submissions either. The first one arrives nevertheless."""
+    """Does not answer the first two submissions either. With `arrives`, the first one arrives nevertheless.
+
+    Like Slurm, it accepts a second job of the same name.
+    """
 
     def __init__(self, arrives: bool) -> None:
         super().__init__()
@@ -362,8 +365,6 @@ class Refuses(Unsteady):
 
     def submit(self, job: base.Job) -> None:
         self.requests += 1
-        if job.name in self.submitted:  # as all schedulers of the project
-            return
         if self._arrives or self.requests > 2:
             self.submitted.append(job.name)
         if self.requests <= 2:
@@ -372,8 +373,9 @@ class Refuses(Unsteady):
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_job_is_submitted_when_the_scheduler_answers_again(
-    spec: StageSpec, store: Store, tmp_path: Path, arrives: bool
+    spec: StageSpec, store: Store, tmp_path: Path, arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(follow, "_SUBMIT_SECONDS", 0.05)
     scheduler = Refuses(arrives)
 
     def work(files: JobFiles) -> None:
