@@ -22,6 +22,6 @@ connections to all others for each sender.
 """
 
 SHORT_ATTENTION = 512
-"""Tokens of a sequence up to which attention in bfloat16 on a CPU is that of `models.short_attention`, which is
-faster than torch's kernel there.
+"""Tokens of a sequence up to which `models.short_attention` computes attention in bfloat16 on a CPU. For longer
+ones torch's kernel is faster.
 """

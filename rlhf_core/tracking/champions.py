@@ -84,7 +84,7 @@ class Move:
     None if it revoked nothing.
     """
     revoked: bool = False
-    """Whether a move that was overtaken revoked the version all the same. Earlier releases revoked nothing."""
+    """Whether a move that was overtaken revoked the version nevertheless, as earlier releases did not."""
 
     @property
     def key(self) -> str:
