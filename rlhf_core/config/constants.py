@@ -22,6 +22,6 @@ connections to all others for each sender.
 """
 
 SHORT_ATTENTION = 512
-"""Tokens of a sequence up to which `models.short_attention` computes attention in bfloat16 on a CPU. For longer
-ones torch's kernel is faster.
+"""Tokens of a sequence up to which `models.short_attention` computes attention in bfloat16 on a CPU. Torch's
+kernel is faster for longer ones.
 """

@@ -37,8 +37,8 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list
     chosen = [pair for pair, own in zip(pairs, of_judge, strict=True) if own == (stage == "judge")]
     if not chosen and stage == "judge" and all(pair.source in labelled for pair in pairs):
         raise DataError(
-            "reward.judge needs pairs that no model has labelled, but all sources have `labelled_by`; add pairs"
-            " of people, or leave reward.judge out"
+            "reward.judge needs pairs that no model has labelled, but all sources have `labelled_by`; add"
+            " pairs of people, or leave reward.judge out"
         )
     if not chosen:
         raise DataError(
