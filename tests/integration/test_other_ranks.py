@@ -27,6 +27,9 @@ from tests.integration import deepspeed_step
 SETTINGS = [("policy", dtype, stage) for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
 SETTINGS += [("policy-lora", "float32", stage) for stage in (2, 3)]
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-3}
+"""Weights whose masters are this near can be rounded to two adjacent numbers of bfloat16, which are further
+apart for weights above 0.25. Few of them are.
+"""
 
 
 def engine_of(rank: Rank, kind: str, dtype: str, stage: int, *, allow: bool) -> Any:
@@ -59,6 +62,25 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return found | {f"average.{name}": tensor.float().clone() for name, tensor in engine.weights()}
 
 
+def compare(continued: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], dtype: str) -> dict[str, Any]:
+    """Return the largest difference that rounding does not explain, and where it is; and how many of the
+    weights with a large rounding step were rounded in another way.
+    """
+    largest, where, rounded, large = 0.0, "", 0, 0
+    for name, wanted in whole.items():
+        difference = (continued[name] - wanted).abs()
+        if dtype == "bfloat16":
+            # A number from 2^n to 2^(n + 1) has steps of 2^(n - 7).
+            step_size = torch.exp2(torch.floor(torch.log2(wanted.abs().clamp(min=1e-9))) - 7)
+            is_large = step_size > TOLERANCE[dtype]
+            is_step = is_large & (difference > TOLERANCE[dtype]) & (difference <= step_size)
+            rounded, large = rounded + int(is_step.sum()), large + int(is_large.sum())
+            difference = difference.masked_fill(is_step, 0.0)
+        if difference.max() >= largest:
+            largest, where = float(difference.max()), name
+    return {"largest": largest, "where": where, "rounded": rounded, "large": large}
+
+
 def work(number: int, ranks: int, port: int, folder: Path) -> None:
     """Continue what the other number of ranks left in `folder`, if anything, and leave a step of one's own
     there.
@@ -82,7 +104,7 @@ def work(number: int, ranks: int, port: int, folder: Path) -> None:
             assert engine.steps_done == 1
             step(engine)
             continued, whole = weights(engine), torch.load(folder / f"whole-{name}.pt")
-            found[name] = deepspeed_step.largest_difference(continued, whole)
+            found[name] = compare(continued, whole, setting[1])
         engine = engine_of(rank, *setting, allow=False)
         step(engine)
         engine.save_checkpoint(folder / f"{ranks}-{name}")
@@ -98,7 +120,7 @@ def work(number: int, ranks: int, port: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By direction and setting: (largest difference, parameter)."""
+    """By direction and setting: the result of `compare`."""
     from torch.multiprocessing import spawn
 
     folder = tmp_path_factory.mktemp("ranks")
@@ -117,10 +139,9 @@ def test_training_continues_on_another_number_of_ranks(
 ) -> None:
     found = differences[direction]
     for setting in SETTINGS:
-        difference, parameter = found[label(*setting)]
-        assert difference <= TOLERANCE[setting[1]], (
-            f"{label(*setting)}: {parameter} differs by {difference:.2g}"
-        )
+        result = found[label(*setting)]
+        assert result["largest"] <= TOLERANCE[setting[1]], (label(*setting), result)
+        assert result["rounded"] <= 0.01 * result["large"], (label(*setting), result)
 
 
 @pytest.mark.parametrize(
