@@ -39,7 +39,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
     # torch declares Function.apply without types
     parts: list[Tensor] = [
         _Attention.apply(*part, factor)  # type: ignore[no-untyped-call]
-        for part in zip(q.split(at_once), k.split(at_once), v.split(at_once), strict=True)
+        for part in zip(*(torch.split(x, at_once) for x in (q, k, v)), strict=True)
     ]
     output = parts[0] if len(parts) == 1 else torch.cat(parts)
     return output.view(sequences, heads, *output.shape[1:]).transpose(1, 2)
