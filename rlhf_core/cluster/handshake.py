@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,7 +250,7 @@ def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> 
     return found
 
 
-def nccl_interfaces(wanted: str, interfaces: Iterable[str]) -> list[str]:
+def nccl_interfaces(wanted: str, interfaces: Collection[str]) -> list[str]:
     """Return the interfaces that NCCL may use with this value of NCCL_SOCKET_IFNAME.
 
     The value is a list of prefixes, with commas between them. After "=" they are whole names. A "^" at the
@@ -259,11 +259,11 @@ def nccl_interfaces(wanted: str, interfaces: Iterable[str]) -> list[str]:
     listed = wanted.removeprefix("^")
     names = [name for name in listed.removeprefix("=").split(",") if name]
     is_exact, is_excluded = listed.startswith("="), wanted.startswith("^")
-    return [
-        interface
-        for interface in interfaces
-        if any(interface == name if is_exact else interface.startswith(name) for name in names) != is_excluded
-    ]
+    if is_exact:
+        matching = {interface for interface in interfaces if interface in names}
+    else:
+        matching = {interface for interface in interfaces if interface.startswith(tuple(names))}
+    return [interface for interface in interfaces if (interface in matching) != is_excluded]
 
 
 def compare_versions(own: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

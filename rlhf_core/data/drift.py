@@ -160,15 +160,18 @@ def statistics_of_new_rows(champion: Path, folder: Path) -> DataStatistics:
     found = DataStatistics()
     decode, decode_old = load_decoder(folder), load_decoder(champion)
     tokenizers = [(data / "tokenizer" / "tokenizer.json").read_bytes() for data in (champion, folder)]
-    # With one tokenizer, equal texts are equal tokens, and nothing is decoded.
-    decodes = tokenizers[0] != tokenizers[1]
+
+    def digest(row: Sequence[Any], decode: Callable[[Sequence[int]], str]) -> bytes:
+        # With one tokenizer, equal tokens are equal texts, and nothing has to be decoded.
+        return _digest(row if tokenizers[0] == tokenizers[1] else _texts(row, decode))
+
     for name, (file, columns) in _TEXTS.items():
         known: set[bytes] = set()
         for split in ("train", "eval"):
             rows = read_evenly(champion, file, split, tuple(columns), None)
-            known.update(_digest(_texts(row, decode_old) if decodes else row) for row in rows)
+            known.update(digest(row, decode_old) for row in rows)
         rows = read_evenly(folder, file, "train", tuple(columns), None)
-        new = [row for row in rows if _digest(_texts(row, decode) if decodes else row) not in known]
+        new = [row for row in rows if digest(row, decode) not in known]
         if MIN_NEW_ROWS <= len(new) < len(rows):
             found.rows[name] = len(new)
             for row in evenly(new, SAMPLED_ROWS):

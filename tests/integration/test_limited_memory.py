@@ -28,7 +28,7 @@ LIMIT = 0.9
 """Memory that a rank may use beyond its baseline, as a share of the weights of one model in float32."""
 RANKS = {"sft": 4, "reward": 4, "ppo": 8}
 """A rank of PPO has shards of three models: policy (with the reference), critic and reward model. On four
-ranks these are 0.75 of the weights of one model, and what a rank needs beside its shards is more than the
+ranks these are 0.75 of the weights of one model, and what a rank needs in addition is more than the
 0.15 that `LIMIT` leaves: on eight ranks it is 0.43, the measured peak of 0.81 without the shards' 0.375.
 """
 
