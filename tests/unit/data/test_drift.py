@@ -103,6 +103,10 @@ def test_new_rows_among_many_old_ones_are_compared_alone(tmp_path: Path) -> None
 
     # Another vocabulary of the tokenizer, so the same texts have other tokens.
     found = drift_of_new("grown", [*old, *foreign])
+    tokenizers = [tmp_path / name / "tokenizer" / "tokenizer.json" for name in ("champion", "grown")]
+    assert tokenizers[0].read_bytes() != tokenizers[1].read_bytes()
+    new = statistics_of_new_rows(champion, tmp_path / "grown")
+    assert new.rows == dict.fromkeys(("sft", "preference", "prompts"), MIN_NEW_ROWS)
     all_rows = compare(before, statistics(tmp_path / "grown", deduplicated=True))
     assert all(drift.value is not None and drift.value < 0.1 for drift in all_rows)
     assert set(found) == {"lengths", "scripts", "vocabulary"}
