@@ -22,8 +22,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError, StageFailed
-from rlhf_core.run.executors import follow
-from rlhf_core.run.executors.follow import run_remote
+from rlhf_core.run.executors.follow import Waits, run_remote
 from rlhf_core.run.executors.slurm import SlurmJobs
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.types import ArtifactRef
@@ -31,6 +30,7 @@ from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.toy_stage import toy_environment
 
 REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
+WAITS = Waits(poll=0.1, status=0.5)
 UNTIL_ASKED = "with stop.deferred():\n    while not stop.requested:\n        time.sleep(0.05)\n"
 
 
@@ -43,17 +43,19 @@ class Flow:
         self._patch = patch
         self.events: list[dict[str, Any]] = []
         self.log_file = folder / "data-01.log"
+        self.template: Path | None = None
 
     def __call__(self, body: str, on_event: Callable[[dict[str, Any]], None] | None = None) -> ArtifactRef:
         for name, value in toy_environment(self.folder, body).items():
             self._patch.setenv(name, value)
         self._patch.setenv("PATH", self.slurm.path)
-        config = PipelineConfig.model_validate(
-            {"run": {"home": str(self.folder / "home"), "executor": "slurm"}}
-        )
+        run: dict[str, Any] = {"home": str(self.folder / "home"), "executor": "slurm"}
+        if self.template is not None:
+            run["resources"] = {"default": {"template": str(self.template)}}
+        config = PipelineConfig.model_validate({"run": run})
         spec = StageSpec("data", "0" * 16, config)
         scheduler = SlurmJobs(self.folder / "output")
-        return run_remote(scheduler, spec, self.log_file, 60.0, on_event or self.events.append)
+        return run_remote(scheduler, spec, self.log_file, 60.0, on_event or self.events.append, WAITS)
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the stage and its job."""
@@ -67,8 +69,6 @@ class Flow:
 
 @pytest.fixture
 def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flow]:
-    monkeypatch.setattr(follow, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(follow, "_STATUS_SECONDS", 0.5)
     slurm = ScriptedSlurm(tmp_path / "slurm")
     yield Flow(tmp_path, slurm, monkeypatch)
     slurm.close()
@@ -127,8 +127,7 @@ def test_a_job_that_is_killed_quotes_its_log(flow: Flow) -> None:
 
 
 def test_a_node_without_the_store_reports_it(flow: Flow) -> None:
-    script = flow.folder / "other.sbatch"
-    script.write_text('#!/bin/bash\nexec "${@:1:4}" /nowhere "${@:6}"\n')
-    flow._patch.setattr("rlhf_core.run.executors.slurm.TEMPLATES", {"slurm": str(script)})
+    flow.template = flow.folder / "other.sbatch"
+    flow.template.write_text('#!/bin/bash\nexec "${@:1:4}" /nowhere "${@:6}"\n')
     with pytest.raises(StageFailed, match=r"has no spec\.json on this host; use a bucket"):
         flow("return REF")

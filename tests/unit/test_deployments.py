@@ -28,7 +28,7 @@ import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from rlhf_core.config.load import load_config
-from rlhf_core.run.executors.follow import _UNREACHABLE_SECONDS
+from rlhf_core.run.executors.follow import Waits
 from tests.support.deployment_fields import COMPOSE, KUEUE, RAYJOB, walk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,7 +259,7 @@ def test_the_rayjob_ends_by_itself_and_leaves_retries_to_the_flow() -> None:
     assert spec["shutdownAfterJobFinishes"] is True
     # A flow that cannot reach the scheduler looks for the reason of the end during this time. The GPUs of a
     # job without an outcome are reserved until then.
-    assert _UNREACHABLE_SECONDS < spec["ttlSecondsAfterFinished"] <= 600
+    assert Waits().unreachable < spec["ttlSecondsAfterFinished"] <= 600
     assert spec["backoffLimit"] == 0
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     for lock in ("cpu.txt", "gpu.txt"):

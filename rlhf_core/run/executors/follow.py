@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,21 +36,35 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 2.0
-_STATUS_SECONDS = 5.0
-_LOG_SECONDS = 30.0
-_UNREACHABLE_SECONDS = 300.0
-"""How long a scheduler may not answer."""
-_SUBMIT_SECONDS = 60.0
-"""A job that the scheduler does not know, but whose spec is younger, may be about to be submitted."""
-_STOP_SECONDS = TERM_SECONDS + 25.0
-"""Time for a job to see the request, save a checkpoint and end."""
 _SHARED_VARIABLES = (*ADDRESS_VARIABLES, "MLFLOW_TRACKING_URI")
 """Addresses that a job gets from the flow. Secrets come from the cluster."""
 
 
+@dataclass(frozen=True)
+class Waits:
+    """Intervals and limits of following a job, in seconds."""
+
+    poll: float = 2.0
+    """Between two looks for events."""
+    status: float = 5.0
+    """Between two requests for the job's status."""
+    log: float = 30.0
+    """Between two reads of the job's log."""
+    unreachable: float = 300.0
+    """How long a scheduler may not answer."""
+    submit: float = 60.0
+    """A job that the scheduler does not know, but whose spec is younger, may be about to be submitted."""
+    stop: float = TERM_SECONDS + 25.0
+    """Time for a job to see the request, save a checkpoint and end."""
+
+
 def run_remote(
-    scheduler: Scheduler, spec: StageSpec, log_file: Path, timeout: float, on_event: OnEvent
+    scheduler: Scheduler,
+    spec: StageSpec,
+    log_file: Path,
+    timeout: float,
+    on_event: OnEvent,
+    waits: Waits = Waits(),
 ) -> ArtifactRef:
     """Run the stage of `spec` as a job and return its artifact.
 
@@ -59,6 +74,7 @@ def run_remote(
         log_file: Gets a copy of the end of the job's log.
         timeout: Seconds, including the time in queues.
         on_event: Receives the job's events.
+        waits: Intervals and limits.
 
     Raises:
         RLHFError: The error that the stage sent, with its class.
@@ -67,7 +83,7 @@ def run_remote(
         OutOfMemory: The scheduler reports it.
         InfrastructureError: The scheduler or the store did not answer. The job continues.
     """
-    return _Follower(scheduler, spec, log_file, timeout, on_event).run()
+    return _Follower(scheduler, spec, log_file, timeout, on_event, waits).run()
 
 
 def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -78,13 +94,20 @@ def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
 class _Follower:
     def __init__(
-        self, scheduler: Scheduler, spec: StageSpec, log_file: Path, timeout: float, on_event: OnEvent
+        self,
+        scheduler: Scheduler,
+        spec: StageSpec,
+        log_file: Path,
+        timeout: float,
+        on_event: OnEvent,
+        waits: Waits,
     ) -> None:
         self._scheduler = scheduler
         self._spec = spec
         self._log_file = log_file
         self._deadline = time.monotonic() + timeout
         self._on_event = on_event
+        self._waits = waits
         self._store = open_store(spec.config)
         self._answered = time.monotonic()
         """When the scheduler answered last."""
@@ -132,7 +155,7 @@ class _Follower:
             message = f"{self._what(name)} is {status.state} already; following it"
             self._on_event({"event": "warning", "message": message})
             return files
-        if status.state == "missing" and time.time() - submission.time < _SUBMIT_SECONDS:
+        if status.state == "missing" and time.time() - submission.time < self._waits.submit:
             self._await_submission(files)
             return files
         return None
@@ -149,15 +172,15 @@ class _Follower:
 
     def _appears(self, name: str) -> bool:
         """Wait until the scheduler lists the job, and return False if it does not."""
-        deadline = time.monotonic() + _SUBMIT_SECONDS
+        deadline = time.monotonic() + self._waits.submit
         while time.monotonic() < deadline:
             self._check_deadline(name)
             status = self._poll(name)
             if status is None:
-                deadline = time.monotonic() + _SUBMIT_SECONDS
+                deadline = time.monotonic() + self._waits.submit
             elif status.state != "missing":
                 return True
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._waits.poll)
         return False
 
     @property
@@ -197,7 +220,7 @@ class _Follower:
                 self._scheduler.submit(job)
                 break
             except InfrastructureError as error:
-                if time.monotonic() - began > _UNREACHABLE_SECONDS:
+                if time.monotonic() - began > self._waits.unreachable:
                     raise
                 log.info("%s: %s", self._what(name), error.message)
             # A request without an answer may have arrived, and Slurm can take a while to list the job. It
@@ -216,18 +239,18 @@ class _Follower:
             if self._outcome is not None:
                 return status
             self._check_deadline(name)
-            if now - looked > _STATUS_SECONDS:
+            if now - looked > self._waits.status:
                 looked = now
                 status = self._poll(name) or status
             if not status.is_active:
                 self._read_events(files)  # what it wrote before it ended
                 return status
-            if status.state == "pending" and now - began > 2 * _LOG_SECONDS:
+            if status.state == "pending" and now - began > 2 * self._waits.log:
                 self._tell_reason(name, status.message)
-            if now - log_read > _LOG_SECONDS:
+            if now - log_read > self._waits.log:
                 log_read = now
                 self._fetch_log(files, "")
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._waits.poll)
 
     def _poll(self, name: str) -> JobStatus | None:
         """Return the status of the job, or None if the scheduler does not answer at present.
@@ -256,10 +279,10 @@ class _Follower:
                 self._answered = time.monotonic()
                 return answer
             self._check_deadline(name)
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._waits.poll)
 
     def _no_answer(self, name: str, error: InfrastructureError) -> None:
-        if time.monotonic() - self._answered > _UNREACHABLE_SECONDS:
+        if time.monotonic() - self._answered > self._waits.unreachable:
             raise error
         log.info("%s: %s", self._what(name), error.message)
 
@@ -300,13 +323,13 @@ class _Follower:
         try:
             log.info("%s: asked to stop", self._what(name))
             files.ask_to_stop()
-            deadline = time.monotonic() + _STOP_SECONDS
+            deadline = time.monotonic() + self._waits.stop
             while time.monotonic() < deadline:
                 self._read_events(files)
                 # A job that still waits in a queue has nothing to save.
                 if self._outcome is not None or self._scheduler.status(name).state != "running":
                     break
-                time.sleep(POLL_SECONDS)
+                time.sleep(self._waits.poll)
             self._fetch_log(files, "")
         except RLHFError as error:
             log.warning("%s: %s", self._what(name), error.message)

@@ -44,9 +44,15 @@ class KubeRayJobs:
     title = "RayJob"
     holds_resources = True  # the Ray cluster exists until ttlSecondsAfterFinished is over
 
-    def __init__(self, namespace: str | None) -> None:
-        """`namespace`: None for that of the service account or of the kubeconfig."""
+    def __init__(self, namespace: str | None, *, retry_wait: float = 1.0) -> None:
+        """RayJobs of a namespace.
+
+        Args:
+            namespace: None for that of the service account or of the kubeconfig.
+            retry_wait: Seconds before a failed request is sent again, doubled after each attempt.
+        """
         self._given_namespace = namespace
+        self._retry_wait = retry_wait
 
     def submit(self, job: Job) -> None:
         """Create the RayJob, unless one of this name exists already."""
@@ -56,7 +62,7 @@ class KubeRayJobs:
             self._objects.create_namespaced_custom_object(**self._place, body=body, **_LIMIT)
 
         # After a 5xx or a lost connection the object may exist: then the second request answers 409.
-        for attempt in _attempts():
+        for attempt in self._attempts():
             with attempt:
                 self._call(create, accept={409: None})
 
@@ -93,7 +99,7 @@ class KubeRayJobs:
                 **self._place, name=name, propagation_policy="Foreground", **_LIMIT
             )
 
-        for attempt in _attempts():
+        for attempt in self._attempts():
             with attempt:
                 self._call(delete, accept={404: None, 410: None})
 
@@ -159,17 +165,16 @@ class KubeRayJobs:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise InfrastructureError(f"the Kubernetes API server does not answer: {error}") from error
 
+    def _attempts(self) -> tenacity.Retrying:
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(InfrastructureError),
+            stop=tenacity.stop_after_attempt(5),
+            wait=backoff(self._retry_wait, longest=10.0, jitter=(0.5, 1.5)),
+            reraise=True,
+        )
+
 
 _LIMIT = {"_request_timeout": _REQUEST_SECONDS}
-
-
-def _attempts() -> tenacity.Retrying:
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(InfrastructureError),
-        stop=tenacity.stop_after_attempt(5),
-        wait=backoff(1.0, longest=10.0, jitter=(0.5, 1.5)),
-        reraise=True,
-    )
 
 
 def _kubeconfig() -> str | None:

@@ -6,27 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tenacity
 
-from rlhf_core.run.executors import follow, kuberay
+from rlhf_core.run.executors.ray_job import ADDRESS
 from tests.support.scripted_kubernetes import ScriptedKubernetes
+from tests.support.scripted_ray_jobs import ScriptedRayJobs
 
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedKubernetes]:
-    """A scripted API server that KUBECONFIG names; waits between requests are short."""
+    """A scripted API server that KUBECONFIG names."""
     server = ScriptedKubernetes()
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    monkeypatch.setattr(kuberay, "backoff", lambda *_, **__: tenacity.wait_none())
     yield server
     server.close()
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poll without waiting."""
-    monkeypatch.setattr(follow, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(follow, "_STATUS_SECONDS", 0.0)
-    monkeypatch.setattr(follow, "_LOG_SECONDS", 0.02)
-    monkeypatch.setattr(follow, "_STOP_SECONDS", 0.1)
+def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedRayJobs]:
+    """A scripted job server of a Ray cluster, which needs no token."""
+    server = ScriptedRayJobs()
+    monkeypatch.setenv(ADDRESS, server.address)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    yield server
+    server.close()

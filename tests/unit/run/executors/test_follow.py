@@ -15,6 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from rlhf_core.errors import (
     StageTimedOut,
 )
 from rlhf_core.run.executors import base, follow
-from rlhf_core.run.executors.follow import run_remote, shared_environment
+from rlhf_core.run.executors.follow import Waits, run_remote, shared_environment
 from rlhf_core.run.executors.job_files import JobFiles
 from rlhf_core.run.executors.kuberay import KubeRayJobs
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.types import ArtifactRef
 from tests.support.scripted_kubernetes import ScriptedKubernetes
@@ -44,7 +45,7 @@ REF = ArtifactRef("data", KEY, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"ro
 RESULT = {"event": "result", "artifact": REF.to_json()}
 RUNNING = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING", "rayClusterName": "c1"}
 
-pytestmark = pytest.mark.usefixtures("fast")
+FAST = Waits(poll=0.01, status=0.0, log=0.02, stop=0.1)
 
 
 @pytest.fixture
@@ -59,9 +60,19 @@ def store(spec: StageSpec) -> Store:
 
 
 def following(
-    spec: StageSpec, tmp_path: Path, on_event: Callable[[dict[str, Any]], None] = lambda event: None
+    spec: StageSpec,
+    tmp_path: Path,
+    on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    waits: Waits = FAST,
 ) -> ArtifactRef:
-    return run_remote(KubeRayJobs(None), spec, tmp_path / "data-01.log", 20.0, on_event)
+    jobs = KubeRayJobs(None, retry_wait=0.0)
+    return run_remote(jobs, spec, tmp_path / "data-01.log", 20.0, on_event, waits)
+
+
+def follower(
+    scheduler: base.Scheduler, spec: StageSpec, log_file: Path, timeout: float = 20.0, waits: Waits = FAST
+) -> follow._Follower:
+    return follow._Follower(scheduler, spec, log_file, timeout, lambda event: None, waits)
 
 
 class Job(threading.Thread):
@@ -203,13 +214,14 @@ def test_a_job_that_is_deleted_is_a_failure(
         following(spec, tmp_path)
 
 
-def test_the_manifest_decides(
-    api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manifest_decides(api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path) -> None:
     """The node is lost after the job has published its artifact and before its last event."""
-    monkeypatch.setattr(ArtifactStore, "find", lambda _self, kind, key: REF if key == KEY else None)
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "rows.jsonl").write_text("{}\n")
+    published = ArtifactStore(store, spec.home.cache).publish("data", KEY, output, Provenance())
     api.statuses = [RUNNING, {"jobDeploymentStatus": "Failed"}]
-    assert following(spec, tmp_path) == REF
+    assert following(spec, tmp_path) == published
 
 
 def test_a_flow_that_is_started_again_follows_the_same_job(
@@ -236,9 +248,7 @@ def test_a_flow_killed_before_it_submitted_submits_under_the_same_name(
     spec: StageSpec,
     store: Store,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follow, "_SUBMIT_SECONDS", 0.5)
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "kuberay", 20.0, {})
 
@@ -248,7 +258,7 @@ def test_a_flow_killed_before_it_submitted_submits_under_the_same_name(
         files.write_events(1, [RESULT])
 
     Job(store, work)
-    assert following(spec, tmp_path) == REF
+    assert following(spec, tmp_path, waits=replace(FAST, submit=0.5)) == REF
     assert [body["metadata"]["name"] for body in api.created] == [files.submission.job_name]
 
 
@@ -269,7 +279,7 @@ class AcceptsNamesTwice(KubeRayJobs):
     """As Slurm: a second job of the same name is accepted, and a job is not seen at once."""
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__(None, retry_wait=0.0)
         self.submitted: list[str] = []
 
     def submit(self, job: base.Job) -> None:
@@ -293,7 +303,7 @@ def test_two_flows_submit_one_job(spec: StageSpec, store: Store, tmp_path: Path)
 
     def flow(log_file: Path) -> None:
         start.wait()
-        results.append(run_remote(scheduler, spec, log_file, 20.0, lambda event: None))
+        results.append(run_remote(scheduler, spec, log_file, 20.0, lambda event: None, FAST))
 
     flows = [threading.Thread(target=flow, args=[tmp_path / f"{name}.log"], daemon=True) for name in "ab"]
     for each in flows:
@@ -305,15 +315,13 @@ def test_two_flows_submit_one_job(spec: StageSpec, store: Store, tmp_path: Path)
 
 
 def test_of_several_waiting_flows_one_submits_for_the_killed_one(
-    spec: StageSpec, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(follow, "_SUBMIT_SECONDS", 0.2)
     scheduler = AcceptsNamesTwice()
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "kuberay", 20.0, {})
-    waiting = [
-        follow._Follower(scheduler, spec, tmp_path / f"{name}.log", 20.0, lambda event: None) for name in "ab"
-    ]
+    waits = replace(FAST, submit=0.2)
+    waiting = [follower(scheduler, spec, tmp_path / f"{name}.log", waits=waits) for name in "ab"]
     threads = [threading.Thread(target=flow._await_submission, args=[files], daemon=True) for flow in waiting]
     for thread in threads:
         thread.start()
@@ -338,16 +346,15 @@ class Unsteady(AcceptsNamesTwice):
 
 
 def test_waiting_for_another_flow_has_the_same_limits_as_following(
-    spec: StageSpec, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "kuberay", 20.0, {})
     scheduler = Unsteady()
     scheduler.submitted.append(files.submission.job_name)
-    waiting = follow._Follower(scheduler, spec, tmp_path / "a.log", 20.0, lambda event: None)
-    waiting._await_submission(files)
+    follower(scheduler, spec, tmp_path / "a.log")._await_submission(files)
     assert scheduler.asked == 3
-    late = follow._Follower(Unsteady(), spec, tmp_path / "b.log", -1.0, lambda event: None)
+    late = follower(Unsteady(), spec, tmp_path / "b.log", timeout=-1.0)
     with pytest.raises(StageTimedOut, match=r"run\.stage_timeout"):
         late._await_submission(files)
 
@@ -373,9 +380,8 @@ class Refuses(Unsteady):
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_job_is_submitted_when_the_scheduler_answers_again(
-    spec: StageSpec, store: Store, tmp_path: Path, arrives: bool, monkeypatch: pytest.MonkeyPatch
+    spec: StageSpec, store: Store, tmp_path: Path, arrives: bool
 ) -> None:
-    monkeypatch.setattr(follow, "_SUBMIT_SECONDS", 0.05)
     scheduler = Refuses(arrives)
 
     def work(files: JobFiles) -> None:
@@ -384,35 +390,33 @@ def test_a_job_is_submitted_when_the_scheduler_answers_again(
         files.write_events(1, [RESULT])
 
     Job(store, work)
-    assert run_remote(scheduler, spec, tmp_path / "data-01.log", 20.0, lambda event: None) == REF
+    waits = replace(FAST, submit=0.05)
+    assert run_remote(scheduler, spec, tmp_path / "data-01.log", 20.0, lambda event: None, waits) == REF
     assert len(scheduler.submitted) == 1
 
 
 def test_a_job_is_looked_up_until_the_scheduler_answers(
-    spec: StageSpec, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "kuberay", 20.0, {})
     scheduler = Unsteady()
     scheduler.submitted.append(files.submission.job_name)
-    follower = follow._Follower(scheduler, spec, tmp_path / "a.log", 20.0, lambda event: None)
-    found = follower._find()
+    found = follower(scheduler, spec, tmp_path / "a.log")._find()
     assert found is not None and found.folder == files.folder and scheduler.asked == 3
-    monkeypatch.setattr(follow, "_UNREACHABLE_SECONDS", 0.0)
-    follower = follow._Follower(Unsteady(), spec, tmp_path / "b.log", 20.0, lambda event: None)
+    impatient = follower(Unsteady(), spec, tmp_path / "b.log", waits=replace(FAST, unreachable=0.0))
     with pytest.raises(InfrastructureError, match="does not answer"):
-        follower._find()
+        impatient._find()
 
 
 def test_no_flow_takes_over_while_the_scheduler_does_not_answer(
-    spec: StageSpec, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     """The flow that began to submit the job tries it again, too."""
-    monkeypatch.setattr(follow, "_SUBMIT_SECONDS", 0.05)
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "kuberay", 20.0, {})
     scheduler = Unsteady(silent=20)
-    waiting = follow._Follower(scheduler, spec, tmp_path / "a.log", 20.0, lambda event: None)
+    waiting = follower(scheduler, spec, tmp_path / "a.log", waits=replace(FAST, submit=0.05))
     thread = threading.Thread(target=waiting._await_submission, args=[files], daemon=True)
     thread.start()
     while scheduler.asked <= 20 and thread.is_alive():
@@ -441,12 +445,10 @@ def test_a_scheduler_that_does_not_answer_at_all_is_a_fault_and_the_job_continue
     spec: StageSpec,
     store: Store,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follow, "_UNREACHABLE_SECONDS", 0.2)
     Job(store, lambda files: api.failures.extend([503] * 10_000))
     with pytest.raises(InfrastructureError, match="answers 503"):
-        following(spec, tmp_path)
+        following(spec, tmp_path, waits=replace(FAST, unreachable=0.2))
     assert api.count("DELETE") == 0
 
 
@@ -476,7 +478,8 @@ def test_a_job_that_does_not_stop_is_deleted(
     api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path, store: Store
 ) -> None:
     with pytest.raises(StageTimedOut, match=r"run\.stage_timeout=604800 is over"):
-        run_remote(KubeRayJobs(None), spec, tmp_path / "data-01.log", 0.2, lambda event: None)
+        jobs = KubeRayJobs(None, retry_wait=0.0)
+        run_remote(jobs, spec, tmp_path / "data-01.log", 0.2, lambda event: None, FAST)
     assert store.exists(f"jobs/{KEY}/000001/stop")
     assert api.objects == {}
 
@@ -513,7 +516,6 @@ def _killed_flow(api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path) -> st
     files = JobFiles(open_store(spec.config), KEY, 1)
     files.create(spec, "kuberay", 20.0, {})
     name = files.submission.job_name
-    follower = follow._Follower(KubeRayJobs(None), spec, tmp_path / "data-00.log", 20.0, lambda event: None)
-    follower._start(files)
+    follower(KubeRayJobs(None, retry_wait=0.0), spec, tmp_path / "data-00.log")._start(files)
     files.write_events(1, [{"event": "checkpoint", "step": 5}])
     return name

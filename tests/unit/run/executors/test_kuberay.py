@@ -85,7 +85,7 @@ def test_a_template_that_is_no_rayjob_is_refused(tmp_path: Path, text: str) -> N
 
 
 def test_it_is_created_once_in_the_namespace_of_the_kubeconfig(api: ScriptedKubernetes) -> None:
-    jobs = KubeRayJobs(None)
+    jobs = KubeRayJobs(None, retry_wait=0.0)
     jobs.submit(job())
     jobs.submit(job())  # 409
     assert api.requests == [f"POST {PREFIX}"] * 2
@@ -99,7 +99,7 @@ def test_a_failed_request_is_sent_again_and_creates_one_job(
     api: ScriptedKubernetes, failures: list[int | str]
 ) -> None:
     api.failures = list(failures)
-    KubeRayJobs(None).submit(job())
+    KubeRayJobs(None, retry_wait=0.0).submit(job())
     assert list(api.objects) == ["rlhf-sft-1"]
     assert api.count("POST") == len(failures) + 1
 
@@ -107,14 +107,14 @@ def test_a_failed_request_is_sent_again_and_creates_one_job(
 def test_a_server_that_keeps_failing_is_a_fault_that_may_pass(api: ScriptedKubernetes) -> None:
     api.failures = [503] * 20
     with pytest.raises(InfrastructureError, match=r"answers 503: .*scripted 503"):
-        KubeRayJobs(None).submit(job())
+        KubeRayJobs(None, retry_wait=0.0).submit(job())
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 422])
 def test_what_only_the_user_can_correct_is_not_tried_again(api: ScriptedKubernetes, status: int) -> None:
     api.failures = [status]
     with pytest.raises(ConfigError, match=f"answers {status}"):
-        KubeRayJobs(None).submit(job())
+        KubeRayJobs(None, retry_wait=0.0).submit(job())
     assert api.count("POST") == 1
 
 
@@ -144,7 +144,7 @@ def test_without_a_cluster_the_message_names_the_kubeconfig(
     ],
 )
 def test_every_status_has_a_meaning(api: ScriptedKubernetes, status: dict[str, str], state: str) -> None:
-    jobs = KubeRayJobs(None)
+    jobs = KubeRayJobs(None, retry_wait=0.0)
     jobs.submit(job())
     api.statuses = [status]
     found = jobs.status("rlhf-sft-1")
@@ -153,8 +153,8 @@ def test_every_status_has_a_meaning(api: ScriptedKubernetes, status: dict[str, s
 
 
 def test_a_job_that_is_gone_is_missing(api: ScriptedKubernetes) -> None:
-    assert KubeRayJobs(None).status("rlhf-sft-1").state == "missing"
-    assert KubeRayJobs(None).log_tail("rlhf-sft-1") == ""
+    assert KubeRayJobs(None, retry_wait=0.0).status("rlhf-sft-1").state == "missing"
+    assert KubeRayJobs(None, retry_wait=0.0).log_tail("rlhf-sft-1") == ""
 
 
 @pytest.mark.parametrize("failure", [410, 500, "drop"])
@@ -163,14 +163,14 @@ def test_a_status_that_cannot_be_read_is_a_fault_that_may_pass(
 ) -> None:
     api.failures = [failure]
     with pytest.raises(InfrastructureError):
-        KubeRayJobs(None).status("rlhf-sft-1")
+        KubeRayJobs(None, retry_wait=0.0).status("rlhf-sft-1")
 
 
 @pytest.mark.parametrize("failures", [[], [404], [410], [500, "drop"]])
 def test_deleting_is_tried_again_and_what_is_gone_is_no_error(
     api: ScriptedKubernetes, failures: list[int | str]
 ) -> None:
-    jobs = KubeRayJobs(None)
+    jobs = KubeRayJobs(None, retry_wait=0.0)
     jobs.submit(job())
     api.failures = list(failures)
     jobs.cancel("rlhf-sft-1")
@@ -179,7 +179,7 @@ def test_deleting_is_tried_again_and_what_is_gone_is_no_error(
 
 
 def test_the_log_is_that_of_the_head(api: ScriptedKubernetes) -> None:
-    jobs = KubeRayJobs(None)
+    jobs = KubeRayJobs(None, retry_wait=0.0)
     jobs.submit(job())
     api.pod_log = "one\ntwo\n"
     assert jobs.log_tail("rlhf-sft-1") == "one\ntwo\n"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def test_sbatch_gets_the_resources_of_the_stage(slurm: ScriptedSlurm, jobs: Slur
 
 @pytest.mark.parametrize("is_bucket", [False, True])
 def test_output_goes_to_a_folder_that_the_nodes_have(
-    slurm: ScriptedSlurm, tmp_path: Path, is_bucket: bool, monkeypatch: pytest.MonkeyPatch
+    slurm: ScriptedSlurm, tmp_path: Path, is_bucket: bool
 ) -> None:
     slurm.hold()
     store = "s3://models/rlhf" if is_bucket else str(tmp_path / "mounted")
@@ -85,9 +86,14 @@ def test_output_goes_to_a_folder_that_the_nodes_have(
     file = Path(output.removeprefix("--output="))
     assert file.parent == (Path("/tmp") if is_bucket else tmp_path / "mounted" / "jobs" / "slurm")
     assert file.parent.is_dir()
-    monkeypatch.setattr(Path, "is_file", lambda self: True)
-    monkeypatch.setattr(Path, "read_text", lambda self, **_: "a file of this host")
-    assert open_scheduler(config, "sft").log_tail("x") == ("" if is_bucket else "a file of this host")
+    name = f"rlhf-{uuid.uuid4().hex}"
+    of_this_host = file.parent / f"{name}.out"
+    of_this_host.write_text("a file of this host")
+    try:
+        tail = open_scheduler(config, "sft").log_tail(name)
+    finally:
+        of_this_host.unlink()
+    assert tail == ("" if is_bucket else "a file of this host")
 
 
 @pytest.mark.parametrize("state", ["pending", "succeeded"])
