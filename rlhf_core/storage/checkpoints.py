@@ -133,6 +133,7 @@ class CheckpointStore:
         hosts: HostParts | None = None,
         settings: Mapping[str, str] | None = None,
         on_event: Callable[[Literal["resumed", "checkpoint"], int], None] = lambda event, step: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the checkpoints of a stage; nothing is read yet.
 
@@ -147,6 +148,7 @@ class CheckpointStore:
             settings: settings that change results by rounding only; a change since the checkpoint is logged.
             on_event: called with the step of a checkpoint that is resumed from, and of each that is
                 committed.
+            clock: seconds from any start, for `seconds`.
         """
         self._store = store
         self._root = checkpoint_prefix(stage_key)
@@ -159,12 +161,13 @@ class CheckpointStore:
         self._on_event = on_event
         self._background_upload: _BackgroundUpload | None = None
         self._earlier_seconds = 0.0
-        self._opened = time.monotonic()
+        self._clock = clock
+        self._opened = clock()
 
     @property
     def seconds(self) -> float:
         """Duration of the work that the next checkpoint contains, over all attempts."""
-        return self._earlier_seconds + time.monotonic() - self._opened
+        return self._earlier_seconds + self._clock() - self._opened
 
     def latest(self) -> tuple[int, Path] | None:
         """Return (step, verified local folder) of the newest intact checkpoint; None if none was ever
@@ -268,7 +271,7 @@ class CheckpointStore:
             score: higher is better, for `keep_best`.
             known: scores of earlier checkpoints, by step, that were determined after those were saved.
         """
-        started = time.monotonic()
+        started = self._clock()
         # With an outbox, the checkpoint is on the local disk before the store is asked for anything.
         if self._outbox is None:
             self._may_commit()
@@ -309,7 +312,7 @@ class CheckpointStore:
             self._background_upload = _BackgroundUpload(step, lambda: self._upload(step))
         shutil.rmtree(folder)
         megabytes = sum(entry.size for entry in files) / 1e6
-        log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, time.monotonic() - started)
+        log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, self._clock() - started)
 
     def best(self, known: Mapping[int, float] | None = None) -> str | None:
         """Return the address of the checkpoint with the highest score, or None if none has a score.
@@ -319,13 +322,13 @@ class CheckpointStore:
         scored = self._scored(self._steps(), known or {})
         return self._store.uri(self._prefix(max(scored)[1])) if scored else None
 
-    def finish(self) -> None:
-        """Wait for the last upload for `LAST_SECONDS`, and log if it is unfinished or failed.
+    def finish(self, seconds: float = LAST_SECONDS) -> None:
+        """Wait for the last upload for at most `seconds`, and log if it is unfinished or failed.
 
         Raises nothing.
         """
         if self._background_upload is not None:
-            self._background_upload.report(LAST_SECONDS)
+            self._background_upload.report(seconds)
 
     def clear(self) -> None:
         """Delete all checkpoints, after the stage's artifact was published. Damaged ones stay."""

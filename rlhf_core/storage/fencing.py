@@ -4,12 +4,13 @@ Attempts are numbered by objects that are created only if absent, in `{store}/ch
 key}/attempts/%06d.json`. Only the attempt with the highest number commits checkpoints and artifacts, so a
 process that was believed dead cannot overwrite its successor.
 
-An attempt has a lease: while it runs, it rewrites `attempts/%06d.beat` every `BEAT_SECONDS`, and at its end
-it writes there that it has ended (`renewed`). `acquire` claims a key as soon as no other attempt holds it:
+An attempt has a lease: while it runs, it rewrites `attempts/%06d.beat` in intervals (`LeaseTimes`), and at
+its end it writes there that it has ended (`renewed`). `acquire` claims a key as soon as no other attempt
+holds it:
 
-    holder on this machine      it is alive as long as its process; after `WAIT_SECONDS` an error names it
-    holder on another machine   it is alive as long as that object changes; it is superseded after
-                                `MISSED_BEATS` intervals without a change
+    holder on this machine      it is alive as long as its process; after a minute an error names it
+    holder on another machine   it is alive as long as that object changes; it is superseded after three
+                                intervals without a change
 
 Only changes are observed, with the clock of the observer, so the clocks of machines need not agree.
 
@@ -28,7 +29,6 @@ import os
 import re
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,25 +39,41 @@ import psutil
 
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.store import Store
+from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
 from rlhf_core.system.processes import ProcessId, this_machine
 from rlhf_core.types import checkpoint_prefix
 
 log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 60.0
-"""A stage whose flow was killed may take 20 s to stop, and its guard a little longer."""
-BEAT_SECONDS = 10.0
-"""Interval in which the lease of an attempt is renewed."""
-MISSED_BEATS = 3
-"""Intervals without a renewal after which an attempt on another machine counts as dead."""
-_LOCAL_POLL_SECONDS = 0.5
-_REMOTE_POLL_SECONDS = 2.0
-_RELEASE_SECONDS = 5.0
-"""Longest wait for a renewal under way, before the lease is released."""
 _ENDED = b"ended"
 _MAX_CLAIMS = 1000
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Exceptions raised when a record that was not written by `claim` is read."""
+
+
+@dataclass(frozen=True)
+class LeaseTimes:
+    """Intervals and waits of leases, in seconds."""
+
+    wait: float = 60.0
+    """Longest wait for a holder on this machine. A stage whose flow was killed may take 20 s to stop, and its
+    guard a little longer.
+    """
+    beat: float = 10.0
+    """Interval in which the lease of an attempt is renewed."""
+    missed_beats: int = 3
+    """Intervals without a renewal after which an attempt on another machine counts as dead."""
+    local_poll: float = 0.5
+    """Interval in which a holder on this machine is observed."""
+    remote_poll: float = 2.0
+    """Interval in which a holder on another machine is observed."""
+    release: float = 5.0
+    """Longest wait for a renewal under way, before the lease is released."""
+
+    @property
+    def takeover(self) -> float:
+        """Time without a renewal after which an attempt on another machine counts as dead."""
+        return self.missed_beats * self.beat
 
 
 @dataclass(frozen=True)
@@ -79,11 +95,20 @@ class Fence:
             )
 
 
-def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> Fence:
-    """Claim the key of stage `name` when no other attempt holds it.
+def acquire(
+    store: Store, stage_key: str, name: str, times: LeaseTimes = LeaseTimes(), clock: Clock = SYSTEM_CLOCK
+) -> Fence:
+    """Claim the key of a stage when no other attempt holds it.
 
-    Raises StageHeld if a process of this machine holds it for longer than `seconds`. A holder on another
+    Raises StageHeld if a process of this machine holds it for longer than `times.wait`. A holder on another
     machine is waited for as long as it renews its lease.
+
+    Args:
+        store: the store with the attempts.
+        stage_key: the key.
+        name: the stage, for messages.
+        times: of all attempts at this key.
+        clock: for the waits.
     """
     waited = False
     holder: _Holder | None = None
@@ -94,18 +119,18 @@ def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECON
             if holder is None or holder.attempt != attempt:
                 holder = _read_holder(store, stage_key, attempt)
             # None: no attempt has claimed the key yet, or its record cannot be read.
-            if holder is None or not holder.is_alive(store, stage_key):
+            if holder is None or not holder.is_alive(store, stage_key, times, clock.monotonic()):
                 break
-            if holder.is_here and holder.seconds > seconds:
+            if holder.is_here and holder.seconds > times.wait:
                 raise StageHeld(
                     f"stage {name} of this configuration is being made by {holder.describe()}; wait until it"
                     f" is done, or end its run{_how_to_end(holder.process)} and type the command again"
                 )
             if not waited:
-                limit = f" for up to {seconds:g} s" if holder.is_here else ""
+                limit = f" for up to {times.wait:g} s" if holder.is_here else ""
                 log.warning("stage %s is held by %s; waiting for it%s", name, holder.describe(), limit)
                 waited = True
-            time.sleep(_LOCAL_POLL_SECONDS if holder.is_here else _REMOTE_POLL_SECONDS)
+            clock.sleep(times.local_poll if holder.is_here else times.remote_poll)
         # Exactly the next number: of several processes that wait for the same holder, one gets it.
         if _create(store, stage_key, attempt + 1):
             return Fence(store, stage_key, attempt + 1)
@@ -123,7 +148,7 @@ def claim(store: Store, stage_key: str) -> Fence:
 
 
 @contextlib.contextmanager
-def renewed(fence: Fence) -> Iterator[None]:
+def renewed(fence: Fence, times: LeaseTimes = LeaseTimes()) -> Iterator[None]:
     """Renew the lease of an attempt in this context, and release it at the end.
 
     A renewal that fails is logged: if no other succeeds, an attempt on another machine takes over.
@@ -134,7 +159,7 @@ def renewed(fence: Fence) -> Iterator[None]:
     def renew() -> None:
         beats = 0
         # No renewal at the start: an observer counts from its first observation.
-        while not ended.wait(BEAT_SECONDS):
+        while not ended.wait(times.beat):
             beats += 1
             try:
                 fence.store.put_bytes(beat, str(beats).encode())
@@ -147,7 +172,7 @@ def renewed(fence: Fence) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(_RELEASE_SECONDS)
+        thread.join(times.release)
         if not thread.is_alive():  # else the store does not answer
             with contextlib.suppress(StoreError):
                 fence.store.put_bytes(beat, _ENDED)
@@ -169,25 +194,24 @@ class _Holder:
     _beat: bytes | None = None
     _observed: float | None = None
 
-    def is_alive(self, store: Store, stage_key: str) -> bool:
-        """Observe it once more, and return whether it still holds the key."""
+    def is_alive(self, store: Store, stage_key: str, times: LeaseTimes, now: float) -> bool:
+        """Observe it once more, at the time `now`, and return whether it still holds the key."""
         if self.is_here:
-            self._pass_time(math.inf)
+            self._pass_time(now, math.inf)
             # This process would wait for itself until the time is over.
             return self.process.pid != os.getpid() and self.process.alive()
         # Versions without leases: whether the holder is alive cannot be seen, so it is not waited for.
         beat = store.read_bytes(_beat_key(stage_key, self.attempt)) if self.has_lease else _ENDED
         if beat == _ENDED:
             return False
-        # A longer time since the last observation counts as 4 s: this process was suspended, or the store did
-        # not answer, and the holder may have had the same trouble.
-        self._pass_time(2 * _REMOTE_POLL_SECONDS)
+        # A longer time since the last observation counts as two intervals: this process was suspended, or the
+        # store did not answer, and the holder may have had the same trouble.
+        self._pass_time(now, 2 * times.remote_poll)
         if beat != self._beat:
             self._beat, self.seconds = beat, 0.0
-        return self.seconds < MISSED_BEATS * BEAT_SECONDS
+        return self.seconds < times.takeover
 
-    def _pass_time(self, most: float) -> None:
-        now = time.monotonic()
+    def _pass_time(self, now: float, most: float) -> None:
         if self._observed is not None:
             self.seconds += min(now - self._observed, most)
         self._observed = now

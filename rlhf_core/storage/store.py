@@ -145,33 +145,35 @@ class Store:
         Raises StoreUnavailable for a failure that may be temporary and lasts `retry_seconds`, ConfigError for
         any other.
         """
-        key, data = f"probe-{uuid.uuid4().hex}", b"probe"
-        backend = _open(self.url, self._endpoint, retry_seconds)
-        try:
-            backend.put_bytes(key, data)
-            intact = backend.sizes(key) == {key: len(data)} and backend.read_bytes(key) == data
-            backend.delete([key])
-        except StoreUnavailable as error:
-            raise StoreUnavailable(
-                f"store.url={self.url!r} cannot be used now: {error.message}; correct its address, or wait"
-                " until it answers"
-            ) from error
-        except StoreError as error:
-            raise ConfigError(f"store.url={self.url!r} cannot be used: {error.message}") from error
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"store.url={self.url!r} cannot be used: no folder can be made there."
-            ) from error
-        except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            # Unexpected exceptions of a library. The same command would raise them again.
-            raise ConfigError(
-                f"store.url={self.url!r} cannot be used: {type(error).__name__}:"
-                f" {scrubbed(str(error))[:200]}; correct store.url or store.endpoint"
-            ) from error
-        if not intact:
-            raise ConfigError(
-                f"store.url={self.url!r} cannot be used: it did not give back what was written to it."
-            )
+        check_backend(_open(self.url, self._endpoint, retry_seconds), self.url)
+
+
+def check_backend(backend: Backend, url: str) -> None:
+    """Write, list, read and delete a small object. `url` is for messages; the exceptions are those of
+    `Store.check`.
+    """
+    key, data = f"probe-{uuid.uuid4().hex}", b"probe"
+    try:
+        backend.put_bytes(key, data)
+        intact = backend.sizes(key) == {key: len(data)} and backend.read_bytes(key) == data
+        backend.delete([key])
+    except StoreUnavailable as error:
+        raise StoreUnavailable(
+            f"store.url={url!r} cannot be used now: {error.message}; correct its address, or wait"
+            " until it answers"
+        ) from error
+    except StoreError as error:
+        raise ConfigError(f"store.url={url!r} cannot be used: {error.message}") from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"store.url={url!r} cannot be used: no folder can be made there.") from error
+    except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        # Unexpected exceptions of a library. The same command would raise them again.
+        raise ConfigError(
+            f"store.url={url!r} cannot be used: {type(error).__name__}:"
+            f" {scrubbed(str(error))[:200]}; correct store.url or store.endpoint"
+        ) from error
+    if not intact:
+        raise ConfigError(f"store.url={url!r} cannot be used: it did not give back what was written to it.")
 
 
 def open_store(config: PipelineConfig) -> Store:

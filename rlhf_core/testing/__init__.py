@@ -23,8 +23,9 @@ A stage or a training loop:
 `rlhf_core.testing.trainer` a scripted training engine, and `rlhf_core.testing.fleet` the ranks and engines of
 PPO. They are separate modules, because the last two import torch.
 
-The store needs no fake: `rlhf_core.storage.store.Store` on a local folder has the same commits, digests and
-fencing as one on S3.
+`rlhf_core.storage.store.Store` on a local folder has the same commits, digests and fencing as one on S3.
+`rlhf_core.testing.store` has one that fails or waits at chosen operations, and `rlhf_core.testing.clock` a
+clock that does not wait.
 """
 
 from rlhf_core.run.local_context import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context

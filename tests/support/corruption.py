@@ -20,6 +20,7 @@ from rlhf_core.storage.bundles import FileEntry, digest_of
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.digests import json_sha256
+from rlhf_core.types import checkpoint_prefix
 from tests.support.checkpoints import keep
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2048\n"
@@ -69,6 +70,14 @@ def forged(change: Callable[[dict[str, Any]], object]) -> Mutation:
         return json.dumps({**content, "checksum": json_sha256(content)}).encode()
 
     return mutate
+
+
+def set_versions(store: Store, stage_key: str, step: int, **versions: str) -> None:
+    """Change the versions in the manifest of a checkpoint, as if other ones had written it."""
+    keys = store.list(f"{checkpoint_prefix(stage_key)}/step-{step:08d}")
+    [key] = [key for key in keys if key.endswith("/manifest.json")]
+    change = forged(lambda manifest: manifest["made_with"].update(versions))
+    store.put_bytes(key, change(store.read_bytes(key) or b"") or b"")
 
 
 FORGERIES: dict[str, Mutation] = {

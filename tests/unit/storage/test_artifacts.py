@@ -16,20 +16,21 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.errors import CorruptArtifact, InputError, RLHFError, Superseded
+from rlhf_core.errors import CorruptArtifact, InputError, StoreError, Superseded
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.fencing import Fence, claim
 from rlhf_core.storage.store import Store
+from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
 
 KEY = "0123456789abcdef"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+def store(tmp_path: Path) -> ScriptedStore:
+    return ScriptedStore(tmp_path / "store")
 
 
 @pytest.fixture
@@ -159,21 +160,19 @@ def test_artifact_with_a_damaged_manifest_is_made_again(
 
 
 def test_replacement_of_a_damaged_artifact_is_left_alone(
-    artifacts: ArtifactStore, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: ArtifactStore, store: ScriptedStore, tmp_path: Path
 ) -> None:
     damaged = publish(artifacts, output(tmp_path))
+    flip(Path(damaged.uri) / "policy" / "model.safetensors")
     replaced: list[ArtifactRef] = []
-    fetch = bundles.fetch
 
-    def slow(*arguments: Any, **named: Any) -> Path:
-        # While this one hashes, another finds the damage first and makes the artifact again.
-        monkeypatch.setattr(bundles, "fetch", fetch)
+    def replace() -> None:
         bundles.mark_damaged(store, f"artifacts/ppo/{KEY}", "found by another")
         replaced.append(publish(artifacts, output(tmp_path, extra="whole")))
-        raise CorruptArtifact("model.safetensors is damaged.")
 
-    monkeypatch.setattr(bundles, "fetch", slow)
-    with pytest.raises(CorruptArtifact):
+    # Before this one hashes, another finds the damage first and makes the artifact again.
+    store.before("sizes", replace)
+    with pytest.raises(CorruptArtifact, match=r"model\.safetensors does not have the sha256"):
         artifacts.fetch(damaged)
     assert artifacts.find("ppo", KEY) == replaced[0]
 
@@ -226,19 +225,10 @@ def test_one_attempt_publishing_twice_does_not_touch_what_it_published(
     assert ArtifactStore(store, tmp_path / "cache").fetch(first) == Path(first.uri)
 
 
-def test_one_of_two_concurrent_publishers_wins(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_two_concurrent_publishers_wins(store: ScriptedStore, tmp_path: Path) -> None:
     slow, quick = (ArtifactStore(store, tmp_path / "cache") for _ in range(2))
-    plain = Store.put_if_absent
-
-    def overtaken(self: Store, key: str, data: bytes) -> bool:
-        # The other one publishes after this one has stored its files and just before its manifest.
-        monkeypatch.setattr(Store, "put_if_absent", plain)
-        publish(quick, output(tmp_path, "b", extra="quick"))
-        return plain(self, key, data)
-
-    monkeypatch.setattr(Store, "put_if_absent", overtaken)
+    # The other one publishes after this one has stored its files and just before its manifest.
+    store.before("put_if_absent", lambda: publish(quick, output(tmp_path, "b", extra="quick")))
     ref = publish(slow, output(tmp_path, "a", extra="slow"))
     assert (slow.fetch(ref) / "policy" / "model.safetensors").read_bytes().endswith(b"quick")
     folders = {key.split("/")[3] for key in store.list(f"artifacts/ppo/{KEY}")}
@@ -255,17 +245,12 @@ def test_a_superseded_attempt_cannot_publish(artifacts: ArtifactStore, store: St
 
 
 def test_an_attempt_superseded_during_the_upload_publishes_nothing_and_changes_nothing(
-    artifacts: ArtifactStore, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: ArtifactStore, store: ScriptedStore, tmp_path: Path
 ) -> None:
     old = claim(store, KEY)
-    plain = Store.put_file
-
-    def overtaken(self: Store, local: Path, key: str, *, link: bool = False) -> None:
-        monkeypatch.setattr(Store, "put_file", plain)
-        publish(artifacts, output(tmp_path, "b", extra="new"), claim(store, KEY))
-        plain(self, local, key, link=link)
-
-    monkeypatch.setattr(Store, "put_file", overtaken)
+    store.before(
+        "put_file", lambda: publish(artifacts, output(tmp_path, "b", extra="new"), claim(store, KEY))
+    )
     with pytest.raises(Superseded):
         publish(artifacts, output(tmp_path, "a", extra="old"), old)
     ref = artifacts.find("ppo", KEY)
@@ -274,20 +259,11 @@ def test_an_attempt_superseded_during_the_upload_publishes_nothing_and_changes_n
 
 
 def test_failing_store_leaves_nothing_visible(
-    artifacts: ArtifactStore, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: ArtifactStore, store: ScriptedStore, tmp_path: Path
 ) -> None:
-    plain, calls = Store.put_file, 0
-
-    def failing(self: Store, local: Path, key: str, *, link: bool = False) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RLHFError("503")
-        plain(self, local, key, link=link)
-
-    monkeypatch.setattr(Store, "put_file", failing)
+    store.before("put_file", StoreError("503"), call=3)
     folder = output(tmp_path)
-    with pytest.raises(RLHFError, match="503"):
+    with pytest.raises(StoreError, match="503"):
         publish(artifacts, folder, claim(store, KEY))
     assert artifacts.find("ppo", KEY) is None
     ref = publish(artifacts, folder, claim(store, KEY))

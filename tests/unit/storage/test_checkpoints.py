@@ -13,26 +13,28 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, StoreError, Superseded
-from rlhf_core.storage import checkpoints as module
+from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError, Superseded
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
+from rlhf_core.system.overriding import override
+from rlhf_core.testing.store import ScriptedStore
 from tests.support.checkpoints import keep
+from tests.support.corruption import set_versions
 
 KEY = "stage0"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+def store(tmp_path: Path) -> ScriptedStore:
+    return ScriptedStore(tmp_path / "store")
 
 
 def checkpoints(store: Store, tmp_path: Path, newest: int = 2) -> CheckpointStore:
@@ -68,33 +70,32 @@ def test_the_newest_checkpoint_comes_back_bit_by_bit(store: Store, tmp_path: Pat
     assert not (tmp_path / "state-10").exists(), "save consumes the folder"
 
 
-def test_seconds_exclude_work_after_the_checkpoint(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    # Only this module's clock stops: a thread pool waits for ever on a process-wide one.
-    monkeypatch.setattr("rlhf_core.storage.checkpoints.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    first = checkpoints(store, tmp_path)
-    clock[0] += 30
+def test_seconds_exclude_work_after_the_checkpoint(store: Store, tmp_path: Path) -> None:
+    now = 100.0
+
+    def opened() -> CheckpointStore:
+        return CheckpointStore(store, KEY, tmp_path / "work", keep(2), claim(store, KEY), clock=lambda: now)
+
+    first = opened()
+    now += 30
     first.save(1, state(tmp_path, "1"))
-    clock[0] += 500  # lost
-    second = checkpoints(store, tmp_path)
+    now += 500  # lost
+    second = opened()
     assert second.latest() is not None
-    clock[0] += 12
+    now += 12
     assert second.seconds == pytest.approx(42)
 
 
 def test_a_checkpoint_of_other_code_is_refused_unless_that_is_allowed(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints(store, tmp_path).save(1, state(tmp_path, "1"))
-    made = module._made_with()
-    monkeypatch.setattr(module, "_made_with", lambda: {**made, "mlflow": "99.0"})
+    set_versions(store, KEY, 1, mlflow="99.0")
     assert checkpoints(store, tmp_path).latest() is not None, "it decides about no bit"
-    monkeypatch.setattr(module, "_made_with", lambda: {**made, "torch": "99.0"})
+    set_versions(store, KEY, 1, mlflow=version("mlflow"), torch="99.0")
     with pytest.raises(
         ConfigError,
-        match=rf"store\.allow_other_code: .* step 1 .*\(torch {re.escape(made['torch'])} -> 99\.0\)",
+        match=rf"store\.allow_other_code: .* step 1 .*\(torch 99\.0 -> {re.escape(version('torch'))}\)",
     ):
         checkpoints(store, tmp_path).latest()
     allowed = CheckpointStore(
@@ -175,35 +176,28 @@ def test_damaged_best_checkpoint_is_marked_and_kept(store: Store, tmp_path: Path
     assert any(name.startswith("damaged-") for name in files(store, 1))
 
 
-def test_old_ones_go_only_after_the_new_one_is_committed(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_ones_go_only_after_the_new_one_is_committed(store: ScriptedStore, tmp_path: Path) -> None:
     saver = checkpoints(store, tmp_path, newest=1)
     saver.save(1, state(tmp_path, "1"))
-
-    def full(self: Store, key: str, data: bytes) -> bool:
-        raise RLHFError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "put_if_absent", full)
-        with pytest.raises(RLHFError, match="no space"):
-            saver.save(2, state(tmp_path, "2"))
+    store.before("put_if_absent", StoreError("no space left"), key="manifest.json")
+    with pytest.raises(StoreError, match="no space"):
+        saver.save(2, state(tmp_path, "2"))
     found = saver.latest()
     assert found is not None and found[0] == 1
 
 
-def test_lost_file_is_noticed_before_the_manifest(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = checkpoints(store, tmp_path)
-    saver.save(1, state(tmp_path, "1"))
-    plain = Store.put_file
+class LossyStore(Store):
+    """A store that does not keep the file of one rank."""
 
-    def lossy(self: Store, local: Path, key: str, *, link: bool = False) -> None:
+    @override
+    def put_file(self, local: Path, key: str, *, link: bool = False) -> None:
         if not key.endswith("rank1.bin"):
-            plain(self, local, key, link=link)
+            super().put_file(local, key, link=link)
 
-    monkeypatch.setattr(Store, "put_file", lossy)
+
+def test_lost_file_is_noticed_before_the_manifest(store: Store, tmp_path: Path) -> None:
+    checkpoints(store, tmp_path).save(1, state(tmp_path, "1"))
+    saver = checkpoints(LossyStore(tmp_path / "store"), tmp_path)
     with pytest.raises(
         StoreError, match=r"did not keep .*rank1\.bin, which is missing; the same command tries again"
     ):
@@ -383,17 +377,10 @@ def test_a_superseded_attempt_cannot_save_and_harms_nothing(store: Store, tmp_pa
 
 
 def test_superseded_save_cannot_change_the_successors_checkpoint(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ScriptedStore, tmp_path: Path
 ) -> None:
     old = checkpoints(store, tmp_path)
-    plain = Store.put_file
-
-    def overtaken(self: Store, local: Path, key: str, *, link: bool = False) -> None:
-        monkeypatch.setattr(Store, "put_file", plain)
-        checkpoints(store, tmp_path).save(1, state(tmp_path, "new"))
-        plain(self, local, key, link=link)
-
-    monkeypatch.setattr(Store, "put_file", overtaken)
+    store.before("put_file", lambda: checkpoints(store, tmp_path).save(1, state(tmp_path, "new")))
     with pytest.raises(Superseded):
         old.save(1, state(tmp_path, "old"))
     found = checkpoints(store, tmp_path).latest()
@@ -414,30 +401,16 @@ DELETIONS = 1 + 2 * 3
 
 @pytest.mark.parametrize("deletions", range(DELETIONS + 1))
 def test_interrupted_clear_leaves_no_damage(
-    store: Store,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    deletions: int,
+    store: ScriptedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, deletions: int
 ) -> None:
     saver = checkpoints(store, tmp_path)
     for step in (1, 2):
         saver.save(step, state(tmp_path, str(step)))
-    plain, left = Store.delete, deletions
-
-    def delete(self: Store, keys: Sequence[str]) -> None:
-        nonlocal left
-        for key in keys:
-            if left == 0:
-                raise StoreError("killed")
-            left -= 1
-            plain(self, [key])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "delete", delete)
-        # One by one, in the order of their names: of a checkpoint that would have the manifest last.
-        patch.setattr(Store, "delete_prefix", lambda self, prefix: self.delete(self.list(prefix)))
-        with nullcontext() if deletions == DELETIONS else pytest.raises(StoreError):
-            saver.clear()
+    # They are deleted one by one, in the order of their names: of a checkpoint, that would have the manifest
+    # last.
+    store.before("delete", StoreError("killed"), call=deletions + 1)
+    with nullcontext() if deletions == DELETIONS else pytest.raises(StoreError):
+        saver.clear()
+    store.reset()
     checkpoints(store, tmp_path).latest()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -18,6 +18,7 @@ from rlhf_core.errors import CorruptArtifact
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
+from rlhf_core.system.overriding import override
 from tests.support import corruption
 
 
@@ -52,17 +53,21 @@ def test_every_changed_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     assert len(raw) > 1000
 
 
-def test_one_incomplete_read_of_a_manifest_discards_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store(tmp_path / "store")
-    bundle = corruption.artifact(store, tmp_path)
-    plain = Store.read_bytes
+class CutsTheFirstRead(Store):
+    """A store that answers its first read with the first 100 bytes of the object."""
 
-    def cut_once(self: Store, key: str) -> bytes | None:
-        monkeypatch.setattr(Store, "read_bytes", plain)
-        return (plain(self, key) or b"")[:100]
+    reads = 0
 
-    monkeypatch.setattr(Store, "read_bytes", cut_once)
+    @override
+    def read_bytes(self, key: str) -> bytes | None:
+        self.reads += 1
+        found = super().read_bytes(key) or b""
+        return found[:100] if self.reads == 1 else found
+
+
+def test_one_incomplete_read_of_a_manifest_discards_nothing(tmp_path: Path) -> None:
+    bundle = corruption.artifact(Store(tmp_path / "store"), tmp_path)
+    store = CutsTheFirstRead(tmp_path / "store")
     assert ArtifactStore(store, tmp_path / "cache").find("ppo", "k") is not None
+    assert store.reads == 2
     assert bundle.open(tmp_path / "open") == "used"

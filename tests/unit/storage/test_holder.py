@@ -25,10 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.errors import StageHeld
-from rlhf_core.storage import fencing
-from rlhf_core.storage.fencing import BEAT_SECONDS, MISSED_BEATS, acquire, claim, renewed
+from rlhf_core.storage.fencing import LeaseTimes, acquire, claim, renewed
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
+from rlhf_core.testing.clock import ManualClock
 
 KEY = "0123456789abcdef"
 
@@ -61,7 +61,7 @@ def id_of(pid: int) -> ProcessId:
 
 def waited(store: Store) -> float:
     began = time.monotonic()
-    acquire(store, KEY, "ppo", 20.0)
+    acquire(store, KEY, "ppo", LeaseTimes(wait=20.0))
     return time.monotonic() - began
 
 
@@ -69,7 +69,7 @@ def test_a_living_holder_refuses_the_second(tmp_path: Path, other: subprocess.Po
     store = held(tmp_path, id_of(other.pid))
     message = rf"stage ppo .* is being made by process {other.pid} of this machine, .* \(kill {other.pid}\)"
     with pytest.raises(StageHeld, match=message):
-        acquire(store, KEY, "ppo", 0.6)
+        acquire(store, KEY, "ppo", LeaseTimes(wait=0.6))
 
 
 def test_one_that_ends_meanwhile_is_followed(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
@@ -95,28 +95,9 @@ def test_own_or_missing_claim_is_not_waited_for(tmp_path: Path) -> None:
 # -- on another machine --
 
 
-class Clock:
-    """A monotonic clock that only `sleep` moves, and what happens meanwhile."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.events: list[tuple[float, Callable[[], object]]] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        for event in [event for event in self.events if event[0] <= self.now]:
-            self.events.remove(event)
-            event[1]()
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(fencing, "time", made)
-    return made
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
@@ -130,37 +111,38 @@ def beat(store: Store, content: str) -> Callable[[], None]:
     return lambda: store.put_bytes(f"checkpoints/{KEY}/attempts/000001.beat", content.encode())
 
 
-TAKEOVER = MISSED_BEATS * BEAT_SECONDS
+BEAT, TAKEOVER = LeaseTimes().beat, LeaseTimes().takeover
 
 
-def test_silent_holder_is_superseded_after_three_missed_beats(clock: Clock, elsewhere: Store) -> None:
-    assert acquire(elsewhere, KEY, "ppo").attempt == 2
-    assert TAKEOVER <= clock.now - 1000.0 <= TAKEOVER + BEAT_SECONDS
+def test_silent_holder_is_superseded_after_three_missed_beats(clock: ManualClock, elsewhere: Store) -> None:
+    assert acquire(elsewhere, KEY, "ppo", clock=clock).attempt == 2
+    assert TAKEOVER <= clock.now - 1000.0 <= TAKEOVER + BEAT
 
 
-def test_released_lease_is_taken_at_once(clock: Clock, elsewhere: Store) -> None:
+def test_released_lease_is_taken_at_once(clock: ManualClock, elsewhere: Store) -> None:
     beat(elsewhere, "ended")()
-    acquire(elsewhere, KEY, "ppo")
+    acquire(elsewhere, KEY, "ppo", clock=clock)
     assert clock.now == 1000.0
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0.1, TAKEOVER - 5.0), max_size=12))
 def test_holder_is_waited_for_while_it_renews(pauses: list[float]) -> None:
-    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
-        clock = Clock()
-        patch.setattr(fencing, "time", clock)
+    with TemporaryDirectory() as folder:
+        clock = ManualClock()
         store = held(Path(folder), ProcessId(4711, 0.0), host="elsewhere")
         moment = clock.now
         for number, pause in enumerate(pauses):
             moment += pause
             clock.events.append((moment, beat(store, str(number))))
-        acquire(store, KEY, "ppo")
+        acquire(store, KEY, "ppo", clock=clock)
         assert clock.events == [], "it was superseded between two renewals"
-        assert TAKEOVER <= clock.now - moment + 2.0 <= TAKEOVER + BEAT_SECONDS
+        assert TAKEOVER <= clock.now - moment + 2.0 <= TAKEOVER + BEAT
 
 
-def test_time_in_which_the_observer_was_suspended_does_not_count(clock: Clock, elsewhere: Store) -> None:
+def test_time_in_which_the_observer_was_suspended_does_not_count(
+    clock: ManualClock, elsewhere: Store
+) -> None:
     def suspended() -> None:
         clock.now += 3600.0
         # The holder was suspended with it, and goes on five seconds later.
@@ -168,12 +150,12 @@ def test_time_in_which_the_observer_was_suspended_does_not_count(clock: Clock, e
         clock.events.append((clock.now + 6.0, beat(elsewhere, "ended")))
 
     clock.events.append((1010.0, suspended))
-    acquire(elsewhere, KEY, "ppo")
+    acquire(elsewhere, KEY, "ppo", clock=clock)
     assert clock.events == []
-    assert clock.now < 1010.0 + 3600.0 + BEAT_SECONDS
+    assert clock.now < 1010.0 + 3600.0 + BEAT
 
 
-def test_of_two_that_wait_one_takes_over(clock: Clock, elsewhere: Store) -> None:
+def test_of_two_that_wait_one_takes_over(clock: ManualClock, elsewhere: Store) -> None:
     def other_takes_over() -> None:
         claim(elsewhere, KEY)
         file = Path(elsewhere.uri(f"checkpoints/{KEY}/attempts/000002.json"))
@@ -182,7 +164,7 @@ def test_of_two_that_wait_one_takes_over(clock: Clock, elsewhere: Store) -> None
         clock.events.append((clock.now + 20.0, lambda: elsewhere.put_bytes(ended, b"ended")))
 
     clock.events.append((1000.0 + TAKEOVER - 1.0, other_takes_over))
-    assert acquire(elsewhere, KEY, "ppo").attempt == 3
+    assert acquire(elsewhere, KEY, "ppo", clock=clock).attempt == 3
     assert clock.now >= 1000.0 + TAKEOVER + 19.0
 
 
@@ -195,12 +177,11 @@ from rlhf_core.storage.store import Store
 
 folder, host, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 socket.gethostname = lambda: host
-fencing.BEAT_SECONDS = 0.5
-fencing._REMOTE_POLL_SECONDS = 0.1
+times = fencing.LeaseTimes(beat=0.5, remote_poll=0.1)
 store = Store(folder / "store")
 artifacts = ArtifactStore(store, folder / host)
-fence = fencing.acquire(store, "0123456789abcdef", "ppo")
-with fencing.renewed(fence):
+fence = fencing.acquire(store, "0123456789abcdef", "ppo", times)
+with fencing.renewed(fence, times):
     if artifacts.find("ppo", fence.stage_key) is not None:
         print("reused")
         sys.exit()

@@ -9,49 +9,28 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.errors import StoreError, Superseded
 from rlhf_core.storage import bundles
-from rlhf_core.storage import checkpoints as checkpoints_module
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, claim
-from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
+from rlhf_core.testing.store import ScriptedStore
 from tests.support.checkpoints import keep
 
 
-class Bucket(LocalFiles):
-    """A folder that behaves like a bucket: nothing of it lies on this machine."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.before_put: Callable[[str], None] = lambda key: None
-
-    def local_path(self, key: str) -> Path | None:
-        return None
-
-    def put_file(self, source: Path, key: str, *, link: bool) -> None:
-        self.before_put(key)
-        super().put_file(source, key, link=False)
-
-
 @pytest.fixture
-def bucket(tmp_path: Path) -> Bucket:
-    return Bucket(tmp_path / "bucket")
-
-
-@pytest.fixture
-def store(tmp_path: Path, bucket: Bucket) -> Store:
-    store = Store(tmp_path / "bucket")
-    store._backend = bucket
-    return store
+def store(tmp_path: Path) -> ScriptedStore:
+    """A folder that behaves like a bucket: nothing of it is on this machine."""
+    return ScriptedStore(tmp_path / "bucket", remote=True)
 
 
 @pytest.fixture
@@ -59,8 +38,8 @@ def outbox(store: Store, tmp_path: Path) -> Outbox:
     return Outbox(store, tmp_path / "outbox")
 
 
-def refuse(key: str) -> None:
-    raise StoreError(f"The store could not write {key}: access denied.")
+def refuse_files(store: ScriptedStore) -> None:
+    store.before("put_file", StoreError("The store could not write it: access denied."), lasting=True)
 
 
 def saver(store: Store, outbox: Outbox, tmp_path: Path, fence: Fence | None = None) -> CheckpointStore:
@@ -84,10 +63,10 @@ def waiting(tmp_path: Path) -> list[Path]:
 
 
 def test_save_waits_only_for_the_previous_upload(
-    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+    store: ScriptedStore, outbox: Outbox, tmp_path: Path
 ) -> None:
     go = threading.Event()
-    bucket.before_put = lambda key: go.wait(10) and None
+    store.before("put_file", lambda: go.wait(10), lasting=True)
     first = saver(store, outbox, tmp_path)
     first.save(1, state(tmp_path, "1"))
     assert not (tmp_path / "state1").exists(), "the training may go on and write the next one"
@@ -105,18 +84,18 @@ def test_save_waits_only_for_the_previous_upload(
 
 
 def test_failed_upload_is_raised_by_the_next_save(
-    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+    store: ScriptedStore, outbox: Outbox, tmp_path: Path
 ) -> None:
     first = saver(store, outbox, tmp_path)
     first.save(1, state(tmp_path, "1"))
     first.finish()
-    bucket.before_put = refuse
+    refuse_files(store)
     first.save(2, state(tmp_path, "2"))
     with pytest.raises(
         StoreError, match=r"access denied\. It is kept in /.*outbox.*; the same command uploads it"
     ):
         first.save(3, state(tmp_path, "3"))
-    bucket.before_put = lambda key: None
+    store.reset()
     second = saver(store, outbox, tmp_path)
     assert content(second.latest()) == (
         3,
@@ -130,19 +109,17 @@ def test_failed_upload_is_raised_by_the_next_save(
 
 
 def test_unfinished_upload_is_reported_and_finished_later(
-    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
-    monkeypatch.setattr(checkpoints_module, "LAST_SECONDS", 0.05)
+    store: ScriptedStore, outbox: Outbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     go = threading.Event()
-    bucket.before_put = lambda key: go.wait(10) and None
+    store.before("put_file", lambda: go.wait(10), lasting=True)
     first = saver(store, outbox, tmp_path)
     first.save(4, state(tmp_path, "4"))
-    first.finish()
+    first.finish(0.05)
     assert (
         "The upload of the checkpoint of step 4 is unfinished; the same command finishes it." in caplog.text
     )
-    bucket.before_put = lambda key: None
+    store.reset()
     second = saver(store, outbox, tmp_path)
     with caplog.at_level(logging.INFO):
         assert content(second.latest()) == (4, "state 4")
@@ -152,14 +129,14 @@ def test_unfinished_upload_is_reported_and_finished_later(
 
 
 def test_clearing_waits_for_the_last_upload_and_leaves_nothing(
-    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+    store: ScriptedStore, outbox: Outbox, tmp_path: Path
 ) -> None:
-    bucket.before_put = lambda key: threading.Event().wait(0.1) and None
+    store.before("put_file", lambda: time.sleep(0.1), lasting=True)
     first = saver(store, outbox, tmp_path)
     first.save(1, state(tmp_path, "1"))
     first.clear()
     assert store.list("checkpoints/k") == ["checkpoints/k/attempts/000001.json"]
-    bucket.before_put = refuse
+    refuse_files(store)
     first.save(2, state(tmp_path, "2"))
     first.clear()
     assert waiting(tmp_path) == []
@@ -175,15 +152,15 @@ def test_pending_uploads_can_be_discarded(store: Store, outbox: Outbox, tmp_path
 
 
 def test_pending_artifact_is_uploaded_and_not_made_again(
-    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+    store: ScriptedStore, outbox: Outbox, tmp_path: Path
 ) -> None:
     artifacts, fence = ArtifactStore(store, tmp_path / "cache", outbox), claim(store, "k")
     assert artifacts.upload_pending("ppo", "k", fence) is None
-    bucket.before_put = refuse
+    refuse_files(store)
     with pytest.raises(StoreError, match=r"the same command uploads it"):
         artifacts.publish("ppo", "k", state(tmp_path, "1"), Provenance(metrics={"kl": 1.5}), fence=fence)
     assert artifacts.find("ppo", "k") is None
-    bucket.before_put = lambda key: None
+    store.reset()
     ref = artifacts.upload_pending("ppo", "k", claim(store, "k"))
     assert ref is not None and ref == artifacts.find("ppo", "k") and ref.metrics == {"kl": 1.5}
     assert (artifacts.fetch(ref) / "rank0.safetensors").read_text() == "state 1"
@@ -191,13 +168,16 @@ def test_pending_artifact_is_uploaded_and_not_made_again(
 
 
 def test_a_delivery_repeated_after_a_kill_destroys_nothing(
-    store: Store, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ScriptedStore, outbox: Outbox, tmp_path: Path
 ) -> None:
     fence = claim(store, "k")
     artifacts = ArtifactStore(store, tmp_path / "cache", outbox)
-    with monkeypatch.context() as patch:  # killed after the commit and before the outbox was emptied
-        patch.setattr(Outbox, "discard", lambda self, prefix: None)
-        ref = artifacts.publish("ppo", "k", state(tmp_path, "1"), Provenance(), fence=fence)
+    pending, copy = tmp_path / "outbox", tmp_path / "copy"
+    store.before("put_if_absent", lambda: shutil.copytree(pending, copy), key="manifest.json")
+    ref = artifacts.publish("ppo", "k", state(tmp_path, "1"), Provenance(), fence=fence)
+    assert waiting(tmp_path) == []
+    # As if it had been killed after the commit and before the outbox was emptied.
+    shutil.copytree(copy, pending, dirs_exist_ok=True)
     assert waiting(tmp_path) != []
     assert artifacts.upload_pending("ppo", "k", claim(store, "k")) == ref
     assert (
@@ -207,30 +187,28 @@ def test_a_delivery_repeated_after_a_kill_destroys_nothing(
 
 
 def test_damage_in_the_outbox_is_not_uploaded(
-    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: ScriptedStore, outbox: Outbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = saver(store, outbox, tmp_path)
     first.save(1, state(tmp_path, "1"))
     first.finish()
-    bucket.before_put = refuse
+    refuse_files(store)
     first.save(2, state(tmp_path, "2"))
     first.finish()
     [file] = [path for path in waiting(tmp_path) if path.name == "rank0.safetensors"]
     file.write_text("state X")
-    bucket.before_put = lambda key: None
+    store.reset()
     assert content(saver(store, outbox, tmp_path).latest()) == (1, "state 1")
     assert "cannot be uploaded and is marked as damaged" in caplog.text
     assert [path.name for path in waiting(tmp_path) if path.name.startswith("damaged-")] != []
 
 
-def test_superseded_attempt_uploads_nothing(
-    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
-) -> None:
+def test_superseded_attempt_uploads_nothing(store: ScriptedStore, outbox: Outbox, tmp_path: Path) -> None:
     old = saver(store, outbox, tmp_path)
-    bucket.before_put = refuse
+    refuse_files(store)
     old.save(1, state(tmp_path, "1"))
     old.finish()
-    bucket.before_put = lambda key: None
+    store.reset()
     new_fence = claim(store, "k")
     with pytest.raises(Superseded):
         old.latest()

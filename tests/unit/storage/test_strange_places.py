@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError
-from rlhf_core.storage import fencing, local
+from rlhf_core.storage import fencing
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import acquire, claim
-from rlhf_core.storage.store import Store
+from rlhf_core.storage.fencing import LeaseTimes, acquire, claim
+from rlhf_core.storage.local import LocalFiles
+from rlhf_core.storage.store import Store, check_backend
+from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
@@ -98,7 +102,7 @@ def test_unreadable_claim_is_not_waited_for(record: str, tmp_path: Path) -> None
     (tmp_path / "checkpoints" / "k" / "attempts" / "000002.json").write_bytes(
         text.encode(errors="surrogateescape")
     )
-    assert acquire(store, "k", "ppo", 0.0).attempt == 3  # StageHeld, if it waited
+    assert acquire(store, "k", "ppo", LeaseTimes(wait=0.0)).attempt == 3  # StageHeld, if it waited
     with pytest.raises(Exception, match=r"attempt 3 .* has taken over"):
         first.check()
 
@@ -111,10 +115,17 @@ def test_names_without_an_attempt_number_are_ignored(name: str, tmp_path: Path) 
     assert claim(store, "k").attempt == 2
 
 
-def test_no_message_advises_to_end_process_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_advises_to_end_the_flow_and_never_process_1() -> None:
     assert fencing._how_to_end(ProcessId(1, 0.0)) == ""
-    monkeypatch.setattr(fencing, "_run_of", lambda holder: 77)
-    assert fencing._how_to_end(ProcessId(99, 0.0)) == " (kill 77)"
+    # A stage's process, its guard, and in place of the flow this process.
+    command = ["sh", "-c", "sleep 60 & echo $!; wait", "rlhf_core.run"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as guard:
+        assert guard.stdout is not None
+        stage = int(guard.stdout.readline())
+        try:
+            assert fencing._how_to_end(ProcessId(stage, 0.0)) == f" (kill {os.getpid()})"
+        finally:
+            os.kill(stage, signal.SIGKILL)
 
 
 def test_a_file_that_changes_after_it_was_verified_is_verified_again(tmp_path: Path) -> None:
@@ -126,22 +137,21 @@ def test_a_file_that_changes_after_it_was_verified_is_verified_again(tmp_path: P
         artifacts.fetch(ref)
 
 
-def test_oversized_object_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "SMALL_BYTES", 3)
-    (tmp_path / "x.json").write_text("1234")
-    with pytest.raises(StoreError, match="has 4 bytes, more than the 3 bytes allowed"):
+def test_oversized_object_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "x.json").touch()
+    os.truncate(tmp_path / "x.json", 65 * 2**20)
+    with pytest.raises(StoreError, match=r"has 65\.0 MiB, more than the 64\.0 MiB allowed"):
         Store(tmp_path).read_bytes("x.json")
 
 
 @pytest.mark.parametrize(
     "error", [UnicodeError("no label"), RecursionError("deep"), OverflowError("big"), OSError(5, "I/O")]
 )
-def test_check_of_the_store_names_the_field(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object) -> None:
-        raise error
+def test_check_of_the_store_names_the_field(error: Exception, tmp_path: Path) -> None:
+    class Broken(LocalFiles):
+        @override
+        def put_bytes(self, key: str, data: bytes) -> None:
+            raise error
 
-    monkeypatch.setattr(local.LocalFiles, "put_bytes", fail)
-    with pytest.raises(ConfigError, match=rf"store\.url=.* cannot be used: {type(error).__name__}"):
-        Store(tmp_path).check()
+    with pytest.raises(ConfigError, match=rf"store\.url='x' cannot be used: {type(error).__name__}"):
+        check_backend(Broken(tmp_path), "x")
