@@ -194,9 +194,13 @@ def fetch(pending: Sequence[Pending[R]], seconds: float) -> list[R]:
     """
     received: dict[int, R] = {}
     receive(pending, received, seconds)
-    if len(received) < len(pending):
-        raise TimeoutError(f"{len(pending) - len(received)} of {len(pending)} results after {seconds:g} s")
-    return [received[index] for index in range(len(pending))]
+    return _all_of(received, len(pending), seconds)
+
+
+def _all_of(received: Mapping[int, R], count: int, seconds: float) -> list[R]:
+    if len(received) < count:
+        raise TimeoutError(f"{count - len(received)} of {count} results after {seconds:g} s")
+    return [received[index] for index in range(count)]
 
 
 def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
@@ -276,31 +280,21 @@ def wait_for_first(pending: Sequence[Pending[Any]], seconds: float) -> None:
         ray.wait([call.reference for call in pending], num_returns=1, timeout=seconds)
 
 
-def dead_actors(actors: Sequence[RemoteActor[Actor]], seconds: float = 2.0) -> list[RemoteActor[Actor]]:
-    """Return the actors that Ray reports as dead. The heartbeat monitor does not see deaths on other hosts.
-
-    An actor that is busy with another call does not answer within `seconds` and counts as alive.
-    """
-    calls = [actor.call(Actor.usage) for actor in actors]
-    dead: list[RemoteActor[Actor]] = []
-    for actor, call, has_ended in zip(actors, calls, ready(calls, seconds), strict=True):
-        if not has_ended:
-            continue
-        try:
-            fetch([call], seconds)
-        except (WorkerDied, OutOfMemory):
-            dead.append(actor)
-        except TimeoutError:
-            continue
-    return dead
-
-
 class ActorClient:
-    """Waits for results, and finds out which actor is the reason if they do not arrive."""
+    """Waits for results, finds out which actor is the reason if they do not arrive, and ends actors.
 
-    def __init__(self, monitor: Monitor, timeouts: TimeoutsConfig) -> None:
+    Args:
+        monitor: Observes the actors.
+        timeouts: Section `run.timeouts`.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, monitor: Monitor, timeouts: TimeoutsConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.monitor = monitor
         self.timeouts = timeouts
+        self.clock = clock
 
     @property
     def start_seconds(self) -> float:
@@ -316,12 +310,12 @@ class ActorClient:
             RLHFError: The error of an actor in all other cases.
         """
         received: dict[int, R] = {}
-        last_progress = time.monotonic()
+        last_progress = self.clock()
         try:
             while True:
                 heartbeat(f"wait for {what}", self.timeouts.stall)
                 try:
-                    receive(pending, received, POLL_SECONDS)
+                    self.receive(pending, received, POLL_SECONDS)
                 except OutOfMemory:
                     raise  # more specific than the name of the dead process
                 except InfrastructureError as error:
@@ -332,12 +326,54 @@ class ActorClient:
                 if len(received) == len(pending):
                     return [received[index] for index in range(len(pending))]
                 if self.monitor.busy():
-                    last_progress = time.monotonic()
-                too_long = time.monotonic() - last_progress > self.start_seconds
+                    last_progress = self.clock()
+                too_long = self.clock() - last_progress > self.start_seconds
                 if self.monitor.stalled() or too_long:
                     raise self.monitor.diagnose(what, self._limits())
         finally:
             idle()
+
+    def fetch(self, pending: Sequence[Pending[R]], seconds: float) -> list[R]:
+        """Return the results in order, as `fetch` does."""
+        received: dict[int, R] = {}
+        self.receive(pending, received, seconds)
+        return _all_of(received, len(pending), seconds)
+
+    def receive(self, pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
+        """Add the results that arrive within `seconds` to `received`; see `receive`."""
+        receive(pending, received, seconds)
+
+    def ready(self, pending: Sequence[Pending[Any]], seconds: float) -> list[bool]:
+        """Return for each call whether it has ended; see `ready`."""
+        return ready(pending, seconds)
+
+    def dead_actors(
+        self, actors: Sequence[RemoteActor[Actor]], seconds: float = 2.0
+    ) -> list[RemoteActor[Actor]]:
+        """Return the actors that Ray reports as dead. The monitor does not see deaths on other hosts.
+
+        An actor that is busy with another call does not answer within `seconds` and counts as alive.
+        """
+        calls = [actor.call(Actor.usage) for actor in actors]
+        dead: list[RemoteActor[Actor]] = []
+        for actor, call, has_ended in zip(actors, calls, self.ready(calls, seconds), strict=True):
+            if not has_ended:
+                continue
+            try:
+                self.fetch([call], seconds)
+            except (WorkerDied, OutOfMemory):
+                dead.append(actor)
+            except TimeoutError:
+                continue
+        return dead
+
+    def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
+        """End the processes of actors, by the names of their participants."""
+        import ray
+
+        for actor in actors.values():
+            ray.kill(actor.handle)
+        self.monitor.kill(list(actors))  # Ray's kill does not reach a suspended process
 
     def _limits(self) -> str:
         limits = self.timeouts

@@ -146,7 +146,7 @@ class EngineActor(Actor):
         def take(most: int) -> list[tuple[PromptExample, int]]:
             call = queue.call(PromptQueue.take, batch, most)
             try:
-                (indices,) = fetch([call], self._config.run.timeouts.sync)
+                indices = self._fetch(call)
             except (TimeoutError, WorkerDied) as error:
                 # Not WorkerDied: the pool would replace this engine.
                 raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
@@ -168,6 +168,10 @@ class EngineActor(Actor):
         chunks = [taken[part * size : (part + 1) * size] for part in range(parts)]
         columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
         return (chunks, header_of(rollouts)), *columns
+
+    def _fetch(self, call: Pending[R]) -> R:
+        (result,) = fetch([call], self._config.run.timeouts.sync)
+        return result
 
     # -- sleep --
 

@@ -14,12 +14,11 @@ removed, and the stage fails if fewer engines than `ppo.engine.min_count` remain
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from rlhf_core.cluster.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor, dead_actors, fetch, ready
+from rlhf_core.cluster.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied
 from rlhf_core.ppo.engine_actor import EngineActor
@@ -51,7 +50,7 @@ class EnginePool:
         start: `start(index, starts)` returns a new actor for an engine that was started `starts` times
             before.
         config: Section `ppo.engine`.
-        client: Waits for the engines.
+        client: Waits for the engines, and ends those that are lost.
     """
 
     def __init__(
@@ -91,28 +90,29 @@ class EnginePool:
         An engine that dies, stalls or never begins is marked dead and has no result. Raises the error of an
         engine, and WorkerDied if too few engines remain.
         """
+        client = self._client
         remaining = dict(pending)
         results: dict[int, R] = {}
         suspended: set[int] = set()
-        last_progress = time.monotonic()
+        last_progress = client.clock()
         while remaining:
-            ended = ready(list(remaining.values()), POLL_SECONDS)
+            ended = client.ready(list(remaining.values()), POLL_SECONDS)
             answered = [index for index, has_ended in zip(remaining, ended, strict=True) if has_ended]
             for index in answered:
                 call = remaining.pop(index)
                 try:
-                    (results[index],) = fetch([call], POLL_SECONDS)
+                    (results[index],) = client.fetch([call], POLL_SECONDS)
                     self._engines[index].restarts = 0
                 except TimeoutError:  # Ray has evicted the answer
                     remaining[index] = call
                 except (WorkerDied, OutOfMemory) as error:
                     self._mark_dead(self._engines[index], f"while waiting for {what}: {error.message}")
             # An answer that was evicted is in `remaining` again, and is no progress.
-            if set(answered) - set(remaining) or self._client.monitor.busy():
-                last_progress = time.monotonic()
+            if set(answered) - set(remaining) or client.monitor.busy():
+                last_progress = client.clock()
             # The monitor does not see an engine as stalled if the call never reached it.
-            waited = time.monotonic() - last_progress
-            never_began = waited > self._client.start_seconds
+            waited = client.clock() - last_progress
+            never_began = waited > client.start_seconds
             for index in list(remaining):
                 engine = self._engines[index]
                 if never_began:
@@ -205,15 +205,12 @@ class EnginePool:
                 return True
             if after_error and participant.state == "suspended":
                 return True
-        return after_error and bool(dead_actors([engine.actor]))
+        return after_error and bool(self._client.dead_actors([engine.actor]))
 
     def _mark_dead(self, engine: _Engine, reason: str) -> None:
         """Kill what is left of an engine. Raises WorkerDied if too few engines remain."""
-        import ray
-
         log.warning("%s is lost: %s", engine.name, reason)
-        ray.kill(engine.actor.handle)
-        self._client.monitor.kill([engine.name])  # Ray's kill does not reach a suspended process
+        self._client.kill({engine.name: engine.actor})
         engine.state = "dead"
         remaining = len(self._remaining())
         if remaining < self._config.needed:

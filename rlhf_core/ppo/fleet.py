@@ -20,17 +20,7 @@ from pathlib import Path
 from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from rlhf_core.cluster.connect import connect, on_cluster
-from rlhf_core.cluster.rpc import (
-    Actor,
-    ActorClient,
-    ParticipantSpec,
-    Pending,
-    RemoteActor,
-    Usage,
-    dead_actors,
-    fetch,
-    ready,
-)
+from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.constants import MAX_AUTO_SENDERS
 from rlhf_core.config.placement import Group, PlacementPlan, Role
@@ -42,7 +32,7 @@ from rlhf_core.ppo.device_turns import DeviceTurns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.model_scores import ModelScores, in_batch_order
-from rlhf_core.ppo.placement import reserve_bundles
+from rlhf_core.ppo.placement import Placement, reserve_bundles
 from rlhf_core.ppo.prompt_queue import PromptQueue, start_queue
 from rlhf_core.ppo.routes import ObjectArguments, Sent, SentBatches, places_of, route
 from rlhf_core.ppo.worker import ModelWorker
@@ -241,10 +231,7 @@ class Fleet:
     # -- start --
 
     def _start_actors(self) -> None:
-        neighbours = {}
-        for group in self._plan.groups:
-            neighbours[group.name] = max(group.deepspeed(role, self._config.ppo).hpz for role in group.roles)
-        self._placement = reserve_bundles(self._plan, neighbours, gpus=self._device == "cuda", wait=self.wait)
+        self._placement = self._reserve()
         log.info("ppo runs as %s; %s", self._plan.describe(), self._placement.describe_nodes())
         if self._nodes is not None:
             self._nodes.join(self._placement.ranks_by_node())
@@ -264,35 +251,44 @@ class Fleet:
         else:
             self._load(self.distinct_groups, self.engines.actors)
 
-    def _start_group(self, group: Group) -> WorkerGroup:
-        import ray
+    def _reserve(self) -> Placement:
+        neighbours = {}
+        for group in self._plan.groups:
+            neighbours[group.name] = max(group.deepspeed(role, self._config.ppo).hpz for role in group.roles)
+        return reserve_bundles(self._plan, neighbours, gpus=self._device == "cuda", wait=self.wait)
 
+    def _start_group(self, group: Group) -> WorkerGroup:
         starts_before = self._starts[group.name]
         self._starts[group.name] += 1
-        config_json = self._config.model_dump_json(by_alias=True)
+        workers = [self._start_rank(group, rank, starts_before) for rank in range(group.ranks)]
+        started = WorkerGroup(group, tuple(workers))
+        # The ranks of the reward model also hold the judge, which is no role of the group.
+        self.groups.update(dict.fromkeys(self._folders_of(group), started))
+        return started
+
+    def _folders_of(self, group: Group) -> dict[Role, str]:
         folders = {role: self._folders[role] for role in group.roles}
         if "reward" in group.roles and "judge" in self._folders:
             folders["judge"] = self._folders["judge"]
-        workers = []
-        for rank in range(group.ranks):
-            options = {
-                # Numbered, because the name of a dead actor is only free after a moment.
-                "name": f"{group.name}-{rank}.{starts_before}",
-                "max_concurrency": 1,
-                "runtime_env": {"env_vars": self._environment()["worker"]},
-                **self._placement.rank_options(group, rank),
-            }
-            participant = self._participant(_rank_name(group, rank))
-            handle = (
-                ray.remote(ModelWorker)
-                .options(**options)
-                .remote(participant, config_json, group.roles, folders, self._pad_id)
-            )
-            workers.append(RemoteActor[ModelWorker](handle))
-        started = WorkerGroup(group, tuple(workers))
-        # `folders` also has the judge, which is no role of the group.
-        self.groups.update(dict.fromkeys(folders, started))
-        return started
+        return folders
+
+    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+        import ray
+
+        options = {
+            # Numbered, because the name of a dead actor is only free after a moment.
+            "name": f"{group.name}-{rank}.{starts_before}",
+            "max_concurrency": 1,
+            "runtime_env": {"env_vars": self._environment()["worker"]},
+            **self._placement.rank_options(group, rank),
+        }
+        config_json = self._config.model_dump_json(by_alias=True)
+        participant = self._participant(_rank_name(group, rank))
+        return RemoteActor(
+            ray.remote(ModelWorker)
+            .options(**options)
+            .remote(participant, config_json, group.roles, self._folders_of(group), self._pad_id)
+        )
 
     def _start_engine(self, index: int, starts_before: int) -> RemoteActor[EngineActor]:
         import ray
@@ -385,12 +381,14 @@ class Fleet:
     def start_queue(self) -> RemoteActor[PromptQueue]:
         """Start the queue from which engines take prompts."""
         self._queues += 1
-        return start_queue(self._participant(f"prompt queue {self._queues}"))
+        return self._start_queue(self._participant(f"prompt queue {self._queues}"))
+
+    def _start_queue(self, participant: ParticipantSpec) -> RemoteActor[PromptQueue]:
+        return start_queue(participant)
 
     def usage(self) -> list[Usage]:
         """Return the resources used by each worker and engine."""
-        workers = [worker for group in self.distinct_groups for worker in group.workers]
-        actors: list[RemoteActor[Actor]] = [*workers, *self.engines.actors]
+        actors: list[RemoteActor[Actor]] = [*self._all_workers(), *self.engines.actors]
         return self.wait([actor.call(Actor.usage) for actor in actors], "usage")
 
     def usage_by_group(self) -> dict[str, list[Usage]] | None:
@@ -403,10 +401,10 @@ class Fleet:
         for group in self.distinct_groups:
             actors[group.group.name] = [*group.workers]
         calls = {name: [actor.call(Actor.usage) for actor in group] for name, group in actors.items()}
-        if not all(ready([call for group in calls.values() for call in group], _USAGE_SECONDS)):
+        if not all(self._client.ready([call for group in calls.values() for call in group], _USAGE_SECONDS)):
             return None
         try:
-            return {name: fetch(group, _USAGE_SECONDS) for name, group in calls.items()}
+            return {name: self._client.fetch(group, _USAGE_SECONDS) for name, group in calls.items()}
         except (InfrastructureError, TimeoutError):
             return None
 
@@ -485,7 +483,7 @@ class Fleet:
         dead: list[RemoteActor[Actor]] = []
         if not names:
             # Ray also reports processes that ended on other hosts.
-            dead = dead_actors([worker for workers in self.distinct_groups for worker in workers.workers])
+            dead = self._client.dead_actors(self._all_workers())
         unhealthy = []
         for workers in self.distinct_groups:
             for rank, worker in enumerate(workers.workers):
@@ -495,11 +493,8 @@ class Fleet:
         return unhealthy
 
     def _kill(self, workers: WorkerGroup) -> None:
-        import ray
-
-        for worker in workers.workers:
-            ray.kill(worker.handle)
-        self._monitor.kill([_rank_name(workers.group, rank) for rank in range(workers.ranks)])
+        actors = {_rank_name(workers.group, rank): actor for rank, actor in enumerate(workers.workers)}
+        self._client.kill(actors)
 
     # -- weight sync --
 

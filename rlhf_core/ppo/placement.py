@@ -21,6 +21,10 @@ class Placement:
     bundle_of_rank: dict[tuple[str, int], int]
     """(name of the group, rank) -> index of the bundle."""
     bundle_of_engine: list[int]
+    node_of_bundle: Sequence[str]
+    """Id of the node of each bundle."""
+    node_names: Mapping[str, str]
+    """Hostname and address of each node, by id."""
     plan: PlacementPlan
     colocated: bool
     """Whether an engine uses the same bundle as a training rank."""
@@ -38,18 +42,16 @@ class Placement:
         """Return the training ranks of each role on each node, by id of the node. Nodes that have engines
         alone are included.
         """
-        node_of_bundle = node_ids(self.placement_group)
-        nodes: dict[str, dict[str, set[int]]] = {node_id: {} for node_id in node_of_bundle.values()}
+        nodes: dict[str, dict[str, set[int]]] = {node_id: {} for node_id in self.node_of_bundle}
         for group in self.plan.groups:
             for rank in range(group.ranks):
-                roles = nodes[node_of_bundle[self.bundle_of_rank[group.name, rank]]]
+                roles = nodes[self.node_of_bundle[self.bundle_of_rank[group.name, rank]]]
                 for role in group.roles:
                     roles.setdefault(role, set()).add(rank)
         return nodes
 
     def describe_nodes(self) -> str:
         """Return the nodes of the policy's ranks and of the engines, as `policy on a, b; engines on b`."""
-        node_of_bundle, names = node_ids(self.placement_group), node_names()
         [policy] = [group for group in self.plan.groups if "policy" in group.roles]
         bundles = {
             "policy": [self.bundle_of_rank[policy.name, rank] for rank in range(policy.ranks)],
@@ -57,7 +59,7 @@ class Placement:
         }
         parts = []
         for what, indices in bundles.items():
-            nodes = dict.fromkeys(names[node_of_bundle[index]] for index in indices)
+            nodes = dict.fromkeys(self.node_names[self.node_of_bundle[index]] for index in indices)
             parts.append(f"{what} on {', '.join(nodes)}")
         return "; ".join(parts)
 
@@ -101,7 +103,6 @@ def reserve_bundles(
     Raises the errors of `cluster.placement.reserve`.
     """
     import ray
-    from ray.util.placement_group import placement_group_table
 
     colocated = plan.colocated and gpus
     ranks = sum(group.ranks for group in plan.groups)
@@ -115,10 +116,10 @@ def reserve_bundles(
     check_engine_size(plan, largest if gpus else None)
     fix = "lower the ranks or ppo.engine.count, or colocate models"
     group = reserve(bundles, f"the processes of ppo ({plan.describe()})", fix, wait)
-    node_of_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    node_of_bundle = node_ids(group)
     nodes = [node_of_bundle[bundle] for bundle in range(len(bundles))]
     of_rank, of_engine = assign(plan, neighbours, nodes, gpus=gpus)
-    return Placement(group, of_rank, of_engine, plan, colocated, gpus)
+    return Placement(group, of_rank, of_engine, nodes, node_names(), plan, colocated, gpus)
 
 
 class Bundles:

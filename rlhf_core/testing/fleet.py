@@ -9,25 +9,30 @@ scores = fleet.scores(batch).gather().values
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_core.cluster.rpc import ParticipantSpec, Pending, RemoteActor, Usage
+from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import Group, Role, plan
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.ppo.columns import RolloutColumns, RolloutHeader
+from rlhf_core.errors import RLHFError, WorkerDied
+from rlhf_core.ppo.columns import RolloutColumns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
-from rlhf_core.ppo.fleet import Fleet, WorkerGroup
+from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.placement import Placement, assign
 from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.ppo.worker import ModelWorker
+from rlhf_core.system.heartbeat import Monitor, Participant, State
 from rlhf_core.system.overriding import override
+from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.engines import ScriptedEngine
-from rlhf_core.types import PromptExample
 from rlhf_core.weight_sync.sender import SyncReport
 
 R = TypeVar("R")
@@ -35,13 +40,21 @@ R = TypeVar("R")
 
 # -- calls --
 
+NEVER: Any = object()
+"""Result of a scripted method whose call never ends."""
+
 
 class _Parts:
     def __init__(self, method: Callable[..., Any], count: int) -> None:
         self._method, self._count = method, count
 
     def remote(self, *args: Any, **kwargs: Any) -> Sequence[Any]:
-        parts: Sequence[Any] = self._method(*args, **kwargs)
+        try:
+            parts: Sequence[Any] = self._method(*args, **kwargs)
+        except RLHFError as error:
+            return [error] * self._count
+        if parts is NEVER:
+            return [NEVER] * self._count
         if len(parts) != self._count:
             raise ValueError(f"{len(parts)} results instead of {self._count}, for which Ray raises an error")
         return parts
@@ -49,10 +62,16 @@ class _Parts:
 
 class _Method:
     def __init__(self, method: Callable[..., Any]) -> None:
-        self.remote = method
+        self._method = method
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._method(*args, **kwargs)
+        except RLHFError as error:
+            return error
 
     def options(self, *, num_returns: int) -> _Parts:
-        return _Parts(self.remote, num_returns)
+        return _Parts(self._method, num_returns)
 
 
 class _Handle:
@@ -66,14 +85,78 @@ class _Handle:
 def scripted_actor(actor: Any) -> RemoteActor[Any]:
     """Return a remote actor whose calls run the methods of `actor` at once, in this process.
 
-    The references of the results are the results themselves.
+    The references of the results are the results themselves. An `RLHFError` of a method is raised where its
+    result is waited for, as with Ray, and any other error at once. A method that returns `NEVER` does not
+    end.
     """
     return RemoteActor(_Handle(actor))
 
 
-def results(pending: Sequence[Pending[R]], what: str = "") -> list[R]:
-    """Return the results of scripted calls, as `Fleet.wait` does. `what` is not used."""
-    return [call.reference for call in pending]
+class ScriptedMonitor(Monitor):
+    """Observes no processes. Its participants are those that a test reports."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("scripted processes"))
+
+    def report(self, name: str, state: State = "running", activity: str = "") -> None:
+        """Add or change the participant `name`."""
+        process = ProcessId(0, 0)
+        observed = Participant(name, process, "scripted", beats=0, stall_after=math.inf, activity=activity)
+        observed.state = state
+        with self._lock:
+            self._participants[name] = observed
+
+    @override
+    def save_stacks(self) -> None:
+        """Do nothing: there are no processes."""
+
+    @override
+    def _poll(self, passed: float, *, fresh: bool = False) -> None:
+        """Do nothing: `report` is called instead."""
+
+
+class ScriptedActorClient(ActorClient):
+    """Waits for calls of scripted actors. Its clock counts the seconds of waits for calls that never end.
+
+    Args:
+        timeouts: Default: all defaults.
+        monitor: Default: a new one.
+    """
+
+    monitor: ScriptedMonitor
+
+    def __init__(
+        self, timeouts: TimeoutsConfig | None = None, monitor: ScriptedMonitor | None = None
+    ) -> None:
+        super().__init__(
+            monitor or ScriptedMonitor(), timeouts or TimeoutsConfig(), clock=lambda: self.seconds
+        )
+        self.seconds = 0.0
+        """Time that the waits have taken."""
+        self.killed: list[str] = []
+        """Names of the actors that were ended."""
+
+    @override
+    def receive(self, pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
+        for index, call in enumerate(pending):
+            if isinstance(call.reference, RLHFError):
+                raise call.reference
+            if call.reference is not NEVER:
+                received[index] = call.reference
+        if len(received) < len(pending):
+            self.seconds += seconds
+
+    @override
+    def ready(self, pending: Sequence[Pending[Any]], seconds: float) -> list[bool]:
+        ended = [call.reference is not NEVER for call in pending]
+        if not all(ended):
+            self.seconds += seconds
+        return ended
+
+    @override
+    def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
+        self.killed += actors
+        self.monitor.kill(list(actors))
 
 
 # -- actors --
@@ -106,6 +189,20 @@ class ScriptedRank(ModelWorker):
         self._batch = None
         self._pad_id = 0
 
+    @override
+    def listen(self, local: bool) -> tuple[str, int]:
+        """Return an address at which nothing listens."""
+        return "127.0.0.1", 1
+
+    @override
+    def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:
+        """Load nothing. Return whether rows are packed."""
+        return True
+
+    @override
+    def choose_layout(self, pack: bool) -> None:
+        """Do nothing: the models are scripted."""
+
 
 class ScriptedEngineActor(EngineActor):
     """The process of an engine, without a process.
@@ -118,6 +215,7 @@ class ScriptedEngineActor(EngineActor):
         # Not the constructor of the base class, which registers the process.
         self.participant = _participant("scripted engine")
         self.counters = Counter()
+        self._config = PipelineConfig()
         self._engine = engine
         self._version = -1
         self._adapter_config = None
@@ -131,37 +229,17 @@ class ScriptedEngineActor(EngineActor):
         """Do nothing: the engine is loaded."""
 
     @override
-    def sample_from(
-        self,
-        queue: RemoteActor[PromptQueue],
-        batch: int,
-        parts: int,
-        prompts: Sequence[PromptExample],
-        *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
-        seeds: Sequence[int],
-    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
-        """Sample all prompts that are left in the queue. The arguments are those of the real method."""
-        taken: list[int] = []
-        while numbers := queue.call(PromptQueue.take, batch, len(prompts)).reference:
-            taken += numbers
-        chunks = [taken[part::parts] for part in range(parts)]
-        header, *columns = self.sample(
-            [[prompts[i] for i in chunk] for chunk in chunks],
-            n=n,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seeds=[seeds[i] for chunk in chunks for i in chunk],
-        )
-        return (chunks, header), *columns
+    def _fetch(self, call: Pending[R]) -> R:
+        [result] = ScriptedActorClient().fetch([call], self._config.run.timeouts.sync)
+        return result
 
 
-class _ScriptedQueue(PromptQueue):
-    def __init__(self) -> None:
+class ScriptedQueue(PromptQueue):
+    """The queue of prompts, without a process."""
+
+    def __init__(self, participant: ParticipantSpec | None = None) -> None:
         # Not the constructor of the base class, which registers the process.
-        self.participant = _participant("scripted queue")
+        self.participant = participant or _participant("scripted queue")
         self.counters = Counter()
         self._left = {}
         self._share = {}
@@ -173,30 +251,23 @@ class _ScriptedQueue(PromptQueue):
 class ScriptedEnginePool(EnginePool):
     """Engines 0, 1, ... They serve after the first `ScriptedFleet.sync`."""
 
-    def __init__(self, actors: Sequence[EngineActor], config: PipelineConfig) -> None:
-        no_client: Any = None
-        settings = config.ppo.engine.model_copy(update={"count": len(actors)})
-        super().__init__(lambda index, _starts: scripted_actor(actors[index]), settings, no_client)
+    def __init__(
+        self,
+        start: Callable[[int, int], RemoteActor[EngineActor]],
+        config: EngineConfig,
+        client: ActorClient,
+    ) -> None:
+        super().__init__(start, config, client)
         self.lost: set[int] = set()
-        """Indices of the engines that do not answer the next call. The next sync restarts them."""
+        """Indices of the engines that die in the next call. The next sync restarts them."""
 
     @override
     def collect(self, pending: Mapping[int, Pending[R]], what: str) -> dict[int, R]:
-        lost, self.lost = self.lost, set()
-        for index in lost:
-            self._engines[index].state = "dead"
-        return {index: call.reference for index, call in pending.items() if index not in lost}
-
-    @override
-    def mark_dead(self, reason: str, *, after_error: bool) -> list[int]:
-        return []
-
-    @override
-    def restart(self) -> None:
-        for engine in self._engines:
-            if engine.state == "dead":
-                engine.state = "stale"
-                engine.starts += 1
+        calls = dict(pending)
+        for index in self.lost:
+            calls[index] = Pending(WorkerDied("a scripted engine has died"))
+        self.lost = set()
+        return super().collect(calls, what)
 
 
 class ScriptedFleet(Fleet):
@@ -221,11 +292,16 @@ class ScriptedFleet(Fleet):
     ) -> None:
         config = config or PipelineConfig()
         super().__init__(config, plan(config.ppo), device, folders={}, pad_id=0)
-        for role, workers in (ranks or {}).items():
-            group = Group((role,), len(workers))
-            self.groups[role] = WorkerGroup(group, tuple(scripted_actor(worker) for worker in workers))
+        self._client = self.client = ScriptedActorClient(config.run.timeouts)
+        self._monitor = self.client.monitor
+        self._ranks = dict(ranks or {})
+        for role, workers in self._ranks.items():
+            self._start_group(Group((role,), len(workers)))
         self.engine_actors = engines
-        self.engines = ScriptedEnginePool(engines, config)
+        settings = config.ppo.engine.model_copy(update={"count": len(engines)})
+        self.engines = ScriptedEnginePool(self._start_engine, settings, self.client)
+        self.queues: list[ScriptedQueue] = []
+        """Those that were started."""
         self.synced: list[int] = []
         """Version of each sync."""
         self.usages: dict[str, list[Usage]] | None = None
@@ -239,17 +315,39 @@ class ScriptedFleet(Fleet):
     def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
         """Do nothing: nothing was started."""
 
+    # -- start --
+
     @override
-    def wait(self, pending: Sequence[Pending[R]], what: str) -> list[R]:
-        return results(pending)
+    def _reserve(self) -> Placement:
+        """Return bundles on one host."""
+        gpus = self._device == "cuda"
+        colocated = self._plan.colocated and gpus
+        nodes = ["host"] * (self._plan.ranks if colocated else self._plan.processes)
+        of_rank, of_engine = assign(self._plan, {}, nodes, gpus=gpus)
+        return Placement(None, of_rank, of_engine, nodes, {"host": "host"}, self._plan, colocated, gpus)
+
+    @override
+    def _folders_of(self, group: Group) -> dict[Role, str]:
+        return dict.fromkeys(group.roles, "")
+
+    @override
+    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+        return scripted_actor(self._ranks[group.roles[0]][rank])
+
+    @override
+    def _start_engine(self, index: int, starts_before: int) -> RemoteActor[EngineActor]:
+        return scripted_actor(self.engine_actors[index])
+
+    @override
+    def _start_queue(self, participant: ParticipantSpec) -> RemoteActor[PromptQueue]:
+        self.queues.append(ScriptedQueue(participant))
+        return scripted_actor(self.queues[-1])
+
+    # -- calls --
 
     @override
     def put(self, columns: RolloutColumns) -> Pending[RolloutColumns]:
         return Pending(columns)
-
-    @override
-    def start_queue(self) -> RemoteActor[PromptQueue]:
-        return scripted_actor(_ScriptedQueue())
 
     @override
     def usage_by_group(self) -> dict[str, list[Usage]] | None:
@@ -265,7 +363,3 @@ class ScriptedFleet(Fleet):
         self.engines.confirm_weights()
         self.synced.append(version)
         return SyncReport(version, tensors=1, bytes=10**9, seconds=1.0)
-
-    @override
-    def _unhealthy_groups(self) -> list[Group]:
-        return []  # the error of a call is raised at once

@@ -16,7 +16,6 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import PlacementPlan, plan
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo import placement
 from rlhf_core.ppo.placement import Placement, assign
 
 
@@ -49,14 +48,17 @@ def test_engines_are_on_the_nodes_of_the_policy_before_other_groups() -> None:
     assert nodes_of([of_rank["critic+reward", rank] for rank in range(2)], nodes) == "bb"
 
 
-def test_the_log_names_the_nodes_of_policy_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes, group = list("abababab"), planned(2, 4)
-    of_rank, of_engine = assign(group, {}, nodes, gpus=True)
-    monkeypatch.setattr(placement, "node_ids", lambda _group: dict(enumerate(nodes)))
-    monkeypatch.setattr(placement, "node_names", lambda: {"a": "host-a (10.0.0.1)", "b": "host-b (10.0.0.2)"})
-    placed = Placement(None, of_rank, of_engine, group, colocated=False, gpus=True)
+def test_the_log_names_the_nodes_of_policy_and_engines() -> None:
+    nodes, processes = list("abababab"), planned(2, 4)
+    names = {"a": "host-a (10.0.0.1)", "b": "host-b (10.0.0.2)"}
+    of_rank, of_engine = assign(processes, {}, nodes, gpus=True)
+    placed = Placement(None, of_rank, of_engine, nodes, names, processes, colocated=False, gpus=True)
     expected = "policy on host-a (10.0.0.1); engines on host-a (10.0.0.1), host-b (10.0.0.2)"
     assert placed.describe_nodes() == expected
+    assert placed.ranks_by_node() == {
+        "a": {"policy": {0, 1}, "reference": {0, 1}},
+        "b": {"critic": {0, 1}, "reward": {0, 1}},
+    }
 
 
 def test_ranks_are_sorted_by_node_and_hpz_groups_are_on_one() -> None:

@@ -12,90 +12,102 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.rpc import ActorClient, Pending, RemoteActor
+from rlhf_core.cluster.rpc import RemoteActor, Usage
 from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import WorkerDied
-from rlhf_core.ppo import engine_pool as module
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
+from rlhf_core.system.overriding import override
+from rlhf_core.testing.engines import Reply, ScriptedEngine
+from rlhf_core.testing.fleet import (
+    NEVER,
+    ScriptedActorClient,
+    ScriptedEngineActor,
+    ScriptedMonitor,
+    scripted_actor,
+)
 
 LIMIT = 30.0
 
 
-class _Engine:
-    """Calls of `sample` and `load` return the index of the engine as their reference."""
+class _Engine(ScriptedEngineActor):
+    """Engine `index` of a script."""
 
-    def __init__(self, index: int) -> None:
-        self.sample = self.load = SimpleNamespace(remote=lambda: index)
+    def __init__(self, index: int, script: _Script) -> None:
+        super().__init__(ScriptedEngine(lambda request: Reply(())))
+        self._index, self._script = index, script
+
+    @override
+    def load(self) -> None:
+        self._script.answer(self._index)
+
+    @override
+    def sample(self, *given: Any, **options: Any) -> Any:
+        return self._script.answer(self._index)
+
+    @override
+    def usage(self) -> Usage:
+        if self._script.are_dead:
+            raise WorkerDied("a process died")
+        return Usage(0.0, 0)
 
 
-@dataclass
-class _Ray:
-    clock: float = 0.0
-    busy_seconds: int = 0
-    """How long any process works."""
-    answering: set[int] = field(default_factory=set)
-    """Engines whose calls end."""
-    lost: set[int] = field(default_factory=set)
-    """Engines that die in their next call."""
-    killed: list[Any] = field(default_factory=list)
-    starts: list[tuple[int, int]] = field(default_factory=list)
+class _Monitor(ScriptedMonitor):
+    """Other processes work for `busy_seconds`."""
+
+    def __init__(self, script: _Script) -> None:
+        super().__init__()
+        self._script = script
+
+    @override
+    def busy(self) -> bool:
+        return self._script.client.clock() <= self._script.busy_seconds
+
+
+class _Script:
+    """What the engines of a pool do. Calls of `sample` and `load` return the answer of the engine."""
+
+    def __init__(self) -> None:
+        self.client = ScriptedActorClient(TimeoutsConfig(start=LIMIT, stall=LIMIT / 2), _Monitor(self))
+        self.busy_seconds = 0
+        """How long any process works."""
+        self.silent: set[int] = set()
+        """Engines whose calls never end."""
+        self.lost: set[int] = set()
+        """Engines that die in their next call."""
+        self.are_dead = False
+        """Whether Ray reports the engines as dead."""
+        self.starts: list[tuple[int, int]] = []
+
+    def answer(self, index: int) -> Any:
+        if index in self.lost:
+            self.lost.remove(index)
+            raise WorkerDied("a process died")
+        return NEVER if index in self.silent else f"answer of {index}"
+
+    def start(self, index: int, starts: int) -> RemoteActor[EngineActor]:
+        self.starts.append((index, starts))
+        return scripted_actor(_Engine(index, self))
 
     def pool(self, count: int, *, min_count: int = 1, max_restarts: int = 3) -> EnginePool:
-        def start(index: int, starts: int) -> RemoteActor[EngineActor]:
-            self.starts.append((index, starts))
-            return RemoteActor(_Engine(index))
-
-        monitor: Any = SimpleNamespace(
-            busy=lambda: self.clock <= self.busy_seconds,
-            participant=lambda name: None,
-            kill=lambda names: None,
-            folder="stacks",
-        )
-        client = ActorClient(monitor, SimpleNamespace(start=LIMIT, stall=LIMIT / 2))  # type: ignore[arg-type]
-        client.wait = lambda pending, what: self.fetch(pending, 1.0)  # type: ignore[method-assign]
         config = EngineConfig(count=count, min_count=min_count, max_restarts=max_restarts)
-        return EnginePool(start, config, client)
-
-    def fetch(self, pending: list[Pending[Any]], _seconds: float) -> list[Any]:
-        for call in pending:
-            if call.reference in self.lost:
-                self.lost.remove(call.reference)
-                raise WorkerDied("a process died")
-        return [f"answer of {call.reference}" for call in pending]
+        return EnginePool(self.start, config, self.client)
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
-    """Each poll takes a second."""
-    import ray
-
-    script = _Ray()
-
-    def wait(references: list[int], **_options: Any) -> tuple[list[int], list[int]]:
-        script.clock += 1.0
-        ended = [r for r in references if r in script.answering | script.lost]
-        return ended, [r for r in references if r not in ended]
-
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "kill", script.killed.append)
-    monkeypatch.setattr(module, "fetch", script.fetch)
-    monkeypatch.setattr(module, "dead_actors", list)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: script.clock))
-    return script
+def script() -> _Script:
+    return _Script()
 
 
 def sample(pool: EnginePool) -> dict[int, Any]:
     """Call `sample` on all serving engines."""
-    calls: dict[int, Pending[Any]] = {}
-    for index in pool.serving:
-        calls[index] = pool.actor(index).call(EngineActor.sample)  # type: ignore[call-arg]
+    options: Any = {"n": 1, "max_new_tokens": 1, "temperature": 1.0, "seeds": []}
+    calls = {index: pool.actor(index).call(EngineActor.sample, [], **options) for index in pool.serving}
     return pool.collect(calls, "the rollout")
 
 
@@ -107,69 +119,67 @@ def serve_again(pool: EnginePool) -> None:
 
 @pytest.mark.parametrize("busy_seconds", [0, 100])
 def test_a_call_that_never_begins_marks_its_engine_dead(
-    ray: _Ray, busy_seconds: int, caplog: pytest.LogCaptureFixture
+    script: _Script, busy_seconds: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ray.answering, ray.busy_seconds = {0}, busy_seconds
-    pool = ray.pool(2)
+    script.silent, script.busy_seconds = {1}, busy_seconds
+    pool = script.pool(2)
     pool.confirm_weights()
     assert sample(pool) == {0: "answer of 0"}
     assert pool.serving == [0]
-    assert ray.clock == pytest.approx(max(1, busy_seconds) + LIMIT + 1, abs=2)
-    assert len(ray.killed) == 1, "the other engine is not killed"
+    assert script.client.seconds == pytest.approx(max(1, busy_seconds) + LIMIT + 1, abs=2)
+    assert script.client.killed == ["engine 1"]
     assert "engine 1 is lost: the rollout did not begin within 31 s" in caplog.text
 
 
-def test_only_a_sync_lets_a_restarted_engine_serve(ray: _Ray) -> None:
-    ray.answering = {0, 1}
-    pool = ray.pool(2)
+def test_only_a_sync_lets_a_restarted_engine_serve(script: _Script) -> None:
+    pool = script.pool(2)
     assert pool.serving == []
     pool.confirm_weights()
-    ray.lost = {1}
+    script.lost = {1}
     assert sample(pool) == {0: "answer of 0"}
     assert pool.serving == [0]
     pool.restart()
     assert pool.serving == [0] and len(pool.actors) == 2
-    assert ray.starts == [(0, 0), (1, 0), (1, 1)]
+    assert script.starts == [(0, 0), (1, 0), (1, 1)]
     pool.confirm_weights()
     assert pool.serving == [0, 1]
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 3])
-def test_the_stage_fails_when_an_engine_has_no_restarts_left(ray: _Ray, allowed: int) -> None:
-    pool = ray.pool(1, max_restarts=allowed)
+def test_the_stage_fails_when_an_engine_has_no_restarts_left(script: _Script, allowed: int) -> None:
+    pool = script.pool(1, max_restarts=allowed)
     for _ in range(allowed):
         pool.confirm_weights()
-        ray.lost = {0}
+        script.lost = {0}
         assert sample(pool) == {}
         pool.restart()
     pool.confirm_weights()
-    ray.lost = {0}
+    script.lost = {0}
     message = (
         rf"engine 0 is lost after {allowed} restarts: 0 of 1 remain, 1 are needed; at last: while waiting"
     )
     with pytest.raises(WorkerDied, match=message):
         sample(pool)
-    assert ray.starts == [(0, starts) for starts in range(allowed + 1)]
+    assert script.starts == [(0, starts) for starts in range(allowed + 1)]
 
 
 def test_the_run_continues_without_a_lost_engine_down_to_the_minimum(
-    ray: _Ray, caplog: pytest.LogCaptureFixture
+    script: _Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ray.answering = {0, 1, 2}
-    pool = ray.pool(3, min_count=2, max_restarts=0)
+    pool = script.pool(3, min_count=2, max_restarts=0)
     pool.confirm_weights()
-    ray.lost = {1}
+    script.lost = {1}
     assert sorted(sample(pool)) == [0, 2]
     serve_again(pool)
     assert pool.serving == [0, 2] and len(pool.actors) == 2
     assert "engine 1 has no restarts left; the run continues with ['engine 0', 'engine 2']" in caplog.text
-    ray.lost = {2}
+    script.lost = {2}
     with pytest.raises(WorkerDied, match="1 of 3 remain, 2 are needed"):
         sample(pool)
 
 
-def test_deaths_within_the_restarts_do_not_count_against_the_minimum(ray: _Ray) -> None:
-    pool = ray.pool(2, min_count=2, max_restarts=1)
+def test_deaths_within_the_restarts_do_not_count_against_the_minimum(script: _Script) -> None:
+    pool = script.pool(2, min_count=2, max_restarts=1)
     pool.confirm_weights()
     pool.mark_all_dead("the sync broke")
     assert pool.serving == []
@@ -177,47 +187,43 @@ def test_deaths_within_the_restarts_do_not_count_against_the_minimum(ray: _Ray) 
     assert pool.serving == [0, 1]
 
 
-def test_an_engine_that_dies_while_it_loads_is_restarted_again(
-    ray: _Ray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = ray.pool(1, max_restarts=2)
+def test_an_engine_that_dies_while_it_loads_is_restarted_again(script: _Script) -> None:
+    pool = script.pool(1, max_restarts=2)
     pool.mark_all_dead("the sync broke")
-    monkeypatch.setattr(module, "dead_actors", lambda actors: actors)
-    ray.lost = {0}
+    script.are_dead = True
+    script.lost = {0}
     pool.restart()
-    assert ray.starts == [(0, 0), (0, 1), (0, 2)]
+    assert script.starts == [(0, 0), (0, 1), (0, 2)]
     with pytest.raises(WorkerDied, match="after 2 restarts"):
         pool.mark_all_dead("the sync broke")
 
 
-def test_an_answer_resets_the_restarts_of_an_engine(ray: _Ray) -> None:
-    ray.answering = {0}
-    pool = ray.pool(1, max_restarts=1)
+def test_an_answer_resets_the_restarts_of_an_engine(script: _Script) -> None:
+    pool = script.pool(1, max_restarts=1)
     for _ in range(5):
         serve_again(pool)
         assert sample(pool) == {0: "answer of 0"}
-        ray.lost = {0}
+        script.lost = {0}
         assert sample(pool) == {}
     serve_again(pool)
-    ray.lost = {0}
+    script.lost = {0}
     with pytest.raises(WorkerDied, match="after 1 restarts"):
         sample(pool)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_histories_keep_all_bounds(ray: _Ray, seed: int) -> None:
+def test_random_histories_keep_all_bounds(script: _Script, seed: int) -> None:
     chance = random.Random(seed)
     count, allowed = chance.randint(1, 4), chance.randint(0, 2)
     needed = chance.randint(1, count)
-    ray.answering = set(range(count))
-    pool = ray.pool(count, min_count=needed, max_restarts=allowed)
+    pool = script.pool(count, min_count=needed, max_restarts=allowed)
     in_a_row = dict.fromkeys(range(count), 0)
     for _ in range(30):
         serve_again(pool)
         serving = pool.serving
         assert len(serving) == len(pool.actors) >= needed
         lost = {index for index in serving if chance.random() < 0.3}
-        ray.lost = set(lost)
+        script.lost = set(lost)
         try:
             answers = sample(pool)
         except WorkerDied:

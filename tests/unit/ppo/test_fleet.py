@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,67 +28,101 @@ from rlhf_core.cluster.rpc import Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
 from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
-from rlhf_core.ppo import fleet as module
 from rlhf_core.ppo.batch import RolloutBatch, SentShare
 from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of, row_columns
 from rlhf_core.ppo.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
 from rlhf_core.ppo.placement import check_engine_size
 from rlhf_core.ppo.routes import places_of, route
 from rlhf_core.system.overriding import override
-from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, results, scripted_actor
+from rlhf_core.testing.engines import Reply, ScriptedEngine
+from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.weight_sync.sender import SyncReport
 
+ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
+USAGE = Usage(1.0, 2)
 
-class _Restarting(Fleet):
-    """A fleet of one rank per role, which writes down what it starts, loads and kills."""
+
+class _Rank(ScriptedRank):
+    """Writes down that it loads."""
+
+    def __init__(self, name: str, done: list[str]) -> None:
+        super().__init__()
+        self._name, self._done = name, done
+        self.answer: Any = USAGE
+        """Of `usage`."""
+
+    @override
+    def load(self, *given: Any) -> bool:
+        self._done.append(f"load {self._name}")
+        return True
+
+    @override
+    def usage(self) -> Usage:
+        return answered(self.answer)
+
+
+class _Engine(ScriptedEngineActor):
+    """Writes down that it loads."""
+
+    def __init__(self, done: list[str]) -> None:
+        super().__init__(ScriptedEngine(lambda request: Reply(())))
+        self._done = done
+        self.answer: Any = USAGE
+        """Of `usage`."""
+
+    @override
+    def load(self) -> None:
+        self._done.append("load engine")
+
+    @override
+    def usage(self) -> Usage:
+        return answered(self.answer)
+
+
+def answered(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+class _Restarting(ScriptedFleet):
+    """A fleet of one rank per role and two engines, which writes down what it starts, loads and kills."""
 
     def __init__(self) -> None:
-        config = PipelineConfig.model_validate({"ppo": {"colocate": "none"}})
-        super().__init__(config, plan(config.ppo), "cpu", {}, 0)
-        self.lost: list[str] = []
-        """Names of the unhealthy participants."""
         self.done: list[str] = []
-        monitor: Any = SimpleNamespace(unhealthy=lambda: [SimpleNamespace(name=name) for name in self.lost])
-        self._monitor = monitor
-        for group in self._plan.groups:
-            self._start_group(group)
+        self.ranks = {role: _Rank(role, self.done) for role in ROLES}
+        self.two_engines = (_Engine(self.done), _Engine(self.done))
+        super().__init__(ranks={role: [rank] for role, rank in self.ranks.items()}, engines=self.two_engines)
         self.done.clear()
+
+    def lose(self, *names: str) -> None:
+        """Let the monitor see that these participants are dead."""
+        for name in names:
+            self.client.monitor.report(name, "dead")
 
     @override
     def _start_group(self, group: Group) -> WorkerGroup:
         self.done.append(f"start {group.name}")
-        workers = WorkerGroup(group, (RemoteActor(object()),))
-        self.groups.update(dict.fromkeys(group.roles, workers))
-        return workers
+        return super()._start_group(group)
 
     @override
     def _kill(self, workers: WorkerGroup) -> None:
         self.done.append(f"kill {workers.group.name}")
-        self.lost.clear()
-
-    @override
-    def _load(self, groups: Sequence[WorkerGroup] = (), engines: Sequence[Any] = ()) -> None:
-        self.done += [f"load {group.group.name}" for group in groups]
-
-
-Made = tuple[_Restarting, list[str], list[str]]
+        super()._kill(workers)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Made:
-    """(a fleet, names of the unhealthy participants, what was done)"""
-    monkeypatch.setattr(module, "dead_actors", lambda actors: [])
-    fleet = _Restarting()
-    return fleet, fleet.lost, fleet.done
+def fleet() -> _Restarting:
+    return _Restarting()
 
 
-def failing(lost: list[str], rounds: list[tuple[str, ...]]) -> Callable[[], str]:
+def failing(fleet: _Restarting, rounds: list[tuple[str, ...]]) -> Callable[[], str]:
     """Return a call in which these participants are lost, round by round, and which then succeeds."""
 
     def call() -> str:
         if rounds:
-            lost.extend(rounds.pop(0))
+            fleet.lose(*rounds.pop(0))
             raise WorkerDied("a process died")
         return "answer"
 
@@ -97,60 +130,47 @@ def failing(lost: list[str], rounds: list[tuple[str, ...]]) -> Callable[[], str]
 
 
 @pytest.mark.parametrize("role", ["reference", "reward"])
-def test_frozen_models_are_restarted_and_the_call_repeated(made: Made, role: Role) -> None:
-    fleet, lost, done = made
+def test_frozen_models_are_restarted_and_the_call_repeated(fleet: _Restarting, role: Role) -> None:
     before = fleet.groups[role]
-    assert fleet.retry_after_restart(failing(lost, [(f"{role} rank 0",)]), "the scoring") == "answer"
-    assert done == [f"kill {role}", f"start {role}", f"load {role}"]
+    assert fleet.retry_after_restart(failing(fleet, [(f"{role} rank 0",)]), "the scoring") == "answer"
+    assert fleet.done == [f"kill {role}", f"start {role}", f"load {role}"]
+    assert fleet.client.killed == [f"{role} rank 0"]
     assert fleet.groups[role] is not before
 
 
-def test_a_death_that_only_ray_reports_counts(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, lost, done = made
-    monkeypatch.setattr(
-        module, "dead_actors", lambda actors: [a for a in actors if a in fleet.groups["reward"].workers]
-    )
-    assert fleet.retry_after_restart(failing(lost, [()]), "the scoring") == "answer"
-    assert done == ["kill reward", "start reward", "load reward"]
+def test_a_death_that_only_ray_reports_counts(fleet: _Restarting) -> None:
+    fleet.ranks["reward"].answer = WorkerDied("a process died")
+    assert fleet.retry_after_restart(failing(fleet, [()]), "the scoring") == "answer"
+    assert fleet.done == ["kill reward", "start reward", "load reward"]
 
 
-def test_the_restarts_of_frozen_models_are_limited(made: Made) -> None:
-    fleet, lost, done = made
+def test_the_restarts_of_frozen_models_are_limited(fleet: _Restarting) -> None:
     rounds: list[tuple[str, ...]] = [("reward rank 0",)] * (FROZEN_RESTARTS + 1)
     with pytest.raises(WorkerDied):
-        fleet.retry_after_restart(failing(lost, rounds), "the scoring")
-    assert done.count("start reward") == FROZEN_RESTARTS
+        fleet.retry_after_restart(failing(fleet, rounds), "the scoring")
+    assert fleet.done.count("start reward") == FROZEN_RESTARTS
 
 
 @pytest.mark.parametrize(
     "parts", [("policy rank 0",), ("critic rank 0",), ("reward rank 0", "policy rank 0"), ("engine 0",), ()]
 )
-def test_any_other_loss_fails_the_attempt(made: Made, parts: tuple[str, ...]) -> None:
-    fleet, lost, done = made
+def test_any_other_loss_fails_the_attempt(fleet: _Restarting, parts: tuple[str, ...]) -> None:
     with pytest.raises(InfrastructureError):
-        fleet.retry_after_restart(failing(lost, [parts]), "the scoring")
-    assert done == []
+        fleet.retry_after_restart(failing(fleet, [parts]), "the scoring")
+    assert fleet.done == []
 
 
-def test_usage_is_known_only_if_all_processes_answer(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, _, _ = made
-    usage = Usage(1.0, 2)
-    for workers in fleet.distinct_groups:
-        actor = scripted_actor(SimpleNamespace(usage=lambda: usage))
-        fleet.groups[workers.group.roles[0]] = WorkerGroup(workers.group, (actor,))
-    fleet.engines = SimpleNamespace(actors=[actor] * 2)  # type: ignore[assignment]
-    monkeypatch.setattr(module, "ready", lambda calls, _seconds: [True] * len(calls))
-    monkeypatch.setattr(module, "fetch", lambda calls, _seconds: results(calls))
-    names = [workers.group.name for workers in fleet.distinct_groups]
-    assert fleet.usage_by_group() == {ENGINES: [usage] * 2, **{name: [usage] for name in names}}
+def test_usage_is_known_only_if_all_processes_answer(fleet: _Restarting) -> None:
+    # `ScriptedFleet` has its own.
+    def usage() -> dict[str, list[Usage]] | None:
+        return Fleet.usage_by_group(fleet)
 
-    def dead(_calls: Any, _seconds: float) -> Any:
-        raise WorkerDied("engine 1 has died")
-
-    monkeypatch.setattr(module, "fetch", dead)
-    assert fleet.usage_by_group() is None
-    monkeypatch.setattr(module, "ready", lambda calls, _seconds: [True] * (len(calls) - 1) + [False])
-    assert fleet.usage_by_group() is None
+    assert usage() == {ENGINES: [USAGE] * 2, **{role: [USAGE] for role in ROLES}}
+    fleet.two_engines[1].answer = WorkerDied("engine 1 has died")
+    assert usage() is None
+    fleet.two_engines[1].answer = NEVER
+    assert usage() is None
+    assert fleet.client.seconds == 1.0, "it does not wait longer for a suspended process"
 
 
 class _Actor:
@@ -166,29 +186,18 @@ class _Actor:
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_colocated_engines_load_before_the_trainers(monkeypatch: pytest.MonkeyPatch, colocated: bool) -> None:
+def test_colocated_engines_load_before_the_trainers(colocated: bool) -> None:
     done: list[str] = []
 
-    class Loading(Fleet):
-        _client: Any = None
-
-        @override
-        def _start_group(self, group: Group) -> WorkerGroup:
-            workers = WorkerGroup(group, (RemoteActor(_Actor("trainer", done)),))
-            self.groups.update(dict.fromkeys(group.roles, workers))
-            return workers
-
+    class Loading(ScriptedFleet):
         @override
         def wait(self, pending: Sequence[Pending[Any]], what: str) -> list[Any]:
             done.append(f"wait for {what}")
-            return [("127.0.0.1", 1)] * len(pending)
+            return super().wait(pending, what)
 
     config = PipelineConfig.model_validate({"ppo": {"colocate": "all" if colocated else "pairs"}})
-    fleet = Loading(config, plan(config.ppo), "cuda", {}, 0)
-    engines = SimpleNamespace(actors=[RemoteActor(_Actor("engine", done))])
-    placement = SimpleNamespace(colocated=colocated, describe_nodes=lambda: "")
-    monkeypatch.setattr(module, "reserve_bundles", lambda *_args, **_kwargs: placement)
-    monkeypatch.setattr(module, "EnginePool", lambda *_args: engines)
+    ranks = {role: [_Rank("trainer", done)] for role in ROLES}
+    fleet = Loading(config, ranks=ranks, engines=[_Engine(done)], device="cuda")
     fleet._start_actors()
     loading = [entry for entry in done if entry.startswith("load") or entry == "wait for all models to load"]
     if colocated:
@@ -262,10 +271,6 @@ def test_all_groups_pad_if_one_model_does_not_support_packing(
         def __init__(self, supported: bool) -> None:
             super().__init__()
             self._supported = supported
-
-        @override
-        def listen(self, local: bool) -> tuple[str, int]:
-            return "127.0.0.1", 1
 
         @override
         def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:
@@ -364,14 +369,11 @@ def test_routes_divide_the_work_by_whole_chunks(pack: bool) -> None:
             assert sorted(i for m in share.micro_batches for i in m) == list(range(len(share.indices)))
 
 
-def test_each_queue_of_prompts_has_a_name_of_its_own(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_queue_of_prompts_has_a_name_of_its_own(fleet: _Restarting) -> None:
     """The collectors of training and of the held-out evaluation have one each."""
-    fleet, _, _ = made
-    monkeypatch.setattr(module, "start_queue", lambda participant: participant.name)
-    monitor: Any = SimpleNamespace(folder=Path("none"))
-    fleet._monitor = monitor
-    queues: list[Any] = [fleet.start_queue() for _ in range(2)]
-    assert queues == ["prompt queue 1", "prompt queue 2"]
+    for _ in range(2):
+        fleet.start_queue()
+    assert [queue.participant.name for queue in fleet.queues] == ["prompt queue 1", "prompt queue 2"]
 
 
 def test_more_ranks_than_chunks_leave_ranks_without_responses() -> None:

@@ -15,23 +15,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhf_core.cluster import rpc
-from rlhf_core.cluster.rpc import ParticipantSpec, RemoteActor
+from rlhf_core.cluster.rpc import RemoteActor
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import InfrastructureError, WorkerDied
-from rlhf_core.ppo import engine_actor
 from rlhf_core.ppo.columns import columns_of, header_of
-from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.prompt_queue import PromptQueue
-from rlhf_core.testing.fleet import results, scripted_actor
+from rlhf_core.system.overriding import override
+from rlhf_core.testing.engines import Reply, ScriptedEngine
+from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedQueue, scripted_actor
 from rlhf_core.types import PromptExample, Rollout
 from tests.unit.ppo.test_rollouts import PROMPTS, VERSION, collector, rollouts
 from tests.unit.ppo.test_rollouts import _Engines as FixedEngines
@@ -39,9 +36,8 @@ from tests.unit.ppo.test_rollouts import _Request as Request
 
 
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> PromptQueue:
-    monkeypatch.setattr(rpc, "register", lambda *_: None)
-    return PromptQueue(ParticipantSpec("prompt queue", Path("none"), TimeoutsConfig()))
+def queue() -> PromptQueue:
+    return ScriptedQueue()
 
 
 class Engines(FixedEngines):
@@ -80,10 +76,8 @@ class Engines(FixedEngines):
         return answer[2 * place : 2 * place + 2]
 
 
-def queued(engines: Engines, queue: PromptQueue, **changed: Any) -> Any:
-    made = collector(engines, engine={"dispatch": "queue"}, **changed)
-    made._fleet.start_queue = lambda: scripted_actor(queue)
-    return made
+def queued(engines: Engines, **changed: Any) -> Any:
+    return collector(engines, engine={"dispatch": "queue"}, **changed)
 
 
 def test_each_number_is_given_once_and_at_most_a_share_at_a_time(queue: PromptQueue) -> None:
@@ -102,12 +96,10 @@ def test_an_engine_gets_no_more_than_it_asks_for_and_batches_are_apart(queue: Pr
 
 @pytest.mark.parametrize("serving", [(0,), (0, 1, 2), range(12)])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_rollouts_are_those_of_a_fixed_distribution(
-    queue: PromptQueue, serving: Sequence[int], ranks: int
-) -> None:
+def test_the_rollouts_are_those_of_a_fixed_distribution(serving: Sequence[int], ranks: int) -> None:
     sizes: dict[str, Any] = {"prompts_per_step": 8, "policy_deepspeed": {"ranks": ranks}}
     engines = Engines(serving)
-    made = queued(engines, queue, **sizes)
+    made = queued(engines, **sizes)
     for step in (2, 3):
         fixed = collector(FixedEngines(), **sizes).collect(step, VERSION)
         assert rollouts(made.collect(step, VERSION)) == rollouts(fixed)
@@ -116,15 +108,13 @@ def test_the_rollouts_are_those_of_a_fixed_distribution(
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_what_a_lost_engine_has_taken_is_sampled_again(
-    queue: PromptQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_lost_engine_has_taken_is_sampled_again() -> None:
     engines = Engines((0, 1, 2))
     engines.lost = {1}
-    made = queued(engines, queue, prompts_per_step=8)
-    monkeypatch.setattr(made._fleet, "sync", lambda version: engines.serving.remove(1))
+    made = queued(engines, prompts_per_step=8)
     undisturbed = collector(FixedEngines(), prompts_per_step=8).collect(2, VERSION)
     assert rollouts(made.collect(2, VERSION)) == rollouts(undisturbed)
+    assert made._fleet.synced == [VERSION] and engines.serving == [0, 2]
     first, again = engines.calls
     taken = Counter(p.prompt_id for request in again.values() for p in request.prompts)
     assert taken == Counter(p.prompt_id for p in first[1].prompts)
@@ -133,32 +123,25 @@ def test_what_a_lost_engine_has_taken_is_sampled_again(
 # -- in an engine --
 
 
-def actor(generate_from: Callable[..., Any]) -> EngineActor:
-    made = object.__new__(EngineActor)
-    made.participant = ParticipantSpec("engine 0", Path("none"), TimeoutsConfig())
-    made.counters = Counter()
-    made._config = config_from_tree({}, "test")
-    made._version, made._adapter_config = VERSION, None
-    engine: Any = SimpleNamespace(generate_from=generate_from, steps=7)
-    made._engine = engine
+class _Greedy(ScriptedEngine):
+    """Takes up to two prompts at a time."""
+
+    @override
+    def generate_from(self, take: Callable[[int], Any], **options: Any) -> list[list[Rollout]]:
+        return super().generate_from(lambda most: take(2 * most), **options)
+
+
+def actor() -> ScriptedEngineActor:
+    """An engine that answers with the seed of each prompt."""
+    made = ScriptedEngineActor(_Greedy(lambda request: Reply((request.seed,))))
+    made.receive(VERSION)
     return made
 
 
-def test_an_engine_returns_the_chunk_of_each_prompt(
-    queue: PromptQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def generate_from(take: Any, *, n: int, policy_version: int, **_: Any) -> list[list[Rollout]]:
-        made = []
-        while taken := take(100):
-            for prompt, seed in taken:
-                row = Rollout(prompt.prompt_id, 0, prompt.input_ids, (seed,), (-1.0,), True, policy_version)
-                made.append([row] * n)
-        return made
-
-    monkeypatch.setattr(engine_actor, "fetch", results)
+def test_an_engine_returns_the_chunk_of_each_prompt(queue: PromptQueue) -> None:
     queue.open(1, 5, 2)
     options: Any = {"n": 2, "max_new_tokens": 4, "temperature": 1.0}
-    message, *columns = actor(generate_from).sample_from(
+    message, *columns = actor().sample_from(
         scripted_actor(queue), 1, 3, PROMPTS[:5], seeds=[10, 11, 12, 13, 14], **options
     )
     chunks, header = message
@@ -171,20 +154,19 @@ def test_an_engine_returns_the_chunk_of_each_prompt(
     assert header.lengths.tolist() == [1] * 10 and set(header.versions.tolist()) == {VERSION}
 
 
-@pytest.mark.parametrize("error", [WorkerDied("a process died"), TimeoutError("0 of 1 results")])
-def test_a_queue_that_does_not_answer_ends_the_attempt(
-    queue: PromptQueue, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise error
+@pytest.mark.parametrize("answer", [WorkerDied("a process died"), NEVER])
+def test_a_queue_that_does_not_answer_ends_the_attempt(answer: Any) -> None:
+    class Queue(ScriptedQueue):
+        @override
+        def take(self, batch: int, most: int) -> range:
+            if isinstance(answer, Exception):
+                raise answer
+            silent: range = answer
+            return silent
 
-    monkeypatch.setattr(engine_actor, "fetch", fail)
-    queue.open(1, 1, 1)
     options: Any = {"n": 1, "max_new_tokens": 4, "temperature": 1.0}
     with pytest.raises(InfrastructureError, match="the queue of prompts does not answer") as raised:
-        actor(lambda take, **_: take(1)).sample_from(
-            scripted_actor(queue), 1, 1, PROMPTS[:1], seeds=[0], **options
-        )
+        actor().sample_from(scripted_actor(Queue()), 1, 1, PROMPTS[:1], seeds=[0], **options)
     assert not isinstance(raised.value, WorkerDied), "the pool would replace the engine"
 
 

@@ -35,6 +35,7 @@ import pytest
 from safetensors import SafetensorError
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role
 from rlhf_core.errors import WeightSyncError, WorkerDied
@@ -49,8 +50,10 @@ from rlhf_core.ppo.rollouts import (
     reassign,
 )
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
+from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, scripted_actor
 from rlhf_core.types import PromptExample, RewardInput, Rollout
+from rlhf_core.weight_sync.sender import SyncReport
 
 SEED, VERSION, PLACES, SAMPLES = 7, 5, 4, 2
 PROMPTS = [PromptExample(f"p{i}", f"question {i}", (i,) * (1 + 3 * i % 7), {"answer": i}) for i in range(30)]
@@ -79,6 +82,8 @@ class _Engines:
         """The requests of each round, by engine."""
         self.lost: set[int] = set()
         """Engines that do not answer the next call."""
+        self.dead: set[int] = set()
+        """Engines that did not answer. A sync gives them up."""
         self.stale: tuple[int, int] | None = None
         """(call, engine) that holds the previous version."""
         self.cut: set[int] = set()
@@ -101,8 +106,12 @@ class _Engines:
 
     def collect(self, pending: Mapping[int, Pending[Any]], _what: str) -> dict[int, RolloutHeader]:
         lost, self.lost = self.lost, set()
+        self.dead |= lost
         self.calls.append({engine: call.reference[0] for engine, call in pending.items()})
         return {engine: call.reference[1] for engine, call in pending.items() if engine not in lost}
+
+    def give_up(self) -> None:
+        self.serving = [index for index in self.serving if index not in self.dead]
 
     def _answer(self, engine: int, request: _Request) -> list[Rollout]:
         version = VERSION - (self.stale == (len(self.calls), engine))
@@ -119,6 +128,32 @@ class _Engines:
             [(p.prompt_id, s) for p, s in zip(call[0].prompts, call[0].seeds, strict=True)]
             for call in self.calls
         ]
+
+
+class _Fleet(ScriptedFleet):
+    """A fleet with engines of a script."""
+
+    def __init__(
+        self, config: PipelineConfig, engines: _Engines, ranks: Mapping[Role, Sequence[ScriptedRank]] | None
+    ) -> None:
+        super().__init__(config, ranks=ranks)
+        pool: Any = engines
+        self.engines = pool
+        self._script = engines
+        self.waits: list[str] = []
+        """What was waited for."""
+
+    @override
+    def wait(self, pending: Sequence[Pending[Any]], what: str) -> list[Any]:
+        self.waits.append(what)
+        return super().wait(pending, what)
+
+    @override
+    def sync(self, version: int) -> SyncReport:
+        """Give up lost engines."""
+        self._script.give_up()
+        self.synced.append(version)
+        return SyncReport(version, tensors=1, bytes=1, seconds=1.0)
 
 
 def rollouts(batch: RolloutBatch) -> list[Rollout]:
@@ -197,8 +232,7 @@ def collector(
         **changed,
     }
     config = config_from_tree({"ppo": tree}, "test")
-    fleet: Any = ScriptedFleet(config, ranks=ranks)
-    fleet.engines = engines
+    fleet = _Fleet(config, engines, ranks)
     return Collector(config.ppo, fleet, prompts, lambda ids: f"text {ids}", composer, seed)
 
 
@@ -262,11 +296,10 @@ def test_rollouts_are_in_the_order_of_the_prompts(
     assert batch.rewards is None and batch.replaced == 0
 
 
-def test_a_lost_engine_does_not_change_the_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_engine_does_not_change_the_rollouts() -> None:
     engines = _Engines((0, 1, 2))
     engines.lost = {1}
     made = collector(engines, prompts_per_step=8)
-    monkeypatch.setattr(made._fleet, "sync", lambda version: engines.serving.remove(1))
     undisturbed = collector(_Engines(), prompts_per_step=8).collect(2, VERSION)
     assert rollouts(made.collect(2, VERSION)) == rollouts(undisturbed)
     assert len(engines.calls) == 2 and engines.serving == [0, 2]
@@ -279,18 +312,16 @@ def test_rollouts_are_sampled_between_start_and_finish() -> None:
     assert rollouts(batch) == rollouts(undisturbed) and batch.version == VERSION
 
 
-def test_an_engine_lost_while_the_policy_is_trained_does_not_change_the_rollouts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_lost_while_the_policy_is_trained_does_not_change_the_rollouts() -> None:
     engines = _Engines((0, 1, 2))
     made = collector(engines, prompts_per_step=8)
-    monkeypatch.setattr(made._fleet, "sync", lambda version: pytest.fail("the weights have changed"))
     sampling = made.start(2, VERSION, ahead=True)
     engines.lost = {1}
     engines.serving.remove(1)
     undisturbed = collector(_Engines(), prompts_per_step=8).collect(2, VERSION)
     assert rollouts(made.finish(sampling)) == rollouts(undisturbed)
     assert sorted(engines.calls[1]) == [0]
+    assert made._fleet.synced == [], "the weights have changed"
 
 
 def test_without_an_engine_that_has_the_version_the_attempt_ends() -> None:
@@ -509,14 +540,22 @@ class _RewardRank(ScriptedRank):
         return ModelScores([mark(response) for response in batch.tokens()[1]])
 
 
-def test_model_scores_keep_order_and_are_requested_again_after_a_restart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rewards, ranks = _Rewards(), (_RewardRank(), _RewardRank())
+def test_model_scores_keep_order_and_are_requested_again_after_a_restart() -> None:
+    class Dying(_RewardRank):
+        """Dies in its first call."""
+
+        def scores(self, *given: Any) -> ModelScores:
+            found = super().scores(*given)
+            if self.calls == 1:
+                raise WorkerDied("a process died")
+            return found
+
+    rewards, ranks = _Rewards(), (_RewardRank(), Dying())
     made = collector(_Engines((0, 1)), rewards, ranks={"reward": ranks})
-    monkeypatch.setattr(made._fleet, "retry_after_restart", lambda call, what: [call(), call()][1])
     batch = made.collect(3, VERSION)
+    made._fleet.client.monitor.report("reward rank 1", "dead")
     made.rewards(batch)
+    assert made._fleet.client.killed == ["reward rank 0", "reward rank 1"]
     assert rewards.model_scores == [mark(r.response_ids) for r in rollouts(batch)]
     assert [rank.calls for rank in ranks] == [2, 2]
     made.rewards(batch, ModelScores([0.0] * len(batch)))
@@ -542,8 +581,9 @@ def test_no_response_is_fetched_if_only_the_reward_model_scores() -> None:
     composer: Any = RewardComposer(config_from_tree({"ppo": {"rewards": source}}, "test").ppo.rewards)
     made = collector(_Engines(), composer)
     batch = made.collect(3, VERSION)
-    made._fleet.wait = lambda *_: pytest.fail("a chunk was fetched")
+    made._fleet.waits.clear()
     assert made.rewards(batch, ModelScores([0.25] * len(batch))).total == [0.25] * len(batch)
+    assert made._fleet.waits == [], "a chunk was fetched"
 
 
 def test_scores_are_normalized_again_after_a_replacement() -> None:

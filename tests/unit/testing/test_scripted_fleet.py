@@ -5,6 +5,8 @@
 - a lost engine does not change the rollouts: the next sync restarts it
 - ranks get the responses of the batch, and their results are in its order
 - the error of a rank is raised without a restart
+- frozen models with a rank that the monitor reports as dead are restarted, and the call is repeated
+- a call that never ends is an error after the start timeout, which no test waits for
 - a method that was not overridden is the real one, with the given models
 - a wrong number of results is an error, as in Ray
 """
@@ -20,7 +22,7 @@ import torch
 
 from rlhf_core.cluster.rpc import Actor
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import InfrastructureError
+from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import RolloutColumns
 from rlhf_core.ppo.model_scores import ModelScores
@@ -28,7 +30,7 @@ from rlhf_core.ppo.rollouts import Collector, read_responses
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank, scripted_actor
+from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank, scripted_actor
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample
 
@@ -93,6 +95,39 @@ def test_the_error_of_a_rank_is_raised() -> None:
     fleet, batch = sampled([Broken()])
     with pytest.raises(InfrastructureError, match="broken"):
         fleet.retry_after_restart(lambda: fleet.scores(batch).gather(), "the scoring")
+
+
+def test_frozen_models_are_restarted_after_a_death() -> None:
+    class Dying(Mean):
+        calls = 0
+
+        @override
+        def scores(self, *given: Any) -> ModelScores:
+            self.calls += 1
+            if self.calls == 1:
+                raise WorkerDied("a process died")
+            return super().scores(*given)
+
+    fleet, batch = sampled([Mean(), Dying()])
+    expected = [sum(tokens) / 2 for _, tokens in responses(fleet, batch)]
+    fleet.client.monitor.report("reward rank 0", "dead")
+    scores = fleet.retry_after_restart(lambda: fleet.scores(batch).gather(), "the scoring")
+    assert scores.values == expected
+    assert fleet.client.killed == ["reward rank 0", "reward rank 1"]
+
+
+def test_a_call_that_never_ends_is_an_error_after_the_timeout() -> None:
+    class Silent(ScriptedRank):
+        @override
+        def scores(self, *_given: Any) -> ModelScores:
+            silent: ModelScores = NEVER
+            return silent
+
+    fleet, batch = sampled([Silent()])
+    with pytest.raises(WorkerStuck, match=r"while waiting for reward\.scores"):
+        fleet.scores(batch).gather()
+    limit = fleet.client.start_seconds
+    assert limit < fleet.client.seconds < limit + 2
 
 
 def test_other_methods_of_a_rank_are_the_real_ones(tmp_path: Path) -> None:
