@@ -35,7 +35,7 @@ from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.checkpoints import discard_old_parts
 from rlhf_core.storage.outbox import Outbox
-from rlhf_core.storage.store import open_store
+from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.home import Home, make_attempt_folders
@@ -43,9 +43,6 @@ from rlhf_core.system.processes import this_machine
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
-
-CHUNK_BYTES = 32 << 20
-"""Size of one answer of `read`."""
 
 MARK = "node"
 """File in the scratch folder with the token of the attempt and the id of the node that has made it."""
@@ -96,12 +93,15 @@ class NodeAgent:
         work: Folder of the scratch files of this attempt.
         monitored: Folder of heartbeats and stacks.
         driver: Hostname of the driver.
+        store: Default: that of the configuration.
     """
 
-    def __init__(self, config_json: str, work: Path, monitored: Path, driver: str) -> None:
+    def __init__(
+        self, config_json: str, work: Path, monitored: Path, driver: str, store: Store | None = None
+    ) -> None:
         self._driver = driver
         self._config = PipelineConfig.model_validate_json(config_json)
-        self._store = open_store(self._config)
+        self._store = open_store(self._config) if store is None else store
         self._outbox = Outbox.of(self._store, Home.of(self._config.run.home).parts)
         self._taken: dict[str, tuple[Path, tuple[FileEntry, ...]]] = {}
         """Parts of checkpoints without an outbox, by prefix: their folder and files."""
@@ -264,11 +264,11 @@ class NodeAgent:
         return bundles.hash_folder(folder)
 
     @_served
-    def read(self, file: Path, offset: int) -> bytes:
-        """Return up to `CHUNK_BYTES` bytes of a file."""
+    def read(self, file: Path, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes of a file."""
         with file.open("rb") as opened:
             opened.seek(offset)
-            return opened.read(CHUNK_BYTES)
+            return opened.read(size)
 
     @_served
     def digests(self, folder: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, fetch, ready
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import cpu_cores, gpu_names, uses_gpu
@@ -67,9 +68,7 @@ def check_nodes(config: PipelineConfig) -> None:
             or the GPUs of all nodes are too few for a stage.
         InfrastructureError: A node did not answer within `run.timeouts.start`.
     """
-    import ray
-
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = RAY_CLUSTER.nodes()
     # A cluster that is created for one stage has only the GPUs of that stage.
     own_clusters = any(config.run.executor_of(stage) in ("kuberay", "slurm") for stage in STAGES)
     if uses_gpu(config.run.device) and not own_clusters:
@@ -80,7 +79,8 @@ def check_nodes(config: PipelineConfig) -> None:
     store.put_bytes(probe.key("driver"), b"driver")
     try:
         started = time.time()
-        reports = _ask(nodes, probe, config)
+        calls = _ask(nodes, probe, config)
+        reports = _reports(nodes, calls, config.run.timeouts.start, RAY_CLUSTER)
         ended = time.time()
         nodes = [node for node in nodes if node["NodeID"] in reports]
         problems = []
@@ -129,11 +129,10 @@ def _store_probe(config: PipelineConfig) -> StoreProbe:
     return StoreProbe(url, endpoint, f"probe-{uuid.uuid4().hex}")
 
 
-def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig) -> dict[str, Any]:
-    """Return the report of each node by its id, or a sentence with the reason why it has none.
-
-    Nodes that Ray loses in the meantime are left out.
-    """
+def _ask(
+    nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig
+) -> list[Pending[dict[str, Any]]]:
+    """Start a task on each node that returns its report."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -146,7 +145,17 @@ def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig)
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
         calls.append(Pending(task.remote(probe, node["NodeID"], node["NodeManagerAddress"], home)))
-    seconds = config.run.timeouts.start
+    return calls
+
+
+def _reports(
+    nodes: list[dict[str, Any]], calls: list[Pending[dict[str, Any]]], seconds: float, cluster: RayCluster
+) -> dict[str, Any]:
+    """Return the report of each node by its id, or a sentence with the reason why it has none.
+
+    Nodes that Ray loses in the meantime are left out. Raises InfrastructureError if a node has not answered
+    after `seconds`.
+    """
     answered = ready(calls, seconds)
     silent = [_name(node) for node, answer in zip(nodes, answered, strict=True) if not answer]
     if silent:
@@ -157,7 +166,7 @@ def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig)
             (reports[node["NodeID"]],) = fetch([call], seconds)
         except RLHFError as error:
             # A node without power is alive for Ray until its health check fails, after about a minute.
-            if node["NodeID"] not in {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+            if node["NodeID"] not in {each["NodeID"] for each in cluster.nodes()}:
                 log.warning("%s is lost, and is not used: %s", _name(node), error.message)
                 continue
             reports[node["NodeID"]] = f"cannot run this code: {error.message.splitlines()[0][:300]}"

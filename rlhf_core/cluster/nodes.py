@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent, Started, mark_text
+from rlhf_core.cluster.agent import MARK, NodeAgent, Started, mark_text
 from rlhf_core.cluster.connect import on_cluster
-from rlhf_core.cluster.placement import node_names
+from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
@@ -63,7 +63,7 @@ _SHARD = re.compile(r"(zero_pp_rank_|-rank)(\d+)")
 class _Call(Pending[R_co]):
     """A call of the agent on `host`."""
 
-    host: _Host
+    host: _Host = field(kw_only=True)
 
 
 @dataclass
@@ -87,7 +87,8 @@ class _Host:
     def call(
         self, method: Callable[Concatenate[NodeAgent, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> _Call[R]:
-        return _Call(self.actor.call(method, *args, **kwargs).reference, self)
+        call = self.actor.call(method, *args, **kwargs)
+        return _Call(call.reference, call.objects, host=self)
 
     def ask(self) -> None:
         """Request a report, unless one is under way."""
@@ -132,6 +133,8 @@ class ClusterNodes:
         inputs: Artifacts that the processes of the stage read.
         monitor: The heartbeat monitor of the stage.
         base_model: Digest of the base model, if the processes of the stage read it.
+        cluster: Has the other hosts.
+        chunk_bytes: Size of the parts in which files are copied between hosts.
     """
 
     def __init__(
@@ -141,12 +144,16 @@ class ClusterNodes:
         inputs: Sequence[ArtifactRef],
         monitor: Monitor,
         base_model: str | None = None,
+        cluster: RayCluster = RAY_CLUSTER,
+        chunk_bytes: int = 32 << 20,
     ) -> None:
         self._config = config
         self._work = work
         self._inputs = inputs
         self._monitor = monitor
         self._base_model = base_model
+        self._cluster = cluster
+        self._chunk_bytes = chunk_bytes
         self._hosts: list[_Host] = []
         self._ranks: dict[str, dict[str, set[int]]] = {}
         """See `join`, with the ranks of nodes that share their files at one of them."""
@@ -168,9 +175,7 @@ class ClusterNodes:
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
         if not on_cluster():
             return
-        import ray
-
-        self._own_id = ray.get_runtime_context().get_node_id()
+        self._own_id = self._cluster.own_id()
         new = [node_id for node_id in sorted(ranks) if node_id not in {self._own_id, *self._files_of}]
         if new:
             heartbeat("start agents and fetch inputs", math.inf)  # a download has no time limit
@@ -182,12 +187,10 @@ class ClusterNodes:
         self._ranks = {node_id: dict(folders) for node_id, folders in merged.items()}
 
     def _add_hosts(self, node_ids: Sequence[str]) -> None:
-        import ray
-
         # An agent that finds this file shares the folder with the driver.
         (self._work / MARK).write_text(mark_text(self._token, self._own_id))
         added = []
-        names = node_names()
+        names = self._cluster.node_names()
         for host in [_Host(node_id, self._start(node_id), names[node_id]) for node_id in node_ids]:
             # In turn: the first of those that share a folder has its files.
             started = self._started(host)
@@ -196,7 +199,7 @@ class ClusterNodes:
             if started.gpu_driver:
                 self._gpu_drivers.add(started.gpu_driver)
             if started[:3] == (socket.gethostname(), this_machine(), self._own_id):
-                ray.kill(host.actor.handle)  # another node on this host, whose processes are seen from here
+                host.actor.kill()  # another node on this host, whose processes are seen from here
             else:
                 added.append(host)
         with self._lock:
@@ -227,9 +230,6 @@ class ClusterNodes:
             raise _of_host(error, [call]) from error
 
     def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         store = self._config.store
         endpoint = s3_endpoint(store.endpoint)
         # An agent has another working folder, so a relative path would be another one there.
@@ -240,30 +240,25 @@ class ClusterNodes:
                 "store": store.model_copy(update={"endpoint": endpoint}),
             }
         )
-        options = {
-            "num_cpus": 0,
-            # Reports are answered while files are hashed and uploaded.
-            "max_concurrency": 4,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-        }
-        actor = ray.remote(NodeAgent).options(**options)
-        folder = self._monitor.folder.resolve()
-        return RemoteActor(
-            actor.remote(config.model_dump_json(by_alias=True), self._work, folder, socket.gethostname())
+        arguments = (
+            config.model_dump_json(by_alias=True),
+            self._work,
+            self._monitor.folder.resolve(),
+            socket.gethostname(),
         )
+        # Reports are answered while files are hashed and uploaded.
+        return self._cluster.start_actor(NodeAgent, node_id, arguments, max_concurrency=4)
 
     def leave(self) -> None:
         if not self._hosts:
             return
-        import ray
-
         self.before_leave()
         self._monitor.include(None)
         with self._lock:  # the monitor may be in the middle of a poll
             hosts, self._hosts, self._ranks, self._files_of = self._hosts, [], {}, {}
         _await([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
         for host in hosts:
-            ray.kill(host.actor.handle)
+            host.actor.kill()
 
     def gather(self, folder: Path) -> None:
         for host in self._with_files():
@@ -290,13 +285,12 @@ class ClusterNodes:
                 self._send(folder / name, digest, lacking)
 
     def _send(self, file: Path, expected: str, hosts: Sequence[_Host]) -> None:
-        import ray
-
         size = file.stat().st_size
+        objects = hosts[0].actor.objects
         with file.open("rb") as opened:
             # At least once, so that an empty file is created as well.
-            for offset in range(0, max(size, 1), CHUNK_BYTES):
-                chunk = ray.put(opened.read(CHUNK_BYTES))  # one object for all hosts
+            for offset in range(0, max(size, 1), self._chunk_bytes):
+                chunk = objects.put(opened.read(self._chunk_bytes))  # one object for all hosts
                 self._wait([host.call(NodeAgent.write, file, offset, chunk) for host in hosts])
         for host, digest in zip(
             hosts, self._wait([host.call(NodeAgent.sha256, file) for host in hosts]), strict=True
@@ -308,8 +302,8 @@ class ClusterNodes:
         digest = hashlib.sha256()
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as copy:
-            for offset in range(0, entry.size, CHUNK_BYTES):
-                chunk = self._wait([host.call(NodeAgent.read, file, offset)])[0]
+            for offset in range(0, entry.size, self._chunk_bytes):
+                chunk = self._wait([host.call(NodeAgent.read, file, offset, self._chunk_bytes)])[0]
                 digest.update(chunk)
                 copy.write(chunk)
         if digest.hexdigest() != entry.sha256:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, ready
 from rlhf_core.errors import ConfigError, WorkerStuck
 
@@ -15,8 +16,6 @@ log = logging.getLogger(__name__)
 
 _SHOWN_NODES = 8
 """Nodes that a message lists."""
-_PATIENCE_SECONDS = 5.0
-"""A wait that takes longer is logged."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ def reserve_ranks(
     gpus_per_rank: int,
     neighbours: int,
     wait: Callable[[list[Pending[Any]], str], Any],
+    cluster: RayCluster = RAY_CLUSTER,
 ) -> RankPlacement:
     """Reserve a CPU and GPUs for each rank. Nearby ranks are on one node where that is possible.
 
@@ -73,6 +73,7 @@ def reserve_ranks(
         gpus_per_rank: GPUs of one rank; 0 without GPUs.
         neighbours: Each group of this number of consecutive ranks must be on one node.
         wait: Waits for Ray.
+        cluster: Has the nodes.
 
     Raises the errors of `reserve`.
     """
@@ -83,7 +84,7 @@ def reserve_ranks(
     elif gpus_per_rank > 1:
         fix = "lower ppo.engine.tensor_parallel"
     bundle: dict[str, float] = {"CPU": neighbours, "GPU": neighbours * gpus_per_rank}
-    group = reserve([bundle] * (ranks // neighbours), f"{ranks} {label}s{groups}", fix, wait)
+    group = reserve([bundle] * (ranks // neighbours), f"{ranks} {label}s{groups}", fix, wait, cluster)
     return RankPlacement(group, bundles_by_node(group), neighbours, gpus_per_rank, ranks)
 
 
@@ -92,6 +93,8 @@ def reserve(
     what: str,
     fix: str,
     wait: Callable[[list[Pending[Any]], str], Any],
+    cluster: RayCluster = RAY_CLUSTER,
+    patience: float = 5.0,
 ) -> Any:
     """Return a placement group of these bundles. A bundle is never split over nodes.
 
@@ -100,30 +103,28 @@ def reserve(
         what: Names the processes in messages.
         fix: What the user can change if they do not fit.
         wait: Waits for Ray.
+        cluster: Has the nodes.
+        patience: A wait of more seconds is logged.
 
     Raises:
         ConfigError: The nodes cannot hold the bundles, also if nothing else uses them. Ray would wait for
             that without a limit.
         WorkerStuck: Others use what the nodes have.
     """
-    import ray
-    from ray.util.placement_group import placement_group
-
     # Ray refuses a bundle with 0 of a resource.
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-    nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in cluster.nodes()]
     check_room(bundles, nodes, what, fix)
     needed = _amounts(_sum(bundles))
-    group = placement_group(bundles, strategy="PACK")
-    reserved: Pending[Any] = Pending(group.ready())
-    if not all(ready([reserved], _PATIENCE_SECONDS)):
-        log.warning("%s need %s, and wait for them: %s", what, needed, _free())
+    group, reserved = cluster.reserve(bundles)
+    if not all(ready([reserved], patience)):
+        log.warning("%s need %s, and wait for them: %s", what, needed, _free(cluster))
     try:
         wait([reserved], f"Ray to reserve devices for {what}")
     except WorkerStuck as error:
         raise WorkerStuck(
-            f"{what} need {needed}, and Ray could not reserve them in time: {_free()}; if another run uses"
-            " the cluster, wait until it has ended"
+            f"{what} need {needed}, and Ray could not reserve them in time: {_free(cluster)}; if another run"
+            " uses the cluster, wait until it has ended"
         ) from error
     return group
 
@@ -167,11 +168,9 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return " and ".join(amounts) or "nothing"
 
 
-def _free() -> str:
+def _free(cluster: RayCluster) -> str:
     """Return such as `3 of 4 CPUs and 0 of 2 GPUs are free`."""
-    import ray
-
-    free, total = ray.available_resources(), ray.cluster_resources()
+    free, total = cluster.free(), cluster.total()
     names = [name for name in ("CPU", "GPU") if name in total]
     amounts = [f"{free.get(name, 0):g} of {total[name]:g} {name}s" for name in names]
     return f"{' and '.join(amounts)} are free"
@@ -196,12 +195,7 @@ def node_ids(placement_group: Any) -> dict[int, str]:
 
 def node_names() -> dict[str, str]:
     """Return hostname and address of each node of the cluster, by id."""
-    import ray
-
-    names = {}
-    for node in ray.nodes():
-        names[node["NodeID"]] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-    return names
+    return RAY_CLUSTER.node_names()
 
 
 def node_address(local: bool) -> str:

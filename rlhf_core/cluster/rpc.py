@@ -135,12 +135,56 @@ class Actor:
 # -- in the caller --
 
 
+class RayObjects:
+    """The results of calls, and the objects that calls get, in Ray.
+
+    `rlhf_core.testing.actors.LocalObjects` holds them in the process of a test.
+    """
+
+    def wait(self, references: Sequence[Any], *, count: int, seconds: float) -> list[Any]:
+        """Return at most `count` references whose objects are on this host.
+
+        Returns as soon as there are `count` of them, or after `seconds`.
+        """
+        import ray
+
+        ended: list[Any]
+        ended, _ = ray.wait(list(references), num_returns=count, timeout=seconds, fetch_local=True)
+        return ended
+
+    def get(self, reference: Any, *, seconds: float) -> Any:
+        """Return the object of a reference, or the list of objects of a list of references.
+
+        Raises an error of Ray, which is a `GetTimeoutError` after `seconds`.
+        """
+        import ray
+
+        return ray.get(reference, timeout=seconds)
+
+    def put(self, value: Any) -> Any:
+        """Return the reference of a copy of `value`, which calls of several actors can get."""
+        import ray
+
+        return ray.put(value)
+
+    def kill(self, handle: Any) -> None:
+        """End the process of an actor."""
+        import ray
+
+        ray.kill(handle)
+
+
+RAY = RayObjects()
+
+
 @dataclass(frozen=True)
 class Pending(Generic[R_co]):
     """The result of a call that may still run."""
 
     reference: Any
     """Ray's object reference."""
+    objects: RayObjects = field(default=RAY, repr=False, compare=False)
+    """Where the result will be."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +193,8 @@ class RemoteActor(Generic[A_co]):
 
     handle: Any
     """Ray's actor handle."""
+    objects: RayObjects = field(default=RAY, repr=False, compare=False)
+    """Where the results of its calls will be."""
 
     def call(
         self, method: Callable[Concatenate[A_co, P], R], /, *args: P.args, **kwargs: P.kwargs
@@ -157,7 +203,7 @@ class RemoteActor(Generic[A_co]):
 
         This is the only place where a method becomes a remote call, so that type checkers see all arguments.
         """
-        return Pending(getattr(self.handle, method.__name__).remote(*args, **kwargs))
+        return Pending(getattr(self.handle, method.__name__).remote(*args, **kwargs), self.objects)
 
     def call_parts(
         self,
@@ -175,7 +221,11 @@ class RemoteActor(Generic[A_co]):
         first, *others = (
             getattr(self.handle, method.__name__).options(num_returns=parts).remote(*args, **kwargs)
         )
-        return Pending(first), [Pending(reference) for reference in others]
+        return Pending(first, self.objects), [Pending(reference, self.objects) for reference in others]
+
+    def kill(self) -> None:
+        """End the process of the actor."""
+        self.objects.kill(self.handle)
 
 
 def as_argument(pending: Pending[R]) -> R:
@@ -210,8 +260,6 @@ def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: floa
     `FEW` results, an error can be found `POLL_SECONDS` later. Loading an object that is on this host can take
     longer.
     """
-    import ray
-
     deadline = time.monotonic() + seconds
     in_time = True
     while in_time and len(received) < len(pending):
@@ -221,20 +269,19 @@ def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: floa
         left = max(0.0, deadline - time.monotonic())
         # Each wait passes all references to Ray: waiting for one result after the other is quadratic.
         count = 1 if len(missing) <= FEW else len(missing)
-        ended, _ = ray.wait(
-            list(missing), num_returns=count, timeout=min(left, POLL_SECONDS), fetch_local=True
-        )
+        objects = pending[0].objects
+        ended = objects.wait(list(missing), count=count, seconds=min(left, POLL_SECONDS))
         if ended and count == 1:
-            ended, _ = ray.wait(list(missing), num_returns=len(missing), timeout=0, fetch_local=True)
+            ended = objects.wait(list(missing), count=len(missing), seconds=0)
         if len(ended) > FEW:
             # One call of Ray costs much less than many. If it fails, the loop below finds out why.
             with suppress(TimeoutError, RLHFError):
-                values = _get(ended, min(seconds, POLL_SECONDS))
+                values = _get(objects, ended, min(seconds, POLL_SECONDS))
                 received.update(zip((missing[reference] for reference in ended), values, strict=True))
                 ended = []
         for reference in ended:
             try:
-                received[missing[reference]] = _get(reference, min(seconds, POLL_SECONDS))
+                received[missing[reference]] = _get(objects, reference, min(seconds, POLL_SECONDS))
             except TimeoutError:
                 # Under memory pressure Ray may have evicted the copy; then it arrives in a later call.
                 if time.monotonic() >= deadline:
@@ -242,13 +289,12 @@ def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: floa
         in_time = time.monotonic() < deadline
 
 
-def _get(reference: Any, seconds: float) -> Any:
+def _get(objects: RayObjects, reference: Any, seconds: float) -> Any:
     """Return the object of a reference, or the objects of several. Raises the error of a process."""
-    import ray
     from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
     try:
-        return ray.get(reference, timeout=seconds)
+        return objects.get(reference, seconds=seconds)
     except GetTimeoutError as error:
         raise TimeoutError(str(error)) from error
     except RayTaskError as error:
@@ -263,21 +309,17 @@ def _get(reference: Any, seconds: float) -> Any:
 
 def ready(pending: Sequence[Pending[Any]], seconds: float) -> list[bool]:
     """Return for each call whether it has ended, after all have ended or `seconds` have passed."""
-    import ray
-
     references = [call.reference for call in pending]
     if not references:
         return []
-    ended, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
+    ended = pending[0].objects.wait(references, count=len(references), seconds=seconds)
     return [reference in ended for reference in references]
 
 
 def wait_for_first(pending: Sequence[Pending[Any]], seconds: float) -> None:
     """Return when the first call has ended, or after `seconds`."""
-    import ray
-
     if pending:
-        ray.wait([call.reference for call in pending], num_returns=1, timeout=seconds)
+        pending[0].objects.wait([call.reference for call in pending], count=1, seconds=seconds)
 
 
 class ActorClient:

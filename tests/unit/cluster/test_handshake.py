@@ -3,7 +3,7 @@ runs on hosts in `tests/integration/test_several_hosts.py`.
 
 - a node with the same report has no problem
 - each difference is a phrase with the field, the value of the node and the rule
-- a node that Ray loses during the handshake is left out
+- a node that Ray loses during the handshake is left out; one that does not answer is named
 - commit and driver version are not compared
 - two hosts with one hostname are refused; an interface that NCCL or gloo shall use must exist
 - nodes with another number of cores are named if PPO counts cores
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.run.environment import stage_environment
+from rlhf_core.testing.cluster import ScriptedCluster, node
 
 
 @pytest.fixture
@@ -121,10 +122,7 @@ def test_interfaces_are_matched_as_nccl_does(report: dict[str, Any], wanted: str
 def test_nodes_with_another_number_of_cores_are_named(
     report: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    nodes = [
-        {"NodeID": name, "NodeManagerHostname": name, "NodeManagerAddress": "10.0.0.1"}
-        for name in ("one", "two")
-    ]
+    nodes = [node(name, name) for name in ("one", "two")]
     handshake._warn_of_unlike_cores(nodes, {"one": report, "two": report})
     assert not caplog.records
     handshake._warn_of_unlike_cores(nodes, {"one": report, "two": {**report, "cores": 1000}})
@@ -200,30 +198,24 @@ def test_the_gpus_of_all_nodes_are_counted_for_all_stages() -> None:
         handshake._check_gpus([{"Resources": {"GPU": 8.0}}], config)
 
 
-def test_a_node_that_ray_loses_meanwhile_is_left_out(
-    report: dict[str, Any], probe: StoreProbe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_node_that_ray_loses_meanwhile_is_left_out(report: dict[str, Any]) -> None:
     """As after a power cut, which Ray notices a minute later."""
-    one, two = "1" * 56, "2" * 56
-    before = [
-        {"NodeID": name, "NodeManagerHostname": name, "NodeManagerAddress": address, "Alive": True}
-        for name, address in ((one, "10.0.0.1"), (two, "10.0.0.2"))
-    ]
+    nodes = [node("1" * 56, "one", address="10.0.0.1"), node("2" * 56, "two", address="10.0.0.2")]
+    one, two = (each["NodeID"] for each in nodes)
+    cluster = ScriptedCluster(nodes)
+    calls: list[Pending[dict[str, Any]]] = [Pending(Future(), cluster.objects) for _ in nodes]
+    calls[0].reference.set_result(report)
+    calls[1].reference.set_exception(InfrastructureError("Ray: the node is gone"))
+    found = handshake._reports(nodes, calls, 1.0, cluster)
+    assert found == {one: report, two: "cannot run this code: Ray: the node is gone"}
+    nodes[1]["Alive"] = False
+    assert handshake._reports(nodes, calls, 1.0, cluster) == {one: report}
 
-    def fetch(calls: list[Pending[str]], _seconds: float) -> list[dict[str, Any]]:
-        if calls[0].reference == two:
-            raise InfrastructureError("Ray: the node is gone")
-        return [report]
 
-    def remote(_task: Any) -> Any:
-        started = SimpleNamespace(remote=lambda _probe, node, _address, _home: node)
-        return SimpleNamespace(options=lambda **_named: started)
-
-    monkeypatch.setattr("ray.remote", remote)
-    monkeypatch.setattr(handshake, "ready", lambda calls, _seconds: [True for _ in calls])
-    monkeypatch.setattr(handshake, "fetch", fetch)
-    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
-    monkeypatch.setattr("ray.nodes", lambda: [{**node, "Alive": node["NodeID"] == one} for node in before])
-    assert handshake._ask(before, probe, config) == {one: report}
-    monkeypatch.setattr("ray.nodes", lambda: before)
-    assert handshake._ask(before, probe, config)[two] == "cannot run this code: Ray: the node is gone"
+def test_a_node_without_an_answer_is_named(report: dict[str, Any]) -> None:
+    nodes = [node("1", "one", address="10.0.0.1"), node("2", "two", address="10.0.0.2")]
+    cluster = ScriptedCluster(nodes)
+    calls: list[Pending[dict[str, Any]]] = [Pending(Future(), cluster.objects) for _ in nodes]
+    calls[0].reference.set_result(report)
+    with pytest.raises(InfrastructureError, match=r"^two \(10\.0\.0\.2\): no answer within 0\.1 s"):
+        handshake._reports(nodes, calls, 0.1, cluster)

@@ -16,19 +16,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.cluster import agent as agent_module
-from rlhf_core.cluster import nodes as nodes_module
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
 from rlhf_core.cluster.nodes import ClusterNodes, needed_files, written_bytes
-from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, StoreError
 from rlhf_core.storage import bundles
@@ -40,6 +35,8 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.home import Home
+from rlhf_core.testing.actors import LocalObjects
+from rlhf_core.testing.cluster import ScriptedCluster, node
 from tests.support.checkpoints import keep
 
 ZERO_3 = [
@@ -90,14 +87,14 @@ def test_a_host_needs_space_for_what_its_ranks_write() -> None:
     assert needed == {"one": 1000, "two": 600, "three": 200, "engines": 0, "driver": 0}
 
 
-def test_the_driver_needs_space_for_the_ranks_of_its_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_host_needs_space_for_its_own_ranks(tmp_path: Path) -> None:
+    """The ranks of the driver's host write half of it, which fits. The agent checks what it is asked for."""
     attempt = Attempt(tmp_path, Store(tmp_path / "store"))
-    asked: list[int] = []
-    monkeypatch.setattr(bundles, "require_free", lambda _folder, size, _what: asked.append(size))
-    attempt.checkpoints.prepare(1, tmp_path / "one" / "state", 1000)
-    assert asked == [500, 1000], "the agent checks what it gets"
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(StoreError, match=r"^state on host .* needs .* free some space there"):
+        attempt.checkpoints.prepare(1, tmp_path / "one" / "state", free * 3 // 2)
+    with pytest.raises(StoreError, match=r"^The checkpoint of step 1 needs .* free some space there"):
+        attempt.checkpoints.prepare(1, tmp_path / "one" / "state", free * 3)
 
 
 # -- two hosts, without Ray --
@@ -106,13 +103,30 @@ def test_the_driver_needs_space_for_the_ranks_of_its_host(
 class Bucket(LocalFiles):
     """A folder that behaves like a bucket: nothing of it is on this machine."""
 
+    is_down = False
+
     def local_path(self, key: str) -> Path | None:
         return None
 
+    def put_file(self, source: Path, key: str, *, link: bool) -> None:
+        self._check()
+        super().put_file(source, key, link=link)
 
-def bucket(folder: Path) -> Store:
+    def sizes(self, prefix: str) -> Mapping[str, int]:
+        self._check()
+        return super().sizes(prefix)
+
+    def _check(self) -> None:
+        if self.is_down:
+            raise StoreError("The bucket does not answer.")
+
+
+def bucket(folder: Path, *, is_down: bool = False) -> Store:
+    """Return a bucket; the hosts of a test share its content, and can lose it one by one."""
     store = Store(folder / "bucket")
-    store._backend = Bucket(folder / "bucket")
+    backend = Bucket(folder / "bucket")
+    backend.is_down = is_down
+    store._backend = backend
     return store
 
 
@@ -120,13 +134,14 @@ class OneOtherHost:
     """The agent of a second host, which finds a folder of the first one below `root`."""
 
     def __init__(self, root: Path, store: Store) -> None:
-        config = PipelineConfig.model_validate({"run": {"home": str(root / "home")}})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agent_module, "open_store", lambda _config: store)
-            self.agent = NodeAgent(
-                config.model_dump_json(by_alias=True), root / "work", root / "stacks", "one"
-            )
         self.root = root
+        self.connect(store)
+
+    def connect(self, store: Store) -> None:
+        """Use this store from now on."""
+        config = PipelineConfig.model_validate({"run": {"home": str(self.root / "home")}})
+        json = config.model_dump_json(by_alias=True)
+        self.agent = NodeAgent(json, self.root / "work", self.root / "stacks", "one", store)
 
     def there(self, folder: Path) -> Path:
         return self.root / folder.relative_to("/")
@@ -160,9 +175,11 @@ class OneOtherHost:
 class Attempt:
     """An attempt on two hosts."""
 
-    def __init__(self, folder: Path, store: Store, kept: int = 2) -> None:
+    def __init__(
+        self, folder: Path, store: Store, kept: int = 2, other: type[OneOtherHost] | None = None
+    ) -> None:
         self.folder = folder
-        self.other = OneOtherHost(folder / "two", store)
+        self.other = (other or OneOtherHost)(folder / "two", store)
         outbox = None if store.is_local else Outbox(store, folder / "one" / "outbox")
         self.checkpoints = CheckpointStore(
             store,
@@ -205,77 +222,65 @@ def test_one_manifest_commits_the_parts_of_all_hosts(tmp_path: Path, store: Stor
         assert sorted(path.name for path in there.iterdir()) == ["latest", "rank1"]
 
 
-def test_hosts_hash_their_parts_at_the_same_time(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Attempt(tmp_path, store)
-    both = threading.Barrier(2, timeout=10)
-    original = bundles.hash_folder
+class WritesLate(OneOtherHost):
+    """While this host hashes its part, the driver's host gets one file before it hashes, and one after."""
 
-    def hash_folder(folder: Path, **options: Any) -> tuple[FileEntry, ...]:
-        both.wait()  # breaks if one begins after the other has ended
-        return original(folder, **options)
+    def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
+        (folder / "before").write_text("seen")
+        wait = super().add(prefix, folder, name)
 
-    def add(host: OneOtherHost, prefix: str, folder: Path, name: str) -> Any:
-        with_agent = ThreadPoolExecutor(1)
-        part = with_agent.submit(host.agent.add, prefix, host.there(folder), name)
-        return lambda: [part.result()]
+        def write_and_wait() -> Sequence[Sequence[FileEntry]]:
+            (folder / "after").write_text("not seen")
+            return wait()
 
-    monkeypatch.setattr(bundles, "hash_folder", hash_folder)
-    monkeypatch.setattr(OneOtherHost, "add", add)
+        return write_and_wait
+
+
+def test_hosts_hash_their_parts_at_the_same_time(tmp_path: Path, store: Store) -> None:
+    first = Attempt(tmp_path, store, other=WritesLate)
     first.save(3)
     first.checkpoints.finish()
     manifest = bundles.read(store, "checkpoints/k/step-00000003")
-    assert manifest is not None and len(manifest.files) == 3
+    assert manifest is not None
+    assert [entry.path for entry in manifest.files] == ["before", "latest", "rank0", "rank1"]
 
 
-def test_part_that_cannot_be_uploaded_prevents_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_that_cannot_be_uploaded_prevents_the_commit(tmp_path: Path) -> None:
     store = bucket(tmp_path)
-
-    def refuse(_agent: NodeAgent, _prefix: str, _name: str) -> None:
-        raise StoreError("access denied")
-
-    monkeypatch.setattr(NodeAgent, "upload", refuse)
     first = Attempt(tmp_path, store)
+    first.other.connect(bucket(tmp_path, is_down=True))
     first.save(3)
-    with pytest.raises(StoreError, match="access denied"):
+    with pytest.raises(StoreError, match="does not answer"):
         first.save(4)
     assert bundles.read(store, "checkpoints/k/step-00000003") is None
-    monkeypatch.undo()
     latest = Attempt(tmp_path, store).checkpoints.latest()
     assert latest is not None and latest[0] == 4, "both steps were pending on both hosts"
 
 
 def test_checkpoint_with_a_part_on_a_host_that_is_gone_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = bucket(tmp_path)
     first = Attempt(tmp_path, store)
     first.save(3)
     first.checkpoints.finish()
-    monkeypatch.setattr(OneOtherHost, "upload", lambda *_args: (_ for _ in ()).throw(StoreError("down")))
+    first.other.connect(bucket(tmp_path, is_down=True))
     first.save(4)
     first.checkpoints.finish()
-    monkeypatch.undo()
     shutil.rmtree(tmp_path / "two")
     latest = Attempt(tmp_path, store).checkpoints.latest()
     assert latest is not None and latest[0] == 3
     assert "1 of the 1 other hosts with a part of it are gone" in caplog.text
 
 
-def test_part_of_a_host_that_becomes_the_driver_is_not_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_of_a_host_that_becomes_the_driver_is_not_a_checkpoint(tmp_path: Path) -> None:
     store = bucket(tmp_path)
     first = Attempt(tmp_path, store, kept=1)
     first.save(2)
     first.checkpoints.finish()
-    monkeypatch.setattr(OneOtherHost, "upload", lambda *_args: (_ for _ in ()).throw(StoreError("down")))
+    first.other.connect(bucket(tmp_path, is_down=True))
     first.save(3)
     first.checkpoints.finish()
-    monkeypatch.undo()
     # The host "one" with its part is gone; the same command runs on "two".
     outbox = Outbox(store, Home.of(tmp_path / "two" / "home").outbox)
     work = tmp_path / "two" / "checkpoints"
@@ -314,19 +319,14 @@ def test_parts_that_are_not_needed_any_more_are_deleted(tmp_path: Path) -> None:
 
 
 def test_parts_that_cannot_be_looked_up_stay_and_end_no_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = bucket(tmp_path)
+    store = bucket(tmp_path, is_down=True)
     agent = OneOtherHost(tmp_path / "two", store).agent
     parts = Outbox(store, Home.of(tmp_path / "two" / "home").parts)
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "rank1").write_text("a part")
     agent.add("checkpoints/k/step-00000001", tmp_path / "part", "000001-a")
-
-    def refuse(*_args: object) -> bool:
-        raise StoreError("The bucket does not answer.")
-
-    monkeypatch.setattr(agent._store, "exists", refuse)
     agent.discard_old_parts()
     assert parts.pending("checkpoints") == ["checkpoints/k/step-00000001"]
     assert "The bucket does not answer." in caplog.text
@@ -366,30 +366,69 @@ def test_a_mark_of_a_killed_attempt_is_not_of_a_shared_folder(tmp_path: Path) ->
         first.close()
 
 
-class Called:
-    """An agent that is called in this process. It finds each folder below `root`."""
+class Elsewhere(NodeAgent):
+    """An agent in this process that finds each folder below `root`, as if it were on another host."""
 
-    def __init__(self, agent: NodeAgent, root: Path) -> None:
-        self._agent = agent
+    def __init__(self, root: Path) -> None:
         self._root = root
+        self.files_read: list[Path] = []
+        config = PipelineConfig.model_validate({"run": {"home": str(root / "home")}})
+        json = config.model_dump_json(by_alias=True)
+        super().__init__(json, root / "work", root / "stacks", "one", Store(root / "store"))
 
-    def call(self, method: Callable[..., Any], *args: Any) -> Pending[Any]:
-        there = [self._root / arg.relative_to("/") if isinstance(arg, Path) else arg for arg in args]
-        return Pending(method(self._agent, *there))
+    def there(self, folder: Path) -> Path:
+        return self._root / folder.relative_to("/")
+
+    def listing(self, folder: Path) -> tuple[FileEntry, ...]:
+        return super().listing(self.there(folder))
+
+    def read(self, file: Path, offset: int, size: int) -> bytes:
+        self.files_read.append(file)
+        return super().read(self.there(file), offset, size)
+
+    def digests(self, folder: Path) -> dict[str, str]:
+        return super().digests(self.there(folder))
+
+    def write(self, file: Path, offset: int, data: bytes) -> None:
+        super().write(self.there(file), offset, data)
+
+    def sha256(self, file: Path) -> str:
+        return super().sha256(self.there(file))
+
+    def remove(self, folder: Path) -> None:
+        super().remove(self.there(folder))
+
+
+class Damaging(LocalObjects):
+    """Objects that change on their way."""
+
+    def put(self, value: Any) -> Any:
+        return super().put(value.replace(b"w", b"x"))
+
+
+def joined(folder: Path, agent: NodeAgent, objects: LocalObjects | None = None) -> ClusterNodes:
+    """Return the driver's view of one other host, which copies files in parts of ten bytes."""
+    cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent}, objects=objects)
+    work = folder / "work"
+    work.mkdir()
+    monitor = Monitor(folder / "stacks")
+    nodes = ClusterNodes(PipelineConfig(), work, [], monitor, cluster=cluster, chunk_bytes=10)
+    nodes.join({"1": {}, "2": {}})
+    return nodes
 
 
 @pytest.fixture
-def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterNodes:
-    """The driver's view of one other host, whose files are below `two`."""
-    monkeypatch.setattr(nodes_module, "fetch", lambda pending, _seconds: [call.reference for call in pending])
-    monkeypatch.setattr(nodes_module, "CHUNK_BYTES", 10)
-    monkeypatch.setattr(agent_module, "CHUNK_BYTES", 10)
-    monkeypatch.setattr("ray.put", lambda value: value)
-    other = OneOtherHost(tmp_path / "two", Store(tmp_path / "store"))
-    nodes = ClusterNodes(PipelineConfig(), tmp_path / "work", [], Monitor(tmp_path / "stacks"))
-    actor: Any = Called(other.agent, other.root)
-    nodes._hosts = [nodes_module._Host("id", actor, "two", "id")]
-    return nodes
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
+    """The agent of another host, whose files are below `two`."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    agent = Elsewhere(tmp_path / "two")
+    yield agent
+    agent.close()
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path, other: Elsewhere) -> ClusterNodes:
+    return joined(tmp_path, other)
 
 
 def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: ClusterNodes) -> None:
@@ -417,36 +456,23 @@ def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: Cl
     assert list(there.iterdir()) == [], "moved"
 
 
-def test_shared_files_do_not_come_back(
-    tmp_path: Path, two_hosts: ClusterNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_files_do_not_come_back(tmp_path: Path, two_hosts: ClusterNodes, other: Elsewhere) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     (folder / "weights").write_text("w" * 25)
     two_hosts.share(folder)
-    read: list[Path] = []
-    there = tmp_path / "two" / folder.relative_to("/")
-    original = NodeAgent.read
-
-    def record(agent: NodeAgent, file: Path, offset: int) -> bytes:
-        read.append(file)
-        return original(agent, file, offset)
-
-    monkeypatch.setattr(NodeAgent, "read", record)
+    there = other.there(folder)
     two_hosts.gather(folder)
-    assert not read and (there / "weights").exists(), "and the next call finds them there"
+    assert not other.files_read and (there / "weights").exists(), "and the next call finds them there"
     (there / "log").write_text("new")
     two_hosts.gather(folder)
-    assert read == [there / "log"]
+    assert other.files_read == [folder / "log"]
     assert (folder / "log").read_text() == "new"
 
 
-def test_file_that_changes_on_its_way_is_noticed(
-    tmp_path: Path, two_hosts: ClusterNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_changes_on_its_way_is_noticed(tmp_path: Path, other: Elsewhere) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     (folder / "weights").write_text("w" * 25)
-    monkeypatch.setattr("ray.put", lambda value: value.replace(b"w", b"x"))
-    with pytest.raises(CorruptArtifact, match="weights changed on its way to host two"):
-        two_hosts.share(folder)
+    with pytest.raises(CorruptArtifact, match="weights changed on its way to host"):
+        joined(tmp_path, other, Damaging()).share(folder)

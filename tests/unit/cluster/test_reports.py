@@ -1,4 +1,4 @@
-"""Reports of the agents of other hosts, as the driver asks for them. Ray is scripted here.
+"""Reports of the agents of other hosts, as the driver asks for them. The cluster is scripted here.
 
 - a host that does not answer within the limit is lost with its processes, and is not waited for again
 - a report that comes late is taken, and the host is not lost
@@ -10,62 +10,94 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from types import SimpleNamespace
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.cluster import nodes as nodes_module
-from rlhf_core.cluster.agent import NodeAgent, Started
+from rlhf_core.cluster.agent import Started
 from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes, report_seconds, silent_seconds
-from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError, WorkerDied
 from rlhf_core.system.heartbeat import Monitor, Participant
 from rlhf_core.system.processes import ProcessId
+from rlhf_core.testing.cluster import ScriptedCluster, node
 
 
 class Agent:
-    """Answers at once while `answers`."""
+    """Reports one process, at once while `answers`. The other calls do nothing, or raise `error`."""
 
-    def __init__(self, host: str) -> None:
-        self.answers = True
+    def __init__(self, node_id: str, driver: str = "") -> None:
         self.error: Exception | None = None
         self.asked = 0
-        self._host = host
+        self._node_id = node_id
+        self._driver = driver
+        self._waiting: Future[list[Participant]] | None = None
+        self._answers = True
 
-    def call(self, *_method: Any) -> Pending[Any]:
+    @property
+    def host(self) -> str:
+        return f"host-{self._node_id}"
+
+    def start(self, _node_id: str, _token: str) -> Started:
+        self._fail()
+        return Started(self.host, "machine", self._node_id, self._driver)
+
+    def fetch_artifacts(self, _refs: object) -> None: ...
+
+    def discard_old_parts(self) -> None: ...
+
+    def discard(self, _prefix: str) -> None:
+        self._fail()
+
+    def report(self) -> Any:
         self.asked += 1
-        return Pending(self)
+        if self._answers:
+            return self._participants()
+        self._waiting = Future()
+        return self._waiting
 
-    def result(self) -> list[Participant]:
+    def fall_silent(self) -> None:
+        self._answers = False
+
+    def answer(self) -> None:
+        """Answer the call that waits, and all later ones."""
+        self._answers = True
+        assert self._waiting is not None
+        self._waiting.set_result(self._participants())
+
+    def _participants(self) -> list[Participant]:
+        return [Participant(f"rank on {self.host}", ProcessId(1, 0), self.host, 1, 600.0, "step")]
+
+    def _fail(self) -> None:
         if self.error is not None:
             raise self.error
-        return [Participant(f"rank on {self._host}", ProcessId(1, 0), self._host, 1, 600.0, "step")]
+
+
+def cluster_nodes(agents: list[Agent], folder: Path) -> ClusterNodes:
+    """Return what the driver on the node "1" has of the hosts of these agents, before it joins them."""
+    actors = {agent._node_id: agent for agent in agents}
+    cluster = ScriptedCluster(
+        [node("1", "host-1"), *(node(agent._node_id, agent.host) for agent in agents)], actors=actors
+    )
+    return ClusterNodes(PipelineConfig(), folder, [], Monitor(folder / "stacks"), cluster=cluster)
 
 
 @pytest.fixture
 def agents() -> list[Agent]:
-    return [Agent(f"host-{number}") for number in (2, 3)]
+    return [Agent("2"), Agent("3")]
+
+
+@pytest.fixture(autouse=True)
+def on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
 
 
 @pytest.fixture
-def nodes(agents: list[Agent], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> ClusterNodes:
-    def ready(pending: Sequence[Pending[Agent]], seconds: float) -> list[bool]:
-        ended = [call.reference.answers for call in pending]
-        if not all(ended):
-            time.sleep(seconds)
-        return ended
-
-    monkeypatch.setattr(nodes_module, "ready", ready)
-    monkeypatch.setattr(
-        nodes_module, "fetch", lambda pending, _: [call.reference.result() for call in pending]
-    )
-    found = ClusterNodes(PipelineConfig(), tmp_path, [], Monitor(tmp_path / "stacks"))
-    for number, agent in enumerate(agents):
-        actor: Any = agent
-        found._hosts.append(nodes_module._Host(str(number), actor, f"host-{number + 2}", str(number)))
+def nodes(agents: list[Agent], tmp_path: Path) -> ClusterNodes:
+    found = cluster_nodes(agents, tmp_path)
+    found.join({"1": {}, "2": {}, "3": {}})
     return found
 
 
@@ -75,7 +107,7 @@ def states(nodes: ClusterNodes, passed: float = 1.0, *, fresh: bool = False) -> 
 
 def test_a_lost_host_is_not_waited_for(nodes: ClusterNodes, agents: list[Agent]) -> None:
     assert states(nodes, fresh=True) == ["running", "running"]
-    agents[1].answers = False
+    agents[1].fall_silent()
     assert states(nodes) == ["running", "running"], "asked, but not silent for long"
     assert states(nodes, SILENT_SECONDS) == ["running", "lost"]
     started, asked = time.monotonic(), [agent.asked for agent in agents]
@@ -86,51 +118,38 @@ def test_a_lost_host_is_not_waited_for(nodes: ClusterNodes, agents: list[Agent])
 
 def test_a_late_report_is_taken(nodes: ClusterNodes, agents: list[Agent]) -> None:
     states(nodes, fresh=True)
-    agents[1].answers = False
+    agents[1].fall_silent()
     for _ in range(int(SILENT_SECONDS) - 2):
         assert states(nodes) == ["running", "running"]
     [_, waiting] = nodes.participants(0.0, fresh=False)
     assert waiting.seconds == int(SILENT_SECONDS) - 2, "they are not known to have made progress"
-    agents[1].answers = True
+    agents[1].answer()
     [_, answered] = nodes.participants(1.0, fresh=False)
     assert (answered.state, answered.seconds) == ("running", 0.0)
 
 
-def test_an_error_of_an_agent_names_its_host(nodes: ClusterNodes, agents: list[Agent]) -> None:
+def test_an_error_of_an_agent_names_its_host(
+    nodes: ClusterNodes, agents: list[Agent], tmp_path: Path
+) -> None:
     agents[1].error = WorkerDied("a process died: The actor died.")
     with pytest.raises(WorkerDied, match=r"^host host-3: a process died: The actor died\.$"):
         nodes.discard("checkpoints/k/step-00000001")
-    [_, host] = nodes._hosts
-    with pytest.raises(WorkerDied, match=r"^host host-3: a process died"):
-        nodes._started(host)
+    with pytest.raises(WorkerDied, match=r"^host host-3 \(10\.0\.0\.1\): a process died"):
+        cluster_nodes(agents, tmp_path).join({"1": {}, "3": {}})
     agents[1].error = StoreError("host host-3, upload: denied")
     with pytest.raises(StoreError, match=r"^host host-3, upload: denied$"):
         nodes.discard("checkpoints/k/step-00000001")
 
 
-class Starts:
-    """An agent that starts, with a GPU driver of this version, and has nothing to fetch."""
-
-    def __init__(self, node_id: str, driver: str) -> None:
-        self._started = Started(f"host-{node_id}", "machine", node_id, driver)
-
-    def call(self, method: Any, *_args: Any) -> Pending[Any]:
-        answer = self._started if method is NodeAgent.start else None
-        return Pending(SimpleNamespace(result=lambda: answer))
-
-
-def test_gpu_drivers_of_other_hosts_are_reported(
-    nodes: ClusterNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_drivers_of_other_hosts_are_reported(tmp_path: Path) -> None:
     drivers = {"a": "NVIDIA 590", "b": "NVIDIA 580", "c": "", "d": "NVIDIA 590"}
-    monkeypatch.setattr(nodes_module, "node_names", lambda: dict.fromkeys(drivers, "host"))
-    monkeypatch.setattr(nodes, "_start", lambda node_id: Starts(node_id, drivers[node_id]))
+    nodes = cluster_nodes([Agent(node_id, driver) for node_id, driver in drivers.items()], tmp_path)
     found: list[str] = []
     nodes.on_gpu_drivers = found.append
-    nodes._gpu_drivers.clear()
-    nodes._add_hosts(["c"])
+    nodes._gpu_drivers.clear()  # of this host
+    nodes.join({"1": {}, "c": {}})
     assert found == []
-    nodes._add_hosts(["a", "b", "d"])
+    nodes.join({"1": {}, "a": {}, "b": {}, "d": {}})
     assert found == ["NVIDIA 580, NVIDIA 590"]
 
 

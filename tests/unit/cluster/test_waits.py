@@ -1,4 +1,4 @@
-"""Waits for actors end in time, and say who did not answer. Ray is scripted here.
+"""Waits for actors end in time, and say who did not answer. The calls are local here.
 
 - results that Ray evicts again and again do not keep the caller beyond its limit
 - many results are received in a few waits; an error among them is found within a second
@@ -8,118 +8,103 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from rlhf_core.cluster.rpc import POLL_SECONDS, Pending, RemoteActor, fetch, receive
+from rlhf_core.cluster.rpc import POLL_SECONDS, Pending, fetch, receive
 from rlhf_core.errors import WeightSyncError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.engine_actor import RayEngineClient
+from rlhf_core.testing.actors import LocalObjects, local_actor
 from rlhf_core.weight_sync.sender_group import SenderGroup
 
 
-@pytest.fixture
-def scripted_ray(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str], set[str]], None]:
-    """Returns a function that sets the references that have ended, and those that Ray has evicted."""
+class Evicting(LocalObjects):
+    """Objects that have arrived, and of which Ray has evicted some from the memory of this host."""
 
-    def use(ended: set[str], evicted: set[str]) -> None:
-        def wait(
-            references: Sequence[str], *, num_returns: int, timeout: float, **_: Any
-        ) -> tuple[list[str], list[str]]:
-            found = [reference for reference in references if reference in ended]
-            if len(found) < num_returns:
-                time.sleep(timeout)
-            return found[:num_returns], []
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: list[Future[str]] = []
+        self.waits = 0
 
-        def get(reference: Any, *, timeout: float) -> Any:
-            if isinstance(reference, list):
-                return [get(each, timeout=timeout) for each in reference]
-            if reference in evicted:
-                time.sleep(timeout)
-                raise GetTimeoutError("not here")
-            return reference.upper()
+    def wait(self, references: Sequence[Any], *, count: int, seconds: float) -> list[Any]:
+        self.waits += 1
+        return super().wait(references, count=count, seconds=seconds)
 
-        monkeypatch.setattr("ray.wait", wait)
-        monkeypatch.setattr("ray.get", get)
-
-    return use
+    def get(self, reference: Any, *, seconds: float) -> Any:
+        if reference in self.evicted:
+            time.sleep(seconds)
+            raise GetTimeoutError("not here")
+        return super().get(reference, seconds=seconds)
 
 
-def calls(*names: str) -> list[Pending[str]]:
-    return [Pending(name) for name in names]
+def calls(objects: LocalObjects, count: int) -> list[Pending[str]]:
+    return [Pending(Future(), objects) for _ in range(count)]
 
 
-def test_evicted_results_do_not_extend_the_limit(scripted_ray: Any) -> None:
-    scripted_ray({"a", "b", "c"}, {"a", "b"})
+def test_evicted_results_do_not_extend_the_limit() -> None:
+    objects = Evicting()
+    a, b, c = calls(objects, 3)
+    for name, call in zip("ABC", (a, b, c), strict=True):
+        call.reference.set_result(name)
+    objects.evicted = [a.reference, b.reference]
     received: dict[int, str] = {}
     started = time.monotonic()
-    receive(calls("a", "b", "c"), received, 0.3)
+    receive([a, b, c], received, 0.3)
     assert time.monotonic() - started < 1
     with pytest.raises(TimeoutError, match=r"\d of 3 results after 0.3 s"):
-        fetch(calls("a", "c", "c"), 0.3)
-    scripted_ray({"a", "b", "c"}, set())
-    assert fetch(calls("a", "b", "c"), 0.3) == ["A", "B", "C"], "in a later call"
+        fetch([a, c, c], 0.3)
+    objects.evicted = []
+    assert fetch([a, b, c], 0.3) == ["A", "B", "C"], "in a later call"
 
 
-def test_many_results_are_not_waited_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"r{number}" for number in range(1000)]
-    started = time.monotonic()
-    waits: list[int] = []
+def test_many_results_are_not_waited_for_one_by_one() -> None:
+    objects = Evicting()
+    pending = calls(objects, 1000)
 
-    def wait(references: Sequence[str], *, num_returns: int, timeout: float, **_: Any) -> Any:
+    def answer() -> None:
         """A result arrives every 0.2 ms."""
-        waits.append(len(references))
-        until = time.monotonic() + timeout
-        while True:
-            arrived = names[: int((time.monotonic() - started) / 2e-4)]
-            found = [reference for reference in references if reference in arrived]
-            if len(found) >= num_returns or time.monotonic() >= until:
-                return found[:num_returns], []
-            time.sleep(1e-3)
+        for number, call in enumerate(pending):
+            time.sleep(2e-4)
+            call.reference.set_result(f"R{number}")
 
-    monkeypatch.setattr("ray.wait", wait)
-
-    def get(reference: Any, *, timeout: float) -> Any:
-        return reference.upper() if isinstance(reference, str) else [each.upper() for each in reference]
-
-    monkeypatch.setattr("ray.get", get)
-    assert fetch(calls(*names), 30.0) == [name.upper() for name in names]
-    assert len(waits) < 20
+    answering = threading.Thread(target=answer)
+    answering.start()
+    assert fetch(pending, 30.0) == [f"R{number}" for number in range(1000)]
+    answering.join()
+    assert objects.waits < 20
 
 
-def test_an_error_among_many_results_is_found_within_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(references: Sequence[str], *, num_returns: int, timeout: float, **_: Any) -> Any:
-        time.sleep(timeout)  # all but one never arrive
-        return ["r7"], []
-
-    def get(_reference: str, *, timeout: float) -> Any:
-        raise RayActorError
-
-    monkeypatch.setattr("ray.wait", wait)
-    monkeypatch.setattr("ray.get", get)
+def test_an_error_among_many_results_is_found_within_a_poll() -> None:
+    pending = calls(LocalObjects(), 100)  # all but one never arrive
+    pending[7].reference.set_exception(RayActorError())
     started = time.monotonic()
     with pytest.raises(WorkerDied):
-        fetch(calls(*(f"r{number}" for number in range(100))), 30.0)
+        fetch(pending, 30.0)
     assert time.monotonic() - started < 3 * POLL_SECONDS
 
 
-def test_results_that_have_arrived_are_taken_at_the_limit(scripted_ray: Any) -> None:
-    names = [f"r{number}" for number in range(50)]
-    scripted_ray(set(names[:49]), set())
+def test_results_that_have_arrived_are_taken_at_the_limit() -> None:
+    pending = calls(LocalObjects(), 50)
+    for call in pending[:49]:
+        call.reference.set_result("arrived")
     received: dict[int, str] = {}
-    receive(calls(*names), received, 0.1)
+    receive(pending, received, 0.1)
     assert len(received) == 49
 
 
-def test_engines_that_do_not_answer_are_named(scripted_ray: Any) -> None:
-    scripted_ray({"one"}, set())
+def test_engines_that_do_not_answer_are_named() -> None:
+    objects = LocalObjects()
+    silent: Future[None] = Future()
     engines = [
-        RemoteActor[Any](SimpleNamespace(start_weight_update=SimpleNamespace(remote=lambda name=name: name)))
-        for name in ("one", "two", "three")
+        local_actor(SimpleNamespace(start_weight_update=lambda answer=answer: answer), objects)
+        for answer in (None, silent, silent)
     ]
     client = RayEngineClient(engines, ("10.0.0.1", "10.0.0.2", "10.0.0.2"), 0.2)
     with pytest.raises(WorkerStuck) as caught:
