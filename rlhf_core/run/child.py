@@ -59,6 +59,8 @@ class StageProcess:
     """Receives the events of the stage."""
     request: BinaryIO | None
     """For a process that waits: it begins after a line on this pipe, and ends if the pipe is closed."""
+    stop_seconds: float = TERM_SECONDS
+    """How long the stage may take to stop."""
 
     @property
     def spec_file(self) -> Path:
@@ -82,7 +84,22 @@ class StageProcess:
         self.events.close()
         if self.request is not None:
             self.request.close()
-        _end(self.process)
+        self.end()
+
+    def end(self) -> None:
+        """Have the guard stop the stage and all that it started, at once if this is interrupted; end both by
+        force if it does not.
+        """
+        try:
+            try:
+                _ask_to_end(self.process, self.stop_seconds + _GUARD_SECONDS)
+            except BaseException:
+                _ask_to_end(self.process, _GUARD_SECONDS)
+                raise
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=EXIT_SECONDS)
 
 
 def run_child(
@@ -115,7 +132,7 @@ def run_child(
                 child.begin(spec)
             outcome = _follow(child.process, child.events, timeout, on_event)
         finally:
-            _end(child.process)
+            child.end()
     if isinstance(outcome, RLHFError):
         raise outcome
     if outcome is None:
@@ -131,12 +148,22 @@ def run_child(
 
 
 def start_child(
-    spec: StageSpec, log_file: Path, environment: Mapping[str, str], *, waits: bool
+    spec: StageSpec,
+    log_file: Path,
+    environment: Mapping[str, str],
+    *,
+    waits: bool,
+    stop_seconds: float = TERM_SECONDS,
 ) -> StageProcess:
-    """Start a child process for `spec`.
+    """Start a child process for `spec`. The kernel ends it when the calling thread ends.
 
-    If it `waits`, only stage and configuration of `spec` are used: the process imports what the stage needs
-    and waits for `StageProcess.begin`. The kernel ends the process when the calling thread ends.
+    Args:
+        spec: The stage, its configuration and its inputs.
+        log_file: Where the child writes its output. The spec is written next to it.
+        environment: All environment variables of the child.
+        waits: Whether only stage and configuration of `spec` are used: the process imports what the stage
+            needs and waits for `StageProcess.begin`.
+        stop_seconds: How long the stage may take to stop.
     """
     spec.write(_spec_file(log_file))
     # `opened` closes the child's ends of the pipes in any case, `on_error` the ends of this process if the
@@ -151,7 +178,7 @@ def start_child(
         variables = {
             FD_VARIABLE: str(write_fd),
             PARENT_VARIABLE: str(os.getpid()),
-            STOP_VARIABLE: str(TERM_SECONDS),
+            STOP_VARIABLE: str(stop_seconds),
             SUSPEND_VARIABLE: str(spec.config.run.timeouts.stall),
         }
         passed = [write_fd]
@@ -171,7 +198,7 @@ def start_child(
             pass_fds=passed,
         )
         on_error.pop_all()
-    return StageProcess(process, log_file, events, request)
+    return StageProcess(process, log_file, events, request, stop_seconds)
 
 
 def _spec_file(log_file: Path) -> Path:
@@ -235,22 +262,6 @@ def _has_exited(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Have the guard stop the stage and all that it started, at once if this is interrupted; end both by
-    force if it does not.
-    """
-    try:
-        try:
-            _ask_to_end(child, TERM_SECONDS + _GUARD_SECONDS)
-        except BaseException:
-            _ask_to_end(child, _GUARD_SECONDS)
-            raise
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait(timeout=EXIT_SECONDS)
 
 
 def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,15 @@ class NextStage:
     The kernel ends it with the thread that has called `prepare`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: Callable[..., StageProcess] = start_child, sources: Path = _SOURCES) -> None:
+        """No process yet.
+
+        Args:
+            start: Starts a process, as `start_child` does.
+            sources: Folder of the source code that a process imports.
+        """
+        self._start = start
+        self._sources = sources
         self._process: StageProcess | None = None
         self._origin: _Origin | None = None
 
@@ -64,9 +72,9 @@ class NextStage:
             log_file: Gets its output. It is removed again if nobody takes the process.
         """
         self.close()
-        self._origin = _Origin(stage, config, dict(environment), _modification_times())
+        self._origin = _Origin(stage, config, dict(environment), _modification_times(self._sources))
         try:
-            self._process = start_child(StageSpec(stage, "", config), log_file, environment, waits=True)
+            self._process = self._start(StageSpec(stage, "", config), log_file, environment, waits=True)
         except OSError as error:
             # `_origin` stays, so that `prepare_next` does not try again at each progress.
             log.info("the process of stage %s starts later: %s", stage, error)
@@ -84,7 +92,7 @@ class NextStage:
         process = self._process
         if process is None or self.stage != stage:
             return None
-        same = self._origin == _Origin(stage, config, dict(environment), _modification_times())
+        same = self._origin == _Origin(stage, config, dict(environment), _modification_times(self._sources))
         if not same or not process.is_alive():
             self.close()
             return None
@@ -100,10 +108,10 @@ class NextStage:
                 file.unlink(missing_ok=True)
 
 
-def _modification_times() -> dict[str, tuple[int, int]]:
-    """Return time of modification and size of each source file of this package."""
+def _modification_times(sources: Path) -> dict[str, tuple[int, int]]:
+    """Return time of modification and size of each source file below `sources`."""
     times = {}
-    for file in _SOURCES.rglob("*.py"):
+    for file in sources.rglob("*.py"):
         with contextlib.suppress(OSError):  # removed in the meantime, or a link of an editor to nothing
             status = file.stat()
             times[str(file)] = (status.st_mtime_ns, status.st_size)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tenacity import Retrying, retry_if_exception, wait_chain, wait_fixed
+
 from rlhf_core.errors import (
     CorruptArtifact,
     GateFailed,
@@ -69,3 +71,12 @@ class RetryPolicy:
         self._failures += 1
         self._out_of_memory = self._out_of_memory or isinstance(error, OutOfMemory)
         return remaining > 0
+
+
+def retry_with(policy: RetryPolicy, first_delay: float) -> Retrying:
+    """Return a caller that repeats a failed call as `policy` allows, after the delays of `retry_delays`."""
+    return Retrying(
+        retry=retry_if_exception(policy.should_retry),
+        wait=wait_chain(*map(wait_fixed, retry_delays(first_delay))),
+        reraise=True,
+    )

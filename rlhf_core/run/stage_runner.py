@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tenacity import Retrying, retry_if_exception, wait_chain, wait_fixed
-
 from rlhf_core.errors import StageHeld, Superseded
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.child import OnEvent, StageProcess, run_child
@@ -27,7 +25,7 @@ from rlhf_core.run.environment import stage_environment
 from rlhf_core.run.executors.choose import open_scheduler
 from rlhf_core.run.executors.follow import run_remote
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.retries import RetryPolicy, retry_delays
+from rlhf_core.run.retries import RetryPolicy, retry_with
 from rlhf_core.run.spec import StageRecord, StageSpec
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
@@ -43,11 +41,7 @@ def make_with_retries(run: PipelineRun, stage: StageName) -> StageRecord:
     Raises InputError if `run` has not made an input of the stage yet.
     """
     policy = RetryPolicy(run.config.run.retries)
-    retrying = Retrying(
-        retry=retry_if_exception(policy.should_retry),
-        wait=wait_chain(*map(wait_fixed, retry_delays(run.config.run.retry_delay))),
-        reraise=True,
-    )
+    retrying = retry_with(policy, run.config.run.retry_delay)
     return retrying(get_or_run_stage, run, stage, run.inputs(stage), policy)
 
 

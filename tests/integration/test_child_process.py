@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-import rlhf_core.run.child as child_module
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import (
     DataError,
@@ -30,7 +29,7 @@ from rlhf_core.errors import (
     Superseded,
     UnexpectedError,
 )
-from rlhf_core.run.child import log_excerpt, run_child
+from rlhf_core.run.child import log_excerpt, run_child, start_child
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.processes import ProcessId, wait_gone
 from rlhf_core.types import ArtifactRef
@@ -157,14 +156,13 @@ def test_a_child_over_its_time_is_stopped(toy: Any, spec: StageSpec, tmp_path: P
     assert ProcessId.of(int((tmp_path / "pid").read_text())) is None
 
 
-def test_a_child_that_does_not_stop_is_killed(
-    toy: Any, spec: StageSpec, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(child_module, "TERM_SECONDS", 0.5)
+def test_a_child_that_does_not_stop_is_killed(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy("signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)")
+    log_file = tmp_path / "data-01.log"
+    child = start_child(spec, log_file, environment, waits=True, stop_seconds=0.5)
     began = time.monotonic()
     with pytest.raises(StageFailed, match=r"killed by SIGKILL|stopped after"):
-        run(spec, tmp_path, environment, timeout=4.0)
+        run_child(spec, log_file, environment, 4.0, lambda event: None, child)
     assert time.monotonic() - began < 15
 
 

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,9 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.run import next_stage, stage_runner
+from rlhf_core.run.child import StageProcess
 from rlhf_core.run.next_stage import NextStage
+from rlhf_core.run.spec import StageSpec
 
 CONFIG = PipelineConfig()
 OTHER = PipelineConfig.model_validate({"run": {"seed": 1}})
@@ -25,40 +29,52 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 class Started:
-    """Records the processes that would be started."""
+    """Starts processes that sleep in place of those that import a stage."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []
-        self.killed = 0
-        self.alive = True
+        self.processes: list[StageProcess] = []
 
-    def start(self, spec: Any, log_file: Path, environment: Any, *, waits: bool) -> Any:
+    def start(self, spec: StageSpec, log_file: Path, environment: object, *, waits: bool) -> StageProcess:
         assert waits
         self.stages.append(spec.stage)
         spec.write(log_file.with_suffix(".json"))
-        return SimpleNamespace(
-            log_file=log_file,
-            spec_file=log_file.with_suffix(".json"),
-            is_alive=lambda: self.alive,
-            kill=self.kill,
-        )
+        process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        self.processes.append(StageProcess(process, log_file, io.BytesIO(), io.BytesIO()))
+        return self.processes[-1]
 
-    def kill(self) -> None:
-        self.killed += 1
+    @property
+    def alive(self) -> int:
+        return sum(process.is_alive() for process in self.processes)
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+def started() -> Iterator[Started]:
     started = Started()
-    monkeypatch.setattr(next_stage, "start_child", started.start)
-    return started
+    yield started
+    for process in started.processes:
+        process.kill()
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, started: Started) -> NextStage:
-    following = NextStage()
-    log = tmp_path / "sft-01.log"
-    log.touch()
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "loss.py").write_text("a = 1\n")
+    return folder
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    file = tmp_path / "logs" / "sft-01.log"
+    file.parent.mkdir()
+    file.touch()
+    return file
+
+
+@pytest.fixture
+def prepared(started: Started, sources: Path, log: Path) -> NextStage:
+    following = NextStage(started.start, sources)
     following.prepare("sft", CONFIG, ENVIRONMENT, log)
     return following
 
@@ -68,19 +84,21 @@ def test_a_process_is_taken_once(prepared: NextStage, started: Started) -> None:
     assert process is not None
     assert prepared.take("sft", CONFIG, ENVIRONMENT) is None
     prepared.close()
-    assert started.killed == 0
+    assert started.alive == 1
     assert process.log_file.exists()
 
 
-def _change_source(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(next_stage, "_modification_times", lambda: {"loss.py": (1, 2)})
+def _change_source(started: Started, sources: Path) -> None:
+    (sources / "loss.py").write_text("a = 10\n")
 
 
-def _die(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    started.alive = False
+def _die(started: Started, sources: Path) -> None:
+    process = started.processes[0].process
+    process.kill()
+    process.wait()
 
 
-def _nothing(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing(started: Started, sources: Path) -> None:
     pass
 
 
@@ -97,16 +115,16 @@ def _nothing(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_would_differ_from_a_new_one_is_ended(
     prepared: NextStage,
     started: Started,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    change: Callable[..., None],
+    sources: Path,
+    log: Path,
+    change: Callable[[Started, Path], None],
     config: PipelineConfig,
     environment: dict[str, str],
 ) -> None:
-    change(started, monkeypatch)
+    change(started, sources)
     assert prepared.take("sft", config, environment) is None
-    assert started.killed == 1
-    assert not list(tmp_path.iterdir())
+    assert started.alive == 0
+    assert not list(log.parent.iterdir())
 
 
 def test_a_preparation_that_fails_does_not_end_the_running_stage(tmp_path: Path) -> None:
@@ -120,35 +138,24 @@ def test_a_preparation_that_fails_does_not_end_the_running_stage(tmp_path: Path)
     assert run.next_stage.stage is None
 
 
-def test_source_files_that_cannot_be_read_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.py").write_text("")
-    (tmp_path / ".#a.py").symlink_to("user@host.1:2")  # of an editor
-    monkeypatch.setattr(next_stage, "_SOURCES", tmp_path)
-    assert list(next_stage._modification_times()) == [str(tmp_path / "a.py")]
+def test_source_files_that_cannot_be_read_are_left_out(sources: Path) -> None:
+    (sources / ".#loss.py").symlink_to("user@host.1:2")  # of an editor
+    assert list(next_stage._modification_times(sources)) == [str(sources / "loss.py")]
 
 
 def test_a_process_for_another_stage_keeps_waiting(prepared: NextStage, started: Started) -> None:
     assert prepared.take("data", CONFIG, ENVIRONMENT) is None
-    assert started.killed == 0
+    assert started.alive == 1
     assert prepared.take("sft", CONFIG, ENVIRONMENT) is not None
 
 
-def test_a_process_that_cannot_be_started_leaves_no_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_given: Any, **_options: Any) -> None:
-        raise OSError("no memory")
-
-    monkeypatch.setattr(next_stage, "start_child", fail)
+def test_a_process_that_cannot_be_started_leaves_no_log(log: Path) -> None:
     following = NextStage()
-    log = tmp_path / "sft-01.log"
-    log.touch()
-    following.prepare("sft", CONFIG, ENVIRONMENT, log)
+    environment = {**ENVIRONMENT, "LONG": "x" * 2**20}  # more than the kernel accepts
+    following.prepare("sft", CONFIG, environment, log)
     assert following.stage == "sft"  # it is not tried at each progress
-    assert following.take("sft", CONFIG, ENVIRONMENT) is None
-    assert not list(tmp_path.iterdir())
+    assert following.take("sft", CONFIG, environment) is None
+    assert not list(log.parent.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -164,7 +171,7 @@ def test_the_next_stage_is_prepared_once_at_the_first_progress(
 ) -> None:
     run: Any = SimpleNamespace(
         config=PipelineConfig.model_validate({"run": run_section}),
-        next_stage=NextStage(),
+        next_stage=NextStage(started.start),
         stage_after=lambda stage: "sft" if stage == "data" else None,
         log_file=lambda stage: tmp_path / f"{stage}-01.log",
     )

@@ -10,15 +10,14 @@
 
 from __future__ import annotations
 
-import errno
 import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.errors import StoreError
-from rlhf_core.run import remote
 from rlhf_core.run.executors.job_files import LOG_BYTES, JobFiles
 from rlhf_core.run.remote import _Reporter
 from rlhf_core.storage.store import Store
@@ -57,7 +56,6 @@ def test_the_end_of_the_log_is_kept_without_secrets(
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
     log = tmp_path / "log"
     log.write_text("first\n" + "x" * LOG_BYTES + "\ntoken hf_abcdefghijklmnop\nlast\n")
-    monkeypatch.setattr(remote.sys, "stderr", (tmp_path / "out").open("w"))
     with _Reporter(files, log) as reporter:
         reporter.send({"event": "result"})
     tail = files.read_log().decode()
@@ -69,32 +67,36 @@ def test_the_end_of_the_log_is_kept_without_secrets(
 
 
 def test_a_rotated_log_is_copied_from_its_beginning(
-    files: JobFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: JobFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, output = tmp_path / "log", io.StringIO()
-    monkeypatch.setattr(remote.sys, "stderr", output)
+    log = tmp_path / "log"
     reporter = _Reporter(files, log)
     for text in ("a long line before the rotation\n", "short\n"):
         log.write_text(text)
         reporter._echo()
-    assert output.getvalue() == "a long line before the rotation\nshort\n"
+    assert capsys.readouterr().err == "a long line before the rotation\nshort\n"
 
 
-def test_events_that_a_flow_may_have_read_are_not_changed(
-    files: JobFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class LosesAnAnswer(JobFiles):
+    """The first object of events is written, but its writer gets an error."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, KEY, 1)
+        self._has_failed = False
+
+    def write_events(self, number: int, events: list[dict[str, Any]]) -> None:
+        super().write_events(number, events)
+        if not self._has_failed:
+            self._has_failed = True
+            raise StoreError("no answer")
+
+
+def test_events_that_a_flow_may_have_read_are_not_changed(tmp_path: Path) -> None:
+    files = LosesAnAnswer(Store(tmp_path / "store"))
     first, second = (
         {"event": "checkpoint", "step": 1},
         {"event": "error", "type": "DataError", "message": "x"},
     )
-    write = files.write_events
-
-    def lose_the_answer(number: int, events: list[dict[str, Any]]) -> None:
-        write(number, events)
-        monkeypatch.setattr(files, "write_events", write)
-        raise StoreError("no answer")
-
-    monkeypatch.setattr(files, "write_events", lose_the_answer)
     reporter = _Reporter(files, tmp_path / "log")
     reporter.send(first)
     with pytest.raises(StoreError):
@@ -104,21 +106,16 @@ def test_events_that_a_flow_may_have_read_are_not_changed(
     assert [files.read_events(number) for number in (1, 2, 3)] == [[first], [second], None]
 
 
-class FullDisk(io.StringIO):
-    """A file on a full disk."""
-
-    def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, text)
-
-
 @pytest.mark.parametrize("log_is_readable", [True, False])
 def test_the_final_event_does_not_depend_on_the_log(
-    files: JobFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_is_readable: bool
+    files: JobFiles, tmp_path: Path, log_is_readable: bool
 ) -> None:
     log = tmp_path / "log"
     log.write_text("a line\n") if log_is_readable else log.mkdir()
-    monkeypatch.setattr(remote, "_LAST_SECONDS", 0.0)
-    monkeypatch.setattr(remote.sys, "stderr", FullDisk())
-    with _Reporter(files, log) as reporter:
+    with (
+        Path("/dev/full").open("wb", buffering=0) as full_disk,
+        redirect_stderr(io.TextIOWrapper(full_disk, write_through=True)),
+        _Reporter(files, log, last_seconds=0.0) as reporter,
+    ):
         reporter.send_error(StoreError("the disk is full"))
     assert [event["type"] for event in files.read_events(1) or ()] == ["StoreError"]

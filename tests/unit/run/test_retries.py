@@ -10,18 +10,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed
-from rlhf_core.run import stage_runner
-from rlhf_core.run.next_stage import NextStage
-from rlhf_core.run.retries import NEVER_RETRIED, RetryPolicy
-from rlhf_core.run.spec import StageRecord
+from rlhf_core.config.keys import stage_inputs
+from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed, StageTimedOut
+from rlhf_core.pipeline import StageName
+from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.run.retries import NEVER_RETRIED, RetryPolicy, retry_with
+from rlhf_core.run.stage_runner import get_or_run_stage, make_with_retries
 from rlhf_core.types import ArtifactRef
+from tests.support.toy_stage import toy_environment
 
 KILLED = StageFailed("stage ppo was killed by SIGKILL")
 CHECKPOINT = {"event": "checkpoint", "step": 10}
@@ -73,93 +73,107 @@ def test_lack_of_memory_is_counted_separately() -> None:
     assert [again(policy, error) for error in (OutOfMemory("x"), OutOfMemory("x"))] == [True, False]
 
 
-def test_all_attempts_share_the_time_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, given = [1000.0], []
-
-    def child(
-        spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any, waiting: Any
-    ) -> Any:
-        given.append(timeout)
-        now[0] += 45.0
-        raise KILLED
-
-    monkeypatch.setattr(stage_runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(stage_runner, "run_child", child)
-    run: Any = SimpleNamespace(
-        config=PipelineConfig.model_validate({"run": {"stage_timeout": 100}}),
-        began={},
-        parent_run_id=None,
-        ensure_parent=lambda: None,
-        spec=lambda stage, inputs: SimpleNamespace(stage=stage, key="0" * 16),
-        find=lambda spec: None,
-        next_stage=NextStage(),
-        stage_after=lambda stage: None,
-        log_file=lambda stage: tmp_path / "data.log",
-        begin=lambda stage, log_file: None,
-        tracking=SimpleNamespace(finish_stage=lambda *given: None),
-    )
-    for _ in range(4):
-        with pytest.raises(StageFailed):
-            stage_runner.get_or_run_stage(run, "data", {}, RetryPolicy(5))
-    assert given == [100.0, 55.0, 10.0, 0.0]
-
-
 def test_interrupt_is_not_retried() -> None:
     assert not again(RetryPolicy(5), KeyboardInterrupt())
 
 
-def test_failed_attempts_are_repeated_after_a_growing_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_attempts_are_repeated_after_a_growing_delay() -> None:
     delays: list[float] = []
-    record = StageRecord(ArtifactRef("data", "0" * 16, "d", "/store/data"), 1.0, False)
-    outcomes = iter([*[KILLED] * 7, record])
+    outcomes: list[StageFailed | str] = [KILLED] * 7 + ["made"]
 
-    def attempt(*_given: Any) -> StageRecord:
-        outcome = next(outcomes)
+    def attempt() -> str:
+        outcome = outcomes.pop(0)
         if isinstance(outcome, StageFailed):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(stage_runner, "get_or_run_stage", attempt)
-    monkeypatch.setattr("tenacity.nap.time.sleep", delays.append)
-    run: Any = SimpleNamespace(
-        config=PipelineConfig.model_validate({"run": {"retries": 7, "retry_delay": 2.0}}),
-        inputs=lambda stage: {},
-    )
-    assert stage_runner.make_with_retries(run, "data") is record
+    assert retry_with(RetryPolicy(7), 2.0).copy(sleep=delays.append)(attempt) == "made"
     assert delays == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
 
-    outcomes = iter([KILLED, KILLED])
-    run.config = PipelineConfig.model_validate({"run": {"retries": 1}})
-    with pytest.raises(StageFailed, match="killed by SIGKILL"):
-        stage_runner.make_with_retries(run, "data")
+
+class Stages:
+    """Runs of the pipeline in which the child process of each stage is a toy."""
+
+    def __init__(self, folder: Path, database: Path, patch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        self._database = database
+        self._patch = patch
+
+    def run(self, body: str, **settings: float) -> PipelineRun:
+        """Return a run whose stages execute `body`."""
+        self.change(body)
+        tree = {
+            "run": {"home": str(self._folder / "home"), "prepare_next": False, **settings},
+            "tracking": {"uri": f"sqlite:///{self._database}"},
+        }
+        return PipelineRun(PipelineConfig.model_validate(tree), "demo.yaml")
+
+    def change(self, body: str) -> None:
+        for name, value in toy_environment(self._folder, body).items():
+            self._patch.setenv(name, value)
 
 
-def test_guards_and_advice_become_tags_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[tuple[str, str]] = []
+@pytest.fixture
+def stages(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    return Stages(tmp_path, database, monkeypatch)
 
-    def child(
-        spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any, waiting: Any
-    ) -> Any:
-        on_event({"event": "warning", "message": "the disk is nearly full"})
-        on_event({"event": "warning", "message": "step 4: guard loops: 30 %", "guard": "loops"})
-        on_event({"event": "warning", "message": "advice, step 4: 30 %", "advice": "sync"})
-        raise KILLED
 
-    monkeypatch.setattr(stage_runner, "run_child", child)
-    run: Any = SimpleNamespace(
-        config=PipelineConfig(),
-        began={},
-        parent_run_id=None,
-        ensure_parent=lambda: None,
-        spec=lambda stage, inputs: SimpleNamespace(stage=stage, key="0" * 16),
-        find=lambda spec: None,
-        next_stage=NextStage(),
-        stage_after=lambda stage: None,
-        log_file=lambda stage: tmp_path / "data.log",
-        begin=lambda stage, log_file: None,
-        note=lambda *given: noted.append(given),
-        tracking=SimpleNamespace(finish_stage=lambda *given: None),
-    )
+FAILS = "from rlhf_core.errors import StageFailed\nraise StageFailed('rank 1 died')"
+FAILS_ONCE = """
+from rlhf_core.errors import StageFailed
+
+(folder / "tries").open("a").write("x")
+if (folder / "tries").read_text() == "x":
+    raise StageFailed("rank 1 died")
+return REF
+"""
+
+
+def test_a_failed_stage_is_made_by_the_next_attempt(stages: Stages, tmp_path: Path) -> None:
+    run = stages.run(FAILS_ONCE, retries=1, retry_delay=0.1)
+    assert make_with_retries(run, "data").ref.uri == "/store/x"
+    assert (tmp_path / "tries").read_text() == "xx"
+    assert [file.name for file in sorted(run.logs.glob("*.log"))] == ["data-01.log", "data-02.log"]
+
+
+def test_the_last_failure_is_raised(stages: Stages) -> None:
+    run = stages.run(FAILS, retries=1, retry_delay=0.1)
+    with pytest.raises(StageFailed, match="rank 1 died"):
+        make_with_retries(run, "data")
+    assert len(list(run.logs.glob("*.log"))) == 2
+
+
+def test_all_attempts_share_the_time_of_the_stage(stages: Stages) -> None:
+    run = stages.run(FAILS, stage_timeout=100)
+    with pytest.raises(StageFailed, match="rank 1 died"):
+        get_or_run_stage(run, "data", {}, RetryPolicy(5))
+    run.began["data"] -= 98.0
+    stages.change("time.sleep(600)")
+    limit = r"stopped after [0-2] seconds, all that run\.stage_timeout=100 left it"
+    with pytest.raises(StageTimedOut, match=limit):
+        get_or_run_stage(run, "data", {}, RetryPolicy(5))
+
+
+WARNS = f"""
+events.send("warning", message="the disk is nearly full")
+events.send("warning", message="step 4: guard loops: 30 %", guard="loops")
+events.send("warning", message="advice, step 4: 30 %", advice="sync")
+{FAILS}
+"""
+
+
+def test_guards_and_advice_become_tags_of_the_run(stages: Stages) -> None:
+    run = stages.run(WARNS)
+    inputs: dict[StageName, ArtifactRef] = {
+        stage: ArtifactRef(stage, "a" * 16, f"digest-{stage}", f"/store/{stage}")
+        for stage in stage_inputs(run.config, "ppo")
+    }
     with pytest.raises(StageFailed):
-        stage_runner.get_or_run_stage(run, "ppo", {}, RetryPolicy(0))
-    assert noted == [("guard.loops", "step 4: guard loops: 30 %"), ("advice.sync", "advice, step 4: 30 %")]
+        get_or_run_stage(run, "ppo", inputs, RetryPolicy(0))
+    assert run.parent_run_id is not None
+    tags = run.tracking.mlflow.tags(run.parent_run_id)
+    noted = {name: text for name, text in tags.items() if name.startswith(("rlhf.guard", "rlhf.advice"))}
+    assert noted == {
+        "rlhf.guard.loops": "step 4: guard loops: 30 %",
+        "rlhf.advice.sync": "advice, step 4: 30 %",
+    }
