@@ -64,7 +64,7 @@ Target = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _Layout:
+class RankLayout:
     """The processes of one call."""
 
     ranks: int
@@ -114,7 +114,7 @@ def run_ranks(
         WorkerStuck: A rank stalled.
         RLHFError: The error of another rank than 0, with its class and the number of the rank.
     """
-    layout = _Layout(ranks, device, neighbours=neighbours)
+    layout = RankLayout(ranks, device, neighbours=neighbours)
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
         if not needs_actors(ranks):
             return _run_here(layout, target, args, rank_zero, _limits(config), seen)
@@ -148,7 +148,7 @@ def map_ranks(
 
     Raises the same errors as `run_ranks`.
     """
-    layout = _Layout(ranks, device, label, gpus_per_rank, process_group=False)
+    layout = RankLayout(ranks, device, label, gpus_per_rank, process_group=False)
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
         return _run_actors(layout, target, args, rank_zero, config, seen)
 
@@ -158,7 +158,7 @@ def _limits(config: PipelineConfig | None) -> TimeoutsConfig:
 
 
 def _run_actors(
-    layout: _Layout,
+    layout: RankLayout,
     target: Target,
     args: tuple[Any, ...],
     context: StageContext | None,
@@ -167,7 +167,7 @@ def _run_actors(
 ) -> list[Any]:
     nodes = None if context is None else context.nodes
     with ray_session(layout.ranks, layout.device, config, monitor, nodes):
-        group = _RankGroup(layout, _limits(config), monitor)
+        group = RankGroup(layout, _limits(config), monitor)
         try:
             return group.run(target, args, context)
         finally:
@@ -175,7 +175,7 @@ def _run_actors(
 
 
 def _run_here(
-    layout: _Layout,
+    layout: RankLayout,
     target: Target,
     args: tuple[Any, ...],
     context: StageContext | None,
@@ -328,10 +328,10 @@ def ray_session(
             idle()
 
 
-class _RankGroup:
+class RankGroup:
     """The actors of all ranks."""
 
-    def __init__(self, layout: _Layout, limits: TimeoutsConfig, monitor: Monitor) -> None:
+    def __init__(self, layout: RankLayout, limits: TimeoutsConfig, monitor: Monitor) -> None:
         self._layout = layout
         self._limits = limits
         self._monitor = monitor
@@ -364,7 +364,7 @@ class _RankGroup:
         nodes = None if context is None else context.nodes
         if nodes is not None:
             nodes.join(self._placement.ranks_by_node())
-            for folder in _folders(args):
+            for folder in folders_in(args):
                 nodes.share(folder)
         layout, limits, address, port = self._layout, self._limits, "", 0
         if layout.process_group:
@@ -417,7 +417,7 @@ class _RankGroup:
                 )
 
 
-def _folders(args: Sequence[Any]) -> list[Path]:
+def folders_in(args: Sequence[Any]) -> list[Path]:
     """Return the existing folders among the arguments of a target, and in their fields."""
     values = [*args]
     for arg in args:

@@ -20,8 +20,9 @@ A stage or a training loop:
     assert (context.output / "model" / "config.json").exists()
 
 `rlhf_core.testing.data` writes a small data artifact. `rlhf_core.testing.engines` has a scripted vLLM engine,
-`rlhf_core.testing.trainer` a scripted training engine, and `rlhf_core.testing.fleet` the ranks and engines of
-PPO. They are separate modules, because the last two import torch.
+`rlhf_core.testing.trainer` a scripted training engine, `rlhf_core.testing.ranks` ranks without processes, and
+`rlhf_core.testing.fleet` the ranks and engines of PPO. They are separate modules, because the last three
+import torch.
 
 `rlhf_core.storage.store.Store` on a local folder has the same commits, digests and fencing as one on S3.
 `rlhf_core.testing.store` has one that fails or waits at chosen operations, and `rlhf_core.testing.clock` a

@@ -7,6 +7,10 @@ trainer = ScriptedTrainer(forward=lambda batch: TokenOutputs(-batch.labels_N / 1
 with single_rank():
     metrics = train_sft(trainer, rows, held_out, config, Training("sft", 0, 0, tmp_path, context))
 assert trainer.steps_done == 3
+
+with scripted_trainers() as trainers:
+    sft.run(config, context)
+assert trainers[0].steps_done == 3
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +34,8 @@ from rlhf_core.engines.distributed import Rank
 from rlhf_core.system.overriding import override
 
 _FILE = "scripted_trainer.json"
+_STAGES = ("dpo", "reward", "sft")
+"""Stages that train with one engine in their own process."""
 
 
 class ScriptedTrainer(TrainingEngine):
@@ -136,6 +143,27 @@ class ScriptedTrainer(TrainingEngine):
     @override
     def _gathered(self, parameters: list[nn.Parameter], *, to_change: bool = False) -> Any:
         return nullcontext()  # every parameter is whole, because nothing is sharded
+
+
+@contextmanager
+def scripted_trainers(kind: type[ScriptedTrainer] = ScriptedTrainer) -> Iterator[list[ScriptedTrainer]]:
+    """Replace the DeepSpeed engine of the stages `sft`, `reward`, `judge` and `dpo`.
+
+    Yields the trainers in the order in which they are started.
+
+    Args:
+        kind: Class of the trainers.
+    """
+    started: list[ScriptedTrainer] = []
+
+    def start(*args: Any, **options: Any) -> ScriptedTrainer:
+        started.append(kind(*args, **options))
+        return started[-1]
+
+    with ExitStack() as stack:
+        for stage in _STAGES:
+            stack.enter_context(mock.patch(f"rlhf_core.stages.{stage}.TrainingEngine", start))
+        yield started
 
 
 @contextmanager

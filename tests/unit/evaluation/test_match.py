@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,24 +25,24 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ModelError, StoreError, WorkerDied
-from rlhf_core.evaluation import language_model, match
+from rlhf_core.evaluation import match
 from rlhf_core.evaluation.match import MatchSkipped
-from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.rewards.replies import ModelReply
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
-from rlhf_core.testing.engines import Reply, Request, scripted_engines
+from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
 from rlhf_core.types import PairExample, PromptExample, StageContext
-from tests.support.chat_server import prefer_longer
+from tests.support.chat_server import ChatServer, prefer_longer
+from tests.support.known_models import save_last_token_scorer
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
     for subject in ("fox", "cat", "dog", "bear")
     for place in ("in the garden", "on the roof")
 ]
-GOOD, BAD = "It is kind and gentle. It has a warm voice.", "It is rotten and dull."
+GOOD, BAD = "It is kind and gentle. It has a warm voice!", "It is rotten and dull."
+"""Their last tokens differ, by which reward models here tell them apart."""
 TOKENIZER = train_tokenizer([*PROMPTS, GOOD, BAD], 400)
 
 
@@ -116,7 +117,7 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
 
 
 @pytest.fixture(autouse=True)
-def scripted() -> Iterator[None]:
+def scripted() -> Iterator[list[ScriptedEngine]]:
     """Models that always give the text in their file `says`."""
 
     def respond(request: Request) -> Reply:
@@ -125,8 +126,8 @@ def scripted() -> Iterator[None]:
             raise FAILURES[text]
         return Reply(TOKENIZER.encode(text, add_special_tokens=False))
 
-    with scripted_engines(respond):
-        yield
+    with scripted_engines(respond) as started:
+        yield started
 
 
 @pytest.mark.parametrize(("says", "rate"), [(BAD, 1.0), (GOOD, 0.5)])
@@ -140,7 +141,7 @@ def test_judge_of_the_evaluation_decides_each_prompt(
 
 
 def test_the_win_rate_is_given_for_each_source(
-    config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
+    config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
     opponent = champion(BAD)[1]
     assert match.run_match(config, context, opponent).by_source == {}, "there is one source"
@@ -150,79 +151,77 @@ def test_the_win_rate_is_given_for_each_source(
     assert match.run_match(config, context, opponent).by_source == {"s0": 1.0, "s1": 1.0}
     preferences = {"p0": 1.0, "p1": 0.0, "p2": 0.5}  # p3 was not compared
     assert match._by_source(two[:4], preferences) == {"s0": 0.75, "s1": 0.0}
-    monkeypatch.setattr(match, "MOST_SOURCES", 3)
-    four = prompts_of("s0", "s1", "s2", "s3")
-    assert match._by_source(four, dict.fromkeys((f"p{i}" for i in range(8)), 1.0)) == {}
+    for count in (match.MOST_SOURCES, match.MOST_SOURCES + 1):
+        many = [PromptExample(f"p{i}", "", (), source=f"s{i}") for i in range(count)]
+        found = match._by_source(many, {prompt.prompt_id: 1.0 for prompt in many})
+        assert len(found) == (count if count == match.MOST_SOURCES else 0)
 
 
 def test_a_language_model_decides_each_prompt(
-    config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
+    config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
-    def ask(field: str, settings: Any, questions: Sequence[str], keep: Any) -> None:
-        for question in questions:
-            keep(question, ModelReply(prefer_longer(question), 1, 1, 0.0))
-
-    monkeypatch.setattr(language_model, "ask_service", ask)
-    tree = config.model_dump(mode="json", by_alias=True)
-    tree["evaluate"]["language_model"] = {"url": "http://a/v1", "model": "m", "allowed_hosts": ["a"]}
-    judged = PipelineConfig.model_validate_json(json.dumps(tree))
-    result = match.run_match(judged, context, champion(BAD)[1])
+    with ChatServer(prefer_longer) as server:
+        tree = config.model_dump(mode="json", by_alias=True)
+        judge = {"url": server.url, "model": "m", "allowed_hosts": ["127.0.0.1"]}
+        tree["evaluate"]["language_model"] = judge
+        judged = PipelineConfig.model_validate_json(json.dumps(tree))
+        result = match.run_match(judged, context, champion(BAD)[1])
     assert (result.judge, result.comparison.win_rate.mean) == ("language_model", 1.0)
     assert result.judge_digest is not None and len(result.prompt_ids) == len(PROMPTS)
 
 
+def reward_model(folder: Path, likes: str) -> Path:
+    """Write an artifact with a reward model that gives a point to this answer, and return its folder."""
+    last = TOKENIZER.encode(likes)[-1]
+    save_last_token_scorer(folder / "model", {last: 1.0}, len(TOKENIZER))
+    return folder
+
+
 @pytest.mark.parametrize("judge", ["rules", "reward_model"])
 def test_rules_or_the_candidates_reward_model_decide(
-    judge: str, config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
+    judge: str, config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
 ) -> None:
     tree = config.model_dump(mode="json", by_alias=True)
     tree["ppo"]["rewards"] = [{"type": "model"}, {"type": "keywords", "words": ["rotten"]}]
     tree["evaluate"]["judge"] = judge
-    asked = []
-
-    def score(_config: Any, folder: Path, samples: Sequence[Any], **_rest: Any) -> list[float]:
-        asked.append(folder)
-        return [
-            float("nan") if sample.prompt_id == "p0" else float("rotten" in sample.response)
-            for sample in samples
-        ]
-
-    monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
-    inputs = {**context.inputs, "reward": Path("/its/reward")}
+    inputs = {**context.inputs, "reward": reward_model(tmp_path / "reward", BAD)}
     with_reward = replace(context, inputs=inputs)
     result = match.run_match(
         PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, champion(BAD)[1]
     )
-    assert result.comparison.win_rate.mean == 0.0
-    if judge == "reward_model":
-        assert asked == [Path("/its/reward/model")]
-        assert len(result.comparison.preferences) == len(PROMPTS) - 1, "a masked score is no defeat"
+    assert (result.judge, result.comparison.win_rate.mean) == (judge, 0.0)
+    assert len(result.comparison.preferences) == len(PROMPTS)
+
+
+def test_a_masked_score_is_no_defeat(
+    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "r.py").write_text(
+        "def f(samples):\n    return [float('nan') if s.prompt_id == 'p0' and 'kind' in s.response else 1.0"
+        " for s in samples]\n"
+    )
+    masked = {"type": "python", "function": "r:f", "file": str(tmp_path / "r.py"), "on_error": "mask"}
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["ppo"]["rewards"] = [{**masked, "retries": 0}, {"type": "keywords", "words": ["rotten"]}]
+    tree["evaluate"]["judge"] = "rules"
+    tree["reward"]["enabled"] = False
+    result = match.run_match(PipelineConfig.model_validate_json(json.dumps(tree)), context, champion(BAD)[1])
+    assert result.prompt_ids == tuple(f"p{i}" for i in range(1, len(PROMPTS)))
+    assert len(result.comparison.preferences) == len(PROMPTS) - 1
 
 
 @pytest.mark.parametrize("judge", ["reward_model", "gold"])
 def test_champions_reward_model_scores_the_same_answers(
-    judge: str,
-    config: PipelineConfig,
-    context: StageContext,
-    champion: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    judge: str, config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
 ) -> None:
     tree = config.model_dump(mode="json", by_alias=True)
     tree["evaluate"]["judge"] = judge
     tags = champion(BAD)[1] | {"eval.judge": "reward_model"}
     store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
-    (tmp_path / "theirs" / "model").mkdir(parents=True)
-    (tmp_path / "theirs" / "model" / "config.json").write_text("{}")
-    ref = store.publish("reward", "d" * 16, tmp_path / "theirs", Provenance())
+    theirs = reward_model(tmp_path / "theirs", BAD)
+    ref = store.publish("reward", "d" * 16, theirs, Provenance())
     tags |= {"rlhf.reward.key": ref.key, "rlhf.reward.digest": ref.digest}
-
-    def score(_config: Any, folder: Path, samples: Sequence[Any], **_rest: Any) -> list[float]:
-        likes = "kind" if folder == Path("/its/reward/model") else "rotten"
-        return [float(likes in sample.response) for sample in samples]
-
-    monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
-    inputs = {**context.inputs, "reward": Path("/its/reward")}
+    inputs = {**context.inputs, "reward": reward_model(tmp_path / "reward", GOOD)}
     ours = replace(context, inputs=inputs)
     result = match.run_match(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
     assert result.by_champion_model is not None and result.judge == judge
@@ -263,7 +262,7 @@ def test_champion_is_loaded_with_its_own_settings(
     apart: bool,
     context: StageContext,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    scripted: list[ScriptedEngine],
 ) -> None:
     def settings(ppo: Any) -> PipelineConfig:
         tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "evaluate": {"prompts": 8, "bootstrap": 200}}
@@ -275,8 +274,9 @@ def test_champion_is_loaded_with_its_own_settings(
     write_data_artifact(folders["data"], tokenizer=TOKENIZER)
     policy(folders["sft"] / "model", BAD)
     policy(folders["ppo"] / "policy", BAD)
-    (folders["ppo"] / "adapter").mkdir()
-    (folders["ppo"] / "adapter" / "adapter_config.json").write_text('{"r": 8}')
+    for ppo in (folders["ppo"], context.inputs["ppo"]):
+        (ppo / "adapter").mkdir()
+        (ppo / "adapter" / "adapter_config.json").write_text('{"r": 8}')
     tags, fetched = {}, {}
     for stage in ("data", "sft", "ppo"):
         ref = store.publish(stage, "c" * 16, folders[stage], Provenance(config=made))
@@ -285,20 +285,11 @@ def test_champion_is_loaded_with_its_own_settings(
     policy(tmp_path / "sft" / "model", GOOD)
     inputs = {**context.inputs, "sft": tmp_path / "sft"}
     ours = replace(context, inputs=inputs)
-    loaded: dict[str, PolicyFiles] = {}
-
-    def respond(_config: Any, models: dict[str, PolicyFiles], _decode: Any, sets: Any, **_named: Any) -> Any:
-        loaded.update(models)
-        return {name: {each: [] for each in sets} for name in models}
-
-    monkeypatch.setattr("rlhf_core.evaluation.generate.responses_to_sets", respond)
-    monkeypatch.setattr("rlhf_core.evaluation.scoring.score", lambda *_, **__: [])
-    with pytest.raises(MatchSkipped, match="no response could be scored"):
-        match.run_match(settings(candidate), ours, tags)
-    merged = PolicyFiles(fetched["ppo"] / "policy")
-    assert loaded["champion"] == (
-        PolicyFiles(fetched["sft"] / "model", fetched["ppo"] / "adapter") if apart else merged
-    )
+    match.run_match(settings(candidate), ours, tags)
+    _, engine = scripted
+    model = fetched["sft"] / "model" if apart else fetched["ppo"] / "policy"
+    assert {request.model for request in engine.requests} == {model}
+    assert list(engine.adapters.values()) == ([fetched["ppo"] / "adapter"] if apart else [])
 
 
 def test_regression_sets_compare_the_candidate_with_the_champion(
@@ -352,14 +343,11 @@ def test_match_is_skipped_for_another_template(
         match.run_match(config, context, champion(BAD, template="plain")[1])
 
 
-def test_store_errors_are_raised(
-    config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_arguments: Any) -> None:
-        raise StoreError("503 for 120 s")
-
+def test_store_errors_are_raised(config: PipelineConfig, context: StageContext, champion: Any) -> None:
     tags = champion(BAD)[1]
-    monkeypatch.setattr(ArtifactStore, "fetch", fail)
+    store = Path(config.store_url)
+    shutil.rmtree(store)
+    store.symlink_to(store)  # too many levels of symbolic links
     with pytest.raises(StoreError):
         match.run_match(config, context, tags)
 

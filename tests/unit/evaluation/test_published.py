@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.testing import stage_context
+from rlhf_core.testing.ranks import RayCall, scripted_ranks
 from tests.support.tiny_llama import save_tiny_llama
 from tests.support.weight_streams import stream_of
 
@@ -106,14 +107,19 @@ def test_a_stage_whose_judged_files_lost_the_update_fails(artifacts: Any) -> Non
     assert check(raised, artifacts)["published/loss"] > 0.3
 
 
-def test_a_merge_that_only_the_engines_round_counts_as_a_loss(artifacts: Any) -> None:
+def as_trained_in_float32(config: PipelineConfig, artifacts: Any) -> TrainedPolicy:
+    """Return the log-probabilities that base model and adapter have in float32."""
     ppo, sft, trained = artifacts
+    files = PolicyFiles(sft / "model", ppo / "adapter")
+    exact = logprobs(config, files, trained.sequences, 1.0, pad_id=0, device="cpu")
+    return TrainedPolicy(trained.sequences, [values.numpy() for values in exact])
+
+
+def test_a_merge_that_only_the_engines_round_counts_as_a_loss(artifacts: Any) -> None:
+    ppo, sft, _ = artifacts
     mixed = config_of(weight_sync={"lora": "merged"}, policy_deepspeed={"dtype": "float32"})
     assert mixed.ppo.served_dtype == "bfloat16"
-    exact = logprobs(
-        mixed, PolicyFiles(sft / "model", ppo / "adapter"), trained.sequences, 1.0, pad_id=0, device="cpu"
-    )
-    in_float32 = TrainedPolicy(trained.sequences, [values.numpy() for values in exact])
+    in_float32 = as_trained_in_float32(mixed, artifacts)
     found = measure_published(mixed, in_float32, ppo, sft, pad_id=0, device="cpu", context=stage_context(ppo))
     assert found["published/logprob_gap"] < 1e-5 and found["published/loss"] > 0.3
 
@@ -180,29 +186,38 @@ def test_empty_responses_are_left_out_and_nothing_but_them_is_named(artifacts: A
         check(config_of(), (ppo, sft, TrainedPolicy([empty[0]], [empty[1]])))
 
 
+class SharedFolders:
+    """The other hosts of a stage, which get folders."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+        self.have_left = False
+
+    def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None: ...
+
+    def gather(self, folder: Path) -> None: ...
+
+    def share(self, folder: Path) -> None:
+        self.folders.append(folder)
+
+    def leave(self) -> None:
+        self.have_left = True
+
+
 def test_on_a_cluster_all_models_are_loaded_by_ranks_in_one_session(
     artifacts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    ppo, sft, trained = artifacts
-    context = stage_context(ppo)
-    calls: list[Any] = []
-
-    @contextmanager
-    def session(*given: Any) -> Iterator[None]:
-        calls.append(given[4])
-        yield
-        calls.append("end")
-
-    def on_ranks(*given: Any) -> Any:
-        calls.append(given[3])
-        return [torch.from_numpy(row) for row in trained.logprobs]
-
-    monkeypatch.setattr("rlhf_core.evaluation.rank_scoring.ray_session", session)
-    monkeypatch.setattr("rlhf_core.evaluation.scoring.on_ranks", on_ranks)
+    """The adapter, the SFT model, and the merge in both precisions."""
+    ppo, sft, _ = artifacts
+    nodes = SharedFolders()
+    context = replace(stage_context(ppo), nodes=nodes)
     mixed = config_of(policy_deepspeed={"dtype": "float32"})
-    measure_published(mixed, trained, ppo, sft, pad_id=0, device="cuda", context=context)
-    assert calls == [context.nodes, context, context, context, context, "end"]
+    trained = as_trained_in_float32(mixed, artifacts)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with scripted_ranks() as calls:
+        measure_published(mixed, trained, ppo, sft, pad_id=0, device="cpu", context=context)
+    assert calls == [RayCall("connect", 1), *[RayCall("training rank", 1)] * 4, RayCall("disconnect")]
+    assert set(nodes.folders) == {sft / "model", ppo / "adapter", ppo / "policy"} and nodes.have_left
 
 
 def test_an_adapter_of_another_model_is_refused(artifacts: Any, tmp_path: Path) -> None:

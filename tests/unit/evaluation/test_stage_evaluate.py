@@ -1,4 +1,4 @@
-"""The stage `evaluate` with scripted models. The integration tests use real ones.
+"""The stage `evaluate` with scripted answers, and models whose outputs are known.
 
 - both models answer the same prompts, and files, metrics and tracker agree with their scores
 - the judge is the gold reward for synthetic prompts, else the reward model, else the rules; an unavailable
@@ -14,12 +14,14 @@
 - the same run gives the same bytes, and intervals have the configured level
 """
 
+import gc
 import json
+import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -27,17 +29,18 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.synthetic import gold_reward
-from rlhf_core.data.tokenizer import Decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed
-from rlhf_core.evaluation import generate, language_model, rank_scoring, scoring
+from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.rewards.replies import ModelReply
 from rlhf_core.stages import evaluate
 from rlhf_core.testing import RecordingMetrics, stage_context
-from rlhf_core.testing.engines import Reply, Request, scripted_engines
+from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
+from rlhf_core.testing.ranks import RayCall, scripted_ranks
 from rlhf_core.types import ArtifactRef, Lineage, PairExample, PromptExample, StageContext
-from tests.support.chat_server import Respond, prefer_first, prefer_longer
+from tests.support.chat_server import ChatServer, Respond, prefer_first, prefer_longer
+from tests.support.known_models import save_last_token_scorer, save_unigram_policy
+from tests.support.word_tokenizer import word_tokenizer
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
@@ -56,25 +59,6 @@ def config_of(rewards: Sequence[Mapping[str, Any]] = RULES, **sections: Any) -> 
     return PipelineConfig.model_validate_json(json.dumps(base | sections))
 
 
-class Tokenizer:
-    """A scripted response has as many tokens as words; each is the response's place in `texts`."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return self.texts[ids[0]]
-
-
-TEXTS: list[str] = []
-
-
-def say(text: str) -> tuple[int, ...]:
-    TEXTS.append(text)
-    return (len(TEXTS) - 1,) * len(text.split())
-
-
 def answer(model: str, prompt: str) -> str:
     rest = prompt.removeprefix("Tell me about a small ").removesuffix(".")
     if model == "model":
@@ -87,51 +71,101 @@ def answer(model: str, prompt: str) -> str:
     )
 
 
+OTHER_PROMPTS = ["How are you?", "Why so?"]
+WORDS = [f"good good {i}" for i in range(20)]
+TOKENIZER = word_tokenizer(
+    [answer(model, prompt) for model in ("model", "dpo", "policy") for prompt in (*PROMPTS, *OTHER_PROMPTS)]
+    + [*PROMPTS, *WORDS]
+)
+LOGITS = {
+    "policy": {"fox": 1.0, "cat": 2.0, "dog": 3.0, "roof.": 0.5},
+    "dpo": {"sleeps": 2.0},
+    "model": {"small": 1.0},
+}
+"""Logits of each model for the next word, whatever the previous ones are. Other words have 0."""
+SCORES = {"dull.": -1.0, "garden.": 0.5, "roof.": 0.5, "voice.": 2.0}
+"""The reward model's score of an answer, by its last word."""
+
+
+def tokens(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def by_token(values: Mapping[str, float]) -> dict[int, float]:
+    return {TOKENIZER.convert_tokens_to_ids(word): value for word, value in values.items()}
+
+
+def log_ratio(model: str, prompt: str) -> float:
+    """Log-ratio of this policy and the SFT model for its answer, in nats."""
+
+    def logprob(logits: Mapping[str, float]) -> float:
+        log_sum = math.log(len(TOKENIZER) - len(logits) + sum(map(math.exp, logits.values())))
+        return sum(logits.get(word, 0.0) - log_sum for word in answer(model, prompt).split())
+
+    return logprob(LOGITS[model]) - logprob(LOGITS["model"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of artifacts with the models of `LOGITS` and `SCORES`. The judge's scores are the opposite."""
+    folder = tmp_path_factory.mktemp("models")
+    save_unigram_policy(folder / "sft" / "model", by_token(LOGITS["model"]), len(TOKENIZER))
+    for stage, name in (("ppo", "policy"), ("dpo", "dpo")):
+        save_unigram_policy(folder / stage / "policy", by_token(LOGITS[name]), len(TOKENIZER))
+    opposite = {word: -score for word, score in SCORES.items()}
+    for stage, scores in (("reward", SCORES), ("judge", opposite)):
+        save_last_token_scorer(folder / stage / "model", by_token(scores), len(TOKENIZER))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Each measure collects garbage at its end. The modules that are imported do not take part."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def context(tmp_path: Path) -> StageContext:
+def context(models: Path, tmp_path: Path) -> StageContext:
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward", "ppo")}
-    for folder in inputs.values():
-        folder.mkdir(exist_ok=True)
+    for name in ("sft", "reward", "ppo", "dpo", "judge"):
+        shutil.copytree(models / name, tmp_path / name)
+    TOKENIZER.save_pretrained(inputs["data"] / "tokenizer")
     rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
     (inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write(inputs["data"], "pairs", "eval", [])
+    for name in ("prompts", "pairs"):
+        for split in ("train", "eval"):
+            write(inputs["data"], name, split, [])
     (inputs["data"] / "data_card.md").write_text("# Data\n\nTwo **sets**\n")
     lineage = Lineage({"sft": ArtifactRef("sft", "0" * 16, "d" * 64, "uri")})
     return stage_context(tmp_path, inputs=inputs, lineage=lineage)
 
 
 @pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], None]]:
-    """Models with scripted answers and scores. Yields a function that sets the prompts."""
-    TEXTS.clear()
+def engines() -> Iterator[list[ScriptedEngine]]:
+    """Engines that give the answers of `answer`."""
 
     def respond(request: Request) -> Reply:
         model = "dpo" if request.model.parent.name == "dpo" else request.model.name
-        return Reply(say(answer(model, request.prompt.prompt)), finished=model == "policy")
+        return Reply(tokens(answer(model, request.prompt.prompt)), finished=model == "policy")
+
+    with scripted_engines(respond) as started:
+        yield started
+
+
+@pytest.fixture
+def scripted(engines: list[ScriptedEngine], context: StageContext) -> Callable[[list[str]], None]:
+    """A function that sets the prompts. At first they are `PROMPTS`."""
 
     def use(texts: list[str], sources: Sequence[str] = ("a.jsonl",)) -> None:
         chosen = [sources[i % len(sources)] for i in range(len(texts))]
         examples = [PromptExample(f"p{i}", text, (1, 2), {}, chosen[i]) for i, text in enumerate(texts)]
-        (tmp_path / "data").mkdir(exist_ok=True)
-        write(tmp_path / "data", "prompts", "eval", examples)
+        write(context.inputs["data"], "prompts", "eval", examples)
 
-    monkeypatch.setattr(
-        evaluate, "load_decoder", lambda data: Decoder(Tokenizer(TEXTS), pad=0, eos=1, bos=None)
-    )
-    monkeypatch.setattr(
-        scoring, "score_reward_model", lambda c, f, samples, **k: [float(len(s.response)) for s in samples]
-    )
-
-    def kl(
-        _config: Any, policy: PolicyFiles, _sft: Path, samples: Sequence[Any], **_more: Any
-    ) -> list[float]:
-        times = 2.0 if policy.model.parent.name == "dpo" else 1.0
-        return [times * i for i, _ in enumerate(samples)]
-
-    monkeypatch.setattr(scoring, "policy_kl", kl)
     use(PROMPTS)
-    with scripted_engines(respond):
-        yield use
+    return use
 
 
 def read(context: StageContext) -> dict[str, Any]:
@@ -148,7 +182,7 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context:
     assert found["win_rate"] == {"mean": 1.0, "low": pytest.approx(0.6097, abs=1e-4), "high": 1.0}
     assert found["verdicts"] == {"wins": 6, "losses": 0, "ties": 0} and found["judge_trained_on"] is False
     assert (found["judge"], found["inconsistent"], found["prompts"]) == ("gold", 0.0, 6)
-    assert found["kl"] == 2.5  # mean of 0..5
+    assert found["kl"] == pytest.approx(fmean(log_ratio("policy", p) for p in PROMPTS[:6]), rel=1e-4)
     assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0} and found["eos_rate_difference"]["low"] == 1.0
     assert found["over_chosen"] is None  # there are no pairs
     assert found["lengths"]["sft"]["mean"] == 5.0
@@ -176,7 +210,7 @@ def test_both_models_are_compared_with_chosen_answers(scripted: Any, context: St
     """The pair's prompts are a held-out one and one that only the pair has."""
     evaluate.run(config_of(), context)
     before = read(context)
-    chosen = [say("The small fox sleeps in the garden."), say("It is rotten and dull.")]
+    chosen = [tokens("The small fox sleeps in the garden."), tokens("It is rotten and dull.")]
     pairs = [
         PairExample(name, prompt, (1, 2), ids, (0,), "a")
         for name, prompt, ids in zip(("p0", "q"), (PROMPTS[0], PROMPTS[7]), chosen, strict=True)
@@ -205,9 +239,6 @@ def test_regression_sets_are_in_report_metrics_and_facts(
     pattern: str, fell: bool, scripted: Any, context: StageContext, tmp_path: Path
 ) -> None:
     """The SFT model says that all is dull, and the policy ends with a voice."""
-    train_tokenizer(PROMPTS, 300).save_pretrained(context.inputs["data"] / "tokenizer")
-    for name in ("prompts", "pairs"):
-        write(context.inputs["data"], name, "train", [])
     file = tmp_path / "set.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     item = {"name": "words", "path": str(file), "reward": {"type": "format", "pattern": pattern}}
@@ -229,9 +260,11 @@ def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext
     for first, numbers in zip((0, 1), sources.values(), strict=True):
         gold = [gold_reward(p, answer("policy", p), True) for p in PROMPTS[first:6:2]]
         assert numbers["gold_reward"]["ppo"]["mean"] == pytest.approx(sum(gold) / 3)
-        assert numbers["kl"] == (first + first + 2 + first + 4) / 3
+        ratios = [log_ratio("policy", p) for p in PROMPTS[first:6:2]]
+        assert numbers["kl"] == pytest.approx(sum(ratios) / 3, rel=1e-4)
         assert numbers["win_rate"]["mean"] == 1.0 and set(numbers["rules"]) == {"length", "well_formed"}
-    assert result.metrics["by_source/org/b/kl"] == 3.0 and result.metrics["by_source/a.jsonl/prompts"] == 3
+    assert result.metrics["by_source/org/b/kl"] == sources["org/b"]["kl"]
+    assert result.metrics["by_source/a.jsonl/prompts"] == 3
 
 
 @pytest.mark.parametrize("known", [0, 2])
@@ -332,21 +365,23 @@ def test_masked_prompts_are_left_out_for_both_models(
     result = evaluate.run(config_of([reward, *RULES]), context)
     found = read(context)
     assert (found["prompts"], found["unscored"], result.metrics["unscored"]) == (5, 1, 1)
-    assert found["kl"] == pytest.approx((0 + 1 + 3 + 4 + 5) / 5)
+    ratios = [log_ratio("policy", PROMPTS[i]) for i in (0, 1, 3, 4, 5)]
+    assert found["kl"] == pytest.approx(sum(ratios) / 5, rel=1e-4)
     rows = [json.loads(line) for line in (context.output / "samples.jsonl").read_text().splitlines()]
     assert [row["prompt_id"] for row in rows] == ["p0", "p1", "p3", "p4"]
 
 
 def test_reward_model_decides_without_a_gold_reward(scripted: Any, context: StageContext) -> None:
-    scripted(["How are you?", "Why so?"])
+    scripted(OTHER_PROMPTS)
     evaluate.run(config_of(), context)
     found = read(context)
     assert found["judge"] == "reward_model" and found["gold_reward"] is None
-    assert found["reward_model"]["sft"]["mean"] == float(len("It is rotten and dull."))
+    means = {model: found["reward_model"][model]["mean"] for model in ("sft", "ppo")}
+    assert means == pytest.approx({"sft": SCORES["dull."], "ppo": SCORES["voice."]}, rel=1e-4)
 
 
 def test_rules_decide_without_a_reward_model(scripted: Any, context: StageContext) -> None:
-    scripted(["How are you?", "Why so?"])
+    scripted(OTHER_PROMPTS)
     without = replace(context, inputs={k: v for k, v in context.inputs.items() if k != "reward"})
     evaluate.run(config_of(reward={"enabled": False}), without)
     found = read(context)
@@ -385,54 +420,35 @@ def test_missing_held_out_prompts_are_an_error(scripted: Any, context: StageCont
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "changes_classes"),
+    ("ranks", "number", "changes_classes"),
     [(1, 1, False), (2, 1, False), (1, 2, False), (1, 1, True)],
 )
 def test_ranks_and_engines_share_one_connection_to_ray(
     ranks: int,
-    engines: int,
+    number: int,
     changes_classes: bool,
     scripted: Any,
     context: StageContext,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log: list[str] = []
-
-    @contextmanager
-    def session(processes: int, *_args: Any) -> Iterator[None]:
-        log.append(f"connected for {processes}")
-        yield
-        log.append("ended")
-
-    def shares(target: Any, ranks: int, device: str, *args: Any, **_named: Any) -> list[Any]:
-        log.append("engines")
-        return [
-            target(SimpleNamespace(rank=rank, world_size=ranks, device=device), *args, None)
-            for rank in range(ranks)
-        ]
-
-    def kl(_config: Any, _policy: Any, _sft: Any, samples: Sequence[Any], **_named: Any) -> list[float]:
-        log.append("ranks")
-        return [0.0 for _ in samples]
-
+    """The reward model and both models for the KL are loaded by ranks."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(rank_scoring, "ray_session", session)
-    monkeypatch.setattr(generate, "map_ranks", shares)
-    monkeypatch.setattr(scoring, "policy_kl", kl)
     if changes_classes:
         for folder in (context.inputs["sft"] / "model", context.inputs["ppo"] / "policy"):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text('{"architectures": ["SmolLM3ForCausalLM"]}')
-    evaluate.run(config_of(evaluate={"prompts": 6, "ranks": ranks, "engines": engines}), context)
-    work = ["engines", "engines", "ranks"] if engines > 1 or changes_classes else ["ranks"]
-    session = [f"connected for {max(ranks, engines)}", *work, "ended"]
-    assert log == (session if max(ranks, engines) > 1 or changes_classes else work)
+            shutil.rmtree(folder)
+            save_unigram_policy(folder, {}, len(TOKENIZER), "SmolLM3")
+    settings = {"prompts": 6, "bootstrap": 200, "ranks": ranks, "engines": number}
+    with scripted_ranks() as calls:
+        evaluate.run(config_of(evaluate=settings), context)
+    work = [RayCall("engine", number)] * 2 if number > 1 or changes_classes else []
+    work += [RayCall("training rank", ranks)] * 3 if ranks > 1 else []
+    assert calls == ([RayCall("connect", max(ranks, number)), *work, RayCall("disconnect")] if work else [])
+    assert read(context)["win_rate"]["mean"] == 1.0
 
 
 def test_same_run_gives_the_same_bytes(scripted: Any, context: StageContext, tmp_path: Path) -> None:
     again = stage_context(tmp_path / "again", inputs=context.inputs, lineage=context.lineage)
     for each in (context, again):
-        TEXTS.clear()
         evaluate.run(config_of(), each)
     names = sorted(str(p.relative_to(context.output)) for p in context.output.rglob("*") if p.is_file())
     assert "report.html" in names
@@ -465,16 +481,8 @@ def test_caption_mentions_overoptimisation_only_with_a_gold_reward(
     assert ("so this curve cannot show it" in document) != gold
 
 
-def test_the_second_reward_model_judges(
-    scripted: Any, context: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It prefers short responses, and the reward model long ones."""
-
-    def score(config: Any, folder: Path, samples: Sequence[Any], **more: Any) -> list[float]:
-        sign = -1.0 if folder.parent.name == "judge" else 1.0
-        return [sign * len(sample.response) for sample in samples]
-
-    monkeypatch.setattr(scoring, "score_reward_model", score)
+def test_the_second_reward_model_judges(scripted: Any, context: StageContext, tmp_path: Path) -> None:
+    """It prefers what the reward model does not."""
     assert context.lineage is not None
     inputs = {**context.lineage.inputs, "judge": ArtifactRef("judge", "1" * 16, "e" * 64, "uri")}
     judged = replace(
@@ -492,7 +500,8 @@ def test_the_second_reward_model_judges(
     assert (found["judge"], found["judge_trained_on"]) == ("judge_model", False)
     assert found["judge_digests"]["judge_model"] == "e" * 64
     assert found["win_rate"]["mean"] == 0.0
-    assert found["judge_model"]["ppo"]["mean"] == -found["reward_model"]["ppo"]["mean"]
+    assert found["reward_model"]["ppo"]["mean"] == pytest.approx(SCORES["voice."], rel=1e-4)
+    assert found["judge_model"]["ppo"]["mean"] == pytest.approx(-SCORES["voice."], rel=1e-4)
     assert result.metrics["judge_model/ppo/mean"] == found["judge_model"]["ppo"]["mean"]
     page = (judged.output / "report.html").read_text()
     assert "a second reward model, trained with other pairs" in page and "Second reward model" in page
@@ -500,28 +509,24 @@ def test_the_second_reward_model_judges(
 
 @pytest.mark.parametrize("respond", [prefer_longer, prefer_first])
 def test_a_language_model_is_measured_first_and_then_decides(
-    scripted: Any, context: StageContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, respond: Respond
+    scripted: Any, engines: list[ScriptedEngine], context: StageContext, tmp_path: Path, respond: Respond
 ) -> None:
-    pairs = [PairExample(f"p{i}", "Tell", (1,), say(f"good good {i}"), say(f"{i}")) for i in range(20)]
+    pairs = [
+        PairExample(f"p{i}", "Tell", (1,), tokens(words), tokens(words)[2:]) for i, words in enumerate(WORDS)
+    ]
     write(context.inputs["data"], "pairs", "eval", pairs)
-    monkeypatch.setattr(language_model, "load_decoder", evaluate.load_decoder)
-
-    def ask(field: str, settings: Any, questions: Sequence[str], keep: Any) -> None:
-        for question in questions:
-            keep(question, ModelReply(str(respond(question)), 100, 1, 0.5))
-
-    monkeypatch.setattr(language_model, "ask_service", ask)
-    judge = {"url": "http://a/v1", "model": "big-judge", "allowed_hosts": ["a"]}
-    config = config_of(
-        run={"device": "cpu", "home": str(tmp_path)},
-        evaluate={"prompts": 6, "bootstrap": 200, "samples": 4, "language_model": judge},
-    )
-    if respond is prefer_first:
-        with pytest.raises(GateFailed, match=r"big-judge agrees with 0\.500 .*min_agreement"):
-            evaluate.run(config, context)
-        assert not any("small" in text for text in TEXTS)  # nothing was sampled
-        return
-    result = evaluate.run(config, context)
+    with ChatServer(respond) as server:
+        judge = {"url": server.url, "model": "big-judge", "allowed_hosts": ["127.0.0.1"]}
+        config = config_of(
+            run={"device": "cpu", "home": str(tmp_path)},
+            evaluate={"prompts": 6, "bootstrap": 200, "samples": 4, "language_model": judge},
+        )
+        if respond is prefer_first:
+            with pytest.raises(GateFailed, match=r"big-judge agrees with 0\.500 .*min_agreement"):
+                evaluate.run(config, context)
+            assert not engines, "nothing was sampled"
+            return
+        result = evaluate.run(config, context)
     found = read(context)
     assert (found["judge"], found["judge_trained_on"], found["inconsistent"]) == (
         "language_model",
@@ -533,11 +538,11 @@ def test_a_language_model_is_measured_first_and_then_decides(
     model = found["language_model"]
     assert (model["agreement"]["mean"], model["pairs"], model["first"]) == (1.0, 20, 0.5)
     # Two for each of 20 pairs and 6 prompts, and for each model's answer and the chosen one to these prompts.
-    assert (model["requests"], model["prompt_tokens"]) == (40 + 12 + 24, 7600)
+    assert (model["requests"], model["prompt_tokens"]) == (40 + 12 + 24, 760)
     assert found["over_chosen"]["win_rate"]["ppo"]["mean"] == 1.0
     assert set(found["judge_digests"]) == {"gold", "rules", "language_model"}
     assert result.metrics["language_model/agreement/mean"] == 1.0
-    assert result.metrics["language_model/seconds"] == 38.0 and "seconds" not in model
+    assert result.metrics["language_model/seconds"] > 0 and "seconds" not in model
     document = (context.output / "report.html").read_text()
     assert "the language model big-judge" in document and "preferred in both orders" in document
 
@@ -556,12 +561,16 @@ def test_the_policy_of_dpo_is_a_third_column(scripted: Any, context: StageContex
     assert found["gold_reward"]["dpo"]["mean"] == pytest.approx(means["dpo"])
     assert found["gold_reward"]["ppo_minus_dpo"]["mean"] == pytest.approx(means["policy"] - means["dpo"])
     assert found["win_rate_ppo_over_dpo"]["mean"] == found["win_rate_dpo"]["mean"] == 1.0
-    assert (found["kl"], found["kl_dpo"]["mean"]) == (2.5, 5.0)
+    kl = {model: fmean(log_ratio(model, p) for p in PROMPTS[:6]) for model in ("policy", "dpo")}
+    assert (found["kl"], found["kl_dpo"]["mean"]) == pytest.approx((kl["policy"], kl["dpo"]), rel=1e-4)
     assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0, "dpo": 0.0}
     assert found["lengths"]["dpo"]["mean"] == result.metrics["length/dpo"]
     assert set(found["distinct"]) == {"sft", "ppo", "dpo"} and "dpo" in found["rules"]["length"]
     assert result.metrics["win_rate_ppo_over_dpo/low"] == found["win_rate_ppo_over_dpo"]["low"]
-    assert result.metrics["kl_dpo"] == 5.0 and result.metrics["gold_reward/dpo/mean"] < means["policy"]
+    assert (
+        result.metrics["kl_dpo"] == found["kl_dpo"]["mean"]
+        and result.metrics["gold_reward/dpo/mean"] < means["policy"]
+    )
     row = json.loads((three.output / "samples.jsonl").read_text().splitlines()[0])
     assert row["dpo"] == answer("dpo", PROMPTS[0]) and set(row["scores"]) == {"sft", "ppo", "dpo"}
     assert row["winner"] == "ppo"

@@ -26,15 +26,15 @@ from rlhf_core.config.training import EnsembleConfig
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ConfigError, GateFailed
+from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.ensemble import load_ensemble, member_folder
-from rlhf_core.seeds import derive_seed
 from rlhf_core.stages import reward
-from rlhf_core.stages.epochs import Training
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
+from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.data import write_data_artifact
-from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
+from rlhf_core.testing.trainer import ScriptedTrainer, scripted_trainers, single_rank
 from rlhf_core.types import PairExample, StageContext
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -207,32 +207,41 @@ def test_a_member_below_the_limit_ends_the_stage_before_the_next_is_trained(tmp_
 PAIRS = [PairExample(f"p{i}", "", (1, 2, 3), (5 + i, 7), (9, 11 + i)) for i in range(6)]
 
 
-def test_first_member_is_the_model_of_a_run_without_ensemble(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Noting(ScriptedTrainer):
+    """Notes the tokens of its micro-batches in training."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[Any] = []
+
+    @override
+    def __call__(self, batch: TokenBatch, at: str) -> Any:
+        if torch.is_grad_enabled():
+            self.seen.append(batch.input_ids_BL.tolist())
+        return super().__call__(batch, at)
+
+
+def test_first_member_is_the_model_of_a_run_without_ensemble(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "sft" / "model")
-    monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", ScriptedTrainer)
-    trainings: list[Training] = []
-
-    def note_training(*given: Any) -> dict[str, float]:
-        trainings.append(given[-1])
-        return {}
-
     data = write_data_artifact(tmp_path / "data", pairs=PAIRS, eval_pairs=PAIRS)
-    monkeypatch.setattr(reward, "train_reward", note_training)
     outputs = {}
+    orders = []
     for name, ensemble in (("plain", None), ("ensemble", {"members": 3})):
-        section = {"ensemble": ensemble, "min_accuracy": 0.0}
+        section = {"ensemble": ensemble, "min_accuracy": 0.0, "batch_size": 1, "epochs": 1}
         config = config_from_tree({"run": {"device": "cpu"}, "reward": section}, "test")
         context = stage_context(tmp_path / name, inputs={"sft": tmp_path / "sft"})
-        with single_rank():
+        with single_rank(), scripted_trainers(Noting) as trainers:
             reward._train(
                 Rank(), config, data, tmp_path / "sft", context.scratch, context.output, "reward", context
             )
+        assert isinstance(context.progress, RecordingProgress)
+        assert {report[0] for report in context.progress.reports} == {"reward"}
+        orders += [trainer.seen for trainer in trainers if isinstance(trainer, Noting)]
         outputs[name] = context.output
-    assert {training.stage for training in trainings} == {"reward"}
-    seeds = [training.seed for training in trainings]
-    assert seeds[:2] == [derive_seed(0, "reward")] * 2 and len(set(seeds)) == 3
+    # The order of the pairs is that of the seed.
+    plain_order, *of_members = orders
+    assert len(plain_order) == len(PAIRS) and of_members[0] == plain_order
+    assert of_members[1] != plain_order != of_members[2] != of_members[1]
     plain = {path.name: path.read_bytes() for path in (outputs["plain"] / "model").iterdir()}
     members = outputs["ensemble"] / "model"
     assert plain == {name: (members / name).read_bytes() for name in plain}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Message
 from rlhf_core.data.sources import read_rows
 from rlhf_core.data.templates import Encoder
-from rlhf_core.data.tokenizer import Decoder, train_tokenizer
+from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation import generate, scoring
+from rlhf_core.evaluation import generate
 from rlhf_core.evaluation.generate import SamplingSettings
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.seeds import derive_seed
@@ -41,8 +42,10 @@ from rlhf_core.stages.sample import ScoredAnswer, select
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
+from tests.support.known_models import save_last_token_scorer
 
 PROMPTS = ["Name a colour.", "Name an animal.", "Name a town.", "Name a fruit."]
+TOKENIZER = train_tokenizer(PROMPTS, 300)
 LENGTH = [{"type": "length", "target": 4, "tolerance": 4}]
 """A reward of 1 for four tokens, and less for fewer."""
 
@@ -104,9 +107,8 @@ def context(tmp_path: Path) -> StageContext:
     inputs = {name: tmp_path / name for name in ("data", "sft", "ppo")}
     for folder in inputs.values():
         folder.mkdir()
-    tokenizer = train_tokenizer(PROMPTS, 300)
-    tokenizer.save_pretrained(inputs["data"] / "tokenizer")
-    encoder = Encoder(tokenizer, "chat", "test")
+    TOKENIZER.save_pretrained(inputs["data"] / "tokenizer")
+    encoder = Encoder(TOKENIZER, "chat", "test")
     examples = [
         PromptExample(f"p{i}", text, encoder.prompt([Message("user", text)]), {}, "a")
         for i, text in enumerate(PROMPTS)
@@ -117,26 +119,18 @@ def context(tmp_path: Path) -> StageContext:
     return stage_context(tmp_path, inputs=inputs)
 
 
-WORDS = ("one", "one two", "one two three", "one two three four")
-
-
-class _Tokenizer:
-    """ScoredAnswer i consists of i + 1 tokens."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return WORDS[len(ids) - 1]
+WORDS = ("A", "AB", "ABC", "ABCD")
+"""Each letter is a token."""
+LETTERS = TOKENIZER.convert_tokens_to_ids(list("ABCD"))
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ScriptedEngine]]:
+def engines() -> Iterator[list[ScriptedEngine]]:
     """The answers to prompt n have n % 2 + 1, n % 2 + 2, ... tokens."""
-    decoder = Decoder(_Tokenizer(), pad=0, eos=1, bos=None)
-    monkeypatch.setattr(sample, "load_decoder", lambda data: decoder)
 
     def respond(request: Request) -> Reply:
         first = int(request.prompt.prompt_id.removeprefix("p")) % 2 + 1
-        return Reply((7,) * (first + request.sample_index))
+        return Reply(LETTERS[: first + request.sample_index])
 
     with scripted_engines(respond) as started:
         yield started
@@ -201,8 +195,7 @@ def test_the_same_run_gives_the_same_bytes(engines: list[ScriptedEngine], contex
 
 def test_a_conversation_is_left_out(engines: list[ScriptedEngine], context: StageContext) -> None:
     data = context.inputs["data"]
-    tokenizer = train_tokenizer(PROMPTS, 300)
-    encoder = Encoder(tokenizer, "chat", "test")
+    encoder = Encoder(TOKENIZER, "chat", "test")
     plain = PromptExample("p0", PROMPTS[0], encoder.prompt([Message("user", PROMPTS[0])]))
     ids = encoder.prompt([Message("system", "Be brief."), Message("user", PROMPTS[1])])
     conversation = PromptExample("p1", f"Be brief.\n\n{PROMPTS[1]}", ids)
@@ -217,7 +210,7 @@ def test_a_conversation_is_left_out(engines: list[ScriptedEngine], context: Stag
 def test_a_conversation_without_a_template_is_left_out(
     engines: list[ScriptedEngine], context: StageContext
 ) -> None:
-    encoder = Encoder(train_tokenizer(PROMPTS, 300), "plain", "test")
+    encoder = Encoder(TOKENIZER, "plain", "test")
     single = PromptExample("p0", PROMPTS[0], encoder.prompt([Message("user", PROMPTS[0])]))
     # The messages are joined without a blank, and the text of the prompt has empty lines between them.
     ids = encoder.prompt([Message("system", "Be brief."), Message("user", PROMPTS[1])])
@@ -228,27 +221,24 @@ def test_a_conversation_without_a_template_is_left_out(
 
 
 def test_scores_are_those_of_all_rewards_or_of_the_judge(
-    engines: list[ScriptedEngine], context: StageContext, monkeypatch: pytest.MonkeyPatch
+    engines: list[ScriptedEngine], context: StageContext, tmp_path: Path
 ) -> None:
-    used: list[str] = []
-
-    def score(_config: Any, folder: Path, samples: Sequence[RewardInput], **_more: Any) -> list[float]:
-        used.append(folder.parent.name)
-        return [-1.0 * len(sample.response_ids) for sample in samples]
-
-    monkeypatch.setattr(scoring, "score_reward_model", score)
-    for name in ("reward", "judge"):
-        context.inputs[name] = context.output.parent / name  # type: ignore[index]
-    rewards = [*LENGTH, {"type": "model", "weight": 0.1}]
+    """The reward model gives a point for each letter, and the judge takes one."""
+    for name, point in (("reward", 1.0), ("judge", -1.0)):
+        scores = {letter: point * number for number, letter in enumerate(LETTERS, start=1)}
+        save_last_token_scorer(tmp_path / name / "model", scores, len(TOKENIZER))
+    inputs = {**context.inputs, "reward": tmp_path / "reward", "judge": tmp_path / "judge"}
+    context = replace(context, inputs=inputs)
+    rewards = [*LENGTH, {"type": "model", "weight": -0.1}]
     both = {"reward": {"enabled": True, "judge": {}}}
     sample.run(config_of(rewards=rewards, **both), context)
-    assert used == ["reward"]
     assert rows(context, "best.jsonl")[0] == {
-        "prompt": PROMPTS[0], "completion": WORDS[2], "score": pytest.approx(0.75 - 0.3)
+        "prompt": PROMPTS[0], "completion": WORDS[2], "score": pytest.approx(0.75 - 0.3, rel=1e-4)
     }  # fmt: skip
     sample.run(config_of({"judge": "judge_model"}, rewards, **both), context)
-    assert used == ["reward", "judge"]
-    assert rows(context, "best.jsonl")[0]["completion"] == WORDS[0]
+    assert rows(context, "best.jsonl")[0] == {
+        "prompt": PROMPTS[0], "completion": WORDS[0], "score": pytest.approx(-1.0, rel=1e-4)
+    }  # fmt: skip
 
 
 def test_the_judge_must_exist() -> None:

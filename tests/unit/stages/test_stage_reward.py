@@ -9,6 +9,7 @@ real).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.stages import reward
+from rlhf_core.system.overriding import override
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.data import write_data_artifact
-from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
+from rlhf_core.testing.trainer import ScriptedTrainer, scripted_trainers, single_rank
 from rlhf_core.types import PairExample
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -39,45 +41,42 @@ def raw_scores(model: Any) -> torch.Tensor:
     return torch.tensor(scores, dtype=torch.float64).view(-1, 2)
 
 
-def train(engine: ScriptedTrainer, *_given: Any, **_more: Any) -> dict[str, float]:
-    """A small update: most of it is lost where it is rounded to the grid of bfloat16."""
-    for name, parameter in engine.module.lm.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=3e-4)
-    return {}
+class SmallUpdate(ScriptedTrainer):
+    """Its step is small: most of it is lost where it is rounded to the grid of bfloat16."""
+
+    scores: torch.Tensor
+    """(P, 2) raw scores after the step."""
+
+    @override
+    def train_step(self, micro_losses: Iterator[torch.Tensor], total_steps: int) -> float:
+        assert total_steps == 1
+        norm = super().train_step(micro_losses, total_steps)
+        for name, parameter in self.module.lm.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=3e-4)
+        self.scores = raw_scores(self.module)
+        return norm
 
 
-def test_metrics_of_merged_reward_model_match_saved_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_of_merged_reward_model_match_saved_weights(tmp_path: Path) -> None:
     start = save_tiny_llama(tmp_path / "start", hidden_size=128)
     load_policy(start, dtype="bfloat16", attention="sdpa", device="cpu").save(tmp_path / "sft" / "model")
-    in_training: list[torch.Tensor] = []
-
-    def evaluate(engine: ScriptedTrainer, *_given: Any) -> tuple[dict[str, float], torch.Tensor]:
-        in_training.append(raw_scores(engine.module))
-        return {"eval/accuracy": 2.0, "eval/margin": 0.0, "eval/loss": 0.0}, in_training[-1]
-
-    monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", ScriptedTrainer)
-    monkeypatch.setattr("rlhf_core.stages.reward.train_reward", train)
-    monkeypatch.setattr("rlhf_core.stages.reward.evaluate_reward", evaluate)
     data = write_data_artifact(tmp_path / "data", pairs=PAIRS, eval_pairs=PAIRS)
-    # It draws a figure, which takes seconds.
-    monkeypatch.setattr(
-        reward, "_examine", lambda pairs, scores, out, context: {"eval/calibration_error": 0.0}
-    )
-    tree = {"run": {"device": "cpu"}, "reward": {"lora": {}, "deepspeed": {"dtype": "bfloat16"}}}
+    section = {"lora": {}, "deepspeed": {"dtype": "bfloat16"}, "batch_size": len(PAIRS)}
+    tree = {"run": {"device": "cpu"}, "reward": section}
     config = PipelineConfig.model_validate_json(json.dumps(tree))
     logged = RecordingMetrics()
     context = stage_context(tmp_path, inputs={"sft": tmp_path / "sft"}, metrics=logged)
-    with single_rank():
+    with single_rank(), scripted_trainers(SmallUpdate) as trainers:
         metrics = reward._train(
             Rank(), config, data, tmp_path / "sft", tmp_path, tmp_path / "out", "reward", context
         )
 
     loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
     scores = raw_scores(loaded)
-    assert not torch.equal(scores, in_training[0]) and logged.last["eval/merge_gap"] > 0
+    [trainer] = trainers
+    assert isinstance(trainer, SmallUpdate)
+    assert not torch.equal(scores, trainer.scores) and logged.last["eval/merge_gap"] > 0
     assert loaded.statistics == ScoreStatistics.of(scores)
     assert (metrics["score_mean"], metrics["score_std"]) == (loaded.statistics.mean, loaded.statistics.std)
     assert metrics["accuracy"] == ((scores[:, 0] > scores[:, 1]).double().mean().item())

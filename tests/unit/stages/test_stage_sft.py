@@ -9,41 +9,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from transformers import GenerationConfig
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import ModelState, model_state, require_same_state, source_digests
+from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import DataError
 from rlhf_core.stages import sft
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
-from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
+from rlhf_core.testing.engines import Reply, scripted_engines
+from rlhf_core.testing.ranks import RayCall, scripted_ranks
+from rlhf_core.testing.trainer import scripted_trainers, single_rank
 from rlhf_core.types import PromptExample, SFTExample
 from tests.support.tiny_llama import save_tiny_llama
 
 
-def test_changed_base_weights_are_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"first")
-    config = PipelineConfig.model_validate({"model": {"path": str(model)}}, strict=False)
+def test_changed_base_weights_are_not_trained(tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path / "model")
+    config = PipelineConfig.model_validate(
+        {"model": {"path": str(model)}, "run": {"device": "cpu"}}, strict=False
+    )
     key, state = source_digests(config), model_state(config)
     context = stage_context(tmp_path, sources={"model": key["model"]}, inputs={"data": tmp_path})
-
-    def load_policy(*_: Any, **__: Any) -> None:
-        (model / "model.safetensors").write_bytes(b"the second")
-
-    monkeypatch.setattr("rlhf_core.stages.sft.load_policy", load_policy)
-    with pytest.raises(DataError, match=f"model: {model} was changed after its digest was taken"):
-        sft._train(Rank(), config, tmp_path, tmp_path, tmp_path, state, context)
-    monkeypatch.setattr("rlhf_core.cluster.ranks.run_ranks", lambda *_, **__: pytest.fail("it was trained"))
-    with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
-        sft.run(config, context)
+    save_tiny_llama(model, seed=1)
+    with scripted_trainers() as trainers:
+        with pytest.raises(DataError, match=f"model: {model} was changed after its digest was taken"):
+            sft._train(Rank(), config, tmp_path, tmp_path, tmp_path, state, context)
+        with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
+            sft.run(config, context)
+    assert not trainers
 
 
 def test_a_copy_on_another_host_is_compared_by_its_digest(tmp_path: Path) -> None:
@@ -57,17 +55,16 @@ def test_a_copy_on_another_host_is_compared_by_its_digest(tmp_path: Path) -> Non
         require_same_state(elsewhere, config, key)
 
 
-def test_sampling_settings_of_base_model_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_settings_of_base_model_are_removed(tmp_path: Path) -> None:
     base = save_tiny_llama(tmp_path / "base")
     GenerationConfig(do_sample=True, top_p=0.5, repetition_penalty=1.3, eos_token_id=5).save_pretrained(base)
-    monkeypatch.setattr("rlhf_core.stages.sft.TrainingEngine", ScriptedTrainer)
     rows = [SFTExample((1, 5, 2), (0, 1, 1))]
     data = write_data_artifact(tmp_path / "data", sft=rows, eval_sft=rows)
     config = PipelineConfig.model_validate(
         {"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False
     )
     state = model_state(config)
-    with single_rank():
+    with single_rank(), scripted_trainers():
         sft._train(Rank(), config, data, tmp_path, tmp_path / "out", state, stage_context(tmp_path))
     saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")
     assert saved.top_p in (None, 1) and saved.repetition_penalty in (None, 1)
@@ -78,15 +75,15 @@ def test_driver_of_a_cluster_loads_no_model_for_the_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    tokenizer = train_tokenizer([], 0)
     prompts = [PromptExample("p", "a question", (1, 5))]
-    data = write_data_artifact(tmp_path / "data", eval_prompts=prompts)
-    monkeypatch.setattr(sft, "AutoModelForCausalLM", SimpleNamespace())
-    monkeypatch.setattr(
-        "rlhf_core.evaluation.generate.responses_of",
-        lambda *_, **__: {"sft": [SimpleNamespace(response="an answer")]},
-    )
+    data = write_data_artifact(tmp_path / "data", eval_prompts=prompts, tokenizer=tokenizer)
     config = PipelineConfig.model_validate({"sft": {"deepspeed": {"zero_stage": 2}}}, strict=False)
     assert config.sft.deepspeed.ranks == 1
     context = stage_context(tmp_path, inputs={"data": data})
-    rows = sft._samples(config, context, "cuda")
+    assert not (context.output / "model").exists()
+    answer = Reply(tokenizer.encode("an answer", add_special_tokens=False))
+    with scripted_ranks() as calls, scripted_engines(lambda request: answer):
+        rows = sft._samples(config, context, "cpu")
     assert rows == [{"prompt": "a question", "response": "an answer"}]
+    assert calls == [RayCall("connect", 1), RayCall("engine", 1), RayCall("disconnect")]
