@@ -6,8 +6,11 @@ answer at once with headers, sums and references of the right sizes, in the same
 counted. Arguments are pickled as Ray does. The time of Ray's own calls is measured with one real actor, per
 call and per object reference, and added for the number of calls and references of the step.
 
-The time of waiting is that of a real wait for calls of all ranks of a group, while the monitor asks the
-agents of all hosts (one real actor answers for all of them). The sum counts it for the whole step.
+*delay* is the sum of both: the controller works while ranks and engines wait for it.
+
+*while waiting* is the CPU time of a real wait for calls of all ranks of a group, while the monitor asks the
+agents of all hosts (one real actor answers for all of them), for the whole step. It delays nothing. The first
+row shows what Ray's threads and the monitor need without other hosts.
 
 `--case RANKS RESPONSES TOKENS` measures one case. Each case runs in a process of its own.
 """
@@ -313,8 +316,8 @@ def main() -> None:
     per_call, per_reference = ray_costs()
     table = Table(title="The controller in one PPO step, four models")
     for column in (
-        "ranks per group", "responses", "response tokens", "controller s", "Ray calls s", "waiting s",
-        "sum s", "% of 600 s", "memory MB", "pickled MB",
+        "ranks per group", "responses", "response tokens", "controller s", "Ray calls s", "delay s",
+        "% of 600 s", "while waiting s", "% of 600 s with it", "memory MB", "pickled MB",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for case in CASES:
@@ -325,17 +328,18 @@ def main() -> None:
         own = found["cpu_seconds"]
         calls = found["calls"] * per_call + found["references"] * per_reference
         waiting = found["waiting"] * STEP_SECONDS
-        whole = own + calls + waiting
+        delay = own + calls
         total = found["responses"] * found["tokens"]
         table.add_row(
             f"{case[0]}", f"{case[1]}", f"{total / 1e6:.1f} M", f"{own:.2f}", f"{calls:.2f}",
-            f"{waiting:.2f}", f"{whole:.2f}", f"{100 * whole / STEP_SECONDS:.2f}",
-            f"{found['memory_mb']:.0f}", f"{found['pickled_mb']:.0f}",
+            f"{delay:.2f}", f"{100 * delay / STEP_SECONDS:.2f}", f"{waiting:.2f}",
+            f"{100 * (delay + waiting) / STEP_SECONDS:.2f}", f"{found['memory_mb']:.0f}",
+            f"{found['pickled_mb']:.0f}",
         )  # fmt: skip
     table.caption = (
         f"CPU seconds; Ray: {per_call * 1e6:.0f} us a call, {per_reference * 1e6:.1f} us a reference"
     )
-    Console(width=140).print(table)
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":
