@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from prefect import flow, runtime
@@ -13,7 +14,7 @@ from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import NonNegativeFloat, NonNegativeInt
 from rlhf_core.config.load import load_config
 from rlhf_core.run.parameters import DEFAULT_CONFIG
-from rlhf_core.run.watch import Watch
+from rlhf_core.run.watch import Verdict, Watch
 
 
 @flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
@@ -39,10 +40,17 @@ def retrain(
     except Exception as error:  # here, because the pipeline's own flow sends its failures
         notify(f"{runtime.flow_run.name} failed", f"{type(error).__name__}: {error}")
         raise
+    return retrain_if_due(watch, verdict, lambda: rlhf(config=config, overrides=overrides))
+
+
+def retrain_if_due(
+    watch: Watch, verdict: Verdict, pipeline: Callable[[], dict[str, Any]]
+) -> dict[str, Any] | State[Any]:
+    """Call `pipeline` if `verdict` says so, and have `watch` record its start and end."""
     if not verdict.due:
         return Completed(name=verdict.name, message=verdict.message)
     if not watch.started():
         return Completed(name="Waiting", message="MLflow has not recorded the start of the retraining")
-    summary = rlhf(config=config, overrides=overrides)
+    summary = pipeline()
     watch.finished(summary["weights_sha256"])
     return summary

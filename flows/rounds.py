@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from prefect import flow, runtime
@@ -28,6 +29,13 @@ def rounds(
         number: Number of rounds.
         overrides: Other fields, each as `section.field=value`.
     """
+    return run_rounds_with(rlhf, config, number, overrides)
+
+
+def run_rounds_with(
+    pipeline: Callable[..., dict[str, Any]], config: str, number: int, overrides: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Call `pipeline` once per round and return the summaries. An error outside a round is a notification."""
     summaries: list[dict[str, Any]] = []
     in_round = False
     try:
@@ -36,7 +44,7 @@ def rounds(
             for _ in range(number):
                 own = round_overrides(first, summaries)
                 in_round = True
-                summaries.append(rlhf(config=config, overrides=(*overrides, *pins, *own)))
+                summaries.append(pipeline(config=config, overrides=(*overrides, *pins, *own)))
                 in_round = False
     except Exception as error:
         if not in_round:  # the flow of a round sends its own failure

@@ -19,7 +19,7 @@ from flows.notify import notify
 from flows.pages import ProgressPage, publish_drift, publish_stage
 from rlhf_core.config.pipeline import RunConfig
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.drift import compare_with_champion
+from rlhf_core.run.drift import DriftReport, compare_with_champion
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import RetryPolicy, retry_delays
 from rlhf_core.run.stage_runner import get_or_run_stage
@@ -79,16 +79,21 @@ def check_drift(run: PipelineRun, data: ArtifactRef | None) -> None:
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="drift")
 def drift(run: PipelineRun, data: ArtifactRef) -> None:
-    """Measure the drift, show its page, and raise DataDrifted if it is above a limit.
+    """Measure the drift, show its page, and raise DataDrifted if it is above a limit."""
+    report = compare_with_champion(run, data)
+    if report is not None:
+        follow_drift(report, run.name)
+
+
+def follow_drift(report: DriftReport, run_name: str) -> None:
+    """Show the page of `report`, and raise DataDrifted if the drift is above a limit that ends the run.
 
     The failure of the flow is its notification, and a warning has one of its own.
     """
-    report = compare_with_champion(run, data)
-    if report is not None:
-        publish_drift(report)
-        report.raise_stop()
-        if above := report.above("warn"):
-            notify(f"{run.name} drifted", f"From the data of {report.champion}: {'; '.join(above)}")
+    publish_drift(report)
+    report.raise_stop()
+    if above := report.above("warn"):
+        notify(f"{run_name} drifted", f"From the data of {report.champion}: {'; '.join(above)}")
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

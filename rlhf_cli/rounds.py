@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rlhf_core.run.checks import CheckedConfig
+
 log = logging.getLogger(__name__)
 
 
@@ -29,31 +31,47 @@ def add_rounds_command(
 
 def _rounds(arguments: argparse.Namespace) -> int:
     from rlhf_cli.start import with_prefect
-    from rlhf_core.config.load import load_config
-    from rlhf_core.errors import checking
-    from rlhf_core.run.checks import check_config, reuse_check
-    from rlhf_core.run.kept_versions import resolve_kept
     from rlhf_core.run.logs import set_up_logging
-    from rlhf_core.run.rounds import check_rounds, round_overrides
+    from rlhf_core.run.rounds import check_rounds
     from rlhf_core.system.home import Home
 
     check_rounds(arguments.rounds)
     given = tuple(arguments.overrides)
-    config = load_config(arguments.config, given)
-    with checking(arguments.config):
-        resolved, _ = resolve_kept(config, "rounds")
-    # The overrides of the first round exactly as the flow gives them, so that the round reuses this check.
-    checked = check_config(arguments.config, (*given, *resolved.pins, *round_overrides(config, ())))
-    reuse_check(checked)
+    checked = check_first_round(arguments.config, given)
     console = set_up_logging(Home.of(checked.config.run.home))
     log.info("%s, seed %d: %d rounds", checked.config.run.name, checked.config.run.seed, arguments.rounds)
     return with_prefect(checked.config, lambda: _run(arguments.config, given, arguments.rounds, console))
 
 
+def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
+    """Check the configuration of the first round, and have the round reuse this check.
+
+    Args:
+        path: YAML file.
+        overrides: Fields to override in all rounds.
+
+    Raises:
+        InputError: Everything that is wrong with the configuration.
+        StoreUnavailable: The store does not answer.
+    """
+    from rlhf_core.config.load import load_config
+    from rlhf_core.errors import checking
+    from rlhf_core.run.checks import check_config, reuse_check
+    from rlhf_core.run.kept_versions import resolve_kept
+    from rlhf_core.run.rounds import round_overrides
+
+    config = load_config(path, overrides)
+    with checking(path):
+        resolved, _ = resolve_kept(config, "rounds")
+    # The overrides exactly as the flow gives them to the first round.
+    checked = check_config(path, (*overrides, *resolved.pins, *round_overrides(config, ())))
+    reuse_check(checked)
+    return checked
+
+
 def _run(config: str, overrides: Sequence[str], number: int, console: Console) -> int:
     from flows.rounds import rounds
     from rlhf_core.run.display import Bars, Lines, show_with
-    from rlhf_core.run.rounds import rounds_table
 
     display = Bars(console) if console.is_terminal else Lines()
     show_with(display)
@@ -61,10 +79,17 @@ def _run(config: str, overrides: Sequence[str], number: int, console: Console) -
         summaries = rounds(config=config, number=number, overrides=tuple(overrides))
     finally:
         display.close()
+    print_rounds(summaries)
+    return 0
+
+
+def print_rounds(summaries: Sequence[dict[str, Any]]) -> None:
+    """Print the table of the rounds, and where their reports are."""
     from rich.console import Console
+
+    from rlhf_core.run.rounds import rounds_table
 
     Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(summaries))
     for summary in summaries:
         if "report" in summary["where"]:
             print(f"report of {summary['run']}: {summary['where']['report']}")
-    return 0

@@ -20,14 +20,10 @@ from rlhf_core.errors import InputError
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A patch for the environment. Prefect's settings are restored afterwards."""
+    """A patch for the environment. Prefect reads its settings again afterwards."""
     from prefect.context import refresh_global_settings_context
-    from prefect.settings import sources
 
     with monkeypatch.context() as patch:
-        files, dotenv = sources.TomlConfigSettingsSourceBase, sources.FilteredDotEnvSettingsSource
-        patch.setattr(files, "_read_files", files._read_files)
-        patch.setattr(dotenv, "_read_env_files", dotenv._read_env_files)
         patch.setenv("PREFECT_HOME", str(tmp_path))
         patch.setenv("PREFECT_PROFILES_PATH", str(tmp_path / "none.toml"))
         yield patch

@@ -6,72 +6,97 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from flows import retrain as module
 from flows.notify import notify_failure
+from flows.retrain import retrain, retrain_if_due
+from rlhf_core.config.load import load_config
 from rlhf_core.errors import DataError
-from rlhf_core.run.watch import Verdict
+from rlhf_core.run.watch import Watch
+from rlhf_core.tracking.champions import WEIGHTS
+from tests.support.prefect_api import PrefectApi
+
+DEMO = "deployments/configs/demo.yaml"
+DIGEST = "a" * 64
 
 
-@pytest.mark.parametrize(("due", "recorded"), [(True, True), (True, False), (False, True)])
-def test_the_pipeline_runs_if_it_is_due(
-    due: bool, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-
-    class Watch:
-        def __init__(self, config: Any, run: str) -> None:
-            calls.append(config.run.home)
-
-        def look(self, **limits: Any) -> Verdict:
-            calls.append(limits)
-            return Verdict(due, "Due" if due else "Waiting", "3 new rows")
-
-        def started(self) -> bool:
-            calls.append("started")
-            return recorded
-
-        def finished(self, weights: str) -> None:
-            calls.append(weights)
-
-    def rlhf(**parameters: Any) -> dict[str, Any]:
-        calls.append(parameters["overrides"])
-        return {"weights_sha256": "w"}
-
-    monkeypatch.setattr(module, "Watch", Watch)
-    monkeypatch.setattr(module, "rlhf", rlhf)
-    monkeypatch.setattr(module, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=None)))
-    overrides = (f"run.home={tmp_path}",)
-    state: Any = module.retrain.fn(
-        "deployments/configs/demo.yaml", overrides, min_new_rows=5, min_pause_hours=2.0
+@pytest.fixture
+def overrides(database: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Overrides for a configuration with files of its own, and its own copy of a database of MLflow."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "fox", "completion": "It runs."}) + "\n")
+    overrides = (
+        "run.name=retrained",
+        f"run.home={tmp_path}/home",
+        f"store.url={tmp_path}/store",
+        f"data.sft=[{{path: {rows}}}]",
     )
-    looked = [str(tmp_path), {"min_new_rows": 5, "min_pause_hours": 2.0}]
-    if due and not recorded:
-        assert calls == [*looked, "started"]
-        assert (state.name, state.type) == ("Waiting", StateType.COMPLETED)
-    elif due:
-        assert calls == [*looked, "started", overrides, "w"]
-        assert state == {"weights_sha256": "w"}
-    else:
-        assert calls == looked
-        assert (state.name, state.message) == ("Waiting", "3 new rows")
+    # The migrations of a new database take seconds.
+    Watch(load_config(DEMO, (*overrides, f"tracking.uri=sqlite:///{database}")))
+    own = tmp_path / "mlflow.db"
+    shutil.copyfile(database, own)
+    return (*overrides, f"tracking.uri=sqlite:///{own}")
 
 
-def test_a_look_that_fails_is_a_notification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[str, str]] = []
-    monkeypatch.setattr(module, "notify", lambda subject, body: sent.append((subject, body)))
-    flow_run = SimpleNamespace(id=None, name="demo-seed0-a1")
-    monkeypatch.setattr(module, "runtime", SimpleNamespace(flow_run=flow_run))
-    missing = (f"run.home={tmp_path}", f"data.sft=[{{path: {tmp_path}/rows.jsonl}}]")
+def test_the_pipeline_runs_if_it_is_due(overrides: tuple[str, ...]) -> None:
+    config = load_config(DEMO, overrides)
+    watch = Watch(config)
+    verdict = watch.look(min_new_rows=0, min_pause_hours=0)
+    assert verdict.due
+    during: list[str] = []
+
+    def pipeline() -> dict[str, Any]:
+        during.append(Watch(config).look(min_new_rows=0, min_pause_hours=2).message)
+        mlflow = watch._tracking.mlflow
+        name = config.registered_model
+        mlflow.create_version(name, source="/x", run_id=None, tags={WEIGHTS: DIGEST}, description="")
+        return {"weights_sha256": DIGEST}
+
+    assert retrain_if_due(watch, verdict, pipeline) == {"weights_sha256": DIGEST}
+    assert during == ["0.0 hours since the last start, of 2"], "the start was recorded before"
+    state: Any = retrain.fn(DEMO, overrides)
+    assert (state.name, state.message) == ("Unchanged", "the sources look as after the last retraining")
+
+
+def test_nothing_is_trained_without_a_record_of_the_start(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    watch = Watch(load_config(DEMO, overrides))
+    verdict = watch.look(min_new_rows=0, min_pause_hours=0)
+    assert verdict.due
+    with sqlite3.connect(tmp_path / "mlflow.db") as connection:
+        connection.execute("DROP TABLE registered_model_tags")
+    connection.close()
+    state: Any = retrain_if_due(watch, verdict, lambda: pytest.fail("it was trained"))
+    assert (state.name, state.type) == ("Waiting", StateType.COMPLETED)
+
+
+def test_nothing_is_trained_before_it_is_due(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    watch = Watch(load_config(DEMO, overrides))
+    assert watch.look(min_new_rows=0, min_pause_hours=0).due
+    watch.started()
+    watch.finished(DIGEST)
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write(json.dumps({"prompt": "fox", "completion": "It jumps."}) + "\n")
+    state: Any = retrain.fn(DEMO, overrides, min_new_rows=5)
+    assert (state.name, state.type) == ("Waiting", StateType.COMPLETED)
+    assert state.message == "1 new rows, of 5 that are needed"
+    state = retrain.fn(DEMO, overrides, min_pause_hours=2.0)
+    assert (state.name, state.message) == ("Waiting", "0.0 hours since the last start, of 2")
+
+
+def test_a_look_that_fails_is_a_notification(
+    overrides: tuple[str, ...], tmp_path: Path, api: PrefectApi
+) -> None:
+    (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError):
-        module.retrain.fn("deployments/configs/demo.yaml", missing)
-    [(subject, body)] = sent
+        retrain.fn(DEMO, overrides)
+    [(subject, body)] = api.messages
     assert subject == "demo-seed0-a1 failed"
     assert body.startswith("DataError: ") and f"{tmp_path}/rows.jsonl" in body
-    assert module.retrain.on_crashed_hooks == [notify_failure]
+    assert retrain.on_crashed_hooks == [notify_failure]

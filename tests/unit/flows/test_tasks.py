@@ -10,26 +10,26 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prefect.client.schemas.objects import TaskRun
 from prefect.task_engine import SyncTaskRunEngine
 
-from flows import pages, tasks
+from flows import tasks
 from flows.rlhf import rlhf
 from flows.tasks import stage_task
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.drift import Drift
 from rlhf_core.data.drift_page import Finding
 from rlhf_core.errors import DataDrifted, StageFailed
-from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.pipeline import STAGES
 from rlhf_core.run.drift import DriftReport
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import RetryPolicy
 from rlhf_core.run.spec import StageRecord
 from rlhf_core.types import ArtifactRef
+from tests.support.prefect_api import PrefectApi
 
 KILLED = StageFailed("stage sft was killed by SIGKILL")
 
@@ -46,42 +46,28 @@ def test_the_flow_calls_all_stages_in_their_order() -> None:
     assert re.findall(r'make_stage\(run, "(\w+)"\)', inspect.getsource(rlhf.fn)) == list(STAGES)
 
 
-def test_a_task_gets_the_artifacts_that_its_stage_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_gets_the_artifacts_that_its_stage_reads(tmp_path: Path) -> None:
+    run = PipelineRun(PipelineConfig.model_validate({"run": {"home": str(tmp_path)}}), "demo.yaml")
     given = {}
-
-    def task_of(stage: StageName, *_: Any) -> Any:
-        def call(run: PipelineRun, stage: StageName, inputs: Any, *_: Any, **_named: Any) -> Any:
-            given[stage] = list(inputs)
+    for stage in STAGES:
+        if run.has(stage):
+            given[stage] = list(run.inputs(stage))
             ref = ArtifactRef(stage, "a" * 16, "d", f"/{stage}")
             run.records[stage] = StageRecord(ref, 1.0, False)
-            return SimpleNamespace(result=lambda: ref)
-
-        return call
-
-    monkeypatch.setattr(tasks, "stage_task", task_of)
-    run = PipelineRun(PipelineConfig.model_validate({"run": {"home": str(tmp_path)}}), "demo.yaml")
-    for stage in STAGES:
-        tasks.make_stage(run, stage)
     assert given["reward"] == ["data", "sft"]
     assert given["register"] == ["data", "sft", "reward", "ppo", "evaluate"]
-    assert "dpo" not in given
+    assert "dpo" not in given and tasks.make_stage(run, "dpo") is None
 
 
-def test_prefect_gets_the_page_before_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefect_gets_the_page_before_the_run_ends(tmp_path: Path, api: PrefectApi) -> None:
     finding = Finding(Drift("sources", 1.0, "sft"), None, 0.5)
     report = DriftReport("fox-policy version 3", [finding], "# Data drift", tmp_path / "drift.md")
-    shown = []
-    monkeypatch.setattr(tasks, "compare_with_champion", lambda run, data: report)
-    monkeypatch.setattr(pages, "create_markdown_artifact", lambda text, **_: shown.append(text))
-    data = ArtifactRef("data", "a" * 16, "d", "/data")
     with pytest.raises(DataDrifted, match=r"sources 1 \(sft\), above drift\.stop\.sources=0\.5"):
-        tasks.drift.fn(SimpleNamespace(), data)  # type: ignore[arg-type]
-    assert shown == ["# Data drift"]
-    sent: list[tuple[str, str]] = []
-    monkeypatch.setattr(tasks, "notify", lambda *message: sent.append(message))
+        tasks.follow_drift(report, "fox-seed0")
+    [page] = api.artifacts
+    assert (page["key"], page["type"], page["data"]) == ("data-drift", "markdown", "# Data drift")
+    assert api.messages == []
     report.findings[:] = [Finding(finding.drift, 0.5, None)]
-    tasks.drift.fn(SimpleNamespace(name="fox-seed0"), data)  # type: ignore[arg-type]
+    tasks.follow_drift(report, "fox-seed0")
     warning = "sources 1 (sft), above drift.warn.sources=0.5"
-    assert sent == [("fox-seed0 drifted", f"From the data of fox-policy version 3: {warning}")]
+    assert api.messages == [("fox-seed0 drifted", f"From the data of fox-policy version 3: {warning}")]
