@@ -2,7 +2,7 @@
 
     connected or idle --request line and headers--> served --answer--> idle
             |
-            +-- after HEADER_SECONDS, or the oldest one if too few places are free --> closed
+            +-- after `header_seconds`, or the oldest one if too few places are free --> closed
 
 The server accepts a limited number of connections and can check the token only after the headers of a request
 are complete. A connection that does not send them is closed after a time limit, or earlier if other
@@ -17,8 +17,6 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_SECONDS = 10.0
-"""Time limit from the connection or the last answer until the headers of a request are complete."""
 _SPARE = 16
 """Number of places that are kept free of connections without a request."""
 
@@ -26,6 +24,8 @@ _SPARE = 16
 class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request."""
 
+    header_seconds = 10.0
+    """Time limit from the connection or the last answer until the headers of a request are complete."""
     _waiting_since: float | None = None
     """Time at which the connection began to wait for headers. None while a request is served."""
     _timer: asyncio.TimerHandle | None = None
@@ -70,7 +70,7 @@ class GuardedProtocol(H11Protocol):
     def _wait(self) -> None:
         self._served()
         self._waiting_since = time.monotonic()
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._abort)
+        self._timer = self.loop.call_later(self.header_seconds, self._abort)
 
     def _served(self) -> None:
         self._waiting_since = None

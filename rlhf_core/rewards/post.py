@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 from tenacity import AsyncRetrying, stop_after_attempt
@@ -34,6 +34,10 @@ from rlhf_core.system.retries import backoff
 MAX_ANSWER_BYTES = 4 << 20
 _REFUSED = {400, 413, 422}
 _TEMPORARY = {408, 409, 425, 429}
+
+
+Resolve = Callable[..., Sequence[tuple[Any, ...]]]
+"""Returns the addresses of a host, as `socket.getaddrinfo` does."""
 
 
 class NoAnswer(Exception):
@@ -97,15 +101,22 @@ class Poster:
         allowed_hosts: Hosts, addresses and networks that may be connected to.
         token: Is sent in the header `Authorization`; None for none.
         token_variable: The environment variable that has the token, for messages.
+        resolve: Finds the addresses of a host.
     """
 
     def __init__(
-        self, name: str, allowed_hosts: Sequence[str], token: str | None, token_variable: str | None
+        self,
+        name: str,
+        allowed_hosts: Sequence[str],
+        token: str | None,
+        token_variable: str | None,
+        resolve: Resolve = socket.getaddrinfo,
     ) -> None:
         self._name = name
         self._allowed_hosts = allowed_hosts
         self._token = token
         self._token_variable = token_variable
+        self._resolve = resolve
         # Reads SSL_CERT_FILE. The default of httpx does not if `trust_env` is false.
         self._tls = ssl.create_default_context()
         self._clients: dict[str, httpx.AsyncClient] = {}
@@ -150,7 +161,7 @@ class Poster:
     async def _addresses(self, url: str) -> list[str]:
         """Return the addresses of the url's host. Raises `RewardError` if one of them is forbidden."""
         host, whole = host_of(url), httpx.URL(url)
-        resolved = await asyncio.get_running_loop().getaddrinfo(host, whole.port, type=socket.SOCK_STREAM)
+        resolved = await asyncio.to_thread(self._resolve, host, whole.port, type=socket.SOCK_STREAM)
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in resolved))
         if address := forbidden(host, addresses, self._allowed_hosts):
             raise RewardError(

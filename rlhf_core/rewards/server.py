@@ -22,6 +22,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import uvicorn
@@ -40,13 +41,21 @@ from rlhf_core.types import PromptAndResponse
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 16 << 20
-MAX_ITEMS = 10_000
-"""Maximum number of items of a request. The answer has one entry for each, and a reason for each item without
-a score.
-"""
-_BODY_SECONDS = 30.0
-_CONNECTIONS = 256
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server accepts."""
+
+    request_bytes: int = 16 << 20
+    items: int = 10_000
+    """Maximum number of items of a request. The answer has one entry for each, and a reason for each item
+    without a score.
+    """
+    header_seconds: float = 10.0
+    """Time limit from the connection or the last answer until the headers of a request are complete."""
+    body_seconds: float = 30.0
+    """Time limit from the headers of a request to its end."""
+    connections: int = 256
 
 
 class Scores(Protocol):
@@ -118,14 +127,14 @@ class MicroBatches:
         return chosen
 
 
-def make_app(scorer: Scores, token: str | None) -> Starlette:
+def make_app(scorer: Scores, token: str | None, limits: Limits) -> Starlette:
     """Return the application. Clients must send `token`, unless it is None."""
     model_lock = asyncio.Lock()
     batches = MicroBatches(scorer, model_lock)
 
     async def score(request: Request) -> Response:
         _check_token(request, token)
-        items = await _items(request)
+        items = await _items(request, limits)
         async with model_lock:
             encoded = await asyncio.to_thread(_encode, scorer, items)
         pairs: dict[int, PromptAndResponse] = {}
@@ -164,9 +173,14 @@ def make_app(scorer: Scores, token: str | None) -> Starlette:
     )
 
 
-def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
+def make_server(scorer: Scores, token: str | None, limits: Limits | None = None) -> uvicorn.Server:
     """Return the server; run it with the sockets of `listen`."""
-    app = make_app(scorer, token)
+    accepted = limits or Limits()
+    app = make_app(scorer, token, accepted)
+
+    class TimedProtocol(GuardedProtocol):
+        header_seconds = accepted.header_seconds
+
     return uvicorn.Server(
         uvicorn.Config(
             # With a token, web pages cannot send valid requests.
@@ -174,8 +188,8 @@ def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=_CONNECTIONS,
-            http=GuardedProtocol,
+            limit_concurrency=accepted.connections,
+            http=TimedProtocol,
             timeout_graceful_shutdown=5,
         )
     )
@@ -217,21 +231,21 @@ def _check_token(request: Request, token: str | None) -> None:
         )
 
 
-async def _items(request: Request) -> list[Any]:
+async def _items(request: Request, limits: Limits) -> list[Any]:
     # Any web page can post text to loopback. JSON needs this server's consent (CORS), which it never gives.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the request must be application/json")
     body = bytearray()
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
+        async with asyncio.timeout(limits.body_seconds):
             async for piece in request.stream():
                 body += piece
-                if len(body) > MAX_REQUEST_BYTES:
+                if len(body) > limits.request_bytes:
                     raise HTTPException(
-                        413, f"the request must have at most {MAX_REQUEST_BYTES} bytes; send fewer items"
+                        413, f"the request must have at most {limits.request_bytes} bytes; send fewer items"
                     )
     except TimeoutError:
-        raise HTTPException(408, f"the request must come within {_BODY_SECONDS:g} s") from None
+        raise HTTPException(408, f"the request must come within {limits.body_seconds:g} s") from None
     except ClientDisconnect:
         raise HTTPException(400, "the request broke off") from None
     try:
@@ -240,8 +254,8 @@ async def _items(request: Request) -> list[Any]:
         raise HTTPException(400, 'the request must be {"items": [...]}') from error
     if not isinstance(items, list):
         raise HTTPException(400, "items must be a list")
-    if len(items) > MAX_ITEMS:
-        raise HTTPException(413, f"the request must have at most {MAX_ITEMS} items; send fewer")
+    if len(items) > limits.items:
+        raise HTTPException(413, f"the request must have at most {limits.items} items; send fewer")
     return items
 
 

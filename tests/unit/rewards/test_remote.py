@@ -14,7 +14,6 @@
 import asyncio
 import json
 import math
-import os
 import socket
 import ssl
 import threading
@@ -34,7 +33,7 @@ from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.failures import Outcome
-from rlhf_core.rewards.post import MAX_ANSWER_BYTES, NoAnswer, Poster
+from rlhf_core.rewards.post import MAX_ANSWER_BYTES, NoAnswer, Poster, Resolve
 from rlhf_core.rewards.remote import RemoteService, read_answer
 from rlhf_core.types import RewardInput
 
@@ -332,68 +331,72 @@ def test_permanent_error_ends_the_step_at_once(serve: Any, status: int, words: s
     assert (len(service.seen), len(elsewhere.seen)) == (1, 0)
 
 
-def test_private_address_needs_the_allow_list(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def resolved_to(*addresses: str) -> Resolve:
+    """Return a name service that has these addresses for every name."""
+    return lambda *_args, **_kwargs: [(2, 1, 6, "", (address, 0)) for address in addresses]
+
+
+async def post(
+    urls: Sequence[str],
+    allowed_hosts: Sequence[str],
+    addresses: Sequence[str] = ("127.0.0.1",),
+    token: str | None = None,
+) -> list[tuple[int, Any]]:
+    """Send an item to each url, by one poster whose names have these addresses."""
+    poster = Poster("reward", allowed_hosts, token, remote.TOKEN_VARIABLE, resolved_to(*addresses))
+    body = b'{"items": [{"response": "a"}]}'
+    try:
+        answers = [await poster.post(url, body, 5.0) for url in urls]
+    finally:
+        await poster.close()
+    return [(status, json.loads(answer)) for status, answer in answers]
+
+
+SCORED = (200, {"scores": [1]})
+
+
+def test_private_address_needs_the_allow_list(serve: Any) -> None:
     service = serve(lengths)
     url = service.url.replace("127.0.0.1", "scores.example")
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", service.server_port))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
     with pytest.raises(
         RewardError, match=r"scores\.example leads to 127\.0\.0\.1, which is a private address"
     ):
-        ask([url], batch("a"), allowed_hosts=("scores.example",))
+        asyncio.run(post([url], ("scores.example",)))
     assert service.seen == []
-    assert ask([url], batch("a"), allowed_hosts=("scores.example", "127.0.0.0/8")).values == [1.0]
+    assert asyncio.run(post([url], ("scores.example", "127.0.0.0/8"))) == [SCORED]
     assert service.headers[0]["host"] == f"scores.example:{service.server_port}"
 
 
-def test_the_next_address_of_a_name_is_tried(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_address_of_a_name_is_tried(serve: Any) -> None:
     service = serve(lengths)
     url = service.url.replace("127.0.0.1", "localhost")
-    found = [(2, 1, 6, "", (address, 0)) for address in ("127.0.0.2", "127.0.0.1")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
-    assert ask([url], batch("a"), allowed_hosts=("localhost",)).values == [1.0]
+    for addresses in (("127.0.0.2", "127.0.0.1"), ("127.0.0.1", "127.0.0.2")):
+        assert asyncio.run(post([url], ("localhost",), addresses)) == [SCORED]
 
 
-@pytest.mark.parametrize(("name", "right"), [("scores.example", True), ("other.example", False)])
-def test_the_certificate_is_checked_against_the_name_in_the_url(
-    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, right: bool
-) -> None:
-    service = serve(lengths)
-    use_https(service, monkeypatch, self_signed(tmp_path / "both.pem", name))
-    url = f"https://scores.example:{service.server_port}/score"
-    outcome = ask([url], batch("ab"), allowed_hosts=("scores.example", "127.0.0.1"), retries=0)
-    assert outcome == Outcome([2.0]) if right else "CERTIFICATE_VERIFY_FAILED" in outcome.reasons[0]
-    assert len(service.seen) == int(right)
-
-
-def test_the_certificate_is_checked_for_each_name_of_an_address(
+def test_the_certificate_is_checked_against_each_name_of_an_address(
     serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        poster = Poster("reward", ("scores.example", "other.example", "127.0.0.1"), None, None)
-        try:
-            for _ in range(2):
-                await poster.post(url, b'{"items": []}', 5.0)
-            with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
-                await poster.post(url.replace("scores", "other"), b'{"items": []}', 5.0)
-        finally:
-            await poster.close()
-
     service = serve(lengths)
     use_https(service, monkeypatch, self_signed(tmp_path / "both.pem", "scores.example"))
-    url = f"https://scores.example:{service.server_port}/score"
-    asyncio.run(main())
-    assert len(service.seen) == 2
+    hosts = ("scores.example", "other.example", "127.0.0.1")
+    right = f"https://scores.example:{service.server_port}/score"
+    wrong = right.replace("scores.", "other.")
+    with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
+        asyncio.run(post([wrong], hosts))
+    assert service.seen == []
+    assert asyncio.run(post([right], hosts)) == [SCORED]
+    with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
+        asyncio.run(post([right, right, wrong], hosts))
+    assert len(service.seen) == 3
 
 
 def use_https(service: Service, monkeypatch: pytest.MonkeyPatch, certificate: Path) -> None:
-    """Serve over TLS with a trusted certificate, at the address of every name."""
+    """Serve over TLS with a trusted certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     service.socket = context.wrap_socket(service.socket, server_side=True)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    found = [(2, 1, 6, "", ("127.0.0.1", service.server_port))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
 
 
 def self_signed(file: Path, name: str) -> Path:
@@ -443,22 +446,18 @@ def test_line_break_around_the_token_is_ignored(
     assert service.headers[0].get("authorization") == "Bearer s3cret-s3cret"
 
 
-@pytest.mark.parametrize(
-    "value", ["s3cret-s3\u00e9", "s3cret-\ns3", "s3cret s3", "s3cret\0", "\udcff-s3cret", " \n"]
-)
+@pytest.mark.parametrize("value", ["s3cret-s3\u00e9", "s3cret-\ns3", "s3cret s3", "\udcff-s3cret", " \n"])
 def test_token_that_is_no_valid_header_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, remote.TOKEN_VARIABLE: value})
+    monkeypatch.setenv(remote.TOKEN_VARIABLE, value)
     with pytest.raises(ConfigError, match=remote.TOKEN_VARIABLE) as refused:
         ask(["http://127.0.0.1:9/score"], batch("a"))
     assert "s3" not in str(refused.value)
 
 
-def test_token_is_not_sent_unencrypted_to_a_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(remote.TOKEN_VARIABLE, "s3cret")
-    public = [(2, 1, 6, "", ("93.184.215.14", 80))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: public)
+def test_token_is_not_sent_unencrypted_to_a_public_address() -> None:
+    url, host = "http://scores.example/score", "scores.example"
     with pytest.raises(
         RewardError, match=r"clear text to scores\.example, a public address; use https"
     ) as refused:
-        ask(["http://scores.example/score"], batch("a"), allowed_hosts=("scores.example",))
+        asyncio.run(post([url], (host,), ("93.184.215.14",), token="s3cret"))
     assert "s3cret" not in str(refused.value)

@@ -38,11 +38,10 @@ from rlhf_core.data.tokenizer import load_decoder, load_tokenizer, train_tokeniz
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
-from rlhf_core.rewards import connections, server
 from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
 from rlhf_core.rewards.scorer import ItemError, Scorer
-from rlhf_core.rewards.server import MicroBatches, listen, make_server
+from rlhf_core.rewards.server import Limits, MicroBatches, listen, make_server
 from rlhf_core.run.serve_reward import locate
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
@@ -100,9 +99,9 @@ def start() -> Iterator[Start]:
     """Serves on a free port of loopback; the base url."""
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def run(scorer: Any) -> str:
+    def run(scorer: Any, limits: Limits | None = None) -> str:
         bound, token = listen("127.0.0.1", 0)
-        serving = make_server(scorer, token)
+        serving = make_server(scorer, token, limits)
         thread = threading.Thread(target=serving.run, args=([bound],))
         thread.start()
         running.append((serving, thread))
@@ -327,26 +326,21 @@ def test_a_bad_item_costs_no_other_its_score(start: Start) -> None:
     ],
 )
 def test_a_bad_request_is_its_status(
-    start: Start, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str, status: int, words: str
+    start: Start, content: bytes, kind: str, status: int, words: str
 ) -> None:
-    monkeypatch.setattr(server, "MAX_REQUEST_BYTES", 1000 if "bytes" in words else server.MAX_REQUEST_BYTES)
-    url = start(Scripted())
+    url = start(Scripted(), Limits(request_bytes=1000) if "bytes" in words else Limits())
     answer = httpx.post(f"{url}/score", content=content, headers={"Content-Type": kind}, trust_env=False)
     assert (answer.status_code, words in answer.json()["error"]) == (status, True)
     assert post(url, []).json() == {"scores": [], "errors": {}}
 
 
-def test_connection_without_a_request_is_closed_in_time(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_BODY_SECONDS", 0.1)
-
+def test_connection_without_a_request_is_closed_in_time(start: Start) -> None:
     def slowly() -> Iterator[bytes]:
         yield b"{"
         time.sleep(0.5)
         yield b"}"
 
-    url = start(Scripted())
+    url = start(Scripted(), Limits(body_seconds=0.1))
     answer = httpx.post(
         f"{url}/score", content=slowly(), headers={"Content-Type": "application/json"}, trust_env=False
     )
@@ -357,11 +351,8 @@ def test_connection_without_a_request_is_closed_in_time(
     "beginning",
     [b"", b"POST /score HTTP/1.1\r\nHost: a\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"],
 )
-def test_a_connection_that_sends_no_whole_header_is_closed(
-    start: Start, monkeypatch: pytest.MonkeyPatch, beginning: bytes
-) -> None:
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
-    url = httpx.URL(start(Scripted()))
+def test_a_connection_that_sends_no_whole_header_is_closed(start: Start, beginning: bytes) -> None:
+    url = httpx.URL(start(Scripted(), Limits(header_seconds=0.2)))
     with socket.create_connection((url.host, url.port), timeout=5) as slow:
         slow.sendall(beginning)
         answer, ended = b"", False
@@ -378,9 +369,8 @@ def test_a_connection_that_sends_no_whole_header_is_closed(
 
 
 def test_refused_request_keeps_no_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
-    url = httpx.URL(start(Scripted()))
+    url = httpx.URL(start(Scripted(), Limits(header_seconds=0.3)))
     with socket.create_connection((url.host, url.port), timeout=5) as slow:
         slow.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
         assert b"401" in slow.recv(1000)
@@ -390,11 +380,8 @@ def test_refused_request_keeps_no_connection(start: Start, monkeypatch: pytest.M
                 slow.sendall(b"x")
 
 
-def test_connections_without_a_request_leave_room_for_those_with_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_CONNECTIONS", 40)
-    base = start(Scripted())
+def test_connections_without_a_request_leave_room_for_those_with_one(start: Start) -> None:
+    base = start(Scripted(), Limits(connections=40))
     url = httpx.URL(base)
     slow = [socket.create_connection((url.host, url.port), timeout=5) for _ in range(60)]
     for one in slow:
