@@ -30,7 +30,7 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.storage.s3 import filesystem, run_bounded, s3_endpoint, with_retries
+from rlhf_core.storage.s3 import S3_LIMITS, filesystem, run_bounded, s3_endpoint, with_retries
 from rlhf_core.system.files import open_regular
 
 _CHUNK = 2**20
@@ -332,7 +332,9 @@ def _bucket(store: StoreConfig) -> Any:
     return _buckets(s3_endpoint(store.endpoint))
 
 
-def _objects(path: str, store: StoreConfig) -> dict[str, Mapping[str, Any]]:
+def _objects(
+    path: str, store: StoreConfig, least_seconds: float = S3_LIMITS.least_seconds
+) -> dict[str, Mapping[str, Any]]:
     """Return the listing's entry of the object, or of all data files below it, by address and sorted."""
     if problem := s3_problem(path):
         raise DataError(f"a data source {problem}")
@@ -347,7 +349,9 @@ def _objects(path: str, store: StoreConfig) -> dict[str, Mapping[str, Any]]:
         }
 
     files = _request(
-        f"cannot list {path}", store, lambda: run_bounded(_bucket(store), store.retry_seconds, find)
+        f"cannot list {path}",
+        store,
+        lambda: run_bounded(_bucket(store), store.retry_seconds, find, least_seconds=least_seconds),
     )
     if not files:
         raise DataError(f"file not found: {path}; there is no such object, and no data file below it")

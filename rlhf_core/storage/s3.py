@@ -21,6 +21,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -34,13 +35,6 @@ from rlhf_core.system.retries import backoff, stop_after_failing
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS, READ_SECONDS = 5, 20
-REQUEST_SECONDS = 300.0
-"""Time limit from the start of a request to the head of its answer. `_CONCURRENCY` parts share the bandwidth;
-slower than 0.25 MB/s counts as an outage.
-"""
-LISTED = 100_000
-"""Maximum number of objects below one folder. The checkpoints of a stage are a few hundred files."""
 SETTLE_SECONDS = 0.5
 """Time before concurrent writers of one key read back which of them won, on servers without conditional puts.
 """
@@ -48,14 +42,9 @@ SETTLE_SECONDS = 0.5
 ADDRESS_VARIABLES = ("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3", "AWS_REGION")
 """Environment variables that say where the store is. Other hosts get them. Credentials are not among them."""
 
-_LEAST_SECONDS = 10.0
-"""Minimum time limit for a small call, even with a small `retry_seconds`: the first call initializes the
-client.
-"""
 _BYTES_PER_SECOND = 250_000
-_PART_BYTES = 16 * 2**20
 _CONCURRENCY = 4
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.4, 5.0
+_LONGEST_PAUSE = 5.0
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
 _PERMANENT = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnauthorizedSSOTokenError",
               "SSOTokenLoadError", "TokenRetrievalError", "ParamValidationError")  # fmt: skip
@@ -73,12 +62,40 @@ _REFUSED = (
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class S3Limits:
+    """Limits of requests to a bucket; times in seconds."""
+
+    connect_seconds: float = 5.0
+    read_seconds: float = 20.0
+    """Longest time without a byte of the answer."""
+    request_seconds: float = 300.0
+    """Time limit from the start of a request to the head of its answer. `_CONCURRENCY` parts share the
+    bandwidth; slower than 0.25 MB/s counts as an outage.
+    """
+    least_seconds: float = 10.0
+    """Minimum time limit for a small call, even with a small `retry_seconds`: the first call initializes the
+    client.
+    """
+    first_pause: float = 0.4
+    """Longest pause before the first retry."""
+    small_bytes: int = SMALL_BYTES
+    """Size of the largest object that is read into memory."""
+    part_bytes: int = 16 * 2**20
+    """Size of the parts in which a large file is uploaded."""
+    listed: int = 100_000
+    """Maximum number of objects below one folder. The checkpoints of a stage are a few hundred files."""
+
+
+S3_LIMITS = S3Limits()
+
+
 def s3_endpoint(given: str | None) -> str | None:
     """Return the given address of an S3-compatible server, else AWS_ENDPOINT_URL_S3, else None for AWS."""
     return given or os.environ.get("AWS_ENDPOINT_URL_S3") or None
 
 
-def filesystem(endpoint: str | None) -> Any:
+def filesystem(endpoint: str | None, limits: S3Limits = S3_LIMITS) -> Any:
     """Return an `s3fs.S3FileSystem` that limits the time and size of every request; combine with
     `with_retries`.
 
@@ -91,15 +108,15 @@ def filesystem(endpoint: str | None) -> Any:
             # A server that stops reading blocks a request forever: the client limits only the time between
             # reads. `wait_for` is not used: in Python 3.11 it loses a cancellation that arrives at the same
             # time as the answer.
-            async with asyncio.timeout(REQUEST_SECONDS):
+            async with asyncio.timeout(limits.request_seconds):
                 return await super()._call_s3(*method, **arguments)
 
         async def _get_file(self, rpath: str, lpath: str, *, limit: int | None = None, **more: Any) -> None:
             # A server that sends one byte at a time would otherwise block the client forever.
             clock = asyncio.get_running_loop().time
-            async with asyncio.timeout(REQUEST_SECONDS) as end:
+            async with asyncio.timeout(limits.request_seconds) as end:
                 arriving = _arriving(
-                    limit, lambda seconds: end.reschedule(clock() + REQUEST_SECONDS + seconds)
+                    limit, lambda seconds: end.reschedule(clock() + limits.request_seconds + seconds)
                 )
                 await super()._get_file(rpath, lpath, **{**more, "callback": arriving})
 
@@ -107,21 +124,21 @@ def filesystem(endpoint: str | None) -> Any:
             count = 0
             async for entry in super()._iterdir(*given, **more):
                 count += 1
-                if count > LISTED:
-                    raise _TooMuch(f"it lists more than {LISTED} objects")
+                if count > limits.listed:
+                    raise _TooMuch(f"it lists more than {limits.listed} objects")
                 yield entry
 
         async def small(self, path: str) -> bytes:
-            """Return the content of an object of at most SMALL_BYTES."""
+            """Return the content of an object of at most `limits.small_bytes`."""
             bucket, key, _ = self.split_path(path)
             body = (await self._call_s3("get_object", Bucket=bucket, Key=key))["Body"]
             content = bytearray()
             try:
                 while part := await body.read(2**16):
                     content += part
-                    if len(content) > SMALL_BYTES:
+                    if len(content) > limits.small_bytes:
                         raise _TooMuch(
-                            f"it sends more than {SMALL_BYTES} bytes for an object that must be small"
+                            f"it sends more than {limits.small_bytes} bytes for an object that must be small"
                         )
             finally:
                 body.close()
@@ -134,8 +151,8 @@ def filesystem(endpoint: str | None) -> Any:
         skip_instance_cache=True,
         max_concurrency=_CONCURRENCY,
         config_kwargs={
-            "connect_timeout": CONNECT_SECONDS,
-            "read_timeout": READ_SECONDS,
+            "connect_timeout": limits.connect_seconds,
+            "read_timeout": limits.read_seconds,
             # One quick retry for a part of a large file; `with_retries` handles longer outages.
             "retries": {"total_max_attempts": 2, "mode": "standard"},
             # Compatible servers corrupt uploads with checksum trailers; the manifests' sha256 is our check.
@@ -176,14 +193,31 @@ def _arriving(limit: int | None, allow: Callable[[float], None]) -> Any:
 class S3Objects:
     """`Backend` at `s3://bucket/prefix`."""
 
-    def __init__(self, bucket: str, prefix: str, endpoint: str | None, retry_seconds: float) -> None:
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        endpoint: str | None,
+        retry_seconds: float,
+        limits: S3Limits = S3_LIMITS,
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            bucket: name of the bucket.
+            prefix: beginning of all keys, without slashes around it; "" for none.
+            endpoint: address of an S3-compatible server; None for AWS.
+            retry_seconds: how long temporary failures are retried.
+            limits: of each request.
+        """
         self._root = f"{bucket}/{prefix}" if prefix else bucket
         self._endpoint = endpoint
         self._retry_seconds = retry_seconds
+        self._limits = limits
 
     @functools.cached_property
     def _fs(self) -> Any:
-        return filesystem(self._endpoint)
+        return filesystem(self._endpoint, self._limits)
 
     @functools.cached_property
     def _conditional(self) -> bool:
@@ -217,7 +251,7 @@ class S3Objects:
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
         def put() -> None:
             try:
-                self._fs.put_file(str(source), self._path(key), chunksize=_PART_BYTES)
+                self._fs.put_file(str(source), self._path(key), chunksize=self._limits.part_bytes)
             except FileNotFoundError as error:
                 if _code(error) != "NoSuchUpload":
                     raise
@@ -275,7 +309,7 @@ class S3Objects:
         bucket, _, _ = self._root.partition("/")
         start = self._path(prefix).removeprefix(f"{bucket}/") + "/"
         # `timeout` is an argument of fsspec, which limits the wait for the coroutine, and not of the request.
-        request = functools.partial(self._fs.call_s3, Bucket=bucket, timeout=REQUEST_SECONDS)
+        request = functools.partial(self._fs.call_s3, Bucket=bucket, timeout=self._limits.request_seconds)
         # Without retries: not every server supports it, and nothing depends on it.
         try:
             uploads = request("list_multipart_uploads", Prefix=start).get("Uploads") or []
@@ -303,11 +337,16 @@ class S3Objects:
         self._within(lambda: self._fs._pipe_file(path, data, mode=mode), len(data))
 
     def _within(self, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
-        return run_bounded(self._fs, self._retry_seconds, call, size)
+        return run_bounded(self._fs, self._retry_seconds, call, size, self._limits.least_seconds)
 
     def _call(self, action: str, key: str, call: Callable[[], _T]) -> _T:
         try:
-            return with_retries(f"The store could not {action} {self.uri(key)}", self._retry_seconds, call)
+            return with_retries(
+                f"The store could not {action} {self.uri(key)}",
+                self._retry_seconds,
+                call,
+                self._limits.first_pause,
+            )
         except FileNotFoundError as error:
             if _code(error) == "NoSuchBucket" or "bucket does not exist" in str(error):
                 raise StoreError(
@@ -316,14 +355,27 @@ class S3Objects:
             raise
 
 
-def run_bounded(client: Any, retry_seconds: float, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
+def run_bounded(
+    client: Any,
+    retry_seconds: float,
+    call: Callable[[], Awaitable[_T]],
+    size: int = 0,
+    least_seconds: float = S3_LIMITS.least_seconds,
+) -> _T:
     """Run a coroutine of `client`, with all its requests, within the time limit for `size` bytes.
 
     Raises TimeoutError.
+
+    Args:
+        client: what `filesystem` returned.
+        retry_seconds: the time limit.
+        call: returns the coroutine.
+        size: number of bytes that it sends; they get additional time.
+        least_seconds: the time limit if `retry_seconds` is less.
     """
     from fsspec.asyn import sync
 
-    seconds = max(retry_seconds, _LEAST_SECONDS) + size / _BYTES_PER_SECOND
+    seconds = max(retry_seconds, least_seconds) + size / _BYTES_PER_SECOND
 
     async def bounded() -> _T:
         async with asyncio.timeout(seconds):
@@ -336,7 +388,9 @@ def run_bounded(client: Any, retry_seconds: float, call: Callable[[], Awaitable[
     return result
 
 
-def with_retries(what: str, retry_seconds: float, call: Callable[[], _T]) -> _T:
+def with_retries(
+    what: str, retry_seconds: float, call: Callable[[], _T], first_pause: float = S3_LIMITS.first_pause
+) -> _T:
     """Return `call()`, retried after temporary failures for `retry_seconds` from the first one.
 
     Raises StoreUnavailable if the failure persists and StoreError if a retry cannot help; both messages start
@@ -360,7 +414,7 @@ def with_retries(what: str, retry_seconds: float, call: Callable[[], _T]) -> _T:
 
     retrying = Retrying(
         retry=retry_if_exception(_is_temporary),
-        wait=backoff(_FIRST_PAUSE, _LONGEST_PAUSE),
+        wait=backoff(first_pause, _LONGEST_PAUSE),
         stop=stop_after_failing(retry_seconds),
         before_sleep=functools.partial(_log_retry, what),
         retry_error_callback=functools.partial(_raise_unavailable, what),

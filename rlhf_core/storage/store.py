@@ -16,7 +16,7 @@ from rlhf_core.config.redact import credential_problem, scrubbed, shown
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from rlhf_core.storage.backend import Backend
 from rlhf_core.storage.local import LocalFiles
-from rlhf_core.storage.s3 import S3Objects, s3_endpoint
+from rlhf_core.storage.s3 import S3_LIMITS, S3Limits, S3Objects, s3_endpoint
 from rlhf_core.system.files import TEMPORARY
 
 _CHECK_SECONDS = 2.0
@@ -57,17 +57,25 @@ class Store:
     Every method raises StoreError if the storage fails.
     """
 
-    def __init__(self, url: str | Path, endpoint: str | None = None, retry_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str | Path,
+        endpoint: str | None = None,
+        retry_seconds: float = 60.0,
+        s3_limits: S3Limits = S3_LIMITS,
+    ) -> None:
         """Parse the address; nothing is read or written yet. Raises ConfigError for an unusable address.
 
         Args:
             url: address of the store.
             endpoint: address of an S3-compatible server; None for AWS_ENDPOINT_URL_S3 or AWS.
             retry_seconds: how long temporary failures of a bucket are retried.
+            s3_limits: of requests to a bucket.
         """
         self.url = str(url)
         self._endpoint = endpoint
-        self._backend = _open(self.url, endpoint, retry_seconds)
+        self._s3_limits = s3_limits
+        self._backend = _open(self.url, endpoint, retry_seconds, s3_limits)
 
     @property
     def is_local(self) -> bool:
@@ -145,7 +153,7 @@ class Store:
         Raises StoreUnavailable for a failure that may be temporary and lasts `retry_seconds`, ConfigError for
         any other.
         """
-        check_backend(_open(self.url, self._endpoint, retry_seconds), self.url)
+        check_backend(_open(self.url, self._endpoint, retry_seconds, self._s3_limits), self.url)
 
 
 def check_backend(backend: Backend, url: str) -> None:
@@ -181,7 +189,7 @@ def open_store(config: PipelineConfig) -> Store:
     return Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
 
 
-def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
+def _open(url: str, endpoint: str | None, retry_seconds: float, s3_limits: S3Limits) -> Backend:
     problem = store_url_problem(url)
     if problem is not None:
         raise ConfigError(f"store.url: {problem}")
@@ -190,7 +198,7 @@ def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
         raise ConfigError(f"store.endpoint: {problem}")
     if url.startswith("s3://"):
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
-        return S3Objects(bucket, prefix.strip("/"), s3_endpoint(endpoint), retry_seconds)
+        return S3Objects(bucket, prefix.strip("/"), s3_endpoint(endpoint), retry_seconds, s3_limits)
     return LocalFiles(Path(url.removeprefix("file://")).expanduser().absolute())
 
 

@@ -35,11 +35,11 @@ from rlhf_core.run import attempt as run
 from rlhf_core.run.child import TERM_SECONDS
 from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, Events
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage import s3
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.s3 import S3Limits
 from rlhf_core.storage.store import Store
 from rlhf_core.system.stopping import EXIT_STOPPED
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
@@ -62,11 +62,11 @@ def url(s3_server: Any, tmp_path: Path) -> str:
     return f"{s3_server.url}/{tmp_path.name}"
 
 
+QUICK = S3Limits(part_bytes=PARTS, read_seconds=1.0, first_pause=0.02)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "_PART_BYTES", PARTS)
-    monkeypatch.setattr(s3, "READ_SECONDS", 1.0)
-    monkeypatch.setattr(s3, "_FIRST_PAUSE", 0.02)
     # The client's own pause between its two tries of a request: up to a second.
     monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.02)
 
@@ -121,7 +121,7 @@ class Attempt:
     """One attempt at a stage, over the proxy."""
 
     def __init__(self, url: str, endpoint: str, tmp_path: Path, retry_seconds: float = 30.0) -> None:
-        self.store = Store(url, endpoint, retry_seconds)
+        self.store = Store(url, endpoint, retry_seconds, QUICK)
         self.fence = claim(self.store, "k")
         outbox = Outbox(self.store, tmp_path / "outbox")
         self.artifacts = ArtifactStore(self.store, tmp_path / "cache", outbox)
@@ -301,17 +301,14 @@ def test_expired_credentials_exit_with_3_and_lose_nothing(
     assert made == [None], "the second attempt had nothing to make"
 
 
-def test_stalled_upload_is_aborted_and_repeated(
-    proxy: FaultyProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3, "REQUEST_SECONDS", 2.0)
-    monkeypatch.setattr(s3, "READ_SECONDS", 60.0)  # which does not bound what is sent
+def test_stalled_upload_is_aborted_and_repeated(proxy: FaultyProxy, url: str, tmp_path: Path) -> None:
+    # One request of more bytes than the network's buffers take. `read_seconds` does not bound what is sent.
+    limits = S3Limits(request_seconds=2.0, read_seconds=60.0, part_bytes=2**23, first_pause=0.02)
     file = tmp_path / "weights"
     file.write_bytes(random.Random(0).randbytes(2**23))
-    monkeypatch.setattr(s3, "_PART_BYTES", 2**23)  # in one request, more than the network's buffers take
     proxy.restart(lambda n: "stall" if n == 1 else "")
     started = time.monotonic()
-    Store(url, proxy.endpoint).put_file(file, "a/weights")
+    Store(url, proxy.endpoint, s3_limits=limits).put_file(file, "a/weights")
     assert 2 < time.monotonic() - started < 15
     assert proxy.seen["stall"] == 1
     Store(url, proxy.endpoint).get_file("a/weights", tmp_path / "back")
@@ -376,17 +373,17 @@ def test_preflight_has_one_message_about_the_store(
     proxy.restart(lambda n: fault)
     started = time.monotonic()
     with pytest.raises(kind, match=r"store\.url=.* cannot be used") as caught:
-        Store(url, proxy.endpoint).check()
+        Store(url, proxy.endpoint, s3_limits=QUICK).check()
     assert time.monotonic() - started < 6
     assert type(caught.value) is kind and caught.value.exit_code == code
     assert "\n" not in caught.value.message and "test-secret" not in caught.value.message
     proxy.restart(lambda n: "")
-    Store(url, proxy.endpoint).check()
+    Store(url, proxy.endpoint, s3_limits=QUICK).check()
 
 
 def test_flow_waits_for_the_store_at_its_start(proxy: FaultyProxy, url: str) -> None:
     proxy.restart(lambda n: "503" if n < 12 else "")
-    Store(url, proxy.endpoint).check(retry_seconds=60.0)
+    Store(url, proxy.endpoint, s3_limits=QUICK).check(retry_seconds=60.0)
     assert proxy.seen["503"] == 11
 
 

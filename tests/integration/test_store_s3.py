@@ -23,6 +23,7 @@ from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
+from rlhf_core.system.overriding import override
 from rlhf_core.types import ArtifactRef
 from tests.support import corruption
 from tests.support.checkpoints import keep
@@ -180,20 +181,26 @@ def test_damaged_artifact_is_marked_and_made_again(store: Store, tmp_path: Path)
     assert publish(artifacts, output(tmp_path / "out"), fence=claim(store, "k")).digest == ref.digest
 
 
-def test_one_bad_download_does_not_condemn_an_artifact(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    artifacts = ArtifactStore(store, tmp_path / "cache")
-    ref = publish(artifacts, output(tmp_path / "out"))
-    plain = Store.get_file
+class LosesOneDownload(Store):
+    """A store whose first download of the card is empty."""
 
-    def short(self: Store, key: str, local: Path, size: int | None = None) -> None:
-        monkeypatch.setattr(Store, "get_file", plain)
-        local.parent.mkdir(parents=True, exist_ok=True)
-        local.write_bytes(b"")
+    downloads = 0
 
-    monkeypatch.setattr(Store, "get_file", short)
+    @override
+    def get_file(self, key: str, local: Path, size: int | None = None) -> None:
+        super().get_file(key, local, size)
+        if key.endswith("card.md"):
+            self.downloads += 1
+            if self.downloads == 1:
+                local.write_bytes(b"")
+
+
+def test_one_bad_download_does_not_condemn_an_artifact(store: Store, s3_server: Any, tmp_path: Path) -> None:
+    ref = publish(ArtifactStore(store, tmp_path / "cache"), output(tmp_path / "out"))
+    lossy = LosesOneDownload(store.url, s3_server.endpoint)
+    artifacts = ArtifactStore(lossy, tmp_path / "cache")
     assert (artifacts.fetch(ref) / "card.md").read_text() == "card"
+    assert lossy.downloads == 2
     assert artifacts.find("ppo", "k") == ref
 
 

@@ -19,7 +19,7 @@ import pytest
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data import sources
 from rlhf_core.errors import RLHFError, StoreError, StoreUnavailable
-from rlhf_core.storage import s3
+from rlhf_core.storage.s3 import S3Limits
 from rlhf_core.storage.store import Store
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -69,20 +69,14 @@ MANY = pages(200)
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], Store]]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], str]]:
+    """Start a server that gives one answer to all requests, and return its address."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(s3, "SMALL_BYTES", 2**20)
-    monkeypatch.setattr(s3, "LISTED", 100)
     servers: list[ThreadingHTTPServer] = []
 
-    def start(answer: Answer) -> Store:
-        # Where size is the limit, a busy machine shall not meet that of time first.
-        seconds = 30.0 if answer in (without_end, MANY) else 1.5
-        monkeypatch.setattr(s3, "_LEAST_SECONDS", seconds)
-        monkeypatch.setattr(s3, "REQUEST_SECONDS", seconds)
-
+    def start(answer: Answer) -> str:
         class Handler(BaseHTTPRequestHandler):
             def respond(self) -> None:
                 with suppress(OSError):
@@ -97,11 +91,22 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], Store
         server.daemon_threads = True
         servers.append(server)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        return Store("s3://bucket/x", f"http://127.0.0.1:{server.server_port}", retry_seconds=0.2)
+        return f"http://127.0.0.1:{server.server_port}"
 
     yield start
     for server in servers:
         server.shutdown()
+
+
+@pytest.fixture
+def bucket(serve: Callable[[Answer], str]) -> Callable[[Answer], Store]:
+    def start(answer: Answer) -> Store:
+        # Where size is the limit, a busy machine shall not meet that of time first.
+        seconds = 30.0 if answer in (without_end, MANY) else 1.5
+        limits = S3Limits(request_seconds=seconds, least_seconds=seconds, small_bytes=2**20, listed=100)
+        return Store("s3://bucket/x", serve(answer), retry_seconds=0.2, s3_limits=limits)
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -160,17 +165,17 @@ def test_a_listing_ends(
     assert time.monotonic() - started < 15
 
 
-def test_a_listing_of_a_data_source_ends(bucket: Callable[[Answer], Store]) -> None:
+def test_a_listing_of_a_data_source_ends(serve: Callable[[Answer], str]) -> None:
     def folder_without_end(handler: BaseHTTPRequestHandler) -> None:
         if handler.command == "HEAD":  # no object has this name
             handler.send_error(404)
         else:
             pages(0)(handler)
 
-    endpoint = bucket(folder_without_end)._backend._endpoint
+    store = StoreConfig(endpoint=serve(folder_without_end), retry_seconds=0.2)
     started = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"cannot list s3://bucket/data.*no whole answer within 2 s"):
-        sources._objects("s3://bucket/data", StoreConfig(endpoint=endpoint, retry_seconds=0.2))
+        sources._objects("s3://bucket/data", store, least_seconds=1.5)
     assert time.monotonic() - started < 15
 
 
