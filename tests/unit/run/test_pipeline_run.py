@@ -19,23 +19,23 @@ import io
 import json
 import os
 import socket
-from contextlib import suppress
 from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+from mlflow import MlflowClient
 from rich.console import Console
 
-import rlhf_core.run.pipeline_run as pipeline_run
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
-from rlhf_core.errors import InputError, StageHeld
+from rlhf_core.errors import InputError, StageHeld, StoreUnavailable
 from rlhf_core.pipeline import STAGES, StageName, stages_between
-from rlhf_core.run.checks import check_config, checked_config, loaded_config, reuse_check
+from rlhf_core.run.checks import CheckedConfig, check_config, checked_config, loaded_config, reuse_check
 from rlhf_core.run.parameters import overrides_of
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.spec import StageRecord, StageSpec
@@ -56,6 +56,7 @@ from rlhf_core.tracking.champions import REVOKED, WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
+from tests.support.toy_stage import toy_environment
 
 
 def config(home: Path, **sections: Any) -> PipelineConfig:
@@ -67,6 +68,20 @@ def pipeline(
     home: Path, start: StageName = "data", until: StageName = "register", **sections: Any
 ) -> PipelineRun:
     return PipelineRun(config(home, **sections), "demo.yaml", start, until)
+
+
+def checked_in(home: Path, database: Path, **sections: Any) -> CheckedConfig:
+    """Return a configuration that has passed the preflight, with a tracker."""
+    tree = {"run": {"home": str(home), "device": "cpu"}, "tracking": {"uri": f"sqlite:///{database}"}}
+    file = home / "c.yaml"
+    file.write_text(json.dumps(tree | sections))
+    return check_config(str(file), [])
+
+
+def tags_of(run: PipelineRun) -> dict[str, str]:
+    """Return the tags of a run in MLflow."""
+    assert run.parent_run_id is not None
+    return run.tracking.mlflow.tags(run.parent_run_id)
 
 
 def ref(stage: StageName, **metrics: float) -> ArtifactRef:
@@ -163,12 +178,9 @@ def test_empty_range_of_stages_is_refused() -> None:
         stages_between("ppo", "sft")
 
 
-def test_new_run_names_the_unfinished_run_that_it_does_not_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_run_names_the_unfinished_run_that_it_does_not_continue(tmp_path: Path) -> None:
     assert pipeline(tmp_path).unfinished_predecessor() == ""
     first = pipeline(tmp_path)
-    monkeypatch.setattr(pipeline_run, "_process_start", lambda: 0.0)  # of a process that is gone
     first.making = {"stage": "ppo", "log": ""}
     first.save_state("failed", "killed")
     same = pipeline(tmp_path, run={"stage_timeout": 9.0}, tracking={"system_metrics": False})
@@ -408,35 +420,37 @@ def test_registration_is_repeated_only_if_mlflow_lost_or_revoked_it(tmp_path: Pa
             made = published()
 
 
-def test_only_a_flow_without_a_waiting_user_retries_the_store(
+def test_only_a_flow_without_a_waiting_user_retries_the_store_for_the_configured_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[float] = []
-    monkeypatch.setattr(Store, "check", lambda self, retry_seconds=2.0: asked.append(retry_seconds))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # without `listen`, connections are refused
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        store = {"url": "s3://bucket/runs", "endpoint": endpoint, "retry_seconds": 0.001}
+        tracking = {"uri": f"sqlite:///{tmp_path}/mlflow.db"}
+        tree = {"run": {"home": str(tmp_path), "device": "cpu"}, "store": store, "tracking": tracking}
+        file = tmp_path / "c.yaml"
+        file.write_text(json.dumps(tree))
+        with pytest.raises(StoreUnavailable, match=r"in ([2-9]|\d\d+) tries over"):
+            check_config(str(file), [])
+        with pytest.raises(StoreUnavailable, match=r"in 1 tries over"):
+            checked_config(str(file), [], retry_store=True)
+
+
+def test_flow_reuses_the_check_of_its_command(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nstore: {{retry_seconds: 45}}\n")
-    check_config(str(file), [])
-    checked_config(str(file), [], retry_store=True)
-    assert asked == [2.0, 45.0]
-
-
-def test_flow_reuses_the_check_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[str] = []
-
-    def load(path: str, overrides: Any) -> PipelineConfig:
-        loads.append(path)
-        return load_config(path, overrides)
-
-    monkeypatch.setattr("rlhf_core.run.checks.load_config", load)
-    file = tmp_path / "c.yaml"
-    file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\n")
+    text = f"run: {{home: {tmp_path}, device: cpu}}\n"
+    file.write_text(text)
 
     def command() -> None:
         checked = check_config(str(file), ["run.seed=3"])
         reuse_check(checked)
+        file.unlink()
         assert checked_config(str(file), ["run.seed=3"]) is checked
         assert loaded_config(str(file), ["run.seed=3"]) is checked.config
-        assert loads == [str(file)]
+        file.write_text(text)
         assert checked_config(str(file), ["run.seed=4"]).config.run.seed == 4
 
     contextvars.copy_context().run(command)
@@ -454,71 +468,44 @@ def test_spec_contains_digests_of_external_inputs(
 
 
 def test_warnings_are_logged_and_tagged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, database: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tags: dict[str, str] = {}
-
-    class Tracker:
-        parent_run = staticmethod(lambda key, name, given, params: tags.update(given) or "run-1")
-
-        def set_tags(self, run_id: str, given: dict[str, str]) -> None:
-            tags.update(given)
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_args, **_named: None
-
-    monkeypatch.setattr("rlhf_core.run.pipeline_run.open_tracking", lambda config: Tracker())
-    file = tmp_path / "c.yaml"
-    file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nppo: {{kl: {{estimator: k3}}}}\n")
-    with pytest.raises(RuntimeError), open_run(check_config(str(file), []), "data", "data") as run:
+    checked = checked_in(tmp_path, database, ppo={"kl": {"estimator": "k3"}})
+    with pytest.raises(RuntimeError), open_run(checked, "data", "data") as run:
         run.note("guard.loops", "step 4: guard loops: 30 %")
         raise RuntimeError("asked enough")
+    tags = tags_of(run)
     assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
     assert "ppo.kl.estimator: k3 in the reward" in caplog.text
     assert tags["rlhf.guard.loops"] == "step 4: guard loops: 30 %"
 
 
-@pytest.mark.parametrize("ending", [RuntimeError(), KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("ending", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_the_end_of_a_run_ends_the_process_that_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException
+    tmp_path: Path, database: Path, ending: type[BaseException]
 ) -> None:
-    class Tracker:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_args, **_named: None
-
-    closed: list[bool] = []
-    file = tmp_path / "run.yaml"
-    file.write_text(f"run: {{home: {tmp_path / 'home'}, device: cpu}}\n")
-    monkeypatch.setattr(pipeline_run, "open_tracking", lambda config: Tracker())
-    monkeypatch.setattr(pipeline_run.NextStage, "close", lambda self: closed.append(True))
-    checked = check_config(str(file), [])
-    with suppress(RuntimeError, KeyboardInterrupt, SystemExit), open_run(checked, "data", "sft") as run:
+    checked = checked_in(tmp_path, database)
+    environment = toy_environment(tmp_path, "return REF", prepare="time.sleep(600)")
+    with pytest.raises(ending), open_run(checked, "data", "sft") as run:
         assert run.stage_after("data") == "sft"
         assert run.stage_after("sft") is None
-        assert closed == []
+        log_file = run.log_file("sft")
+        run.next_stage.prepare("sft", run.config, environment, log_file)
+        [waiting] = _processes_with(log_file.with_suffix(".json"))
         raise ending
-    assert closed == [True]
+    assert not waiting.is_running()
+    assert not log_file.exists()
+
+
+def _processes_with(argument: Path) -> list[psutil.Process]:
+    """Return the children of this process that have this argument."""
+    return [child for child in psutil.Process().children() if str(argument) in child.cmdline()]
 
 
 @pytest.mark.parametrize("same_run", [True, False])
-def test_a_refused_command_ends_only_its_own_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_run: bool
-) -> None:
-    ended: list[str] = []
-
-    class Tracker:
-        parent_run = staticmethod(lambda *_args: "run-1")
-
-        def finish(self, run_id: str, status: str, *, reused: bool) -> None:
-            ended.append(status)
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_args, **_named: None
-
-    monkeypatch.setattr(pipeline_run, "open_tracking", lambda config: Tracker())
-    file = tmp_path / "run.yaml"
-    file.write_text(f"run: {{home: {tmp_path / 'home'}, device: cpu}}\n")
-    with pytest.raises(StageHeld), open_run(check_config(str(file), []), "data", "data") as run:
+def test_a_refused_command_ends_only_its_own_run(tmp_path: Path, database: Path, same_run: bool) -> None:
+    checked = checked_in(tmp_path, database)
+    with pytest.raises(StageHeld), open_run(checked, "data", "data") as run:
         if same_run:
             state = run.folder / "run.json"
             other = ProcessId.of(os.getppid())
@@ -526,34 +513,34 @@ def test_a_refused_command_ends_only_its_own_run(
             process = [*astuple(other), socket.gethostname()]
             state.write_text(json.dumps({**json.loads(state.read_text()), "process": process}))
         raise StageHeld("stage data is being made")
-    assert ended == ([] if same_run else ["FAILED"])
+    recorded = MlflowClient(run.tracking.uri).get_run(run.parent_run_id)
+    assert recorded.info.status == ("RUNNING" if same_run else "FAILED")
 
 
-def test_rerun_removes_outdated_warning_tags(tmp_path: Path) -> None:
-    removed: list[str] = []
-
-    class Tracker:
-        parent_run = staticmethod(lambda *_args: "run-1")
-
-        def remove_tags(self, run_id: str, prefix: str) -> None:
-            removed.append(prefix)
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_args, **_named: None
-
-    run = pipeline(tmp_path)
-    tracker: Any = Tracker()
-    run.tracking = tracker
+def test_rerun_removes_outdated_warning_tags(tmp_path: Path, database: Path) -> None:
+    first = PipelineRun(checked_in(tmp_path, database).config, "demo.yaml")
+    first.tags = {"rlhf.warnings": "ppo.kl.estimator: k3"}
+    first.ensure_parent()
+    first.note("guard.loops", "step 4: guard loops: 30 %")
+    first.note("advice.sync", "advice, step 4: 30 %")
+    run = PipelineRun(first.config, "demo.yaml")
     run.ensure_parent()
-    assert removed == ["rlhf.warnings"]
+    assert _warnings_of(run) == {"rlhf.guard.loops", "rlhf.advice.sync"}
     run.begin("sft", tmp_path / "log")
-    assert removed == ["rlhf.warnings"]
-    for _ in range(2):  # the second try of the same run
-        run.begin("ppo", tmp_path / "log")
-    assert removed == ["rlhf.warnings", "rlhf.guard.", "rlhf.advice."]
-    run.parent_run_id, run.tags = None, {"rlhf.warnings": "ppo.kl.estimator: k3"}
-    run.ensure_parent()
-    assert removed == ["rlhf.warnings", "rlhf.guard.", "rlhf.advice."]
+    assert _warnings_of(run) == {"rlhf.guard.loops", "rlhf.advice.sync"}
+    run.begin("ppo", tmp_path / "log")
+    assert _warnings_of(run) == set()
+    run.note("guard.loops", "step 5: guard loops: 30 %")
+    run.begin("ppo", tmp_path / "log")  # the second try of the same run
+    assert _warnings_of(run) == {"rlhf.guard.loops"}
+    again = PipelineRun(first.config, "demo.yaml")
+    again.tags = first.tags
+    again.ensure_parent()
+    assert _warnings_of(again) == {"rlhf.guard.loops", "rlhf.warnings"}
+
+
+def _warnings_of(run: PipelineRun) -> set[str]:
+    return {name for name in tags_of(run) if name.startswith(("rlhf.warnings", "rlhf.guard", "rlhf.advice"))}
 
 
 def test_stages_with_rewards_get_digests_of_their_code(tmp_path: Path) -> None:
