@@ -12,6 +12,7 @@ import os
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
@@ -24,8 +25,6 @@ from rlhf_core.tracking.check import tracker_problem
 
 _SECONDS = 5.0
 """Time limit for each read."""
-_TOTAL_SECONDS = 10.0
-"""Time limit for a whole query."""
 _MAX_BYTES = 100_000
 """Maximum size of the response to a query for one flow."""
 
@@ -59,13 +58,27 @@ def external_mlflow_uri() -> str | None:
     return uri
 
 
-def prefect_responds(url: str, attempts: int = 3) -> bool:
+def prefect_responds(
+    url: str,
+    attempts: int = 3,
+    *,
+    seconds: float = 10.0,
+    credentials: Callable[[], Mapping[str, str]] = client_headers,
+) -> bool:
     """Return whether a Prefect server responds at `url` and accepts the credentials.
 
-    False if nothing responds. Raises InputError if the response is not from a Prefect server, or if the
-    server requires other credentials.
+    False if nothing responds.
+
+    Args:
+        url: Address of the API.
+        attempts: Number of queries, one second apart, if nothing responds.
+        seconds: Time limit for a whole query.
+        credentials: Returns headers of the query. The default imports Prefect's settings.
+
+    Raises:
+        InputError: The response is not from a Prefect server, or the server requires other credentials.
     """
-    headers = {"Content-Type": "application/json", **client_headers()}
+    headers = {"Content-Type": "application/json", **credentials()}
     # Not `/health`, which Prefect answers without a password.
     request = urllib.request.Request(f"{url}/flows/filter", b'{"limit": 1}', headers)
     retrying = Retrying(
@@ -74,12 +87,12 @@ def prefect_responds(url: str, attempts: int = 3) -> bool:
         retry=retry_if_result(lambda responded: not responded),
         retry_error_callback=lambda state: False,
     )
-    return retrying(_query_in_time, url, request)
+    return retrying(_query_in_time, url, request, seconds)
 
 
-def _query_in_time(url: str, request: urllib.request.Request) -> bool:
+def _query_in_time(url: str, request: urllib.request.Request, seconds: float) -> bool:
     try:
-        return within(_TOTAL_SECONDS, lambda: _query_flows(url, request))
+        return within(seconds, lambda: _query_flows(url, request))
     except TimeoutError:
         return False
 

@@ -59,9 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
+    return exit_code(lambda: arguments.command(arguments))
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Return the exit code of a command. Its error, if it raises one, is printed to stderr."""
     try:
         _check_working_folder()
-        code: int = arguments.command(arguments)
+        code = command()
         sys.stdout.flush()  # report a closed pipe here if a reader such as `head` has ended
         return code
     except InputError as error:

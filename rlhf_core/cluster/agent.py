@@ -36,9 +36,9 @@ from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.checkpoints import discard_old_parts
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
-from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.home import Home, make_attempt_folders
+from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import this_machine
 from rlhf_core.types import ArtifactRef
 
@@ -136,7 +136,7 @@ class NodeAgent:
             ) from error
         self._monitor.__enter__()
         files_of = found[1] if self._shares_folders else node_id
-        driver = gpu_versions().get("gpu_driver", "")
+        driver = machine().gpu_driver() or ""
         return Started(socket.gethostname(), this_machine(), files_of, driver)
 
     @_served

@@ -23,7 +23,7 @@ import psutil
 from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, fetch, ready
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.devices import cpu_cores, gpu_names, uses_gpu
+from rlhf_core.config.devices import uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.devices import check_gpu_counts
@@ -31,6 +31,7 @@ from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.home import home_problem
+from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import this_machine
 
 log = logging.getLogger(__name__)
@@ -198,8 +199,8 @@ def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[s
         existing = existing.parent
     return {
         "versions": dict(versions()),
-        "gpus": gpu_names(),
-        "cores": cpu_cores(),
+        "gpus": machine().gpu_names(),
+        "cores": machine().cores(),
         "store": _reach_store(probe, node),
         "home": home_problem(Path(home)) or "",
         "free_bytes": shutil.disk_usage(existing).free,
@@ -327,12 +328,12 @@ def _warn_of_unlike_cores(nodes: list[dict[str, Any]], reports: Mapping[str, Any
     unlike = [
         f"{_name(node)} has {cores}"
         for node in nodes
-        if (cores := reports[node["NodeID"]]["cores"]) != cpu_cores()
+        if (cores := reports[node["NodeID"]]["cores"]) != machine().cores()
     ]
     if unlike:
         log.warning(
             "run.threads is not set, so PPO counts the cores of this host (%d), but %s; set run.threads",
-            cpu_cores(),
+            machine().cores(),
             ", ".join(unlike),
         )
 

@@ -33,9 +33,9 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.s3 import s3_endpoint
-from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
+from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import this_machine
 from rlhf_core.types import ArtifactRef
 
@@ -166,7 +166,7 @@ class ClusterNodes:
         self._lock = threading.Lock()
         self.before_leave: Callable[[], None] = lambda: None
         """Called while the agents still answer."""
-        self._gpu_drivers = {driver} if (driver := gpu_versions().get("gpu_driver")) else set()
+        self._gpu_drivers = {driver} if (driver := machine().gpu_driver()) else set()
         self.on_gpu_drivers: Callable[[str], None] = lambda drivers: None
         """Called with the versions of the GPU drivers of all hosts, this one included."""
 

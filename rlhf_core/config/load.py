@@ -19,12 +19,13 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from rlhf_core.config.devices import gpu_names, uses_gpu
+from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
 from rlhf_core.config.pipeline import PipelineConfig, TrainingStage
 from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
+from rlhf_core.system.machine import machine
 
 _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")
 """Names of GPUs without bfloat16."""
@@ -161,7 +162,7 @@ def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
     run = tree.get("run")
     device = run.get("device", "auto") if isinstance(run, dict) else "auto"
     default = "float32"
-    if uses_gpu(device) and not any(_BEFORE_AMPERE.search(name) for name in gpu_names()):
+    if uses_gpu(device) and not any(_BEFORE_AMPERE.search(name) for name in machine().gpu_names()):
         default = "bfloat16"
     for stage in get_args(TrainingStage):
         _fill(tree, (stage, "deepspeed"), "dtype", default)

@@ -76,10 +76,11 @@ def is_data_file(name: str) -> bool:
     return suffix_of(name) is not None and not name.startswith(".")
 
 
-def list_files(address: Address) -> list[Path]:
+def list_files(address: Address, most: int = MAX_FILES) -> list[Path]:
     """Return the file at a local address, or the supported files in a folder and its subfolders, sorted.
 
-    Raises DataError if there is none, or if the address is neither a regular file nor a folder.
+    Raises DataError if there is none, if the folder holds more than `most` files of any kind, or if the
+    address is neither a regular file nor a folder.
     """
     path = address.path
     if not exists(path):
@@ -92,9 +93,9 @@ def list_files(address: Address) -> list[Path]:
         if problem is not None:
             raise DataError(f"{problem}; write the rows to a file and give its path")
         return [path]
-    entries = list(islice(path.rglob("*"), MAX_FILES + 1))
-    if len(entries) > MAX_FILES:
-        raise DataError(f"{path} holds over {MAX_FILES} files; give the folder of the data alone")
+    entries = list(islice(path.rglob("*"), most + 1))
+    if len(entries) > most:
+        raise DataError(f"{path} holds over {most} files; give the folder of the data alone")
     files = [file for file in entries if file.is_file() and is_data_file(file.name)]
     if not files:
         raise DataError(f"{path} has no data files; put {', '.join(DATA_SUFFIXES)} files into it")

@@ -10,7 +10,6 @@ and a text for what the user should know. They import neither torch nor transfor
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
 from rlhf_core.models.headers import BadHeader, read_header
 from rlhf_core.models.shape import ModelShape, shape_from_config, tiny_shape
 from rlhf_core.system.files import UnfitFile, exists, read_bounded
+from rlhf_core.system.machine import machine
 
 _JSON_LIMIT = 256 << 20
 """Maximum size of a JSON file in bytes. Tokenizers with large vocabularies have about 30 MB."""
@@ -566,7 +566,7 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
         rule = f"{field}.lora.quantize: {lora.quantize} needs"
         if not runs_on_gpu(config):
             yield ConfigError(f"{rule} a GPU; got 0 visible; leave it out")
-        elif importlib.util.find_spec("bitsandbytes") is None:
+        elif not machine().has_package("bitsandbytes"):
             yield ConfigError(
                 f"{rule} bitsandbytes, which is not installed; install it, or leave quantize out"
             )

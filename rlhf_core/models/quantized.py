@@ -5,13 +5,13 @@ Layers compute with the weights that their 4 bits stand for; those weights are w
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlhf_core.errors import ModelError
+from rlhf_core.system.machine import machine
 
 
 def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> di
     """
     if quantize is None:
         return {}
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if not machine().has_package("bitsandbytes"):
         raise ModelError(f"lora.quantize={quantize} needs bitsandbytes; install it, or leave quantize out")
     from transformers import BitsAndBytesConfig
 

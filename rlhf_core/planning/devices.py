@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from rlhf_core.config.consistency import deepspeed_sections
-from rlhf_core.config.devices import cpu_cores, has_fast_bfloat16, runs_on_gpu, visible_gpus
+from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.shape import tiny_shape
 from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
+from rlhf_core.system.machine import machine
 
 _MIN_FREE_BYTES = 30_000_000
 """Of databases and logs alone."""
@@ -28,7 +27,7 @@ def check_devices(config: PipelineConfig) -> Iterator[Finding]:
         return  # this machine only submits jobs
     # The stages reserve the devices of a Ray cluster, which counts them itself.
     on_cluster = bool(os.environ.get("RAY_ADDRESS"))
-    gpus = visible_gpus()
+    gpus = machine().visible_gpus()
     if config.run.device == "cuda" and gpus == 0 and not on_cluster:
         yield ConfigError(
             "run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu"
@@ -83,7 +82,7 @@ def _ranks_outside_ppo(config: PipelineConfig) -> list[tuple[str, int]]:
 def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
     if config.model.attention != "flash_attention_2":
         return
-    if find_spec("flash_attn") is None:
+    if not machine().has_package("flash_attn"):
         yield ConfigError(
             "model.attention: flash_attention_2 needs the package flash_attn, which is not installed; install"
             " it, or use sdpa"
@@ -101,7 +100,7 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
 
 def _nccl_extensions(config: PipelineConfig) -> Iterator[Finding]:
     # The package adds `m2n` to the package `nccl`, which may be missing itself.
-    missing = find_spec("nccl") is None or find_spec("nccl.m2n") is None
+    missing = not machine().has_package("nccl") or not machine().has_package("nccl.m2n")
     if config.ppo.weight_sync.backend == "nccl_m2n" and missing:
         yield ConfigError(
             "ppo.weight_sync.backend: nccl_m2n needs the package nccl-extensions, which is not installed;"
@@ -133,7 +132,7 @@ def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
     ]
     if config.ppo.engine.dtype == "bfloat16":
         fields.append("ppo.engine.dtype")
-    if fields and not has_fast_bfloat16():
+    if fields and not machine().has_fast_bfloat16():
         yield (
             f"{', '.join(fields)}: bfloat16 is slower than float32 on this CPU, which has neither amx_bf16"
             " nor AMD's avx512_bf16; use float32 for speed"
@@ -141,7 +140,7 @@ def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
-    cores, placement = cpu_cores(), plan_placement(config.ppo)
+    cores, placement = machine().cores(), plan_placement(config.ppo)
     for field, ranks in _ranks_outside_ppo(config):
         if ranks > cores:
             yield (
@@ -159,7 +158,7 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
             " turns, each with a copy of the model; lower it"
         )
     each = config.ppo.engine.kv_cache_gib
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    total = machine().memory() / 2**30
     counts = {"ppo.engine.count": config.ppo.engine.count, "evaluate.engines": config.evaluate.engines}
     field = max(counts, key=counts.__getitem__)
     memory = counts[field] * each
@@ -181,7 +180,7 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
         copies = config.store.keep_checkpoints + config.store.keep_best + 1
     # Each model is also saved once.
     needed = 200_000_000 + _parameters(config) * sum(4 + copies * size for size in _checkpoint_bytes(config))
-    disk = shutil.disk_usage(folder)
+    disk = machine().disk(folder)
     # File systems that are not disks, such as /proc, have a total of 0.
     if disk.total > 0 and disk.free < _MIN_FREE_BYTES:
         yield ConfigError(

@@ -4,12 +4,11 @@ those of this machine.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 
-from rlhf_core.config.devices import cpu_cores, gpu_names, visible_gpus
 from rlhf_core.errors import ConfigError
+from rlhf_core.system.machine import machine
 
 GIB = 2**30
 
@@ -143,8 +142,8 @@ def parse_link(text: str) -> Network:
 
 def visible_hardware() -> Hardware | None:
     """Return the visible GPUs of this machine, or None without GPUs and for unknown or different ones."""
-    count = visible_gpus()
-    names = gpu_names() if count else []
+    count = machine().visible_gpus()
+    names = machine().gpu_names() if count else []
     kinds = {device for name in names for device in _DEVICES.values() if re.fullmatch(device.pattern, name)}
     return Hardware(count, kinds.pop()) if len(kinds) == 1 else None
 
@@ -154,5 +153,4 @@ def cpu_hardware() -> Hardware:
 
     The figures of a core are those of a common server core, in float32.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(cpu_cores(), Device("CPU", float(memory), 0.15e12, 10e9, 1e9))
+    return Hardware(machine().cores(), Device("CPU", float(machine().memory()), 0.15e12, 10e9, 1e9))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
+from rlhf_core.system.machine import machine
 
 
 def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -34,7 +35,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     engine of that flow run, and the child is not one.
     """
     # Not os.cpu_count(): a container or `taskset` can allow fewer cores than the host has.
-    threads = str(config.run.threads or len(os.sched_getaffinity(0)))
+    threads = str(config.run.threads or machine().cores())
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
     child |= STAGE_PROCESS
     child |= past_proxies(environ)

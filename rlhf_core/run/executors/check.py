@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
@@ -16,6 +15,7 @@ from rlhf_core.config.resources import Executor
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.executors.base import TEMPLATES
+from rlhf_core.system.machine import machine
 
 
 def check_executors(config: PipelineConfig) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _check_scheduler(executor: Executor) -> Iterator[Finding]:
         yield ConfigError(
             "run.executor: slurm needs the command sbatch on PATH; got none; install Slurm's client commands"
         )
-    elif executor == "kuberay" and find_spec("kubernetes") is None:
+    elif executor == "kuberay" and not machine().has_package("kubernetes"):
         yield ConfigError(
             "run.executor: kuberay needs the Python package kubernetes, which is not installed; install"
             " rlhf-pipeline[kubernetes]"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_inputs import Command, settle
+from bad_inputs import Command, settled
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,6 @@ def counted(summary_counts: Counter[str]) -> Iterator[list[str]]:
 @pytest.fixture
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], counted: list[str]
-) -> Command:
-    settle(monkeypatch, tmp_path)
-    return Command(tmp_path, monkeypatch, capsys, counted)
+) -> Iterator[Command]:
+    with settled(monkeypatch, tmp_path):
+        yield Command(tmp_path, monkeypatch, capsys, counted)

@@ -17,6 +17,7 @@ from bad_inputs import Bad, Command
 
 from rlhf_core.errors import ConfigError
 from tests.support.parsed_config import parse_config
+from tests.support.users import as_unprivileged_user
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)
@@ -441,21 +442,16 @@ def test_bad_override_is_named_in_the_message(command: Command, bad: Bad) -> Non
     assert command.complaint(bad).startswith("override ")
 
 
-def test_missing_unreadable_and_folder_have_different_messages(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_unreadable_and_folder_have_different_messages(command: Command, tmp_path: Path) -> None:
     assert "nowhere.yaml: configuration file not found" in command.said("run", "nowhere.yaml")
     assert "is a directory" in command.said("run", str(tmp_path))
     assert "cannot be read" in command.said("run", "a\0b.yaml")
     assert "cannot be read" in command.said("run", "x" * 5000)
 
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
     (tmp_path / "closed.yaml").write_text("run: {seed: 1}")
-    # The tests may run as root, whom file modes do not stop.
-    monkeypatch.setattr("rlhf_core.config.yaml.open_regular", refuse)
-    assert "closed.yaml: permission denied" in command.said("run", "closed.yaml")
+    (tmp_path / "closed.yaml").chmod(0)
+    with as_unprivileged_user():
+        assert "closed.yaml: permission denied" in command.said("run", "closed.yaml")
 
 
 def test_all_problems_are_listed_at_once(command: Command) -> None:

@@ -14,10 +14,15 @@ import json
 import os
 import random
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bad_inputs import Bad, Command
+
+from rlhf_core.config.address import parse_address
+from rlhf_core.data.files import list_files
+from rlhf_core.errors import DataError
 
 GOOD: list[dict[str, Any]] = [
     {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)
@@ -136,14 +141,12 @@ def test_a_path_that_leads_nowhere_is_refused_before_the_start(command: Command,
     assert command.complaint(bad).startswith("data.preference.0.path: ")
 
 
-def test_a_folder_that_holds_far_too_much_is_refused_without_reading_it(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlhf_core.data.files.MAX_FILES", 5)
-    files = {f"d/{name}.jsonl": ROW for name in "abcdef"}
-    command.complaint(
-        Bad("a root", config_of("./d"), ("d holds over 5 files", "the folder of the data alone"), files=files)
-    )
+def test_a_folder_that_holds_far_too_much_is_refused_without_reading_it(tmp_path: Path) -> None:
+    for name in "abcdef":
+        (tmp_path / f"{name}.jsonl").write_bytes(ROW)
+    assert len(list_files(parse_address(str(tmp_path)), most=6)) == 6
+    with pytest.raises(DataError, match=f"{tmp_path} holds over 5 files; give the folder of the data alone"):
+        list_files(parse_address(str(tmp_path)), most=5)
 
 
 ROWS: dict[str, tuple[bytes, str]] = {

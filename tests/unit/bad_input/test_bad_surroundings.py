@@ -21,15 +21,13 @@ from typing import Any
 import pytest
 from bad_inputs import Bad, Command
 
-from rlhf_cli import external
 from rlhf_cli import main as cli
-from rlhf_core.config import devices
-from rlhf_core.planning import devices as device_checks
+from rlhf_cli.external import prefect_responds
+from rlhf_cli.main import exit_code
 from rlhf_core.rewards import check as reward_checks
 from rlhf_core.run.environment import past_proxies
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
-PREFECT_ANSWERS = external.prefect_responds
-"""The real one: the command of the tables has another in its place."""
 BARE = "run: {seed: 1}\n"
 ALONE = "reward: {enabled: false}\ndata: {preference: []}\n"
 
@@ -213,26 +211,22 @@ def test_settings_that_contradict_each_other_or_the_machine_are_refused(command:
 
 FLASH = "model.attention=flash_attention_2"
 ON_GPUS = {
-    "nccl_m2n that is not installed": (("ppo.weight_sync.backend=nccl_m2n",), False,
+    "nccl_m2n that is not installed": (("ppo.weight_sync.backend=nccl_m2n",), (),
         ("ppo.weight_sync.backend", "package nccl-extensions", "use nccl")),
-    "flash attention that is not installed": ((FLASH,), False,
+    "flash attention that is not installed": ((FLASH,), (),
         ("model.attention", "package flash_attn", "use sdpa")),
     "flash attention in float32": (
-        (FLASH, "reward.deepspeed.dtype=float32"), True,
+        (FLASH, "reward.deepspeed.dtype=float32"), ("flash_attn",),
         ("model.attention", "no float32", "reward.deepspeed.dtype is here"),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("title", ON_GPUS)
-def test_settings_that_gpus_cannot_serve_are_refused(
-    command: Command, monkeypatch: pytest.MonkeyPatch, title: str
-) -> None:
-    overrides, installed, words = ON_GPUS[title]
-    monkeypatch.setattr(devices, "_installed_gpus", lambda: 8)
-    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: False)
-    monkeypatch.setattr(device_checks, "find_spec", lambda _name: "found" if installed else None)
-    message = command.complaint(Bad(title, BARE, words, overrides))
+def test_settings_that_gpus_cannot_serve_are_refused(command: Command, title: str) -> None:
+    overrides, packages, words = ON_GPUS[title]
+    with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * 8, packages=packages)):
+        message = command.complaint(Bad(title, BARE, words, overrides))
     assert message.count("flash_attention_2") == (FLASH in overrides)
 
 
@@ -341,37 +335,50 @@ STRANGE: dict[str, tuple[int, bytes, dict[str, str], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("way", STRANGE)
 def test_a_prefect_address_where_something_else_answers_gives_one_message(
-    command: Command, way: str, monkeypatch: pytest.MonkeyPatch
+    way: str, capsys: pytest.CaptureFixture[str], counted: list[str]
 ) -> None:
-    monkeypatch.setattr(external, "prefect_responds", PREFECT_ANSWERS)
-    monkeypatch.setattr(external, "client_headers", dict)  # they are Prefect's, whose import takes seconds
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange) as server:
         server.way = way  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/api"
-        words = ("PREFECT_API_URL", url, "unset", *STRANGE[way][3])
-        command.complaint(Bad(way, BARE, words, environment={"PREFECT_API_URL": url}))
+        assert exit_code(lambda: prefect_responds(url, credentials=dict)) == 2
         server.shutdown()
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    words = ("PREFECT_API_URL", url, "unset", *STRANGE[way][3])
+    assert [word for word in words if word not in message] == [], message
+    counted.append(message)
 
 
-def test_a_prefect_address_without_an_answer_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "client_headers", dict)
-    assert not external.prefect_responds("http://127.0.0.1:9/api", attempts=1)
+def test_a_run_asks_at_the_address_of_prefect(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(BARE)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange) as server:
+        server.way = "a page"  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        done = outside(tmp_path, "run", "c.yaml", env={"PREFECT_API_URL": url}, stdout=subprocess.PIPE)
+        server.shutdown()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: PREFECT_API_URL: the server at {url} is not a Prefect API" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-def test_a_prefect_address_that_never_ends_its_headers_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefect_address_without_an_answer_is_no_server() -> None:
+    assert not prefect_responds("http://127.0.0.1:9/api", attempts=1, credentials=dict)
+
+
+def test_a_prefect_address_that_never_ends_its_headers_is_no_server() -> None:
     class Slow(Strange):
         def do_POST(self) -> None:
             with suppress(OSError):
                 while not ended.wait(0.1) and time.monotonic() - began < 20:
                     self.wfile.write(b"H")
 
-    monkeypatch.setattr(external, "client_headers", dict)
-    monkeypatch.setattr(external, "_TOTAL_SECONDS", 0.5)
     ended, began = threading.Event(), time.monotonic()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert not external.prefect_responds(f"http://127.0.0.1:{server.server_port}/api", attempts=1)
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        assert not prefect_responds(url, attempts=1, seconds=0.5, credentials=dict)
         assert time.monotonic() - began < 10
         ended.set()
         server.shutdown()

@@ -26,6 +26,11 @@ from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, locate, variants
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
+
+
+def set_version(monkeypatch: pytest.MonkeyPatch, stage: StageName, version: int) -> None:
+    monkeypatch.setitem(STAGES, stage, replace(STAGES[stage], version=version))
 
 
 def _keys(tree: dict[str, Any], sources: dict[str, str] | None = None) -> dict[str, str]:
@@ -256,11 +261,13 @@ def test_another_registry_changes_the_register_key(monkeypatch: pytest.MonkeyPat
 
 
 def test_device_auto_has_the_key_of_the_resolved_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    fixed = _keys({"run": {"device": "cpu"}})
-    assert _keys({"run": {"device": "auto"}}) == fixed
-    monkeypatch.setattr(keys, "runs_on_gpu", lambda config: config.run.device != "cpu")
-    assert _keys({"run": {"device": "cpu"}}) == fixed
-    assert not set(_keys({"run": {"device": "auto"}}).values()) & set(fixed.values())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with on_machine(ScriptedMachine()):
+        fixed = _keys({"run": {"device": "cpu"}})
+        assert _keys({"run": {"device": "auto"}}) == fixed
+    with on_machine(ScriptedMachine(gpus=["NVIDIA L40S"])):
+        assert _keys({"run": {"device": "cpu"}}) == fixed
+        assert not set(_keys({"run": {"device": "auto"}}).values()) & set(fixed.values())
 
 
 @pytest.mark.parametrize(
@@ -271,7 +278,7 @@ def test_a_pipeline_key_has_a_later_stage_only_if_it_is_enabled(
 ) -> None:
     plain, enabled = PipelineConfig(), PipelineConfig.model_validate(tree)
     before = pipeline_key(plain, {}), pipeline_key(enabled, {})
-    monkeypatch.setitem(STAGES, stage, replace(STAGES[stage], version=99))
+    set_version(monkeypatch, stage, 99)
     assert pipeline_key(plain, {}) == before[0]
     assert pipeline_key(enabled, {}) != before[1]
 
@@ -363,8 +370,8 @@ def test_keys_of_existing_configurations_stay(
 ) -> None:
     """If a key changes, users train everything again. A new field that causes it is declared with `later`."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:9")
-    for name, stage in STAGES.items():
-        monkeypatch.setitem(STAGES, name, replace(stage, version=1))
+    for name in STAGES:
+        set_version(monkeypatch, name, 1)
     config = config_from_tree({**tree, "run": {"device": "cpu"}}, "test")
     found: dict[str, str] = {stage: stage_key(config, stage, {}, {}) for stage in STAGES}
     found["pipeline"] = pipeline_key(config, {})

@@ -15,18 +15,23 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.config import devices, load
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import ConfigError
 from rlhf_core.run.plan import make_plan
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
 TRAINED = ("sft.deepspeed", "reward.deepspeed", "ppo.policy_deepspeed", "ppo.critic_deepspeed", "ppo.engine")
 
 
-def precisions(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[str]:
-    monkeypatch.setattr(devices, "visible_gpus", lambda: gpus)
-    dump = config_from_tree(tree, "test").model_dump()
+@pytest.fixture(autouse=True)
+def all_gpus_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def precisions(tree: dict[str, Any], gpus: int, name: str = "NVIDIA L40S") -> list[str]:
+    with on_machine(ScriptedMachine(gpus=[name] * gpus)):
+        dump = config_from_tree(tree, "test").model_dump()
     return [str(dump[section][field]["dtype"]) for section, field in (path.split(".") for path in TRAINED)]
 
 
@@ -34,23 +39,26 @@ def precisions(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpus: int)
     ("device", "gpus", "expected"),
     [("auto", 0, "float32"), ("auto", 2, "bfloat16"), ("cpu", 2, "float32"), ("cuda", 0, "bfloat16")],
 )
-def test_defaults_depend_on_the_device(
-    device: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_defaults_depend_on_the_device(device: str, gpus: int, expected: str) -> None:
+    assert precisions({"run": {"device": device}}, gpus) == [expected] * 5
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(
+    available: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert precisions({"run": {"device": device}}, monkeypatch, gpus) == [expected] * 5
-
-
-def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "visible_gpus", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("cpu") == "cpu"
-    for wanted in ("auto", "cuda"):
-        with pytest.raises(
-            ConfigError, match=f"run.device={wanted} resolves to cuda on this host, but torch.cuda is not"
-        ):
-            resolve_device(wanted)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [resolve_device(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    # Whatever torch was built for, and whatever this machine has.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    with on_machine(ScriptedMachine(gpus=["NVIDIA L40S"])):
+        assert resolve_device("cpu") == "cpu"
+        for wanted in ("auto", "cuda"):
+            if available:
+                assert resolve_device(wanted) == "cuda"
+                continue
+            with pytest.raises(
+                ConfigError, match=f"run.device={wanted} resolves to cuda on this host, but torch.cuda is not"
+            ):
+                resolve_device(wanted)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +76,16 @@ def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(monkeypatch: pyt
         ("NVIDIA L40S", "bfloat16"),
     ],
 )
-def test_gpus_that_do_not_know_bfloat16_have_float32(
-    name: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load, "gpu_names", lambda: [name])
-    assert precisions({}, monkeypatch, 1) == [expected] * 5
+def test_gpus_that_do_not_know_bfloat16_have_float32(name: str, expected: str) -> None:
+    assert precisions({}, 1, name) == [expected] * 5
 
 
-def test_given_values_stay_and_engines_follow_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_values_stay_and_engines_follow_the_policy() -> None:
     said: dict[str, Any] = {"ppo": {"policy_deepspeed": {"dtype": "float16", "zero_stage": 2}}}
-    assert precisions(said, monkeypatch, 1) == ["bfloat16", "bfloat16", "float16", "bfloat16", "float16"]
+    assert precisions(said, 1) == ["bfloat16", "bfloat16", "float16", "bfloat16", "float16"]
     said["ppo"]["engine"] = {"dtype": "float32"}
-    assert precisions(said, monkeypatch, 1)[-1] == "float32"
-    assert precisions(said, monkeypatch, 0) == ["float32", "float32", "float16", "float32", "float32"]
+    assert precisions(said, 1)[-1] == "float32"
+    assert precisions(said, 0) == ["float32", "float32", "float16", "float32", "float32"]
 
 
 def test_a_plan_for_gpus_uses_the_defaults_of_gpus(tmp_path: Path) -> None:

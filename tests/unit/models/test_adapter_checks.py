@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.models import folder
 from rlhf_core.models.folder import check_adapters
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
 
 def _problems(*overrides: str, **tree: Any) -> list[str]:
@@ -38,12 +37,6 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "runs_on_gpu", lambda _config: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
-
-
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
 def test_targets_that_the_layers_do_not_have_are_refused(model: Path, stage: str) -> None:
     good = {stage: {"lora": {"targets": ["q_proj", "down_proj"]}}, "model": {"path": str(model)}}
@@ -55,23 +48,24 @@ def test_targets_that_the_layers_do_not_have_are_refused(model: Path, stage: str
     )
 
 
-def test_quantization_needs_a_gpu_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_needs_a_gpu_and_bitsandbytes() -> None:
     tree: dict[str, Any] = {"reward": {"lora": {"quantize": "nf4"}}}
     (problem,) = _problems("run.device=cpu", **tree)
     assert problem.startswith("reward.lora.quantize: nf4 needs a GPU; got 0 visible")
-    monkeypatch.setattr(folder, "runs_on_gpu", lambda _config: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    (problem,) = _problems(**tree)
+    with on_machine(ScriptedMachine()):
+        (problem,) = _problems("run.device=cuda", **tree)
     assert "needs bitsandbytes, which is not installed" in problem
 
 
-@pytest.mark.usefixtures("gpu")
 def test_quantization_is_refused_where_others_would_hold_other_weights() -> None:
-    tree: dict[str, Any] = {"ppo": {"lora": {"quantize": "nf4"}}}
-    assert _problems(**tree) == []
-    (problem,) = _problems("ppo.critic_deepspeed.zero_stage=3", **tree)
+    tree: dict[str, Any] = {"run": {"device": "cuda"}, "ppo": {"lora": {"quantize": "nf4"}}}
+    with_bitsandbytes = ScriptedMachine(packages=["bitsandbytes"])
+    with on_machine(with_bitsandbytes):
+        assert _problems(**tree) == []
+        (problem,) = _problems("ppo.critic_deepspeed.zero_stage=3", **tree)
     assert "zero_stage 0, 1 or 2" in problem
     for setting in ("ppo.weight_sync.lora=adapter", "ppo.colocate=critic_reward"):
-        (problem,) = _problems(setting, **tree)
+        with on_machine(with_bitsandbytes):
+            (problem,) = _problems(setting, **tree)
         assert "needs ppo.weight_sync.lora=merged and ppo.colocate=pairs" in problem
         assert "got adapter and pairs" in problem or "got merged and critic_reward" in problem

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.quantized import dequantized, loading_options, shape
 from rlhf_core.models.saving import save_model
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.weight_streams import stream_of
 
 LOADING: Any = {"dtype": "float32", "attention": "eager", "device": "cpu"}
@@ -57,10 +57,9 @@ def test_a_quantized_model_saves_the_weights_that_it_is_given(kind: Any, tmp_pat
     assert all(torch.equal(p, given[name]) for name, p in opened.named_parameters())
 
 
-def test_without_bitsandbytes_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bitsandbytes_the_message_names_it() -> None:
     assert loading_options(None, torch.float32, "cpu") == {}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ModelError, match="needs bitsandbytes; install it"):
+    with on_machine(ScriptedMachine()), pytest.raises(ModelError, match="needs bitsandbytes; install it"):
         loading_options("nf4", torch.float32, "cpu")
 
 

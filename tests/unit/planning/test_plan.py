@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from rlhf_cli.main import main
-from rlhf_core.config import PipelineConfig, devices
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
@@ -39,6 +39,7 @@ from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visib
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.memory import Model, engine_memory
 from rlhf_core.planning.speed import PHASES, StepTime, optimizer_step_time, step_time
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "deployments" / "configs"
 LLAMA_8B, MISTRAL_7B = CONFIGS / "shapes" / "llama-3-8b.json", CONFIGS / "shapes" / "mistral-7b.json"
@@ -408,15 +409,6 @@ def test_other_gpus_are_refused_with_the_known_ones(text: str) -> None:
         parse_gpus(text)
 
 
-def with_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: False)
-    monkeypatch.setattr(devices, "_DRIVER", Path("/nowhere"))
-    listed = [f"GPU {i}: {name} (UUID: GPU-{i})" for i, name in enumerate(names)]
-    monkeypatch.setattr(devices, "_listed_gpus", lambda: listed)
-
-
 @pytest.mark.parametrize(
     ("names", "found"),
     [
@@ -436,30 +428,35 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_the_gpus_of_this_machine_are_known_by_their_drivers_names(
     names: list[str], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_gpus(monkeypatch, *names)
-    assert str(visible_hardware()) == found
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with on_machine(ScriptedMachine(gpus=names, torch="cuda")):
+        assert str(visible_hardware()) == found
 
 
 def test_before_a_run_gpus_that_are_too_small_are_refused_with_a_fix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(LLAMA_8B.read_text())
-    wanted = config_from_tree(
-        {"model": {"path": str(tmp_path)}, "sft": {"deepspeed": {"dtype": "bfloat16"}}}, "test"
-    )
-    with_gpus(monkeypatch, *["NVIDIA H100 80GB HBM3"] * 8)
-    with pytest.raises(
-        ConfigError, match=r"sft: policy needs 1\d\d\.\d GiB on each device(?s:.*)it fits with sft\."
-    ) as refused:
+    for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    tree = {
+        "run": {"device": "cuda"},
+        "model": {"path": str(tmp_path)},
+        "sft": {"deepspeed": {"dtype": "bfloat16"}},
+    }
+    wanted = config_from_tree(tree, "test")
+    with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * 8)):
+        with pytest.raises(
+            ConfigError, match=r"sft: policy needs 1\d\d\.\d GiB on each device(?s:.*)it fits with sft\."
+        ) as refused:
+            check_memory(wanted)
+        changes = shlex.split(refused.value.message.rpartition("it fits with ")[2])
+        check_memory(config_from_tree(wanted.model_dump(mode="json", by_alias=True), "test", changes))
+        monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
         check_memory(wanted)
-    tree = wanted.model_dump(mode="json", by_alias=True)
-    check_memory(
-        config_from_tree(tree, "test", shlex.split(refused.value.message.rpartition("it fits with ")[2]))
-    )
-    monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
-    check_memory(wanted)
-    with_gpus(monkeypatch, "NVIDIA T4")
-    check_memory(wanted)
+        monkeypatch.delenv("RAY_ADDRESS")
+    with on_machine(ScriptedMachine(gpus=["NVIDIA T4"])):
+        check_memory(wanted)
 
 
 def test_on_a_cpu_the_engines_of_the_evaluation_share_its_memory() -> None:

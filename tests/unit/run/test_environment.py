@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 from rlhf_core.config import PipelineConfig
-from rlhf_core.run import environment
+from rlhf_core.config.load import config_from_tree
 from rlhf_core.run.environment import stage_environment
 
 
@@ -31,13 +29,13 @@ def test_threads_sleep_while_they_wait() -> None:
     assert stage_environment(PipelineConfig(), {})["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-def test_memory_of_gpus_is_in_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_gpus_is_in_segments_that_grow() -> None:
     name = "PYTORCH_ALLOC_CONF"
-    assert name not in stage_environment(PipelineConfig(), {})
-    monkeypatch.setattr(environment, "runs_on_gpu", lambda config: True)
-    assert stage_environment(PipelineConfig(), {})[name] == "expandable_segments:True"
+    on_cpu, on_gpu = (config_from_tree({"run": {"device": device}}) for device in ("cpu", "cuda"))
+    assert name not in stage_environment(on_cpu, {})
+    assert stage_environment(on_gpu, {})[name] == "expandable_segments:True"
     given = {name: "max_split_size_mb:512"}
-    assert stage_environment(PipelineConfig(), given)[name] == given[name]
+    assert stage_environment(on_gpu, given)[name] == given[name]
 
 
 def test_zero_threads_means_all_available_cores() -> None:

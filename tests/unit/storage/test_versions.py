@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from rlhf_core.config import devices
 from rlhf_core.storage import checkpoints
-from rlhf_core.storage import versions as module
 from rlhf_core.storage.versions import gpu_versions, versions
+from rlhf_core.testing.machine import ScriptedMachine
+
+ROOT = Path(__file__).parents[3]
 
 CUDA_BUILD = """\
 from typing import Optional
@@ -33,44 +32,50 @@ hip: Optional[str] = None
 ROCM_BUILD = CUDA_BUILD.replace("'13.0'", "None").replace("hip: Optional[str] = None", "hip = '7.1.52802'")
 
 
-def installed(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, build: str, driver: str = "", nccl: str = ""
+NCCL = {"nvidia-nccl-cu13": "2.29.7"}
+
+
+def test_cuda_nccl_and_driver_are_named(tmp_path: Path) -> None:
+    (tmp_path / "sys/module/nvidia").mkdir(parents=True)
+    (tmp_path / "sys/module/nvidia/version").write_text("580.95.05\n")
+    machine = ScriptedMachine(torch="cuda", versions=NCCL, root=tmp_path)
+    assert gpu_versions(machine) == {"cuda": "13.0", "nccl": "2.29.7", "gpu_driver": "NVIDIA 580.95.05"}
+
+
+def test_rocm_is_named_in_place_of_cuda() -> None:
+    assert gpu_versions(ScriptedMachine(torch="rocm", versions=NCCL)) == {"rocm": "7.1.52802"}
+
+
+def test_a_machine_with_a_build_for_cpus_and_without_gpus_has_none() -> None:
+    assert gpu_versions(ScriptedMachine(torch="cpu", versions=NCCL)) == {}
+
+
+@pytest.mark.parametrize(
+    ("build", "cuda", "hip"),
+    [(CUDA_BUILD, "13.0", ""), (ROCM_BUILD, "", "7.1.52802"), (None, "", "")],
+    ids=["cuda", "rocm", "no torch"],
+)
+def test_the_build_of_torch_is_read_from_its_file(
+    tmp_path: Path, build: str | None, cuda: str, hip: str
 ) -> None:
-    """Give `gpu_versions` a torch with this `version.py`, a driver, and a package of NCCL."""
-    (folder / "version.py").write_text(build)
-    (folder / "driver").write_text(f"{driver}\n")
-    monkeypatch.setattr(
-        devices, "find_spec", lambda name: SimpleNamespace(origin=str(folder / "__init__.py"))
+    """In a process whose only packages are those of a folder."""
+    if build is not None:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+        (tmp_path / "torch" / "version.py").write_text(build)
+    code = (
+        f"import sys; sys.path += [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
+        "from rlhf_core.system.machine import Machine\n"
+        "print([Machine().torch_built_with(name) for name in ('cuda', 'hip')])"
     )
-    monkeypatch.setattr(module, "_DRIVERS", {"NVIDIA": folder / ("driver" if driver else "none")})
-
-    def version(name: str) -> str:
-        if nccl and name == "nvidia-nccl-cu13":
-            return nccl
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(module.metadata, "version", version)
-
-
-def test_cuda_nccl_and_driver_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    installed(monkeypatch, tmp_path, CUDA_BUILD, driver="580.95.05", nccl="2.29.7")
-    assert gpu_versions() == {"cuda": "13.0", "nccl": "2.29.7", "gpu_driver": "NVIDIA 580.95.05"}
-
-
-def test_rocm_is_named_in_place_of_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    installed(monkeypatch, tmp_path, ROCM_BUILD, nccl="2.29.7")
-    assert gpu_versions() == {"rocm": "7.1.52802"}
-
-
-def test_a_machine_without_torch_and_gpus_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    installed(monkeypatch, tmp_path, CUDA_BUILD)
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
-    assert gpu_versions() == {}
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == f"{[cuda, hip]}\n"
 
 
 def test_installed_torch_is_read_without_importing_it() -> None:
     code = (
-        "import sys; from rlhf_core.storage.versions import gpu_versions, versions\n"
+        "import sys; from rlhf_core.storage.versions import versions\n"
         "found = versions(); assert 'torch' not in sys.modules\n"
         "import torch; assert found.get('cuda') == torch.version.cuda\n"
         "assert found.get('rocm') == torch.version.hip"
