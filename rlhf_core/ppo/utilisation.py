@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import psutil
@@ -55,9 +56,7 @@ class Utilisation:
             self._cores = sorted(os.sched_getaffinity(0))
         self._threads = config.run.threads or len(self._cores)
         self._last: dict[str, list[Usage]] | None = None
-        self._last_idle = 0.0
-        self._last_own = 0.0
-        self._last_time = 0.0
+        self._last_cores: CoreTimes | None = None
 
     def begin(self) -> None:
         """Begin the next step now: what the engines sampled for an evaluation is not part of a step."""
@@ -107,25 +106,52 @@ class Utilisation:
         """
         if not self._cores:
             return {}
-        times = psutil.cpu_times(percpu=True)
-        idle = sum(times[core].idle for core in self._cores if core < len(times))
-        own = process_usage().cpu_seconds
-        now = time.monotonic()
-        seconds, self._last_time = now - self._last_time, now
-        machine, self._last_idle = idle - self._last_idle, idle
-        controller, self._last_own = own - self._last_own, own
-        if usage is None or before is None:
+        now = CoreTimes.read(self._cores)
+        then, self._last_cores = self._last_cores, now
+        if usage is None or before is None or then is None:
             return {}
-        used = controller
+        used = 0.0
         for name in usage:
             for old, new in zip(before[name], usage[name], strict=True):
                 used += max(0.0, new.cpu_seconds - old.cpu_seconds)
-        unused = 1 - used / (self._threads * seconds)
-        # A busy machine leaves this run less than its cores; then they are not idle.
-        return {"idle/cores": max(0.0, min(unused, machine / (len(self._cores) * seconds)))}
+        return {"idle/cores": idle_cores(then, now, used, len(self._cores), self._threads)}
+
+
+@dataclass(frozen=True)
+class CoreTimes:
+    """Times up to one moment, in seconds."""
+
+    clock: float
+    idle: float
+    """Sum over the cores."""
+    own: float
+    """CPU time of this process."""
+
+    @classmethod
+    def read(cls, cores: Sequence[int]) -> CoreTimes:
+        """Return the times up to now, of these cores."""
+        times = psutil.cpu_times(percpu=True)
+        idle = sum(times[core].idle for core in cores if core < len(times))
+        return cls(time.monotonic(), idle, process_usage().cpu_seconds)
 
 
 # -- from counters to metrics --
+
+
+def idle_cores(before: CoreTimes, now: CoreTimes, used: float, cores: int, threads: int) -> float:
+    """Return the share of the cores that neither the processes of PPO nor others have used.
+
+    Args:
+        before: At the begin of the step.
+        now: At its end.
+        used: CPU seconds of ranks and engines in the step.
+        cores: Number of cores.
+        threads: Number of them that the run may use.
+    """
+    seconds = now.clock - before.clock
+    unused = 1 - (used + now.own - before.own) / (threads * seconds)
+    # A busy machine leaves this run less than its cores; then they are not idle.
+    return max(0.0, min(unused, (now.idle - before.idle) / (cores * seconds)))
 
 
 def idle_shares(work: Mapping[str, Sequence[Counters]], groups: Sequence[Group], seconds: float) -> Metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +21,26 @@ if TYPE_CHECKING:
     from rlhf_core.data.tokenizer import Decoder
     from rlhf_core.evaluation.published import TrainedPolicy
     from rlhf_core.ppo.controller import PPOController
+    from rlhf_core.ppo.fleet import Fleet
 
 
-def run(config: PipelineConfig, context: StageContext) -> StageResult:
-    """Start the fleet, run the controller, save the policy."""
+def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id: int) -> Fleet:
+    """Return the processes of the stage, which are not started yet."""
+    from rlhf_core.ppo.fleet import Fleet
+
+    folders = _folders(config, context)
+    return Fleet(config, plan(config.ppo), device, folders, pad_id, context.monitor, context.nodes)
+
+
+def run(
+    config: PipelineConfig,
+    context: StageContext,
+    make_fleet: Callable[[PipelineConfig, StageContext, str, int], Fleet] = new_fleet,
+) -> StageResult:
+    """Start the fleet, run the controller, save the policy.
+
+    `make_fleet` gets the configuration, the context, "cpu" or "cuda", and the padding token.
+    """
     from rlhf_core.data.tokenizer import load_decoder
     from rlhf_core.engines.distributed import resolve_device
     from rlhf_core.evaluation.published import measure_published
@@ -32,7 +48,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.inputs["data"])
-    with _started(config, context, decoder, device) as controller:
+    fleet = make_fleet(config, context, device, decoder.pad)
+    with _started(config, context, decoder, fleet) as controller:
         controller.run()
         chosen: dict[str, float] = {}
         if config.ppo.evaluation_interval is not None:
@@ -61,20 +78,19 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
 @contextmanager
 def _started(
-    config: PipelineConfig, context: StageContext, decoder: Decoder, device: str
+    config: PipelineConfig, context: StageContext, decoder: Decoder, fleet: Fleet
 ) -> Iterator[PPOController]:
-    """Yield a controller with a started fleet."""
+    """Start the fleet, and yield its controller."""
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.evaluation.held_out import HeldOutEvaluation
     from rlhf_core.ppo.controller import PPOController
-    from rlhf_core.ppo.fleet import Fleet
     from rlhf_core.rewards.compose import RewardComposer, code_digests
 
     data, ppo = context.inputs["data"], config.ppo
     prompts = load_prompts(data, "train")
     require_answers(prompts, ppo.rewards)
-    placement = plan(ppo)
-    context.progress("ppo start", 0, placement.processes, "processes")
+    processes = plan(ppo).processes
+    context.progress("ppo start", 0, processes, "processes")
     with (
         RewardComposer(
             ppo.rewards,
@@ -82,17 +98,9 @@ def _started(
             score_clip=ppo.score_clip,
             replies=Home.of(config.run.home).judge,
         ) as composer,
-        Fleet(
-            config,
-            placement,
-            device,
-            _folders(config, context),
-            decoder.pad,
-            context.monitor,
-            context.nodes,
-        ) as fleet,
+        fleet,
     ):
-        context.progress("ppo start", placement.processes, placement.processes, "processes")
+        context.progress("ppo start", processes, processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
         evaluation = None
         if ppo.evaluation_interval is not None:

@@ -89,13 +89,10 @@ def digest(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_best_version_is_published_also_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_version_is_published_also_after_a_kill(tmp_path: Path) -> None:
     model = save_small_model(tmp_path / "model")
     plain = small_config(model, SETTINGS)
     evaluated = small_config(model, {**SETTINGS, "publish": "best", "evaluate_every": 1})
-    monkeypatch.setattr("rlhf_core.evaluation.held_out.has_gold", lambda prompts: False)
     with trained(plain, model, tmp_path / "plain") as controller:
         last = saved(controller, tmp_path / "last")
     with trained(evaluated, model, tmp_path / "whole") as controller:
@@ -117,11 +114,10 @@ def test_the_best_version_is_published_also_after_a_kill(
 
 
 @pytest.mark.slow
-def test_the_average_is_published_also_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_average_is_published_also_after_a_kill(tmp_path: Path) -> None:
     model = save_small_model(tmp_path / "model")
     sharded = {"policy_deepspeed": {"zero_stage": 3}, "evaluate_every": 1}
     config = small_config(model, {**SETTINGS, **sharded, "publish": "average", "ema_decay": 0.5})
-    monkeypatch.setattr("rlhf_core.evaluation.held_out.has_gold", lambda prompts: False)
     with trained(config, model, tmp_path / "whole") as controller:
         last = saved(controller, tmp_path / "last")
         controller.restore_average()

@@ -60,11 +60,13 @@ def test_interval_of_equal_values_is_a_point() -> None:
     assert mean_of([4.0]) == Interval(4.0, 4.0, 4.0)
 
 
-def test_chunk_size_does_not_change_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = list(np.random.default_rng(5).normal(size=20))
-    whole = mean_of(values)
-    monkeypatch.setattr("rlhf_core.evaluation.statistics._CHUNK", 140)
-    assert mean_of(values) == whole
+def test_many_resamples_are_those_of_one_draw() -> None:
+    """They are made in chunks of 2 million values."""
+    values = np.random.default_rng(5).normal(size=1500)
+    drawn = np.random.default_rng(3).integers(0, 1500, (2000, 1500))
+    low, high = np.quantile(values[drawn].mean(axis=1), [0.025, 0.975])
+    found = mean_of(values.tolist(), seed=3, resamples=2000)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-12)
 
 
 def test_empty_and_nonfinite_values_are_refused() -> None:

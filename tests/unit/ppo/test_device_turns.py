@@ -1,6 +1,7 @@
 """Engines and trainers that use the devices in turns. Both are scripted; the states that DeepSpeed
 moves are real.
 
+- an engine that sleeps has no restarts
 - engines sleep before the trainers load; in a step: weights, sync, states away, KV cache, sampling, sleep,
   states back, training
 - the one that needs memory waits until the other one has given it back
@@ -13,7 +14,7 @@ moves are real.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
-from rlhf_core.config.placement import Group, plan
+from rlhf_core.config.placement import Group
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import WorkerDied
@@ -34,11 +35,16 @@ from rlhf_core.planning.fit import judge
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.search import Split, fastest
 from rlhf_core.planning.speed import step_time
-from rlhf_core.ppo import fleet as module
+from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.fleet import Fleet, WorkerGroup
-from rlhf_core.ppo.selection import Selection
+from rlhf_core.ppo.engine_actor import EngineActor
+from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.selection import OBJECTIVE, Selection
+from rlhf_core.ppo.worker import ModelWorker
+from rlhf_core.system.overriding import override
 from rlhf_core.testing import RecordingMetrics
+from rlhf_core.testing.fleet import ScriptedFleet
+from rlhf_core.weight_sync.sender import SyncReport
 from tests.integration.deepspeed_memory import small_model, train
 
 SHARDED = {"zero_stage": 2, "ranks": 1}
@@ -67,41 +73,47 @@ class _Actor:
 PARTS = ("weights", "kv_cache")
 
 
-def fleet_of(level: int, done: list[str], monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    ppo = {
-        "colocate": "all", "policy_deepspeed": SHARDED, "critic_deepspeed": SHARDED,
-        "engine": {"sleep_level": level},
-    }  # fmt: skip
-    config = PipelineConfig.model_validate({"ppo": ppo})
-    fleet = Fleet(config, plan(config.ppo), "cuda", {}, 0)
+class Turns(ScriptedFleet):
+    """A started fleet on GPUs, whose engines and trainers write down their calls.
 
-    def start(group: Group) -> None:
-        workers = WorkerGroup(group, (RemoteActor(_Actor("trainer", done)),))
-        fleet.groups.update(dict.fromkeys(group.roles, workers))
+    Args:
+        level: `ppo.engine.sleep_level`.
+    """
 
-    def wait(pending: list[Pending[Any]], what: str) -> list[Any]:
-        done.append("wait")
+    def __init__(self, level: int) -> None:
+        ppo = {
+            "colocate": "all", "policy_deepspeed": SHARDED, "critic_deepspeed": SHARDED, "evaluate_every": 1,
+            "engine": {"sleep_level": level},
+        }  # fmt: skip
+        self.done: list[str] = []
+        self.broken: str | None = None
+        """A wait whose description contains this fails."""
+        super().__init__(PipelineConfig.model_validate({"ppo": ppo}), device="cuda")
+        self._start_actors()
+
+    @override
+    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+        return RemoteActor(_Actor("trainer", self.done))
+
+    @override
+    def _start_engine(self, index: int, starts_before: int) -> RemoteActor[EngineActor]:
+        return RemoteActor(_Actor("engine", self.done))
+
+    @override
+    def _connect(self) -> None:
+        """Do nothing: weights go nowhere."""
+
+    @override
+    def wait(self, pending: Sequence[Pending[Any]], what: str) -> list[Any]:
+        if self.broken is not None and self.broken in what:
+            raise WorkerDied(f"engine 0 has died, while waiting for {what}")
+        self.done.append("wait")
         return [("127.0.0.1", 1) if "start" in what else call.reference for call in pending]
 
-    def pool(start_engine: Any, settings: Any, client: Any) -> Any:
-        done.append(f"restarts {settings.max_restarts}")
-        return SimpleNamespace(
-            actors=[RemoteActor(_Actor("engine", done))],
-            mark_dead=lambda *_args, **_kwargs: [],
-            restart=lambda: None,
-            confirm_weights=lambda: None,
-        )
-
-    placement = SimpleNamespace(colocated=True, describe_nodes=lambda: "")
-    monkeypatch.setattr(module, "reserve_bundles", lambda *_args, **_kwargs: placement)
-    monkeypatch.setattr(module, "EnginePool", pool)
-    monkeypatch.setattr(fleet, "_client", None, raising=False)
-    monkeypatch.setattr(fleet, "_start_group", start)
-    monkeypatch.setattr(fleet, "_connect", lambda: None)
-    monkeypatch.setattr(fleet, "wait", wait)
-    fleet.turns._wait = wait
-    fleet._start_actors()
-    return fleet
+    @override
+    def sync(self, version: int) -> SyncReport:
+        # The real one, unlike that of `ScriptedFleet`.
+        return Fleet.sync(self, version)
 
 
 def calls(done: list[str]) -> list[str]:
@@ -127,19 +139,10 @@ def step(fleet: Fleet, done: list[str]) -> None:
     done.append("train")
 
 
-def test_engines_and_trainers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    fleet = fleet_of(2, done, monkeypatch)
-    # A lost engine cannot measure a device that the trainers use.
-    assert calls(done) == [
-        "restarts 0",
-        "engine load",
-        "wait",
-        "engine sleep",
-        "wait",
-        "trainer load",
-        "wait",
-    ]
+def test_engines_and_trainers_take_turns() -> None:
+    fleet = Turns(2)
+    done = fleet.done
+    assert calls(done) == ["engine load", "wait", "engine sleep", "wait", "trainer load", "wait"]
     step(fleet, done)
     assert calls(done) == [
         "trainer release_cache", "wait", "engine wake weights", "wait", "trainer send_weights", "wait",
@@ -149,65 +152,67 @@ def test_engines_and_trainers_take_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     ]  # fmt: skip
 
 
-def test_without_sleep_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    fleet = fleet_of(0, done, monkeypatch)
-    assert calls(done) == ["restarts 3", "engine load", "wait", "trainer load", "wait"]
+def test_without_sleep_nothing_is_called() -> None:
+    fleet = Turns(0)
+    done = fleet.done
+    assert calls(done) == ["engine load", "wait", "trainer load", "wait"]
     step(fleet, done)
     assert calls(done) == ["trainer send_weights", "wait", "checkpoint", "sample", "train"]
 
 
-def test_an_evaluation_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    fleet = fleet_of(2, done, monkeypatch)
-    evaluation: Any = HeldOutEvaluation.__new__(HeldOutEvaluation)
-    evaluation._fleet, evaluation._prompts = fleet, []
-    evaluation._collector = SimpleNamespace(sample=lambda *_: done.append("sample"))
-    monkeypatch.setattr(fleet, "retry_after_restart", lambda *_: done.append("measure") or ({}, [], {}))
-    calls(done)
-    with pytest.raises(KeyError, match="score"):  # there are no scores
-        evaluation.evaluate(0)
-    assert calls(done) == [
+def test_an_engine_that_sleeps_is_not_restarted() -> None:
+    """It would measure a device that the trainers use."""
+    Turns(0).engines.mark_all_dead("the sync broke")
+    with pytest.raises(WorkerDied, match="engine 0 is lost after 0 restarts"):
+        Turns(2).engines.mark_all_dead("the sync broke")
+
+
+class Evaluation(HeldOutEvaluation):
+    """Writes down that it samples and measures. There are no scores."""
+
+    def __init__(self, fleet: Turns) -> None:
+        self._fleet, self._prompts, self._done = fleet, [], fleet.done
+        collector: Any = SimpleNamespace(sample=lambda *_: fleet.done.append("sample"))
+        self._collector = collector
+
+    @override
+    def _measure(self, batch: RolloutBatch) -> Any:
+        self._done.append("measure")
+        return {}, [], {}
+
+
+def test_an_evaluation_takes_turns() -> None:
+    fleet = Turns(2)
+    calls(fleet.done)
+    with pytest.raises(KeyError, match="score"):
+        Evaluation(fleet).evaluate(0)
+    assert calls(fleet.done) == [
         "trainer offload_states", "wait", "engine wake kv_cache", "wait", "sample",
         "engine sleep", "wait", "trainer reload_states", "wait", "measure",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("level", (0, 2))
-def test_the_engines_get_the_weights_again_after_an_evaluation(
-    level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    fleet = fleet_of(level, done, monkeypatch)
-    config = fleet._config.model_copy(
-        update={"ppo": fleet._config.ppo.model_copy(update={"evaluate_every": 1})}
-    )
+def test_the_engines_get_the_weights_again_after_an_evaluation(level: int) -> None:
+    fleet = Turns(level)
     controller: Any = PPOController.__new__(PPOController)
-    controller._fleet, controller._ppo, controller._timings = fleet, config.ppo, {}
-    controller.completed_steps, controller.selection = 3, Selection(config.ppo)
-    controller._evaluation = SimpleNamespace(evaluate=lambda _: HeldOutResult({}, []))
+    controller._fleet, controller._ppo, controller._timings = fleet, fleet._config.ppo, {}
+    controller.completed_steps, controller.selection = 3, Selection(fleet._config.ppo)
+    found = HeldOutResult({OBJECTIVE: 1.0}, [1.0])
+    controller._evaluation = SimpleNamespace(evaluate=lambda _: found)
     controller._utilisation = SimpleNamespace(begin=lambda: None)
     controller._context = SimpleNamespace(metrics=RecordingMetrics())
-    evaluations = controller.selection.evaluations
-    monkeypatch.setattr(controller.selection, "add", lambda version, _: evaluations.update({version: {}}))
-    calls(done)
+    calls(fleet.done)
     controller._evaluate()
-    assert ("trainer send_weights" in calls(done)) == (level > 0)
+    assert ("trainer send_weights" in calls(fleet.done)) == (level > 0)
 
 
-def test_an_engine_that_does_not_wake_ends_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    fleet = fleet_of(1, done, monkeypatch)
-
-    def wait(pending: list[Pending[Any]], what: str) -> list[Any]:
-        if "weights" in what:
-            raise WorkerDied(f"engine 0 has died, while waiting for {what}")
-        return []
-
-    fleet.turns._wait = wait
+def test_an_engine_that_does_not_wake_ends_the_sync() -> None:
+    fleet = Turns(1)
+    fleet.broken = "weights"
     with pytest.raises(WorkerDied, match="weights"):
         fleet.sync(1)
-    assert not any("send_weights" in entry for entry in done)
+    assert not any("send_weights" in entry for entry in fleet.done)
 
 
 # -- states --

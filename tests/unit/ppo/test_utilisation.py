@@ -5,11 +5,14 @@
 - the time in which memory moves between devices and host is a share of its own: it is neither idle nor wait
 - a process that was replaced counts from 0; without all counters, and if an engine was given up, there are no
   metrics
+- cores that other programs use are not idle
 - padded rows cost what their longest row costs; packed rows cost nothing
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +25,7 @@ from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places
 from rlhf_core.ppo.fleet import ENGINES, WorkerGroup
 from rlhf_core.ppo.routes import route
-from rlhf_core.ppo.utilisation import Utilisation, padding_share
+from rlhf_core.ppo.utilisation import CoreTimes, Utilisation, idle_cores, padding_share
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.types import PromptExample
@@ -47,15 +50,27 @@ CRITIC = {"seconds/values": 0.5, "seconds/scores": 0.5, "seconds/update_critic":
 TIMINGS = {"timing/rollout": 2.5, "timing/scoring": 3.0, "timing/training": 4.0, "timing/sync": 1.0}
 
 
-def times(counters: dict[str, float], factor: float) -> dict[str, float]:
+def times(counters: Mapping[str, float], factor: float) -> dict[str, float]:
     return {name: value * factor for name, value in counters.items()}
 
 
 class Fleet(ScriptedFleet):
-    """Two engines, the second of which samples for half the time, and two pairs of roles."""
+    """Two engines, the second of which samples for half the time, and two pairs of roles.
 
-    def __init__(self, device: str = "cuda") -> None:
+    Args:
+        device: "cpu" or "cuda".
+        engine: Counters of an engine in a step.
+        policy: Counters of the policy's rank in a step.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        engine: Mapping[str, float] = ENGINE,
+        policy: Mapping[str, float] = POLICY,
+    ) -> None:
         super().__init__(device=device)
+        self._engine_counters, self._policy_counters = engine, policy
         for pair in (("policy", "reference"), ("critic", "reward")):
             self.groups |= dict.fromkeys(pair, WorkerGroup(Group(pair, 1), ()))
         self.steps = 0
@@ -69,11 +84,12 @@ class Fleet(ScriptedFleet):
         self.steps += 1
         if self.lost:
             return None
-        second = ENGINE | {"seconds/sample": 1.0}
-        of_engines = [times(ENGINE, self.steps), times(second, self.steps - self.engine_starts)]
+        first = self._engine_counters
+        second = {**first, "seconds/sample": 1.0}
+        of_engines = [times(first, self.steps), times(second, self.steps - self.engine_starts)]
         counters = {
             ENGINES: of_engines[self.first_engine :],
-            "policy+reference": [times(POLICY, self.steps) | {"seconds/load": 30.0}],
+            "policy+reference": [times(self._policy_counters, self.steps) | {"seconds/load": 30.0}],
             "critic+reward": [times(CRITIC, self.steps) | {"seconds/save_checkpoint": 9.0 * self.steps}],
         }
         return {name: [Usage(0.0, 0, each) for each in group] for name, group in counters.items()}
@@ -113,22 +129,20 @@ def test_a_step_by_hand(fleet: Fleet) -> None:
     )
 
 
-def test_engines_with_a_queue_have_a_rate(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINE, "seconds/sample_from", ENGINE["seconds/sample"])
-    monkeypatch.delitem(ENGINE, "seconds/sample")
-    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+def test_engines_with_a_queue_have_a_rate() -> None:
+    engine = {name: seconds for name, seconds in ENGINE.items() if name != "seconds/sample"}
+    engine["seconds/sample_from"] = ENGINE["seconds/sample"]
+    utilisation = Utilisation(config_from_tree({}, "test"), Fleet(engine=engine))
     measured(utilisation)
     found = measured(utilisation)
     assert found["tokens_per_s/engines"] == pytest.approx(100 / 3.0)  # the second engine has both calls
     assert found["rollout/token_latency"] == pytest.approx(5.0 / 200)
 
 
-def test_moving_memory_is_neither_idle_nor_wait(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"sleep": 0.5, "wake": 1.0}.items():
-        monkeypatch.setitem(ENGINE, f"seconds/{name}", seconds)
-    for name, seconds in {"offload_states": 0.25, "reload_states": 0.25}.items():
-        monkeypatch.setitem(POLICY, f"seconds/{name}", seconds)
-    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+def test_moving_memory_is_neither_idle_nor_wait() -> None:
+    engine = ENGINE | {"seconds/sleep": 0.5, "seconds/wake": 1.0}
+    policy = POLICY | {"seconds/offload_states": 0.25, "seconds/reload_states": 0.25}
+    utilisation = Utilisation(config_from_tree({}, "test"), Fleet(engine=engine, policy=policy))
     timings = TIMINGS | {"timing/rollout": 4.0, "timing/sync": 1.5}  # 2 s more
     utilisation.measure(12.0, timings, BATCH, BATCH)
     found = utilisation.measure(12.0, timings, BATCH, BATCH)
@@ -174,22 +188,31 @@ def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> 
     assert measured(utilisation)["idle/engines"] == pytest.approx(1 - 2.0 / 10)
 
 
-def test_cores_that_others_use_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet("cpu")
-    clock = {"now": 0.0, "idle": 0.0}
-    module = "rlhf_core.ppo.utilisation"
-    monkeypatch.setattr(f"{module}.os", SimpleNamespace(sched_getaffinity=lambda _pid: {0, 1}))
-    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: clock["now"]))
-    monkeypatch.setattr(f"{module}.on_cluster", lambda: False)
-    monkeypatch.setattr(f"{module}.process_usage", lambda: Usage(0.0, 0))
-    cpu_times = SimpleNamespace(cpu_times=lambda percpu: [SimpleNamespace(idle=clock["idle"])] * 2)
-    monkeypatch.setattr(f"{module}.psutil", cpu_times)
-    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
-    measured(utilisation)
-    clock.update(now=10.0, idle=7.0)
-    assert measured(utilisation)["idle/cores"] == pytest.approx(0.7)
-    clock.update(now=20.0, idle=7.0)
-    assert measured(utilisation)["idle/cores"] == 0.0
+def test_idle_cores_by_hand() -> None:
+    before, after = CoreTimes(5.0, 100.0, 3.0), CoreTimes(15.0, 114.0, 4.0)
+    # 10 s of two cores: 14 s of them idle, 5 s used by ranks and engines and 1 s by the controller.
+    assert idle_cores(before, after, used=5.0, cores=2, threads=2) == pytest.approx(0.7)
+    assert idle_cores(before, after, used=9.0, cores=2, threads=2) == pytest.approx(0.5), "used by this run"
+    assert idle_cores(before, after, used=5.0, cores=2, threads=1) == pytest.approx(0.4)
+    assert idle_cores(before, after, used=99.0, cores=2, threads=2) == 0.0
+
+
+def test_cores_that_others_use_are_not_idle() -> None:
+    busy = CoreTimes(15.0, 100.0, 3.0)
+    assert idle_cores(CoreTimes(5.0, 100.0, 3.0), busy, used=0.0, cores=2, threads=2) == 0.0
+
+
+def test_the_cores_of_this_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    utilisation = Utilisation(config_from_tree({}, "test"), Fleet("cpu"))
+    assert "idle/cores" not in measured(utilisation)
+    deadline = time.monotonic() + 0.1
+    while time.monotonic() < deadline:
+        pass  # uses a core
+    assert 0.0 <= measured(utilisation)["idle/cores"] < 1.0
+    on_gpus = Utilisation(config_from_tree({}, "test"), Fleet("cuda"))
+    measured(on_gpus)
+    assert "idle/cores" not in measured(on_gpus)
 
 
 def test_padding_by_hand() -> None:

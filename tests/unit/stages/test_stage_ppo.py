@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import LoraConfig
+from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.stages import ppo
 from rlhf_core.system.overriding import override
@@ -24,6 +24,7 @@ from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
+from rlhf_core.types import StageContext
 
 
 class SavedBySelf(torch.nn.Module):
@@ -50,37 +51,33 @@ class Model(ScriptedTrainer):
         (folder / "model.safetensors").write_text(self.name)
 
 
-class Controller(PPOController):
-    """Trains nothing."""
-
-    def __init__(self, config: PipelineConfig, fleet: Any, *given: Any, **more: Any) -> None:
-        # Rewards that read text must get it as the reward model was trained on it.
-        assert given[1]([7, 8]) == '!"'
-        self._fleet, self._context, self._out = fleet, given[3], given[3].output
-        self.completed_steps = config.ppo.steps
-
-    def run(self) -> None:
-        (self._out / "metrics.jsonl").write_text('{"step": 1, "objective/kl": 2.5}\n')
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Runs the stage with this section `ppo`; returns what it leaves."""
-    monkeypatch.setattr("rlhf_core.ppo.controller.PPOController", Controller)
-    ranks: Any = {"policy": [ScriptedRank({"policy": Model(SavedBySelf())})]}
-    monkeypatch.setattr(
-        "rlhf_core.ppo.fleet.Fleet", lambda config, *_given: ScriptedFleet(config, ranks=ranks)
-    )
+def context(tmp_path: Path) -> StageContext:
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward")}
     write_data_artifact(inputs["data"])
-    context = stage_context(tmp_path, inputs=inputs)
+    return stage_context(tmp_path, inputs=inputs)
 
-    def run(**section: Any) -> Path:
-        config = PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
-        assert ppo.run(config, context).metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}
-        return context.output
 
-    return run
+def configured(**section: Any) -> PipelineConfig:
+    return PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
+
+
+def trained(config: PipelineConfig, context: StageContext) -> ScriptedFleet:
+    """Return a fleet whose last checkpoint is that of the last step."""
+    models: Any = {"policy": Model(SavedBySelf()), "critic": ScriptedTrainer()}
+    fleet = ScriptedFleet(config, ranks={role: [ScriptedRank(models)] for role in models})
+    no_rewards: Any = None
+    controller = PPOController(config, fleet, [], str, no_rewards, context)
+    controller.completed_steps = config.ppo.steps
+    (context.output / "metrics.jsonl").write_text('{"step": 1, "objective/kl": 2.5}\n')
+    controller._checkpoint()
+    return fleet
+
+
+def test_rewards_read_text_as_the_reward_model_was_trained_on_it(context: StageContext) -> None:
+    config, decoder = configured(), load_decoder(context.inputs["data"])
+    with ppo._started(config, context, decoder, ScriptedFleet(config)) as controller:
+        assert controller._decode([7, 8]) == '!"'
 
 
 @pytest.mark.parametrize(
@@ -92,9 +89,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     ],
 )
 def test_average_of_weights_is_saved_next_to_the_policy_or_published(
-    run: Callable[..., Path], section: dict[str, Any], expected: dict[str, str]
+    context: StageContext, section: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    out = run(**section)
+    config = configured(**section)
+    fleet = trained(config, context)
+    found = ppo.run(config, context, lambda *_given: fleet)
+    assert found.metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}
+    out = context.output
     assert {file.parent.name: file.read_text() for file in out.rglob("model.safetensors")} == expected
     assert {file.parent.name for file in out.rglob("tokenizer.json")} == set(expected)
 
