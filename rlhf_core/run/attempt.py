@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -19,6 +20,7 @@ from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, rounding_settings
+from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.events import Events
@@ -34,15 +36,37 @@ from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.home import make_attempt_folders
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
-from rlhf_core.types import ArtifactRef, Lineage, Nodes, StageContext, artifact_prefix, checkpoint_prefix
+from rlhf_core.types import (
+    ArtifactRef,
+    Lineage,
+    Nodes,
+    StageContext,
+    StageResult,
+    artifact_prefix,
+    checkpoint_prefix,
+)
 
 log = logging.getLogger(__name__)
 
 
-def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) -> ArtifactRef:
+StageFunction = Callable[[PipelineConfig, StageContext], StageResult]
+
+
+def execute(
+    spec: StageSpec,
+    events: Events,
+    stop: StopRequest | None = None,
+    function: StageFunction | None = None,
+) -> ArtifactRef:
     """Run the stage of `spec` and return its published artifact.
 
     Errors of the stage are raised. Its MLflow run is then FAILED, or KILLED if the process was asked to stop.
+
+    Args:
+        spec: the stage, its key, its inputs and the configuration.
+        events: what the flow is told.
+        stop: the request of the flow to stop; None for a new one.
+        function: what the stage does; None for the function in the table of stages.
     """
     store = open_store(spec.config)
     fence = acquire(store, spec.key, spec.stage)
@@ -53,10 +77,17 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
         if made is not None:
             events.send("reused")
             return made
-        return _execute(spec, store, fence, events, stop or StopRequest())
+        return _execute(spec, store, fence, events, stop or StopRequest(), function)
 
 
-def _execute(spec: StageSpec, store: Store, fence: Fence, events: Events, stop: StopRequest) -> ArtifactRef:
+def _execute(
+    spec: StageSpec,
+    store: Store,
+    fence: Fence,
+    events: Events,
+    stop: StopRequest,
+    function: StageFunction | None,
+) -> ArtifactRef:
     """Run the stage with the right to commit."""
     # Only with the fence: other uploads below these folders are of attempts that cannot commit any more.
     for folder in (checkpoint_prefix(spec.key), artifact_prefix(spec.stage, spec.key)):
@@ -86,7 +117,9 @@ def _execute(spec: StageSpec, store: Store, fence: Fence, events: Events, stop: 
     try:
         stacks = spec.home.stacks(spec.stage, spec.key, fence.attempt)
         with Monitor(stacks, fail=lambda error: _abort(_advised(error, spec), monitor, events)) as monitor:
-            ref = _Attempt(spec, store, fence, work, tracking, stage_run, events, stop, monitor).run()
+            ref = _Attempt(
+                spec, store, fence, work, tracking, stage_run, events, stop, monitor, function
+            ).run()
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -146,6 +179,8 @@ class _Attempt:
     events: Events
     stop: StopRequest
     monitor: Monitor
+    function: StageFunction | None
+    """None for the function in the table of stages."""
 
     def run(self) -> ArtifactRef:
         """Upload the artifact of an earlier attempt if one is pending, else make it."""
@@ -212,7 +247,8 @@ class _Attempt:
         # Stages with ranks and actors register their own participants. This one detects a stage without them.
         register(self.monitor.folder, spec.stage, spec.config.run.timeouts.stall)
         idle()
-        result = STAGES[spec.stage].load()(spec.config, context)
+        function = self.function or STAGES[spec.stage].load()
+        result = function(spec.config, context)
         unregister()
         # Before the artifact exists: from then on the stage is reused, and logs no metrics again.
         self.stage_run.flush()

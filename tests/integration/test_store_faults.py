@@ -30,7 +30,6 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import ConfigError, DataError, RLHFError, StoreError, StoreUnavailable
-from rlhf_core.pipeline import Stage
 from rlhf_core.run import attempt as run
 from rlhf_core.run.child import TERM_SECONDS
 from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, Events
@@ -264,7 +263,7 @@ def test_killed_upload_is_invisible_and_the_next_attempt_finishes_it(
 
 
 def test_expired_credentials_exit_with_3_and_lose_nothing(
-    proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path
 ) -> None:
     sections = {
         "run": {"home": str(tmp_path / "home")},
@@ -281,18 +280,17 @@ def test_expired_credentials_exit_with_3_and_lose_nothing(
         proxy.restart(lambda n: "expired")
         return StageResult({"rows": 2.0})
 
-    monkeypatch.setattr(Stage, "load", lambda _stage: stage)
     proxy.restart(lambda n: "")
     with pytest.raises(
         StoreError, match=r"expired.*check the credentials.*the same command uploads it"
     ) as caught:
-        run.execute(spec, Events(None))
+        run.execute(spec, Events(None), function=stage)
     assert caught.value.exit_code == 3
     direct = Store(url, s3_server.endpoint)
     assert ArtifactStore(direct, tmp_path / "eyes").find("data", "k") is None
 
     proxy.restart(lambda n: "")
-    ref = run.execute(spec, Events(None))
+    ref = run.execute(spec, Events(None), function=stage)
     assert ref.metrics == {"rows": 2.0}
     eyes = ArtifactStore(direct, tmp_path / "eyes")
     assert eyes.find("data", "k") == ref and (eyes.fetch(ref) / "rows.json").read_text() == "[1, 2]"

@@ -10,36 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
-from rlhf_core.pipeline import Stage
-from rlhf_core.run import attempt as run
+from rlhf_core.run.attempt import execute
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage import checkpoints
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
+from tests.support.corruption import set_versions
 
 KEY = "0" * 16
 
 
-class Attempt:
-    """At the stage `sft`, which is what `body` does, without a tracker."""
+@pytest.fixture(autouse=True)
+def tracked(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
 
-    def __init__(self, home: Path, patch: pytest.MonkeyPatch, **settings: Any) -> None:
-        self.config = PipelineConfig.model_validate({"run": {"home": str(home)}, "store": settings})
+
+class Attempt:
+    """At the stage `sft`, which is what `body` does."""
+
+    def __init__(self, home: Path, **settings: Any) -> None:
+        sections = {
+            "run": {"home": str(home)},
+            "store": settings,
+            "tracking": {"system_metrics": False},
+        }
+        self.config = PipelineConfig.model_validate(sections)
         self.store = Store(self.config.store_url)
-        self._patch = patch
-        untracked = SimpleNamespace(run_id=None, finish=lambda status: None, flush=lambda: None)
-        patch.setattr(
-            run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked)
-        )
 
     def __call__(self, body: Callable[[StageContext], object]) -> ArtifactRef:
         def stage(_config: PipelineConfig, context: StageContext) -> StageResult:
@@ -47,8 +50,7 @@ class Attempt:
             (context.output / "numbers.json").write_text("{}")
             return StageResult({})
 
-        self._patch.setattr(Stage, "load", lambda _stage: stage)
-        return run.execute(StageSpec("sft", KEY, self.config), Events(None))
+        return execute(StageSpec("sft", KEY, self.config), Events(None), function=stage)
 
     def saved(self) -> list[str]:
         """Checkpoints of which there is any file."""
@@ -63,10 +65,8 @@ def save(context: StageContext, step: int, score: float | None = None) -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_superseded_attempt_commits_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
-) -> None:
-    attempt = Attempt(tmp_path, monkeypatch)
+def test_superseded_attempt_commits_nothing(tmp_path: Path, saves: bool) -> None:
+    attempt = Attempt(tmp_path)
 
     def overtaken(context: StageContext) -> None:
         claim(attempt.store, KEY)
@@ -79,14 +79,14 @@ def test_superseded_attempt_commits_nothing(
     assert attempt.store.list("artifacts") == []
 
 
-def test_artifact_that_exists_by_now_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt = Attempt(tmp_path, monkeypatch)
+def test_artifact_that_exists_by_now_is_reused(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path)
     made = attempt(lambda _context: None)
     assert attempt(lambda _context: pytest.fail("the stage ran again")) == made
 
 
-def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt = Attempt(tmp_path, monkeypatch, keep_checkpoints=3, keep_best=2)
+def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, keep_checkpoints=3, keep_best=2)
     kept = []
 
     def body(context: StageContext) -> None:
@@ -99,13 +99,12 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytes
     assert kept == [f"step-0000000{step}" for step in (2, 4, 5, 6, 7)]
 
 
-def _damaged(attempt: Attempt, _patch: pytest.MonkeyPatch) -> None:
+def _damaged(attempt: Attempt) -> None:
     attempt.store.put_bytes(f"checkpoints/{KEY}/step-00000001/manifest.json", b"")
 
 
-def _of_other_code(_attempt: Attempt, patch: pytest.MonkeyPatch) -> None:
-    made = checkpoints._made_with()
-    patch.setattr(checkpoints, "_made_with", lambda: {**made, "torch": "99.0"})
+def _of_other_code(attempt: Attempt) -> None:
+    set_versions(attempt.store, KEY, 1, torch="99.0")
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -115,18 +114,17 @@ def _of_other_code(_attempt: Attempt, patch: pytest.MonkeyPatch) -> None:
 )
 def test_unusable_checkpoint_stops_the_stage_unless_allowed(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     setting: str,
     change: Any,
     error: type[RLHFError],
     allowed: bool,
 ) -> None:
     both = {"allow_fresh_start": not allowed, "allow_other_code": not allowed}
-    attempt = Attempt(tmp_path, monkeypatch, **(both | {setting: allowed}))
+    attempt = Attempt(tmp_path, **(both | {setting: allowed}))
 
     def body(context: StageContext) -> None:
         save(context, 1)
-        change(attempt, monkeypatch)
+        change(attempt)
         context.checkpoints.latest()
 
     if allowed:

@@ -4,50 +4,77 @@ also where another rank than the one that is asked ran out of it.
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from operator import attrgetter
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import OutOfMemory, classified
-from rlhf_core.pipeline import STAGES, Stage, StageName
-from rlhf_core.run import attempt as run
+from rlhf_core.errors import OutOfMemory
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.run.attempt import execute
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
 
 
-@pytest.mark.parametrize("told_by", ["the stage", "the monitor"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_message_names_settings_to_lower(
-    stage: StageName, told_by: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_config: Any, context: Any) -> None:
-        error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        if told_by == "the stage":
-            raise error
-        context.monitor.abort(classified(error))
+@pytest.fixture(autouse=True)
+def tracked(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
 
-    told: list[str] = []
 
-    def gives_up(error: OutOfMemory, *_: Any) -> None:
-        told.append(error.message)
-        raise SystemExit
+def spec_of(stage: StageName, home: Path) -> StageSpec:
+    sections = {"run": {"home": str(home)}, "tracking": {"system_metrics": False}}
+    return StageSpec(stage, "0" * 16, PipelineConfig.model_validate(sections))
 
-    monkeypatch.setattr(run, "_abort", gives_up)
-    monkeypatch.setattr(Stage, "load", lambda _stage: full)
-    untracked = SimpleNamespace(run_id=None, finish=lambda status: None)
-    monkeypatch.setattr(
-        run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked)
-    )
-    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}})
-    with pytest.raises((OutOfMemory, SystemExit)) as caught:
-        run.execute(StageSpec(stage, "0" * 16, config), Events(None))
-    message = told[0] if told else str(caught.value)
+
+def assert_advice(message: str, spec: StageSpec) -> None:
     assert re.search(r"RuntimeError: CUDA out of memory\. .*rlhf plan CONFIG", message)
     named = re.findall(r"(\w+\.[\w.]+)(?: \(\wPU\))?=([\d.]+)", message)
-    assert bool(named) == (stage != "data")
+    assert bool(named) == (spec.stage != "data")
     for name, value in named:
-        assert float(attrgetter(name)(config)) == float(value)
+        assert float(attrgetter(name)(spec.config)) == float(value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_message_names_settings_to_lower(stage: StageName, tmp_path: Path) -> None:
+    def full(_config: Any, _context: Any) -> NoReturn:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    spec = spec_of(stage, tmp_path)
+    with pytest.raises(OutOfMemory) as caught:
+        execute(spec, Events(None), function=full)
+    assert_advice(caught.value.message, spec)
+
+
+ABORTS = """
+import sys, time
+from pathlib import Path
+from rlhf_core.errors import classified
+from rlhf_core.run.attempt import execute
+from rlhf_core.run.events import Events
+from rlhf_core.run.spec import StageSpec
+
+def full(config, context):
+    context.monitor.abort(classified(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")))
+
+execute(StageSpec.read(Path(sys.argv[1])), Events(1), function=full)
+"""
+
+
+def test_stage_that_the_monitor_ends_names_them_too(tmp_path: Path) -> None:
+    spec = spec_of("ppo", tmp_path)
+    spec.write(tmp_path / "spec.json")
+    ended = subprocess.run(
+        [sys.executable, "-c", ABORTS, str(tmp_path / "spec.json")],
+        stdout=subprocess.PIPE,
+        timeout=120,
+    )
+    assert ended.returncode == OutOfMemory.exit_code
+    error = json.loads(ended.stdout.splitlines()[-1])
+    assert (error["event"], error["type"]) == ("error", "OutOfMemory")
+    assert_advice(error["message"], spec)
