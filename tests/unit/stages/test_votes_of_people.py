@@ -12,39 +12,58 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.synthetic import ADJECTIVES, SUBJECTS, VERBS, VERSION
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_votes
-from rlhf_core.evaluation.match import MatchResult
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest
-from rlhf_core.evaluation.statistics import Comparison, Interval
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.stages import register
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import open_store
 from rlhf_core.testing import stage_context
-from rlhf_core.types import ArtifactRef, Lineage
+from rlhf_core.testing.data import write_data_artifact
+from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
+from rlhf_core.types import ArtifactRef, Lineage, PromptExample
+from tests.support.word_tokenizer import word_tokenizer
 
 PAIRS = 60
 
 
+PROMPTS = [
+    f"Tell me about a {adjective} {subject} on the hill." for subject in SUBJECTS for adjective in ADJECTIVES
+]
+assert len(PROMPTS) == PAIRS
+KIND = ("It is kind and gentle.", "It is happy and warm.", "It is bright and sweet.")
+POLICIES = {"one": 0, "two": 1, "three": 2, "four": 2}
+"""Number of kind sentences in the answers of each policy."""
+
+
+def answer(policy: str, prompt: str, match: int) -> str:
+    """Return the answer in this match, from 1: in each match the answers are others, as they are on a GPU.
+
+    The candidate has a bad answer to as many prompts as matches were played.
+    """
+    if PROMPTS.index(prompt) < match:
+        return "It is rotten and dull."
+    about = prompt.removeprefix("Tell me about a ").removesuffix(" on the hill.")
+    return " ".join([f"The {about} {VERBS[match]} on the hill.", *KIND[: POLICIES[policy]]])
+
+
+TOKENIZER = word_tokenizer([*PROMPTS, *KIND, *VERBS, "It is rotten and dull.", "The"])
+
+
 def sample(number: int) -> dict[str, str]:
-    answers = {"sft": f"bad {number}", "champion": f"fair {number}", "ppo": f"good {number}"}
+    answers = {"sft": f"bad {number}", "ppo": f"good {number}"}
     return {"prompt_id": f"p{number}", "prompt": f"Prompt {number}", "winner": "ppo", **answers}
-
-
-def played(*_: Any) -> MatchResult:
-    comparison = Comparison(Interval(1.0, 0.9, 1.0), (1.0,) * PAIRS)
-    samples = tuple(map(sample, range(PAIRS)))
-    ids = tuple(row["prompt_id"] for row in samples)
-    return MatchResult("gold", "g", ids, comparison, None, {}, {}, samples)
 
 
 def saved(folder: Path, samples: Path, opponent: Opponent, wins: int) -> str:
@@ -58,45 +77,77 @@ def saved(folder: Path, samples: Path, opponent: Opponent, wins: int) -> str:
 
 
 @pytest.fixture
+def engines() -> Iterator[list[ScriptedEngine]]:
+    """Engines with the answers of the policies. A match starts that of the candidate first."""
+
+    def respond(request: Request) -> Reply:
+        policy = (request.model / "model.safetensors").read_text()
+        is_candidate = len(started) % 2 == 1
+        match = (len(started) + 1) // 2 if is_candidate else 0
+        return Reply(TOKENIZER.encode(answer(policy, request.prompt.prompt, match), add_special_tokens=False))
+
+    with scripted_engines(respond) as started:
+        yield started
+
+
+@pytest.fixture
 def run(
-    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, database: Path, engines: list[ScriptedEngine]
 ) -> Callable[..., tuple[dict[str, Any], Path]]:
     """Registers a policy, and returns `registration.json` and the samples of its match."""
-    monkeypatch.setattr(register, "run_match", played)
+    prompts = [PromptExample(f"p{i}", text, (1, 2)) for i, text in enumerate(PROMPTS)]
+    write_data_artifact(tmp_path / "data", eval_prompts=prompts, tokenizer=TOKENIZER)
+    content = {
+        "win_rate": {"mean": 1.0},
+        "verdicts": {"wins": PAIRS, "losses": 0, "ties": 0},
+        "judge": "gold",
+        "judge_digests": {"gold": f"synthetic-{VERSION}"},
+    }
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate" / "evaluation.json").write_text(json.dumps(content))
+    lines = "".join(json.dumps(sample(i)) + "\n" for i in range(PAIRS))
+    (tmp_path / "evaluate" / "samples.jsonl").write_text(lines)
 
-    def register_policy(policy: str, *votes: str, changed: bool = False) -> tuple[dict[str, Any], Path]:
-        (tmp_path / policy / "policy").mkdir(parents=True, exist_ok=True)
-        (tmp_path / policy / "policy" / "model.safetensors").write_text(policy)
-        verdicts = {"wins": PAIRS, "losses": 0, "ties": 0}
-        content = {
-            "win_rate": {"mean": 1.0}, "verdicts": verdicts, "judge": "gold", "judge_digests": {"gold": "g"}
-        }  # fmt: skip
-        (tmp_path / "evaluate").mkdir(exist_ok=True)
-        (tmp_path / "evaluate" / "evaluation.json").write_text(json.dumps(content))
-        lines = "".join(json.dumps(sample(i)) + "\n" for i in range(PAIRS))
-        (tmp_path / "evaluate" / "samples.jsonl").write_text(lines)
+    def config_of(*votes: str) -> PipelineConfig:
+        name = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:9]
         tree = {
-            "run": {"home": str(tmp_path), "name": hashlib.sha256(str(tmp_path).encode()).hexdigest()[:9]},
+            "run": {"home": str(tmp_path), "name": name, "device": "cpu"},
             "tracking": {"uri": f"sqlite:///{database}"},
             "register": {"votes": list(votes), "votes_margin": 0.2},
-            "evaluate": {"bootstrap": 200},
+            "evaluate": {"bootstrap": 200, "samples": PAIRS},
         }
-        config = PipelineConfig.model_validate_json(json.dumps(tree))
-        refs = {
-            stage: ArtifactRef(stage, "k" * 16, f"{policy}-{stage}", f"{tmp_path}/{policy}")
-            for stage in ("data", "sft", "reward", "ppo", "evaluate")
+        return PipelineConfig.model_validate_json(json.dumps(tree))
+
+    store = ArtifactStore(open_store(config_of()), tmp_path / "cache")
+    made = Provenance(config=config_of().model_dump(mode="json", by_alias=True))
+    data = store.publish("data", "d" * 16, tmp_path / "data", made)
+
+    @cache
+    def published(policy: str) -> dict[StageName, ArtifactRef]:
+        key = policy.encode().hex().rjust(16, "0")
+        TOKENIZER.save_pretrained(tmp_path / policy / "policy")
+        (tmp_path / policy / "policy" / "model.safetensors").write_text(policy)
+        refs: dict[StageName, ArtifactRef] = {
+            "data": data,
+            "ppo": store.publish("ppo", key, tmp_path / policy, made),
         }
+        for stage in ("sft", "reward", "evaluate"):
+            refs[stage] = ArtifactRef(stage, key, f"{policy}-{stage}", f"{tmp_path}/{policy}")
+        return refs
+
+    def register_policy(policy: str, *votes: str, changed: bool = False) -> tuple[dict[str, Any], Path]:
+        config, refs = config_of(*votes), published(policy)
         sources = {name: digest for name, digest in external_digests(config).items() if "register" in name}
         assert len(sources) == len(votes)
+        inputs = {"data": store.fetch(refs["data"]), "ppo": store.fetch(refs["ppo"])}
         context = stage_context(
             tmp_path / f"stage-{policy}-{len(votes)}",
-            inputs={"ppo": tmp_path / policy, "evaluate": tmp_path / "evaluate"},
+            inputs={**inputs, "evaluate": tmp_path / "evaluate"},
             lineage=Lineage(refs),
             sources=dict.fromkeys(sources, "other") if changed else sources,
         )
         result = register.run(config, context)
         facts = json.loads((context.output / "registration.json").read_text())
-        store = ArtifactStore(open_store(config), tmp_path / "cache")
         key = hashlib.sha256(f"{policy} {votes}".encode()).hexdigest()[:16]
         folder = store.fetch(store.publish("register", key, context.output, Provenance()))
         return facts | {"metrics": result.metrics}, folder / "match_samples.jsonl"
@@ -147,30 +198,19 @@ def test_a_candidate_waits_for_the_votes_of_people(
 
 
 def test_votes_count_for_the_match_they_are_about(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, engines: list[ScriptedEngine], tmp_path: Path
 ) -> None:
     """On a GPU, the same match played again has other answers."""
-    count = 0
-
-    def play(*_: Any) -> MatchResult:
-        nonlocal count
-        count += 1
-        result = played()
-        samples = tuple({**row, "ppo": f"{row['ppo']} {count}"} for row in result.samples)
-        preferences = (0.0,) * count + (1.0,) * (PAIRS - count)
-        return replace(result, comparison=Comparison(Interval(0.9, 0.8, 1.0), preferences), samples=samples)
-
-    monkeypatch.setattr(register, "run_match", play)
     run("one")
     run("one", saved(tmp_path, tmp_path / "evaluate" / "samples.jsonl", "sft", 40))
     waits, samples = run("two")
     facts, _ = run("two", saved(tmp_path, samples, "champion", 40))
-    assert (facts["champion"], facts["rule"], count) == (True, "match", 1), facts["reason"]
+    assert (facts["champion"], facts["rule"], len(engines)) == (True, "match", 2), facts["reason"]
     assert facts["match"] == {**waits["match"], "votes": facts["match"]["votes"]}
     # Another policy, and the same one against another champion, play their own match.
     run("three")
     run("three", str(tmp_path / "votes-champion-40.json"))
-    assert count == 2
+    assert len(engines) == 4
 
 
 def test_files_that_are_no_votes_or_were_changed_are_refused(run: Any, tmp_path: Path) -> None:
