@@ -50,7 +50,11 @@ class Policy(nn.Module):
     """Wraps a causal LM so that one `forward`, through DeepSpeed's hooks too, gives log-probabilities.
 
     The language-model head runs on the selected positions only: prompts and padding cost no logits. Nor do
-    many positions cost many logits: see `HEAD_CHUNK`.
+    many positions cost many logits: see `head_chunk`.
+
+    Args:
+        lm: The causal LM.
+        head_chunk: Logits that are made at once, at most; but those of one token are.
     """
 
     lora: LoraConfig | None = None
@@ -58,9 +62,10 @@ class Policy(nn.Module):
     packs = True
     """Whether sequences can share a row (`models.selftest`)."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, head_chunk: int = HEAD_CHUNK) -> None:
         super().__init__()
         self.lm = lm
+        self._head_chunk = head_chunk
 
     def forward(
         self, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False
@@ -68,7 +73,7 @@ class Policy(nn.Module):
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
-        rows = max(1, HEAD_CHUNK // self.lm.config.get_text_config().vocab_size)
+        rows = max(1, self._head_chunk // self.lm.config.get_text_config().vocab_size)
         parts = self._parts(len(hidden_NH), rows)
         if parts <= 1:
             return self._of_labels(hidden_NH, batch.labels_N, temperature, with_entropy)

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 
 from rlhf_core.algo.losses import step_denominator
+from rlhf_core.config.constants import HEAD_CHUNK
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.engines import deepspeed, sharding
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
-from rlhf_core.models import policy
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence
@@ -108,7 +108,8 @@ def model(kind: str) -> Any:
     config = LlamaConfig(**_SHAPE, attn_implementation=implementation("sdpa"))
     lora = LoraConfig(r=4, alpha=8) if "lora" in kind else None
     if not kind.startswith(("value", "reward")):
-        return add_adapter(Policy(LlamaForCausalLM(config)), lora)
+        head_chunk = 7 * _SHAPE["vocab_size"] if "parts" in kind else HEAD_CHUNK
+        return add_adapter(Policy(LlamaForCausalLM(config), head_chunk), lora)
     config.num_labels = 1
     return add_adapter(ScoreModel(LlamaForSequenceClassification(config)), lora)
 
@@ -194,7 +195,6 @@ def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
 def train(
     rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Path
 ) -> dict[str, torch.Tensor]:
-    policy.HEAD_CHUNK = 7 * _SHAPE["vocab_size"] if "parts" in kind else 1 << 27
     engine = new_engine(rank, kind, stage)
     copies: list[bool] = []
     # They exist from a forward pass to the step after it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -33,6 +34,16 @@ def no_log_handlers_left() -> Iterator[None]:
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database of MLflow. Its migrations take seconds, so that all tests of the registry share it."""
     return tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+
+
+@pytest.fixture
+def no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the file system one without hard links, as those of some network drives are."""
+
+    def refuse(*_paths: object, **_options: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
 
 
 @pytest.fixture

@@ -40,11 +40,9 @@ def batch() -> Any:
     return collate([TokenSequence.of(row[:4], row[4:]) for row in rows], pad_id=0, pack=True)
 
 
-def outcome(
-    policy: Policy, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, torch.Tensor], list[int]]:
+def outcome(whole: Policy, chunk: int) -> tuple[dict[str, torch.Tensor], list[int]]:
     """(outputs and gradients by name, rows of each tensor of logits that was kept)"""
-    monkeypatch.setattr(module, "HEAD_CHUNK", chunk)
+    policy = Policy(whole.lm, chunk)
     kept: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,10 +61,10 @@ def outcome(
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 23])
-def test_parts_give_what_the_whole_gives(policy: Policy, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, kept = outcome(policy, 1 << 27, monkeypatch)
+def test_parts_give_what_the_whole_gives(policy: Policy, rows: int) -> None:
+    whole, kept = outcome(policy, 1 << 27)
     assert max(kept) == TOKENS
-    parts, kept = outcome(policy, rows * VOCABULARY, monkeypatch)
+    parts, kept = outcome(policy, rows * VOCABULARY)
     assert max(kept, default=0) <= rows
     assert parts.keys() == whole.keys() and len(whole) > 5
     for name, tensor in whole.items():
@@ -76,7 +74,7 @@ def test_parts_give_what_the_whole_gives(policy: Policy, rows: int, monkeypatch:
 def test_ranks_that_share_the_weight_call_the_head_equally_often(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, _ = outcome(policy, 1 << 27, monkeypatch)
+    whole, _ = outcome(policy, 1 << 27)
     calls: list[int] = []
     policy.lm.lm_head.register_forward_hook(lambda _module, inputs, _output: calls.append(len(inputs[0])))
     policy.lm.lm_head.weight.ds_id = 0  # as ZeRO-3 marks what it shards
@@ -86,7 +84,7 @@ def test_ranks_that_share_the_weight_call_the_head_equally_often(
 
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "all_reduce", another_rank_has_more)
-    parts, _ = outcome(policy, 8 * VOCABULARY, monkeypatch)
+    parts, _ = outcome(policy, 8 * VOCABULARY)
     assert calls[:5] == [8, 8, 8, 0, 0]
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-12, atol=1e-12)

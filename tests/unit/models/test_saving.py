@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.models import saving
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.saving import WeightStream, save_model
 from rlhf_core.models.weights import check_headers
@@ -65,11 +64,10 @@ def test_experts_are_separate_tensors_again(tmp_path: Path) -> None:
     assert b"experts.1.w2.weight" in files(tmp_path / "saved")["model.safetensors"]
 
 
-def test_a_large_model_has_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "FILE_SIZE", "100KB")
+def test_a_large_model_has_several_files(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "start")
     lm = load_policy(tmp_path / "start", dtype="float32", attention="sdpa", device="cpu").lm
-    save_model(lm, tmp_path / "saved", stream_of(dict(lm.named_parameters())))
+    save_model(lm, tmp_path / "saved", stream_of(dict(lm.named_parameters())), "100KB")
     lm.save_pretrained(tmp_path / "expected", max_shard_size="100KB")
     assert len(list((tmp_path / "saved").glob("model-0000*.safetensors"))) > 1
     assert files(tmp_path / "saved") == files(tmp_path / "expected")

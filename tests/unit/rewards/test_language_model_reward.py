@@ -11,10 +11,8 @@
 - the rubric is part of the question, and may not change during the run
 """
 
-import errno
 import hashlib
 import math
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -110,12 +108,9 @@ def test_an_odd_number_of_tokens_is_no_failure(count: Any) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_two_runs_use_the_first_reply(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
+def test_two_runs_use_the_first_reply(links: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if not links:
-        monkeypatch.setattr(os, "link", no_links)
+        request.getfixturevalue("no_hard_links")
     first, second = Replies(tmp_path, "judge"), Replies(tmp_path, "judge")
     assert first.keep("q", ModelReply("7", 1, 1, 0.1)).text == "7"
     assert second.keep("q", ModelReply("3", 1, 1, 0.1)).text == "7"

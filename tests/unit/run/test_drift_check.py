@@ -17,13 +17,11 @@ import json
 import logging
 import math
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.drift import DriftConfig
@@ -32,7 +30,6 @@ from rlhf_core.data.drift import Drift
 from rlhf_core.data.drift_page import findings
 from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
 from rlhf_core.evaluation.statistics import difference_of_shares
-from rlhf_core.run import drift
 from rlhf_core.run.drift import _request, compare_with_champion
 from rlhf_core.run.drift_process import DriftRequest, agreement
 from rlhf_core.run.pipeline_run import PipelineRun
@@ -40,6 +37,7 @@ from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
 from tests.support.data_artifact import TEXTS, data_artifact
+from tests.support.known_models import save_last_token_scorer
 
 OTHER_TEXTS = [text.replace("fox", "cow").replace("birds", "goats") for text in TEXTS]
 
@@ -159,8 +157,10 @@ def test_a_comparison_that_fails_ends_the_run_only_with_a_limit(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    script = {"ends": "raise SystemExit(7)", "hangs": "import time; time.sleep(60)", "damaged": ""}[cause]
-    monkeypatch.setattr(drift, "python_module", lambda _: [sys.executable, "-c", script])
+    # Python imports this module when it starts.
+    script = {"ends": "import os; os._exit(7)", "hangs": "import time; time.sleep(60)", "damaged": ""}[cause]
+    (tmp_path / "sitecustomize.py").write_text(script)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for stop in ({}, {"vocabulary": 0.3}):
         run = pipeline(tmp_path / str(len(stop)), database, {"stop": stop}, stage_timeout=1.0)
         old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
@@ -225,23 +225,15 @@ def test_agreement_is_measured_where_the_reward_model_can_be_used(
 
 
 @pytest.mark.parametrize(("accuracy", "loss"), [(0.75, 0.25), (0.4, 0.0)])
-def test_agreement_is_the_loss_of_accuracy(
-    accuracy: float, loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rlhf_core.stages import reward
-
-    def evaluate(config: Any, folder: Path, pairs: Any, pad_id: int, device: str) -> Any:
-        assert (folder, device) == (Path("/reward/model"), "cpu")
-        # All pairs of the champion have equal scores, and half of the others are right.
-        gaps = [0.0] * len(TEXTS) + [1.0, -1.0] * 5
-        return {}, torch.tensor([[gap, 0.0] for gap in gaps[: len(pairs)]])
-
-    monkeypatch.setattr(reward, "evaluate_saved", evaluate)
+def test_agreement_is_the_loss_of_accuracy(accuracy: float, loss: float, tmp_path: Path) -> None:
+    # All pairs of the champion have equal responses, and half of the others are right.
+    scores = {number: 1.0 - 2.0 * (number % 2) for number in range(10)}
+    model = save_last_token_scorer(tmp_path / "reward" / "model", scores, vocabulary=400)
     data = data_artifact(tmp_path / "data", TEXTS)
     shutil.copyfile(data / "pairs_train.parquet", data / "pairs_eval.parquet")
     champion = data_artifact(tmp_path / "champion", TEXTS)
     shutil.copyfile(champion / "pairs_train.parquet", champion / "pairs_eval.parquet")
-    request = DriftRequest({}, "fox", str(champion), True, str(data), "/reward/model", accuracy, "", "")
+    request = DriftRequest({}, "fox", str(champion), True, str(data), str(model), accuracy, "", "")
     config = PipelineConfig.model_validate({"run": {"device": "cpu"}})
     [found] = agreement(config, request)
     assert found.value == pytest.approx(loss)

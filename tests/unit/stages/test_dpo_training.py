@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages.dpo import ReferencedPair, evaluate_dpo, train_dpo, train_step, with_reference
 from rlhf_core.stages.epochs import Training
+from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
@@ -85,20 +86,23 @@ def test_metrics_are_means_over_the_pairs_of_all_ranks(
 
 def test_the_gradient_is_that_of_the_mean_over_pairs() -> None:
     scale = torch.tensor(1.0, requires_grad=True)
-    trainer = ScriptedTrainer(forward=lambda batch: TokenOutputs(scale * batch.labels_N / -10.0, None))
     gradients = []
-    with single_rank(), pytest.MonkeyPatch.context() as patch:
+
+    class Backward(ScriptedTrainer):
+        """Computes gradients."""
+
+        @override
+        def train_step(self, micro_losses: Iterator[torch.Tensor], total_steps: int) -> float:
+            scale.grad = None
+            for loss in micro_losses:
+                loss.backward()
+            assert scale.grad is not None
+            gradients.append(scale.grad.item())
+            return 1.0
+
+    trainer = Backward(forward=lambda batch: TokenOutputs(scale * batch.labels_N / -10.0, None))
+    with single_rank():
         for budget in (1000, 1):
-
-            def backward(losses: Any, total: int) -> float:
-                scale.grad = None
-                for loss in losses:
-                    loss.backward()
-                assert scale.grad is not None
-                gradients.append(scale.grad.item())
-                return 1.0
-
-            patch.setattr(trainer, "train_step", backward)
             config = DPOConfig(batch_size=3, beta=2.0, micro_batch_tokens=budget)
             train_step(trainer, ROWS, config, 1, 0)
     # d loss / d gap = -sigmoid(-gap), and d gap / d scale = beta (chosen - rejected).

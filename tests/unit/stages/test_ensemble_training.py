@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,13 +155,10 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(
 
 @pytest.mark.parametrize("links", [True, False])
 def test_checkpoint_has_the_files_of_finished_members(
-    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    links: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    def no_links(source: str, target: str) -> None:
-        raise OSError("no links here")
-
     if not links:
-        monkeypatch.setattr(os, "link", no_links)
+        request.getfixturevalue("no_hard_links")
     with pytest.raises(Killed):
         run(tmp_path, (2, 3))
     saved = sorted(tmp_path.glob("checkpoints/step-*/members/output/model"))
