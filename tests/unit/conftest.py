@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from rlhf_core.engines.distributed import Rank
+from tests.support.rank_threads import RankThreads
 
 # Before Prefect is imported, as `set_up_logging` does: its console handler would keep the stream of the test
 # that imports it first.
@@ -47,18 +46,11 @@ def no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> OnTwoRanks:
-    """Call a function for both ranks of a group of two, one after the other, and return the result of rank 0.
-
-    The tensors that rank 1 passes to `all_reduce` are added to those of rank 0.
-    """
+def on_two_ranks() -> OnTwoRanks:
+    """Call a function on both ranks of a group of two, and return the result of rank 0."""
 
     def run(call: Callable[[Any], Any]) -> Any:
-        ranks = [Rank(rank=i, world_size=2) for i in range(2)]
-        reduced: list[torch.Tensor] = []
-        monkeypatch.setattr(dist, "all_reduce", lambda tensor: reduced.append(tensor.clone()))
-        call(ranks[1])
-        monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(reduced.pop(0)))
-        return call(ranks[0])
+        with RankThreads(2) as ranks:
+            return ranks.run(lambda rank: call(Rank(rank=rank, world_size=2)))[0]
 
     return run

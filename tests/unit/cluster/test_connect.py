@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,6 @@ def job_configs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def node(*_args: Any, **_named: Any) -> SimpleNamespace:
         return SimpleNamespace(webui_url="", session_name="")
 
-    monkeypatch.setattr("ray._private.utils.set_sigterm_handler", lambda _handler: None)
-    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", lambda *_args: "10.0.0.1:1")
     monkeypatch.setattr("ray._private.node.Node", node)
     monkeypatch.setattr("ray._private.worker._global_node", None)
     monkeypatch.setattr("ray._private.worker.connect", connect_driver)
@@ -55,8 +54,9 @@ def test_ranks_get_the_environment_of_the_stage(
     if submitted is not None:
         monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(submitted))
     config = PipelineConfig.model_validate({"run": {"env": {"NCCL_DEBUG": "INFO"}}})
-    with pytest.raises(Connected):
-        connect(1, "cpu", config)
+    # Ray replaces the signal handlers of a main thread only.
+    with ThreadPoolExecutor(1) as thread, pytest.raises(Connected):
+        thread.submit(connect, 1, "cpu", config).result()
     [job] = job_configs
     expected = rank_environment(config, "cpu")
     assert expected["PYTHONHASHSEED"] == "0" and expected["NCCL_DEBUG"] == "INFO"

@@ -1,6 +1,7 @@
 """Copies of weights, which ZeRO-3 may keep in host memory.
 
 - an average keeps `decay` of what it was, and takes the rest from the weights
+- the whole tensor has the shards of all ranks in their order
 - ranks gather on the device where they talk, whatever the parameters and the copies lie on: NCCL takes
   nothing else
 """
@@ -11,13 +12,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
+from tests.support.rank_threads import RankThreads
 
 
-def offloaded_model() -> nn.Module:
+class Joined(TorchDispatchMode):
+    """Records the devices of tensors that are joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.cat.default:
+            self.devices |= {part.device.type for part in args[0]}
+        return function(*args, **(kwargs or {}))
+
+
+def offloaded_model() -> Any:
     """A vector of 6 over two ranks, as `offload: all` leaves it: this rank's 3 in host memory."""
     model = nn.Linear(6, 1, bias=False)
     parameter: Any = model.weight
@@ -26,23 +41,34 @@ def offloaded_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["average", "best"])
-def test_ranks_gather_on_the_device_of_their_backend(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_ranks_gather_on_the_device_of_their_backend(kind: str) -> None:
+    device = "meta"  # for a GPU
 
-    def all_gather(parts: list[torch.Tensor], shard: torch.Tensor) -> None:
-        seen.append({part.device.type for part in (*parts, shard)})
+    def full(_rank: int) -> tuple[torch.Tensor, set[str]]:
+        model = offloaded_model()
+        copy = (
+            WeightAverage(model, 0.5, rank_device=device)
+            if kind == "average"
+            else WeightCopy(model, kind, rank_device=device, device="cpu")
+        )
+        with Joined() as joined:
+            return copy.full("weight"), joined.devices
 
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather", all_gather)
-    model, device = offloaded_model(), "meta"  # for a GPU
-    copy = (
-        WeightAverage(model, 0.5, rank_device=device)
-        if kind == "average"
-        else WeightCopy(model, kind, rank_device=device, device="cpu")
-    )
-    whole = copy.full("weight")
-    assert seen == [{"meta"}]
-    assert whole.shape == (1, 6) and whole.device.type == "meta"
+    with RankThreads(2) as ranks:
+        for whole, gathered in ranks.run(full):
+            assert gathered == {"meta"}
+            assert whole.shape == (1, 6) and whole.device.type == "meta"
+
+
+def test_the_whole_tensor_has_the_shards_of_all_ranks() -> None:
+    def full(rank: int) -> torch.Tensor:
+        model = offloaded_model()
+        model.weight.ds_tensor.add_(3 * rank)
+        return WeightCopy(model, "best", rank_device="cpu").full("weight")
+
+    with RankThreads(2) as ranks:
+        for whole in ranks.run(full):
+            assert whole.tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
 
 
 def test_an_average_keeps_the_share_decay_of_its_old_value() -> None:
