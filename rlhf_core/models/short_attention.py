@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_SCORES = 1 << 23
-"""Scores that are computed at once, of which a few copies in float32 exist at the same time."""
 
-
-def short_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def short_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, *, most_scores: int = 1 << 23
+) -> Tensor:
     """Return causal attention, (sequences, L, heads, D).
 
     Args:
@@ -28,6 +27,8 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
         key: (sequences, key heads, L, D). Each head of keys serves a group of heads of queries.
         value: (sequences, key heads, L, D)
         scaling: Of the scores; None for 1 / sqrt(D).
+        most_scores: Scores that are computed at once, of which a few copies in float32 exist at the same
+            time. One sequence of one head is always computed whole.
     """
     sequences, heads = query.shape[:2]
     groups = heads // key.shape[1]
@@ -35,7 +36,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     q, k, v = (x.reshape(sequences * heads, *x.shape[2:]) for x in (query, key, value))
     factor = scaling or q.shape[-1] ** -0.5
-    at_once = max(1, _SCORES // q.shape[1] ** 2)
+    at_once = max(1, most_scores // q.shape[1] ** 2)
     # torch declares Function.apply without types
     parts: list[Tensor] = [
         _Attention.apply(*part, factor)  # type: ignore[no-untyped-call]

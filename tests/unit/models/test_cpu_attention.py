@@ -19,7 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_core.config.constants import SHORT_ATTENTION
 from rlhf_core.models import attention as module
-from rlhf_core.models import short_attention as short_attention_module
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.short_attention import short_attention
 
@@ -59,11 +58,10 @@ def test_short_attention_is_as_precise_as_torch(length: int, scaling: float | No
     assert all(mine <= 1.5 * other + 1e-6 for mine, other in zip(ours, torchs, strict=True)), (ours, torchs)
 
 
-def test_many_sequences_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_sequences_are_computed_in_parts() -> None:
     rows = inputs(9, torch.bfloat16)
     whole = short_attention(*rows, None)
-    monkeypatch.setattr(short_attention_module, "_SCORES", 3 * 81)
-    parts = short_attention(*rows, None)
+    parts = short_attention(*rows, None, most_scores=3 * 81)
     assert torch.equal(parts, whole)
     gradients = [torch.autograd.grad(output.float().square().sum(), rows) for output in (whole, parts)]
     for a, b in zip(*gradients, strict=True):
