@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
     return run_parts([known[name] for name in names], args.device, args.minutes * 60, args.out)
 
 
-def run_parts(parts: list[Part], device: str, seconds: float, out: Path) -> int:
+def run_parts(
+    parts: list[Part], device: str, seconds: float, out: Path, command: Sequence[str] = COMMAND
+) -> int:
     """Run the parts one after the other, and write the report after each of them.
 
     Args:
@@ -106,6 +108,7 @@ def run_parts(parts: list[Part], device: str, seconds: float, out: Path) -> int:
         device: "auto", "cuda" or "cpu".
         seconds: No part begins later.
         out: Folder of the report and the logs.
+        command: What runs one part, without its arguments.
     """
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -118,7 +121,7 @@ def run_parts(parts: list[Part], device: str, seconds: float, out: Path) -> int:
         if why is not None:
             result: dict[str, Any] = {"status": "not run", "why": why}
         else:
-            result = _run(part, device, out)
+            result = _run(part, device, out, command)
         row = {"part": part.name, "shows": part.shows, **result}
         report["parts"].append(row)
         _write(out / "first_run.json", report)
@@ -134,16 +137,20 @@ def _missing_packages(part: Part) -> str | None:
     return None
 
 
-def _run(part: Part, device: str, out: Path) -> dict[str, Any]:
+def _run(part: Part, device: str, out: Path, command: Sequence[str]) -> dict[str, Any]:
     """Run one part in a child process, whose process group is ended with it."""
     log, result_file = out / f"{part.name}.log", out / f"{part.name}.json"
     result_file.unlink(missing_ok=True)
-    command = [*COMMAND, "--child", part.name, "--device", device, "--out", str(out)]
+    arguments = ["--child", part.name, "--device", device, "--out", str(out)]
     started = time.monotonic()
     timed_out = False
     with log.open("w") as file:
         child = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+            [*command, *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            start_new_session=True,
         )
         try:
             child.wait(timeout=part.limit)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import first_run, parts
+from tests.gpu import parts
 from tests.gpu.first_run import PARTS, Part, run_parts
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +57,17 @@ module.__dict__.update({k: v for k, v in globals().items() if k.startswith("run_
 sys.modules["tests.gpu.parts"] = module
 """
     )
-    # The child is a module of the same name in `__main__`, whose table of parts is replaced here too.
-    main = "import runpy, sys; from tests.gpu import first_run; sys.exit(first_run.main(sys.argv[1:]))"
-    monkeypatch.setattr(first_run, "COMMAND", [sys.executable, "-c", main])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     limits = {"hangs": 3}
     return [Part(n, "", (), limits.get(n, 20)) for n in ("good", "wrong", "hangs", "dies", "lacks")]
+
+
+# Not `-m tests.gpu.first_run`, whose table of parts is that of `__main__`.
+TOYS = [
+    sys.executable,
+    "-c",
+    "import sys; from tests.gpu.first_run import main; sys.exit(main(sys.argv[1:]))",
+]
 
 
 def read(out: Path) -> dict[str, dict[str, Any]]:
@@ -75,7 +80,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(
 ) -> None:
     out = tmp_path / "out"
     also = Part("unfit", "", ("no_such_package_2",), 5)
-    assert run_parts([*toys, also], "cpu", 600, out) == 1
+    assert run_parts([*toys, also], "cpu", 600, out, TOYS) == 1
     rows = read(out)
     assert {name: row["status"] for name, row in rows.items()} == {
         "good": "passed",
@@ -99,7 +104,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(
 
 
 def test_no_part_begins_after_the_minutes(toys: list[Part], tmp_path: Path) -> None:
-    assert run_parts(toys[:2], "cpu", 0.0, tmp_path / "out") == 0
+    assert run_parts(toys[:2], "cpu", 0.0, tmp_path / "out", TOYS) == 0
     assert {row["why"] for row in read(tmp_path / "out").values()} == {
         "needs more time than the 0 minutes of --minutes"
     }
