@@ -8,7 +8,6 @@ seconds, by one task without resources per node. One error names each node and i
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import time
 import uuid
@@ -203,7 +202,7 @@ def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[s
         "cores": machine().cores(),
         "store": _reach_store(probe, node),
         "home": home_problem(Path(home)) or "",
-        "free_bytes": shutil.disk_usage(existing).free,
+        "free_bytes": machine().disk(existing).free,
         "address": address,
         "host": (socket.gethostname(), this_machine()),
         "interface": own[0] if own else "",

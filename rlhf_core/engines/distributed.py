@@ -19,6 +19,7 @@ from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.training import Packing
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.allocator import keep_freed_memory
+from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
 
@@ -169,11 +170,10 @@ def training_backend(device: str) -> str:
 
 def lacks_nccl() -> bool:
     """Return whether this process has a build of torch for GPUs without NCCL. No GPU is initialized."""
-    import torch
     import torch.distributed as dist
 
-    for_gpus = torch.version.cuda is not None or torch.version.hip is not None
-    return for_gpus and not dist.is_nccl_available()
+    for_gpus = machine().torch_built_with("cuda") or machine().torch_built_with("hip")
+    return bool(for_gpus) and not dist.is_nccl_available()
 
 
 def _choose_gloo_interface(address: str) -> None:

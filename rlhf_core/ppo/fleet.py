@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -38,6 +37,7 @@ from rlhf_core.ppo.routes import ObjectArguments, Sent, SentBatches, places_of, 
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.system.environment import THREAD_VARIABLES
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
+from rlhf_core.system.machine import machine
 from rlhf_core.types import Nodes
 from rlhf_core.weight_sync.sender import SyncReport
 from rlhf_core.weight_sync.sender_group import sender_ranks
@@ -335,7 +335,7 @@ class Fleet:
         """
         if self._device == "cuda":
             return self._gpu_environment()
-        threads = self._config.run.threads or len(os.sched_getaffinity(0))
+        threads = self._config.run.threads or machine().cores()
         ranks = max(1, self._plan.processes - self._plan.engines)
         return {
             "worker": _threads(max(1, threads // ranks)) | {"DS_ACCELERATOR": "cpu"},
@@ -346,7 +346,7 @@ class Fleet:
         # On a cluster, the cores of other hosts are not known; `rank_environment` has `run.threads`.
         threads: dict[str, str] = {}
         if self._local:
-            cores = self._config.run.threads or len(os.sched_getaffinity(0))
+            cores = self._config.run.threads or machine().cores()
             threads = _threads(max(1, cores // self._plan.processes))
         # Weights in expandable segments cannot be shared, and vLLM allocates engines that sleep otherwise.
         fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}

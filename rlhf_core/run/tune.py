@@ -9,7 +9,6 @@ and both with `ppo.staleness=1`. Prompts, models and rewards are those of the pi
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import statistics
 import time
@@ -32,6 +31,7 @@ from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import resolve
 from rlhf_core.run.stage_runner import make_with_retries
+from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def candidates(
                 found.append(tuple(f"{field}={value}" for field, value in split.changes.items()))
     else:
         # Not `run.threads`: with one thread, each engine and each rank still has a core of its own.
-        cores = len(os.sched_getaffinity(0))
+        cores = machine().cores()
         if cores != config.ppo.engine.count:
             found.append((f"ppo.engine.count={cores}",))
     if not config.ppo.staleness:

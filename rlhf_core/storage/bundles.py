@@ -28,6 +28,7 @@ from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import TEMPORARY
+from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
 
@@ -508,7 +509,7 @@ def require_free(folder: Path, size: int, what: str) -> None:
     `folder` need not exist yet. `what` is the beginning of the message, such as "The checkpoint of step 8".
     """
     existing = _existing_parent(folder)
-    free = shutil.disk_usage(existing).free
+    free = machine().disk(existing).free
     if free < size:
         raise StoreError(
             f"{what} needs {_readable(size)}, but {existing} has {_readable(free)} free; free some space"

@@ -8,46 +8,49 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from rlhf_core.engines.distributed import lacks_nccl, training_backend
 from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
+
+Torch = Literal["cpu", "cuda", "rocm"]
 
 
-def build(
-    monkeypatch: pytest.MonkeyPatch, nccl: bool, cuda: str | None = None, hip: str | None = None
-) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.version, "hip", hip)
+@contextmanager
+def build(monkeypatch: pytest.MonkeyPatch, torch: Torch, nccl: bool) -> Iterator[None]:
+    """Have a build of torch, with NCCL or without, whatever is installed."""
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    with on_machine(ScriptedMachine(torch=torch)):
+        yield
 
 
 @pytest.mark.parametrize(
-    ("cuda", "hip", "nccl", "backend"),
+    ("torch", "nccl", "backend"),
     [
-        ("13.0", None, True, "nccl"),
-        (None, "7.1", True, "nccl"),
-        ("13.0", None, False, "gloo"),
-        (None, "7.1", False, "gloo"),
-        (None, None, False, "nccl"),
+        ("cuda", True, "nccl"),
+        ("rocm", True, "nccl"),
+        ("cuda", False, "gloo"),
+        ("rocm", False, "gloo"),
+        ("cpu", False, "nccl"),
     ],
 )
 def test_gpus_use_nccl_unless_torch_was_built_without(
-    cuda: str | None,
-    hip: str | None,
+    torch: Torch,
     nccl: bool,
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    build(monkeypatch, nccl, cuda, hip)
-    assert training_backend("cuda") == backend
-    assert lacks_nccl() is (backend == "gloo")
+    with build(monkeypatch, torch, nccl):
+        assert training_backend("cuda") == backend
+        assert lacks_nccl() is (backend == "gloo")
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == (1 if backend == "gloo" else 0)
     assert all("built for GPUs but without NCCL" in text and "install" in text for text in said)
@@ -56,8 +59,8 @@ def test_gpus_use_nccl_unless_torch_was_built_without(
 def test_ranks_on_the_cpu_use_gloo_and_say_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build(monkeypatch, nccl=False, cuda="13.0")
-    assert training_backend("cpu") == "gloo" and not caplog.records
+    with build(monkeypatch, "cuda", nccl=False):
+        assert training_backend("cpu") == "gloo" and not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_ranks_on_the_cpu_use_gloo_and_say_nothing(
 def test_weights_reach_engines_on_gpus_without_nccl(
     colocate: str, nccl: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(monkeypatch, nccl, cuda="13.0")
     ppo = SimpleNamespace(weight_sync=SimpleNamespace(backend="auto"), colocate=colocate)
     fleet: Any = SimpleNamespace(_config=SimpleNamespace(ppo=ppo), _device="cuda")
-    assert Fleet.sync_backend.__get__(fleet) == backend
+    with build(monkeypatch, "cuda", nccl):
+        assert Fleet.sync_backend.__get__(fleet) == backend

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,17 +26,18 @@ from rlhf_core.errors import InfrastructureError, InputError
 from rlhf_core.run import tune as module
 from rlhf_core.run.tune import Trial, Tuned, candidates, tune
 from rlhf_core.system.home import Home
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
 PHASES = ("rollout", "scoring", "training", "sync")
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path: Path) -> Iterator[Path]:
     """A configuration, on a machine with two cores."""
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _pid: {0, 1})
     path = tmp_path / "c.yaml"
     path.write_text("run: {device: cpu, threads: 1}\nppo: {prompts_per_step: 8, minibatches: 2}\n")
-    return path
+    with on_machine(ScriptedMachine(cores=2)):
+        yield path
 
 
 def found(file: Path, *overrides: str) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -21,13 +21,9 @@ from rlhf_core.storage import bundles
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system import files
+from rlhf_core.system.machine import Disk
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.checkpoints import keep
-
-
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
 
 
 @pytest.fixture
@@ -42,17 +38,19 @@ def state(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_with_both_numbers(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_free(size: int) -> ScriptedMachine:
+    return ScriptedMachine(disk=Disk(total=10**12, free=size))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_both_numbers(store: Store, tmp_path: Path) -> None:
     saver = CheckpointStore(store, "k", tmp_path / "work", keep(1))
     saver.save(1, state(tmp_path / "one", "1"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 300_000_000))
-    with pytest.raises(
-        StoreError, match=r"The checkpoint of step 2 needs 1\.20 GB, but /.* has 0\.30 GB free; free some"
-    ):
-        saver.prepare(2, tmp_path / "two", 1_200_000_000)
-    saver.prepare(2, tmp_path / "two", 299_000_000)
+    with on_machine(with_free(300_000_000)):
+        with pytest.raises(
+            StoreError, match=r"The checkpoint of step 2 needs 1\.20 GB, but /.* has 0\.30 GB free; free some"
+        ):
+            saver.prepare(2, tmp_path / "two", 1_200_000_000)
+        saver.prepare(2, tmp_path / "two", 299_000_000)
     assert list((tmp_path / "two").iterdir()) == []
     found = saver.latest()
     assert found is not None and found[0] == 1
@@ -61,16 +59,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_numbers(
 def test_copies_to_another_disk_are_checked_and_links_are_not(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 5))
     saver = CheckpointStore(store, "k", tmp_path / "work", keep(2))
-    saver.save(1, state(tmp_path / "one", "1"))
-    monkeypatch.setattr("rlhf_core.storage.bundles.on_one_disk", lambda one, other: False)
-    # "optimizer 2" and '"2"': 11 + 3 bytes.
-    with pytest.raises(StoreError, match=r"step-00000002\S* needs 0\.00 MB, but"):
-        saver.save(2, state(tmp_path / "two", "2"))
-    assert store.list("checkpoints/k/step-00000002") == []
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 14))
-    saver.save(2, tmp_path / "two")
+    with on_machine(with_free(5)):
+        saver.save(1, state(tmp_path / "one", "1"))
+        monkeypatch.setattr("rlhf_core.storage.bundles.on_one_disk", lambda one, other: False)
+        # "optimizer 2" and '"2"': 11 + 3 bytes.
+        with pytest.raises(StoreError, match=r"step-00000002\S* needs 0\.00 MB, but"):
+            saver.save(2, state(tmp_path / "two", "2"))
+        assert store.list("checkpoints/k/step-00000002") == []
+    with on_machine(with_free(14)):
+        saver.save(2, tmp_path / "two")
 
 
 def test_folders_on_one_disk_are_recognised(tmp_path: Path) -> None:
