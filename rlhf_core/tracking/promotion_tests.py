@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -76,6 +75,7 @@ def next_test(
     own: Iterable[PromotionTest],
     others: Iterable[PromotionTest],
     gate: Gate,
+    now: float,
 ) -> PromotionTest:
     """Return the test that is to be made, with its level.
 
@@ -89,6 +89,7 @@ def next_test(
         own: Earlier tests of the candidate.
         others: Tests of all versions of the model.
         gate: Requirements for a champion.
+        now: Time of a new test, in seconds since 1970.
     """
 
     def digest(prompts: int) -> str | None:
@@ -104,7 +105,6 @@ def next_test(
     for test in own:
         if (test.champion, test.judge, test.outcomes) == (opponent, judge, digest(test.prompts)):
             return PromotionTest(test.time, test.level, opponent, judge, prompts, digest(prompts) or "")
-    now = time.time()
     if opponent is None:
         level = gate.first_level(1 + sum(test.champion is None for test in others))
     else:

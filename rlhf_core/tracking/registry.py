@@ -90,6 +90,7 @@ def register(
     *,
     gate: Gate,
     run_match: RunMatch = lambda tags: NoMatch("it was not played"),
+    clock: Callable[[], float] = time.time,
 ) -> Registration:
     """Make `candidate` a version of `model` and move the aliases. Raises RLHFError if MLflow does not accept
     it.
@@ -101,6 +102,7 @@ def register(
         gate: requirements for a champion.
         run_match: runs a match. If another version becomes champion in the meantime, the next match is
             against that one.
+        clock: Returns the seconds since 1970.
     """
     action = f"register the model {model!r}"
     with registry_errors(mlflow, action):
@@ -122,7 +124,7 @@ def register(
             tests = all_tests(mlflow, model)
             own, others = tests.get(version.version, []), [each for some in tests.values() for each in some]
             opponent = champion.version if champion else None
-            test = next_test(candidate.evaluation, match, opponent, own, others, gate)
+            test = next_test(candidate.evaluation, match, opponent, own, others, gate, clock())
             refusal = revoked or _champion_is_missing(mlflow, model, champion)
             decision = refusal or _decide(candidate, champion, match, gate, test.level)
             if decision.tested:
@@ -146,9 +148,7 @@ def register(
             failpoint("register.decided")
             if decision.champion:
                 evidence = outcome.match.record() if outcome.match else None
-                move = Move(
-                    time.time(), "crowned", version.version, outcome.opponent, decision.reason, evidence
-                )
+                move = Move(clock(), "crowned", version.version, outcome.opponent, decision.reason, evidence)
                 if move_champion(mlflow, model, move).state != "done":  # revoked in the meantime
                     champion = mlflow.by_alias(model, CHAMPION)
                     continue

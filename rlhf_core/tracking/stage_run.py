@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,8 +33,18 @@ log = logging.getLogger(__name__)
 MS_PER_STEP = 1000
 """Steps are one second apart on MLflow's time axis. With a clock, a replayed point would get a second row."""
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0
 _TABLES = "tables"
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Seconds between requests to a tracker that does not answer."""
+
+    first: float = 15.0
+    """After the first failure of a stage's run. It doubles with each failure."""
+    longest: float = 300.0
+    wait: float = 2.0
+    """Between the requests of `Tracking.wait`."""
 
 
 class Spool:
@@ -176,7 +187,14 @@ class StageRun:
     """The run of one stage; `run_id` is None until the tracker has answered once."""
 
     def __init__(
-        self, mlflow: Mlflow, opener: Callable[[], RunState], spool: Spool, *, uri: str, system: bool
+        self,
+        mlflow: Mlflow,
+        opener: Callable[[], RunState],
+        spool: Spool,
+        *,
+        uri: str,
+        system: bool,
+        pauses: Pauses,
     ) -> None:
         """Open the run, if the tracker answers.
 
@@ -186,6 +204,7 @@ class StageRun:
             spool: where the data is until it is sent.
             uri: the tracker's address without credentials, for messages.
             system: sample CPU, memory and GPU during the stage.
+            pauses: between the tries of `flush` while the tracker does not answer.
         """
         self._mlflow = mlflow
         self._opener = opener
@@ -196,7 +215,8 @@ class StageRun:
         self._recorded: dict[str, int] = {}
         self._lock = threading.Lock()
         # `_next_try` is 0.0 while the tracker answers.
-        self._pause, self._next_try = _FIRST_PAUSE, 0.0
+        self._pauses = pauses
+        self._pause, self._next_try = pauses.first, 0.0
         self.tracking_uri = uri
         """Address of the tracker, without credentials."""
         with self._lock:
@@ -307,7 +327,7 @@ class StageRun:
     def _try(self, action: Callable[[], object]) -> bool:
         """Return whether the tracker accepted it. Failures are logged: none may stop the training.
 
-        After a failure, `flush` does not try again for a time that doubles up to `_LONGEST_PAUSE`.
+        After a failure, `flush` does not try again for a time that doubles up to `Pauses.longest`.
         """
         try:
             action()
@@ -320,11 +340,11 @@ class StageRun:
                 )
                 log.debug("MLflow's answer", exc_info=error)
             self._next_try = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, self._pauses.longest)
             return False
         if self._next_try:
             log.info("MLflow at %s answers again.", self.tracking_uri)
-        self._pause, self._next_try = _FIRST_PAUSE, 0.0
+        self._pause, self._next_try = self._pauses.first, 0.0
         return True
 
 

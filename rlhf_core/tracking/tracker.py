@@ -38,7 +38,7 @@ from rlhf_core.tracking.mlflow_client import (
     sqlite_path,
 )
 from rlhf_core.tracking.registry import has_version, why_outdated
-from rlhf_core.tracking.stage_run import MS_PER_STEP, Spool, StageRun, next_attempt
+from rlhf_core.tracking.stage_run import MS_PER_STEP, Pauses, Spool, StageRun, next_attempt
 from rlhf_core.types import ArtifactRef
 
 __all__ = ["DataSet", "StageRun", "Status", "Tracking", "open_tracking", "origin_tags"]
@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 _T = TypeVar("_T")
-
-_PAUSE_SECONDS = 2.0
 
 PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = (
     "rlhf.pipeline_key",
@@ -89,6 +87,7 @@ class Tracking:
     """Local folder for data that could not be sent yet."""
     system_metrics: bool = False
     """Sample CPU, memory and GPU during stages."""
+    pauses: Pauses = field(default_factory=Pauses)
     _warned: bool = field(default=False, init=False)
 
     @property
@@ -155,7 +154,14 @@ class Tracking:
             return state
 
         spool = Spool(self._spool_folder(stage, key), attempt)
-        return StageRun(self.mlflow, open_run, spool, uri=self.uri, system=self.system_metrics)
+        return StageRun(
+            self.mlflow,
+            open_run,
+            spool,
+            uri=self.uri,
+            system=self.system_metrics,
+            pauses=self.pauses,
+        )
 
     def link_reused(self, parent_id: str | None, stage: StageName, ref: ArtifactRef) -> None:
         """Add a short run for a reused stage, with its headline metrics and a link to the run that made it.
@@ -179,7 +185,7 @@ class Tracking:
             return
         retrying = Retrying(
             retry=retry_if_exception(_is_temporary),
-            wait=wait_fixed(_PAUSE_SECONDS),
+            wait=wait_fixed(self.pauses.wait),
             stop=stop_before_delay(seconds),
         )
         try:

@@ -15,14 +15,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.tracking import stage_run as stage_run_module
 from rlhf_core.tracking.gate import Evaluation, Gate
 from rlhf_core.tracking.registry import Candidate, register
+from rlhf_core.tracking.stage_run import Pauses
 from rlhf_core.tracking.tracker import open_tracking
 
 
@@ -89,13 +90,12 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_an_outage_of_the_server_loses_nothing_and_doubles_nothing(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stage_run_module, "_FIRST_PAUSE", 0.0)
     config = PipelineConfig.model_validate(
         {"run": {"home": str(tmp_path / "home")}, "tracking": {"uri": server.url, "system_metrics": False}}
     )
-    tracking = open_tracking(config)
+    tracking = replace(open_tracking(config), pauses=Pauses(first=0.0))
     parent = tracking.parent_run("p1", "demo", {"preset": "demo"}, {"seed": 0})
     run = tracking.stage_run(parent, "ppo", "k1", {"ppo.steps": 9})
     for step in range(3):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,20 @@ def model(mlflow: Mlflow, request: pytest.FixtureRequest) -> str:
     for digest in "abc":
         enter(mlflow, name, digest)
     return name
+
+
+class InBetween(Mlflow):
+    """Calls `act` once, after a champion's move was recorded and before it is done."""
+
+    def __init__(self, uri: str, act: Callable[[], object]) -> None:
+        super().__init__(uri, "champions")
+        self._act: Callable[[], object] | None = act
+
+    def tag_model(self, name: str, tags: Mapping[str, str]) -> None:
+        super().tag_model(name, tags)
+        if self._act is not None and any(tag.startswith("rlhf.champion.") for tag in tags):
+            act, self._act = self._act, None
+            act()
 
 
 def enter(
@@ -182,16 +197,10 @@ def test_a_candidate_that_is_revoked_during_its_match_is_no_champion(mlflow: Mlf
     assert (tags["rlhf.gate"], json.loads(tags["rlhf.outcome"])["champion"]) == ("revoked", False)
 
 
-def test_a_command_reports_that_its_version_was_revoked_in_the_meantime(
-    mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def revoked_meanwhile(name: str) -> None:
-        if name == "champion.recorded":
-            mlflow.tag_version(model, "2", {REVOKED: "insults"})
-
-    monkeypatch.setattr(champions, "failpoint", revoked_meanwhile)
+def test_a_command_reports_that_its_version_was_revoked_in_the_meantime(mlflow: Mlflow, model: str) -> None:
+    busy = InBetween(mlflow.uri, lambda: mlflow.tag_version(model, "2", {REVOKED: "insults"}))
     with pytest.raises(InputError, match=r"or version 2 was revoked or deleted, in the meantime"):
-        rollback(mlflow, model, "bad")
+        rollback(busy, model, "bad")
     assert champion(mlflow, model) == "3" and revoked(mlflow, model) == {"2": "insults"}
 
 
@@ -301,28 +310,16 @@ def test_moves_by_hand_are_not_undone(mlflow: Mlflow, model: str) -> None:
 
 
 @pytest.mark.parametrize("to", [None, "none"])
-def test_a_move_by_hand_during_a_command_is_not_undone(
-    mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch, to: str | None
-) -> None:
-    def by_hand(name: str) -> None:
-        if name == "champion.recorded":
-            mlflow.set_alias(model, "champion", "1")
-
-    monkeypatch.setattr(champions, "failpoint", by_hand)
+def test_a_move_by_hand_during_a_command_is_not_undone(mlflow: Mlflow, model: str, to: str | None) -> None:
+    busy = InBetween(mlflow.uri, lambda: mlflow.set_alias(model, "champion", "1"))
     with pytest.raises(InputError, match=r"the alias `champion` of .* was moved.* in the meantime; this"):
-        rollback(mlflow, model, "bad", to)
+        rollback(busy, model, "bad", to)
     assert (champion(mlflow, model), revoked(mlflow, model)) == ("1", {"3": "bad"})
 
 
-def test_a_candidate_plays_again_if_a_person_moves_the_champion(
-    mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def by_hand(name: str) -> None:
-        if name == "champion.recorded" and champion(mlflow, model) == "3":
-            mlflow.set_alias(model, "champion", "1")
-
-    monkeypatch.setattr(champions, "failpoint", by_hand)
-    done, met = enter(mlflow, model, "d")
+def test_a_candidate_plays_again_if_a_person_moves_the_champion(mlflow: Mlflow, model: str) -> None:
+    busy = InBetween(mlflow.uri, lambda: mlflow.set_alias(model, "champion", "1"))
+    done, met = enter(busy, model, "d")
     assert (done.decision.champion, met) == (True, ["weights of c", "weights of a"])
     assert [each.state for each in history(mlflow, model)[-2:]] == ["overtaken", "done"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.evaluation.evidence import YEAR, log_evidence
 from rlhf_core.stages import register as register_stage
 from rlhf_core.testing import stage_context
-from rlhf_core.tracking import champions, promotion_tests
+from rlhf_core.tracking import champions
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
 from rlhf_core.tracking.registry import Candidate, register
@@ -111,13 +110,13 @@ def test_new_champion_during_the_match_is_the_next_opponent(mlflow: Mlflow) -> N
     assert second["level"] < first["level"] and second["champion"] == "3"
 
 
-def test_each_test_spends_of_the_budget_of_a_year(mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_test_spends_of_the_budget_of_a_year(mlflow: Mlflow) -> None:
     now = 1e9
-    monkeypatch.setattr(promotion_tests, "time", SimpleNamespace(time=lambda: now))
 
     def enter(digest: str, wins: int) -> Any:
         policy = candidate(digest, note=digest)
-        return register(mlflow, "m9", policy, gate=GATE, run_match=lambda tags: won(wins))
+        match = won(wins)
+        return register(mlflow, "m9", policy, gate=GATE, run_match=lambda tags: match, clock=lambda: now)
 
     enter("a", 0)
     levels = []
@@ -329,14 +328,13 @@ def test_another_evaluation_of_a_champion_does_not_change_its_judge(mlflow: Mlfl
     )
 
 
-def test_second_run_repairs_missing_aliases(mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
+def test_second_run_repairs_missing_aliases(mlflow: Mlflow) -> None:
+    class KilledAtAnAlias(Mlflow):
+        def set_alias(self, name: str, alias: str, version: str) -> None:
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Mlflow, "set_alias", killed)
-        with pytest.raises(KeyboardInterrupt):
-            register(mlflow, "m4", candidate("a"), gate=GATE)
+    with pytest.raises(KeyboardInterrupt):
+        register(KilledAtAnAlias(mlflow.uri, "registry"), "m4", candidate("a"), gate=GATE)
     done = register(mlflow, "m4", candidate("a"), gate=GATE)
     assert (done.version, done.created) == ("1", False)
     assert aliases(mlflow, "m4") == {"candidate": "1", "champion": "1"}
@@ -370,12 +368,13 @@ def test_version_links_to_its_run_and_logged_model(mlflow: Mlflow, caplog: pytes
 
 
 def test_a_server_without_logged_models_registers_all_the_same(
-    mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    database: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unknown(*args: object, **more: object) -> None:
-        raise MlflowException("API request to endpoint failed with error code 404", error_code=404)
+    class WithoutLoggedModels(Mlflow):
+        def log_model(self, *args: object, **more: object) -> str:
+            raise MlflowException("API request to endpoint failed with error code 404", error_code=404)
 
-    monkeypatch.setattr(Mlflow, "log_model", unknown)
+    mlflow = WithoutLoggedModels(f"sqlite:///{database}", "registry")
     policy = replace(candidate("old"), run_id=mlflow.create_run("ppo", {}).run_id)
     assert register(mlflow, "m10", policy, gate=GATE).decision.champion
     assert "version 1 has no logged model" in caplog.text
