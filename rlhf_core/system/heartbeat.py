@@ -212,13 +212,20 @@ class Monitor:
     Args:
         folder: where the participants register; None for a temporary folder.
         fail: called in the monitor's thread if a participant stalled and nothing reported it for
-            `GRACE_SECONDS`; it should end the process.
+            `grace_seconds`; it should end the process.
+        grace_seconds: time that code which waits for a stalled participant has to report it.
     """
 
-    def __init__(self, folder: Path | None = None, fail: Callable[[RLHFError], None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        fail: Callable[[RLHFError], None] | None = None,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
         self._temporary = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="rlhf-heartbeats-"))
         self._fail = fail
+        self._grace_seconds = grace_seconds
         self._participants: dict[str, Participant] = {}
         self._other_hosts: OtherHosts | None = None
         self._saved = False
@@ -363,7 +370,7 @@ class Monitor:
             if stalled and not self._saved:
                 self.save_stacks()
             self._saved = bool(stalled)
-            overdue = any(each.seconds > each.stall_after + GRACE_SECONDS for each in stalled)
+            overdue = any(each.seconds > each.stall_after + self._grace_seconds for each in stalled)
             if overdue and self._fail is not None:
                 self._fail(self.diagnose("the stage to make progress", "run.timeouts"))
                 return

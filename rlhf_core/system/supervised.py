@@ -16,10 +16,6 @@ from rlhf_core.system.processes import ProcessId, free_port, listens
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 90.0
-"""Time without a successful health check after which a process is killed. A busy server responds within a few
-seconds.
-"""
 HEALTH_CHECK_SECONDS = 10.0
 """Maximum duration of one health check."""
 _KILL_SECONDS = 10.0
@@ -52,6 +48,12 @@ class SupervisedProcess:
     """
     parent_death_signal: int = signal.SIGTERM
     """Sent to the process when this process ends."""
+    silent_seconds: float = 90.0
+    """Time without a successful health check after which the process is killed. A busy server responds within
+    a few seconds.
+    """
+    clock: Callable[[], float] = time.monotonic
+    """Returns seconds since some start."""
 
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     restarts: int = field(default=0, init=False)
@@ -63,16 +65,16 @@ class SupervisedProcess:
     last_check: float = field(default=0.0, init=False)
 
     def kill_if_silent(self) -> None:
-        """Run the health check, and kill the process if all checks of the last `SILENT_SECONDS` failed."""
+        """Run the health check, and kill the process if all checks of the last `silent_seconds` failed."""
         if self.process is None or self.process.poll() is not None:
             return
         healthy = self.is_healthy()
-        now = time.monotonic()
+        now = self.clock()
         # The bound excludes time in which this process itself was suspended, for example with the machine.
         elapsed = min(now - self.last_check, 2 * HEALTH_CHECK_SECONDS)
         self.silent = 0.0 if healthy else self.silent + elapsed
         self.last_check = now
-        if self.silent > SILENT_SECONDS:
+        if self.silent > self.silent_seconds:
             log.warning(
                 "%s has not answered for %.0f s and is killed; see %s", self.name, self.silent, self.log_file
             )
@@ -90,7 +92,7 @@ class SupervisedProcess:
         """
         if self.process is not None and self.process.poll() is None:
             return
-        now = time.monotonic()
+        now = self.clock()
         if self.process is not None:
             log.warning(
                 "%s ended with exit code %s and is started again; see %s",

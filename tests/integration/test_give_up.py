@@ -22,11 +22,10 @@ from rlhf_core.system import heartbeat
 from rlhf_core.run.events import Events
 from rlhf_core.run.attempt import _abort
 
-heartbeat.GRACE_SECONDS = 0.2
 folder, events = Path(sys.argv[1]), Events(int(sys.argv[2]))
 participant = "import sys, time; from pathlib import Path; from rlhf_core.system.heartbeat import *; " \\
        "register(Path(sys.argv[1]), 'training rank 1', 0.5); heartbeat('all_reduce'); time.sleep(600)"
-with heartbeat.Monitor(folder, fail=lambda error: _abort(error, seen, events)) as seen:
+with heartbeat.Monitor(folder, lambda error: _abort(error, seen, events), grace_seconds=0.2) as seen:
     child = subprocess.Popen([sys.executable, "-c", participant, str(folder)])
     Path(folder.parent, "pid").write_text(str(child.pid))
     time.sleep(600)

@@ -8,11 +8,10 @@ import os
 import socket
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 
-from rlhf_core.system import files
 from rlhf_core.system.files import (
     UnfitFile,
     create_once,
@@ -52,11 +51,23 @@ def test_refuses_what_is_not_a_regular_file(tmp_path: Path, monkeypatch: pytest.
                 read_bounded(tmp_path / name, 100)
 
 
-def test_file_that_becomes_a_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class ReplacedByFifo(PosixPath):
+    """A path that leads to the file `fifo` next to it, except the first time."""
+
+    uses = 0
+
+    def __fspath__(self) -> str:
+        self.uses += 1
+        return str(self if self.uses == 1 else self.with_name("fifo"))
+
+
+def test_file_that_becomes_a_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    monkeypatch.setattr(files, "unfit", lambda *_: None)
+    (tmp_path / "a").write_bytes(b"abc")
+    path = ReplacedByFifo(tmp_path / "a")
     with pytest.raises(UnfitFile, match="is a pipe"):
-        open_regular(tmp_path / "fifo")
+        open_regular(path)
+    assert path.uses == 2, "it was regular when it was checked"
 
 
 def test_names_the_target_of_a_dangling_link(tmp_path: Path) -> None:
@@ -112,13 +123,16 @@ def test_a_file_is_created_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
 def test_json_is_read_from_regular_files_of_limited_size(
-    make: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], object], tmp_path: Path
 ) -> None:
     make(tmp_path / "state.json")
     assert read_json(tmp_path / "state.json") is None
     write_json(tmp_path / "large.json", {"step": 1})
     assert read_json(tmp_path / "large.json") == {"step": 1}
-    monkeypatch.setattr(files, "_JSON_LIMIT", 3)
+    # Spaces after an object are JSON.
+    (tmp_path / "large.json").write_text('{"step": 1}'.ljust(2**24))
+    assert read_json(tmp_path / "large.json") == {"step": 1}
+    (tmp_path / "large.json").write_text('{"step": 1}'.ljust(2**24 + 1))
     assert read_json(tmp_path / "large.json") is None
 
 

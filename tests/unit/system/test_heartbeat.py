@@ -139,12 +139,9 @@ def test_dead_participant_is_reported_first_and_at_once(monitor: Monitor, start:
     assert monitor.stalled() == []
 
 
-def test_unreported_stall_fails_the_stage(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat_module, "GRACE_SECONDS", 0.5)
+def test_unreported_stall_fails_the_stage(tmp_path: Path, start: Start) -> None:
     failures: list[InfrastructureError] = []
-    with Monitor(tmp_path / "stacks", failures.append):
+    with Monitor(tmp_path / "stacks", failures.append, grace_seconds=0.5):
         start("training rank 1", "stalls")
         wait_until(lambda: failures)
     assert "training rank 1" in failures[0].message

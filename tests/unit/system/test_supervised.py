@@ -12,24 +12,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
-
-from rlhf_core.system import supervised
 from rlhf_core.system.processes import ProcessId, free_port, wait_gone
 from rlhf_core.system.supervised import SupervisedProcess
 
 
-def process_of(
-    command: Sequence[str],
-    folder: Path,
-    is_healthy: Callable[[], bool] = lambda: True,
-    port: int | None = None,
-) -> SupervisedProcess:
-    return SupervisedProcess("x", command, os.environ, folder / "x.log", is_healthy, port)
+def process_of(command: Sequence[str], folder: Path, port: int | None = None) -> SupervisedProcess:
+    return SupervisedProcess("x", command, os.environ, folder / "x.log", port=port)
 
 
 def test_process_is_restarted_with_growing_delay(tmp_path: Path) -> None:
@@ -47,17 +38,21 @@ def test_process_is_restarted_with_growing_delay(tmp_path: Path) -> None:
     assert server.next_start > time.monotonic() + 1
 
 
-def test_silent_process_is_killed_with_its_group_and_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervised, "SILENT_SECONDS", 0.3)
+def test_silent_process_is_killed_with_its_group_and_restarted(tmp_path: Path) -> None:
     now = 1000.0
-    monkeypatch.setattr(supervised, "time", SimpleNamespace(monotonic=lambda: now))
     healthy = [True]
     child_file = tmp_path / "child"
     # `mlflow server` also starts the actual server as a child.
     command = ["sh", "-c", f"sleep 60 & echo $! > {child_file}; wait"]
-    server = process_of(command, tmp_path, lambda: healthy[0])
+    server = SupervisedProcess(
+        "x",
+        command,
+        os.environ,
+        tmp_path / "x.log",
+        lambda: healthy[0],
+        silent_seconds=0.3,
+        clock=lambda: now,
+    )
     server.kill_if_silent()
     server.ensure_running()
     first = server.process
