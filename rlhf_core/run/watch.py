@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -72,8 +72,15 @@ class Verdict:
 class Watch:
     """Looks at the sources of one configuration."""
 
-    def __init__(self, config: PipelineConfig, run: str = "") -> None:
-        """Look at the sources. `run` is the id of the flow run, which continues its own retraining."""
+    def __init__(self, config: PipelineConfig, run: str = "", clock: Callable[[], float] = time.time) -> None:
+        """Look at the sources.
+
+        Args:
+            config: The configuration, with references.
+            run: Id of the flow run, which continues its own retraining.
+            clock: Returns the time in seconds since 1970.
+        """
+        self._clock = clock
         self._given = config
         self._kept: Mapping[str, str] = {}
         """The versions of an unfinished run, which the retraining will continue."""
@@ -112,7 +119,7 @@ class Watch:
         if self._state.marks == self._marks and self._has(self._state.weights):
             return Verdict(False, "Unchanged", "the sources look as after the last retraining")
         interrupted = bool(self._run) and self._state.run == self._run
-        hours = (time.time() - self._state.started) / 3600
+        hours = (self._clock() - self._state.started) / 3600
         # Negative hours, after the clock was set back, are no reason to wait.
         if not interrupted and 0 <= hours < min_pause_hours:
             return Verdict(
@@ -141,7 +148,7 @@ class Watch:
 
         Otherwise the retraining must not start: the next look would start it again without a pause.
         """
-        self._state = replace(self._state, started=time.time(), run=self._run)
+        self._state = replace(self._state, started=self._clock(), run=self._run)
         return self._write()
 
     def finished(self, weights: str) -> None:
@@ -153,7 +160,7 @@ class Watch:
     def _found(self, weights: str, rows: int) -> None:
         """Record a finished retraining for the present contents, which another program may have run."""
         if weights != self._state.weights:
-            self._state = replace(self._state, started=time.time())
+            self._state = replace(self._state, started=self._clock())
         self._state = replace(self._state, marks=self._marks, weights=weights, rows=rows, run="")
         self._write()
 

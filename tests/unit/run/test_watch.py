@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,13 +27,13 @@ from rlhf_core.data import sources
 from rlhf_core.data.sources import count_rows, source_marks
 from rlhf_core.evaluation.votes import FORMAT
 from rlhf_core.pipeline import STAGES
-from rlhf_core.run import watch as module
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.watch import Watch, finished_registration
 from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import Mlflow
 from tests.conftest import S3Server
+from tests.support.opened_files import opened_files
 
 DIGEST = "a" * 64
 
@@ -84,27 +84,38 @@ def finish(config: PipelineConfig) -> None:
     )
 
 
-def look(config: PipelineConfig, rows: int = 0, hours: float = 0) -> tuple[str, str]:
-    verdict = Watch(config).look(min_new_rows=rows, min_pause_hours=hours)
+def look(
+    config: PipelineConfig, rows: int = 0, hours: float = 0, clock: Callable[[], float] = time.time
+) -> tuple[str, str]:
+    verdict = Watch(config, clock=clock).look(min_new_rows=rows, min_pause_hours=hours)
     return verdict.name, verdict.message
 
 
-def test_unchanged_sources_cost_one_look(
-    configured: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+    def add_hours(self, hours: float) -> None:
+        self.now += 3600 * hours
+
+
+def test_unchanged_sources_cost_one_look(configured: Any, rows: Path) -> None:
     config = configured("one")
-    assert look(config)[0] == "Due"
+    with opened_files(rows.parent) as opened:
+        assert look(config)[0] == "Due"
+    assert set(opened) == {"part-1.jsonl"}
     finish(config)
     assert look(config) == ("Unchanged", f"{config.registered_model} version 1 was made from these inputs")
-
-    def fail(*_arguments: Any) -> None:
-        raise AssertionError("a file was read")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sources, "_open", fail)
+    with opened_files(rows.parent) as opened:
         assert look(config) == ("Unchanged", "the sources look as after the last retraining")
         # Another machine has another home, and the same store and MLflow.
         assert look(configured("two"))[0] == "Unchanged"
+    assert opened == []
     os.utime(rows, (1, 1))
     assert look(config)[1].endswith("was made from these inputs"), "the contents are the same"
     add(rows, 1)
@@ -151,64 +162,56 @@ def test_a_policy_that_mlflow_has_lost_is_made_again(configured: Any) -> None:
     assert look(config)[0] == "Due"
 
 
-def test_it_waits_for_rows_and_for_the_pause(
-    configured: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, now = configured("one"), 1e9
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now))
-    first = Watch(config)
+def test_it_waits_for_rows_and_for_the_pause(configured: Any, rows: Path) -> None:
+    config, clock = configured("one"), Clock()
+    first = Watch(config, clock=clock)
     assert first.look(min_new_rows=5, min_pause_hours=24).due, "nothing was trained before"
     first.started()
     finish(config)
     first.finished(DIGEST)
     add(rows, 4)
-    assert look(config, rows=5, hours=0) == ("Waiting", "4 new rows, of 5 that are needed")
+    assert look(config, 5, 0, clock) == ("Waiting", "4 new rows, of 5 that are needed")
     add(rows.with_name("part-2.jsonl"), 1)
-    now += 3600 * 6
-    assert look(config, rows=5, hours=24) == ("Waiting", "6.0 hours since the last start, of 24")
-    now += 3600 * 18
-    second = Watch(config)
+    clock.add_hours(6)
+    assert look(config, 5, 24, clock) == ("Waiting", "6.0 hours since the last start, of 24")
+    clock.add_hours(18)
+    second = Watch(config, clock=clock)
     assert second.look(min_new_rows=5, min_pause_hours=24).due
     second.started()  # and it fails
-    assert look(config, rows=5, hours=24)[0] == "Waiting"
-    now += 3600 * 24
-    assert look(config, rows=5, hours=24)[0] == "Due", "a failed retraining is due again"
+    assert look(config, 5, 24, clock)[0] == "Waiting"
+    clock.add_hours(24)
+    assert look(config, 5, 24, clock)[0] == "Due", "a failed retraining is due again"
 
 
-def test_rows_and_pause_count_from_a_retraining_of_another_program(
-    configured: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, now = configured("one"), 1e9
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now))
+def test_rows_and_pause_count_from_a_retraining_of_another_program(configured: Any, rows: Path) -> None:
+    config, clock = configured("one"), Clock()
     finish(config)
-    assert look(config, rows=5, hours=24)[0] == "Unchanged"
+    assert look(config, 5, 24, clock)[0] == "Unchanged"
     os.utime(rows, (1, 1))
-    now += 3600 * 24
-    assert look(config, rows=5, hours=24)[0] == "Unchanged"
+    clock.add_hours(24)
+    assert look(config, 5, 24, clock)[0] == "Unchanged"
     add(rows, 4)
-    assert look(config, rows=5, hours=48) == ("Waiting", "24.0 hours since the last start, of 48")
-    assert look(config, rows=5, hours=24) == ("Waiting", "4 new rows, of 5 that are needed")
+    assert look(config, 5, 48, clock) == ("Waiting", "24.0 hours since the last start, of 48")
+    assert look(config, 5, 24, clock) == ("Waiting", "4 new rows, of 5 that are needed")
     add(rows, 1)
-    assert look(config, rows=5, hours=24)[0] == "Due"
+    assert look(config, 5, 24, clock)[0] == "Due"
 
 
-def test_waiting_reads_no_file_twice(configured: Any, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_reads_no_file_twice(configured: Any, rows: Path) -> None:
     config = configured("one")
     finish(config)
     assert look(config)[0] == "Unchanged"
     add(rows, 4)
     waiting = ("Waiting", "4 new rows, of 5 that are needed")
     assert look(config, rows=5) == waiting
-
-    def fail(*_arguments: Any) -> None:
-        raise AssertionError("a file was read")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sources, "_open", fail)
+    with opened_files(rows.parent) as opened:
         assert look(config, rows=5) == waiting
         assert look(config, rows=4)[0] == "Due"
-        add(rows, 1)
+    assert opened == []
+    add(rows, 1)
+    with opened_files(rows.parent) as opened:
         assert look(config, hours=24)[1].endswith("hours since the last start, of 24")
+    assert opened == []
     look(config, rows=9)
     finish(config)  # by another program, and nothing was written since
     assert look(config, rows=9) == (
@@ -254,9 +257,7 @@ def test_nothing_is_due_while_mlflow_does_not_answer(configured: Any) -> None:
     assert Watch(config).started()
 
 
-def test_marks_of_objects_are_their_etags(
-    s3_server: S3Server, configured: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marks_of_objects_are_their_etags(s3_server: S3Server, configured: Any) -> None:
     import boto3
 
     config: PipelineConfig = configured("one")
@@ -276,12 +277,12 @@ def test_marks_of_objects_are_their_etags(
     of_one = source_marks(config.model_copy(update={"data": data}))["data.sft[0]"]
     assert of_one in source_marks(config)["data.sft[0]"].splitlines()
 
-    class ListedOnly:
-        """A bucket without requests for single objects."""
-
-        loop = sources._bucket(store).loop
-        _isfile = staticmethod(sources._bucket(store)._isfile)
-        _find = staticmethod(sources._bucket(store)._find)
-
-    monkeypatch.setattr(sources, "_bucket", lambda _store: ListedOnly)
-    assert of_one in source_marks(config)["data.sft[0]"].splitlines()
+    requests: list[str] = []
+    events = sources._bucket(store).s3.meta.events
+    events.register("before-call.s3", lambda params, **_: requests.append(params["url_path"]), "requests")
+    try:
+        assert of_one in source_marks(config)["data.sft[0]"].splitlines()
+    finally:
+        events.unregister("before-call.s3", unique_id="requests")
+    assert requests
+    assert not any(path.endswith(".jsonl") for path in requests), "no request for a single object"
