@@ -12,7 +12,7 @@ one is continued. Held-out prompts are the same in all rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 
 def run_rounds(
-    config: PipelineConfig, rounds: int, *, tags: Mapping[str, str] | None = None
+    config: PipelineConfig,
+    rounds: int,
+    *,
+    tags: Mapping[str, str] | None = None,
+    run: Callable[..., dict[str, Any]] = run_pipeline,
 ) -> list[dict[str, Any]]:
     """Run the pipeline several times and return the summary of each round.
 
@@ -37,6 +41,7 @@ def run_rounds(
         config: The configuration of the first round.
         rounds: Number of rounds.
         tags: Tags of the MLflow runs.
+        run: Runs a round and returns its summary, as `run_pipeline` does.
 
     Raises:
         GateFailed: The policy of a round gave nothing for the next one.
@@ -49,7 +54,7 @@ def run_rounds(
         for _ in range(rounds):
             overrides = [*pins, *round_overrides(config, summaries)]
             own = config_from_tree(tree, "the configuration", overrides)
-            summaries.append(run_pipeline(own, tags=tags))
+            summaries.append(run(own, tags=tags))
     return summaries
 
 

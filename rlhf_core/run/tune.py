@@ -12,7 +12,7 @@ import logging
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import resolve
 from rlhf_core.run.stage_runner import make_with_retries
 from rlhf_core.system.machine import machine
+from rlhf_core.types import StageContext
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +78,20 @@ class Tuned:
     """Configuration with the changes of the fastest candidate."""
 
 
-def tune(config_path: str | Path, overrides: Sequence[str], out: Path) -> Tuned:
+def tune(
+    config_path: str | Path,
+    overrides: Sequence[str],
+    out: Path,
+    train: Callable[[PipelineConfig, StageContext], object] | None = None,
+) -> Tuned:
     """Measure the candidates, and write the configuration of the fastest to `out`.
+
+    Args:
+        config_path: Configuration file.
+        overrides: Fields to override, each as `section.field=value`.
+        out: The new file.
+        train: Trains with the configuration of a candidate and logs the times of its steps. None: the stage
+            `ppo`.
 
     Raises:
         InputError: `out` exists, the configuration is wrong, or no candidate runs.
@@ -100,12 +113,18 @@ def tune(config_path: str | Path, overrides: Sequence[str], out: Path) -> Tuned:
         inputs = {
             stage: run.artifacts.fetch(make_with_retries(run, stage).ref) for stage in filter(run.has, STAGES)
         }
-    trials = []
+    ppo = train or STAGES["ppo"].load()
     work = run.home.tune(run.name)
+    folders = {str(stage): folder for stage, folder in inputs.items()}
+
+    def train_briefly(config: PipelineConfig, metrics: RecordingMetrics) -> None:
+        ppo(config, stage_context(work, inputs=folders, metrics=metrics, sources=run.sources))
+
+    trials = []
     for changes in candidates(config, config_path, overrides):
         log.info("tune: %s", " ".join(changes) or "as configured")
         try:
-            trials.append(_measure(config_path, [*overrides, *changes], changes, inputs, run.sources, work))
+            trials.append(_measure(config_path, [*overrides, *changes], changes, train_briefly))
         finally:
             shutil.rmtree(work, ignore_errors=True)
     measured = [trial for trial in trials if trial.seconds is not None]
@@ -153,19 +172,15 @@ def _measure(
     config_path: str | Path,
     overrides: Sequence[str],
     changes: tuple[str, ...],
-    inputs: Mapping[StageName, Path],
-    sources: Mapping[str, str],
-    work: Path,
+    train: Callable[[PipelineConfig, RecordingMetrics], None],
 ) -> Trial:
-    """Return the measurement of a short run of PPO in `work`.
+    """Return the measurement of a short run of PPO.
 
     Args:
         config_path: Configuration file.
         overrides: Of this candidate, with those of the user.
         changes: Of this candidate alone.
-        inputs: Folder of each input artifact.
-        sources: Digests of external inputs.
-        work: Folder for its files.
+        train: Trains and logs the times of the steps.
     """
     metrics = RecordingMetrics()
     problem = ""
@@ -175,8 +190,7 @@ def _measure(
         steps = 1 + STEPS + config.ppo.staleness
         config = load_config(config_path, [*overrides, *_SHORT, f"ppo.steps={steps}"])
         log.info("tune: %s", plan(config.ppo).describe())
-        folders = {str(stage): folder for stage, folder in inputs.items()}
-        STAGES["ppo"].load()(config, stage_context(work, inputs=folders, metrics=metrics, sources=sources))
+        train(config, metrics)
     except RLHFError as error:
         problem = error.message
     counted = [row for _, row in metrics.rows if "timing/step" in row][1 : 1 + STEPS]

@@ -165,7 +165,7 @@ def config_of(settings: list[str]) -> PipelineConfig:
 
 
 def test_interrupted_rounds_continue_with_the_version_that_they_began_with(
-    settings: list[str], make_champion: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], make_champion: Callable[[str], None], tmp_path: Path
 ) -> None:
     models: list[str | None] = []
     interrupt = True
@@ -177,15 +177,14 @@ def test_interrupted_rounds_continue_with_the_version_that_they_began_with(
         key = {"sample": {"key": "a" * 16}}
         return {"stages": key, "sample": {"best": 5, "pairs": 4}, "run": "demo"}
 
-    monkeypatch.setattr(rounds, "run_pipeline", run_pipeline)
     with pytest.raises(InterruptedError):
-        rounds.run_rounds(config_of(settings), 2)
+        rounds.run_rounds(config_of(settings), 2, run=run_pipeline)
     make_champion("2")
     attempt(settings)  # a run that finishes is not the rounds
     interrupt = False
-    rounds.run_rounds(config_of(settings), 2)
+    rounds.run_rounds(config_of(settings), 2, run=run_pipeline)
     assert models == [f"registry://{MODEL}/1"] * 3
-    rounds.run_rounds(config_of(settings), 1)
+    rounds.run_rounds(config_of(settings), 1, run=run_pipeline)
     assert models[3:] == [f"registry://{MODEL}/2"]
     assert kept_files(tmp_path) == []
 

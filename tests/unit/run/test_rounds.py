@@ -16,7 +16,6 @@ from rich.console import Console
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import GateFailed, InputError
-from rlhf_core.run import rounds as module
 from rlhf_core.run.rounds import round_overrides, rounds_table, run_rounds
 
 DEMO = "deployments/configs/demo.yaml"
@@ -90,7 +89,7 @@ def test_without_rows_there_is_no_next_round() -> None:
         round_overrides(PipelineConfig(), [summary_of(1), summary_of(2, 0, 0)])
 
 
-def test_every_round_is_a_run_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_round_is_a_run_of_the_pipeline() -> None:
     configs: list[PipelineConfig] = []
 
     def run_pipeline(config: PipelineConfig, *, tags: Any) -> dict[str, Any]:
@@ -98,18 +97,16 @@ def test_every_round_is_a_run_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -
         assert tags == {"team": "a"}
         return summary_of(len(configs))
 
-    monkeypatch.setattr(module, "run_pipeline", run_pipeline)
     config = load_config(DEMO, ["sample.answers=8"])
-    assert [each["run"] for each in run_rounds(config, 3, tags={"team": "a"})] == [
-        "demo-1", "demo-2", "demo-3"
-    ]  # fmt: skip
+    summaries = run_rounds(config, 3, tags={"team": "a"}, run=run_pipeline)
+    assert [each["run"] for each in summaries] == ["demo-1", "demo-2", "demo-3"]
     assert configs[0] == config
     assert [len(each.data.sft) for each in configs] == [len(each.data.preference) for each in configs] == [
         1, 2, 3
     ]  # fmt: skip
     assert all(each.sample == config.sample for each in configs)
     with pytest.raises(InputError, match="--rounds: must be at least 1; got 0"):
-        run_rounds(config, 0)
+        run_rounds(config, 0, run=run_pipeline)
 
 
 @pytest.mark.parametrize(

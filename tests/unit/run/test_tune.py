@@ -1,4 +1,4 @@
-"""`rlhf tune` with scripted stages.
+"""`rlhf tune` with finished stages and scripted steps of PPO.
 
 - candidates are the configuration, one engine for each core whatever `run.threads` is, and both with
   staleness; none that is refused or is the configuration already
@@ -12,30 +12,33 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from rlhf_cli.tune import _table
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InfrastructureError, InputError
-from rlhf_core.run import tune as module
+from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.tune import Trial, Tuned, candidates, tune
-from rlhf_core.system.home import Home
+from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from rlhf_core.types import StageContext
 
 PHASES = ("rollout", "scoring", "training", "sync")
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[Path]:
+def file(tmp_path: Path, database: Path) -> Iterator[Path]:
     """A configuration, on a machine with two cores."""
     path = tmp_path / "c.yaml"
-    path.write_text("run: {device: cpu, threads: 1}\nppo: {prompts_per_step: 8, minibatches: 2}\n")
+    path.write_text(
+        f"run: {{home: {tmp_path / 'home'}, device: cpu, threads: 1}}\n"
+        f"tracking: {{uri: 'sqlite:///{database}'}}\n"
+        "ppo: {prompts_per_step: 8, minibatches: 2}\n"
+    )
     with on_machine(ScriptedMachine(cores=2)):
         yield path
 
@@ -57,32 +60,28 @@ def test_the_demo_is_tried_with_an_engine_for_each_core(file: Path) -> None:
     assert ("ppo.engine.count=2",) in candidates(load_config(demo), demo, [])
 
 
-class Stages:
-    """Steps of these seconds for each candidate."""
+def publish_inputs(config: PipelineConfig) -> None:
+    """Publish the artifacts that PPO reads, as finished stages do."""
+    run, made = PipelineRun(config, ""), {}
+    for stage in ("data", "sft", "reward"):
+        out = Path(config.run.home) / "out" / stage
+        out.mkdir(parents=True)
+        (out / "file").write_text(stage)
+        made[stage] = run.artifacts.publish(stage, run.spec(stage, made).key, out, Provenance())
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **seconds: list[float]) -> None:
+
+class Steps:
+    """Steps of PPO that take these seconds, for each candidate. The earlier stages are finished."""
+
+    def __init__(self, file: Path, **seconds: list[float]) -> None:
         self._seconds = seconds
         self.steps: list[int] = []
-        record = SimpleNamespace(ref="data")
-        run = SimpleNamespace(
-            has=lambda stage: stage == "data",
-            artifacts=SimpleNamespace(fetch=lambda ref: tmp_path),
-            home=Home(tmp_path),
-            name="run",
-            sources={},
-        )
+        publish_inputs(load_config(file))
 
-        @contextmanager
-        def open_run(*_args: Any) -> Any:
-            yield run
-
-        monkeypatch.setattr(module, "open_run", open_run)
-        monkeypatch.setattr(module, "probe", lambda *_: [])
-        monkeypatch.setattr(module, "make_with_retries", lambda *_: record)
-        stages = {"data": None, "ppo": SimpleNamespace(load=lambda: self.ppo)}
-        monkeypatch.setattr(module, "STAGES", stages)
-
-    def ppo(self, config: Any, context: Any) -> None:
+    def train(self, config: PipelineConfig, context: StageContext) -> None:
+        assert {name: (folder / "file").read_text() for name, folder in context.inputs.items()} == {
+            "data": "data", "sft": "sft", "reward": "reward"
+        }  # fmt: skip
         ppo = config.ppo
         self.steps.append(ppo.steps)
         seconds = self._seconds[f"e{ppo.engine.count}s{ppo.staleness}"]
@@ -92,15 +91,13 @@ class Stages:
             raise InfrastructureError("too little memory")
 
 
-def test_the_fastest_candidate_is_written(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages = Stages(
-        monkeypatch, tmp_path,
+def test_the_fastest_candidate_is_written(file: Path, tmp_path: Path) -> None:
+    stages = Steps(
+        file,
         e1s0=[0.1, 5, 6, 7], e1s1=[9, 2, 3, 4, 0.1], e2s0=[1, 1], e2s1=[1, 4, 4, 4, 4],
     )  # fmt: skip
     out = tmp_path / "tuned.yaml"
-    tuned = tune(file, ["ppo.minibatches=4"], out)
+    tuned = tune(file, ["ppo.minibatches=4"], out, stages.train)
     assert stages.steps == [4, 4, 5, 5]
     assert [trial.seconds for trial in tuned.trials] == [6, None, 3, 4]
     assert tuned.trials[1].problem == "too little memory"
@@ -111,13 +108,11 @@ def test_the_fastest_candidate_is_written(
         tune(file, [], out)
 
 
-def test_nothing_is_written_if_no_candidate_runs(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Stages(monkeypatch, tmp_path, e1s0=[1], e1s1=[1], e2s0=[1], e2s1=[1])
+def test_nothing_is_written_if_no_candidate_runs(file: Path, tmp_path: Path) -> None:
+    stages = Steps(file, e1s0=[1], e1s1=[1], e2s0=[1], e2s1=[1])
     out = tmp_path / "tuned.yaml"
     with pytest.raises(InputError, match="no candidate of ppo runs; as configured: too little memory"):
-        tune(file, [], out)
+        tune(file, [], out, stages.train)
     assert not out.exists()
 
 
