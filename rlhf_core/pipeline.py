@@ -47,6 +47,10 @@ class Stage:
     """Prefixes of `sources` that are not part of the stage's key, because the key of an input artifact
     already contains them.
     """
+    labelling: tuple[str, ...] = ()
+    """Further `sections`, which are also prefixes of `sources`, that it reads if a language model labels
+    answers (`sample.judge`).
+    """
     enabled_by: str | None = None
     """Configuration field that switches the stage on; None if every pipeline has it."""
     always_in_key: bool = False
@@ -159,11 +163,12 @@ _TABLE = (
     Stage(
         "sample",
         "rlhf_core.stages.sample:run",
-        version=1,
+        version=2,
         sections=("sample", "ppo"),
         inputs=("data", "sft", "reward", "judge", "ppo"),
         sources=("ppo.",),
         sources_of_inputs=("ppo.",),
+        labelling=("evaluate.language_model",),
         enabled_by="sample",
         headline=("pairs", "best", "score_mean", "score_best"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),

@@ -51,7 +51,8 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             "evaluate.judge: language_model needs evaluate.language_model; got none; add it, or use auto"
         )
-    if language_model is not None and judge not in ("auto", "language_model"):
+    is_asked = judge in ("auto", "language_model") or config.labels_by_language_model
+    if language_model is not None and not is_asked:
         yield ConfigError(
             f"evaluate.language_model: is not asked, because evaluate.judge is {judge}; leave one of them out"
         )
@@ -63,6 +64,10 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
     if config.sample is not None and config.sample.judge == "judge_model" and config.reward.judge is None:
         yield ConfigError(
             "sample.judge: judge_model needs reward.judge; got none; add reward.judge={}, or use reward"
+        )
+    if config.labels_by_language_model and language_model is None:
+        yield ConfigError(
+            "sample.judge: language_model needs evaluate.language_model; got none; add it, or use reward"
         )
     if judge == "rules" and not rules:
         yield ConfigError(

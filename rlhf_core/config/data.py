@@ -52,11 +52,11 @@ class Source(Section):
     )
     limit: PositiveInt | None = result(None, "Read at most this number of rows")
     rename: dict[str, str] = result({}, "New names of fields, for example {question: prompt}")
-    labelled_by: Literal["reward", "judge_model"] | None = result(
+    labelled_by: Literal["reward", "judge_model", "language_model"] | None = result(
         None,
         "For rows of a stage `sample`: its `sample.judge`, see [rounds](rounds.md). Such pairs do not train"
-        " the second reward model (`reward.judge`). With `judge_model` the results say that the policy was"
-        " trained with this judge",
+        " the second reward model (`reward.judge`). With `judge_model` and `language_model` the results say"
+        " that the policy was trained with this judge",
         later=True,
     )
 

@@ -38,6 +38,18 @@ def is_enabled(config: PipelineConfig, stage: StageName) -> bool:
     return field is None or bool(attrgetter(field)(config))
 
 
+def sections_read(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
+    """Return the sections that affect the result of `stage` with this configuration."""
+    row = STAGES[stage]
+    return row.sections + row.labelling if config.labels_by_language_model else row.sections
+
+
+def sources_read(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
+    """Return the prefixes of the external inputs that `stage` reads with this configuration."""
+    row = STAGES[stage]
+    return row.sources + row.labelling if config.labels_by_language_model else row.sources
+
+
 def stage_key(
     config: PipelineConfig,
     stage: StageName,
@@ -60,7 +72,7 @@ def stage_key(
         # checkpoints record them with the versions.
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": {name: _settings(config, name) for name in STAGES[stage].sections},
+        "config": {name: _settings(config, name) for name in sections_read(config, stage)},
         "inputs": dict(sorted(input_digests.items())),
         "sources": dict(sorted(source_digests.items())),
     }
@@ -74,7 +86,7 @@ def stage_key(
 def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
     """Return the settings of `stage` that affect rounding and are not in its key, by their full names."""
     settings: dict[str, str] = {}
-    for name in STAGES[stage].sections:
+    for name in sections_read(config, stage):
         section = _section(config, name)
         if section is not None:
             settings.update(_rounding_settings(name, section))

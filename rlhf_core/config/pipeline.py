@@ -301,6 +301,11 @@ class PipelineConfig(Section):
         return self.reward.judge is not None and self.ppo.evaluation_interval is not None
 
     @property
+    def labels_by_language_model(self) -> bool:
+        """Whether `evaluate.language_model` labels the answers of the stage `sample`."""
+        return self.sample is not None and self.sample.judge == "language_model"
+
+    @property
     def experiment(self) -> str:
         return self.tracking.experiment or f"rlhf/{self.run.name}"
 

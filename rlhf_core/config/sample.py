@@ -29,13 +29,14 @@ class SampleConfig(Section):
     temperature: PositiveFloat | None = result(
         None, "Sampling temperature; null: ppo.temperature", within=TEMPERATURE
     )
-    judge: Literal["reward", "judge_model"] = result(
+    judge: Literal["reward", "judge_model", "language_model"] = result(
         "reward",
         "Who scores the answers. `reward`: the rewards of PPO, with their weights; `judge_model`: the second"
-        " reward model (`reward.judge`)",
+        " reward model (`reward.judge`); `language_model`: `evaluate.language_model` compares each answer"
+        " with the first one to the same prompt",
     )
     min_score: FiniteFloat | None = result(
         None,
         "The best answer to a prompt is no demonstration if its score is lower, for example 1 with a reward"
-        " of 0 or 1; null: it always is",
+        " of 0 or 1, or with a language model, for which 1 is a win; null: it always is",
     )

@@ -102,10 +102,17 @@ class LanguageModelJudge:
             answers_b: Answers of model `b`, in the same order.
             name: Of the quantity, for the seed of the interval.
         """
-        found = self._judge(_pairs(answers_a, answers_b), "answers")
-        interval = win_rate(found.preferences, **self._intervals.settings(name))
+        preferences = self.preferences(_pairs(answers_a, answers_b))
+        return Comparison(win_rate(preferences, **self._intervals.settings(name)), preferences)
+
+    def preferences(self, pairs: Sequence[Pair]) -> tuple[float, ...]:
+        """Return the preferences (n,) in pairs of answers: 1 where `a` wins, 0.5 for a tie, 0 where `b` wins.
+
+        The metrics about the order are those of the last call.
+        """
+        found = self._judge(pairs, "answers")
         self._order = {"inconsistent": found.inconsistent, "first": found.first}
-        return Comparison(interval, found.preferences)
+        return found.preferences
 
     def prefer(
         self, answers: Mapping[str, list[RewardInput]], chosen: list[RewardInput]
@@ -202,6 +209,8 @@ def check_questions(config: PipelineConfig, data: Path) -> None:
     pairs = _held_out_pairs(data, settings.pairs)
     if settings.path is not None:
         prompts = load_prompts(data, "eval")[: config.evaluate.prompts]
+        if config.labels_by_language_model:
+            prompts = [*prompts, *load_prompts(data, "train")]
         pairs += [Pair(prompt.prompt, "", "") for prompt in prompts]
         rubric = rubric_text(settings.rubric)
         questions = [question for pair in pairs for question in questions_of(rubric, pair)]

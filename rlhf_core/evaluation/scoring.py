@@ -118,14 +118,15 @@ def trained_on(config: PipelineConfig, measure: str) -> bool:
     """Return whether the policy was trained with `measure`: its reward contains it, or the judge has labelled
     data of its training. If so, a win by this measure is not independent evidence.
     """
+    labels = {source.labelled_by for source in (*config.data.sft, *config.data.preference)}
     if measure == "judge_model":
-        return any(source.labelled_by == measure for source in (*config.data.sft, *config.data.preference))
+        return measure in labels
     kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
     used = [source for source in config.ppo.rewards if source.weight]
     judge = config.evaluate.language_model
     if measure == "language_model":
         models = {source.model for source in used if isinstance(source, LanguageModelReward)}
-        return judge is not None and judge.model in models
+        return measure in labels or (judge is not None and judge.model in models)
     if kind is not None:
         return any(isinstance(source, kind) for source in used)
     return any(not isinstance(source, ModelReward) for source in used)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlhf_core.config.chat_service import ChatServiceConfig
 from rlhf_core.config.hosts import forbidden, host_of
+from rlhf_core.config.keys import sources_read
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, PythonReward, RemoteReward
 from rlhf_core.errors import ConfigError, Finding, guarded
@@ -70,7 +71,7 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
 
 def check_chat_service(config: PipelineConfig, settings: ChatServiceConfig, field: str) -> Iterator[Finding]:
     """Check the key of a language model's server, if a stage that asks it runs here, and its host."""
-    stages = [name for name, stage in STAGES.items() if field.startswith(stage.sources)]
+    stages = [name for name in STAGES if field.startswith(sources_read(config, name))]
     if "local" in map(config.run.executor_of, stages):
         try:
             api_key(settings, field)

@@ -27,6 +27,7 @@ from rlhf_core.config.keys import (
     key_fields,
     pipeline_key,
     pipeline_name,
+    sources_read,
     stage_inputs,
     stage_key,
 )
@@ -144,16 +145,16 @@ class PipelineRun:
         """Return what the child process of `stage` needs, with the stage's key."""
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
-        row = STAGES[stage]
         # The stage compares all sources that it reads. The keys of its inputs contain the others.
-        sources_read, sources_in_key = {}, {}
+        prefixes = sources_read(self.config, stage)
+        read, in_key = {}, {}
         for name, digest in self.sources.items():
-            if name.startswith(row.sources):
-                sources_read[name] = digest
-                if not name.startswith(row.sources_of_inputs):
-                    sources_in_key[name] = digest
-        key = stage_key(self.config, stage, digests, sources_in_key)
-        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources_read)
+            if name.startswith(prefixes):
+                read[name] = digest
+                if not name.startswith(STAGES[stage].sources_of_inputs):
+                    in_key[name] = digest
+        key = stage_key(self.config, stage, digests, in_key)
+        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, read)
 
     def find(self, spec: StageSpec) -> ArtifactRef | None:
         """Return the artifact of this key, or None if it must be made.

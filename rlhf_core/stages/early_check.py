@@ -8,6 +8,7 @@ from dataclasses import replace
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.prompt_sets import load_encoder, read_sets
 from rlhf_core.errors import RewardError
+from rlhf_core.pipeline import StageName
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import StageContext
 
@@ -18,31 +19,35 @@ def check_evaluation(config: PipelineConfig, context: StageContext) -> None:
     """Check the rows of regression sets, and the language model that judges, with the data in the output of
     the stage.
 
-    A model at an address is asked about the held-out pairs. Its replies are kept, so the evaluation does not
-    ask again. A local model needs the engines of the evaluation; only the lengths of its questions are
-    checked here.
+    A model at an address is asked about the held-out pairs. Its replies are kept, so the stages `sample` and
+    `evaluate` do not ask again. A local model needs the engines of the evaluation; only the lengths of its
+    questions are checked here.
 
     Raises:
         DataError: A row cannot be used, or there are no held-out pairs.
         ModelError: A local model cannot be asked the questions.
         GateFailed: The model agrees too little with the held-out pairs.
     """
-    if config.run.executor_of("data") != config.run.executor_of("evaluate"):
-        return  # the evaluation can have other files, keys and networks
-    if config.evaluate.regression:
+    executor = config.run.executor_of("data")
+    # Other hosts can have other files, keys and networks.
+    evaluates_here = config.run.executor_of("evaluate") == executor
+    labels_here = config.labels_by_language_model and config.run.executor_of("sample") == executor
+    judges_here = evaluates_here and config.evaluate.judge in ("auto", "language_model")
+    if evaluates_here and config.evaluate.regression:
         read_sets(config, load_encoder(config, context.output))
     judge = config.evaluate.language_model
-    if judge is None:
+    if judge is None or not (judges_here or labels_here):
         return
     from rlhf_core.evaluation.language_model import LanguageModelJudge, check_questions
 
     check_questions(config, context.output)
     if judge.url is None:
         return
+    stage: StageName = "sample" if config.labels_by_language_model else "evaluate"
     inputs = {"data": context.output}
     try:
         metrics = LanguageModelJudge(config, replace(context, inputs=inputs), "cpu").measure_agreement()
     except RewardError as error:
-        log.warning("the judge cannot be asked yet (%s); the evaluation asks it", error.message)
+        log.warning("the judge cannot be asked yet (%s); the stage %s asks it", error.message, stage)
         return
-    check_gate(config, "evaluate", metrics)
+    check_gate(config, stage, metrics)

@@ -50,7 +50,7 @@ from rlhf_core.evaluation.summary import (
     without_masked,
 )
 from rlhf_core.rewards.compose import code_digests
-from rlhf_core.stages.gates import check_gate
+from rlhf_core.stages.judges import load_checked_judge
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
@@ -95,7 +95,9 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     )
     with evaluation_session(config, device, context):
         # First: a judge that is refused costs no samples.
-        language_model = _load_checked_judge(config, context, device) if judge == MEASURE else None
+        language_model = None
+        if judge == MEASURE:
+            language_model = load_checked_judge(config, context, "evaluate", "eval", device)
         found = generate.responses_to_sets(
             config, models, decoder.response, sets, device=device, context=context
         )
@@ -187,15 +189,6 @@ def _policies(config: PipelineConfig, context: StageContext) -> dict[str, Policy
     if "dpo" in context.inputs:
         policies["dpo"] = dpo_files(config.dpo, config.ppo, context.inputs["dpo"], sft)
     return policies
-
-
-def _load_checked_judge(config: PipelineConfig, context: StageContext, device: str) -> LanguageModelJudge:
-    """Return the language model that judges. Raises `GateFailed` if it agrees too little with people."""
-    judge = LanguageModelJudge(config, context, device)
-    metrics = judge.measure_agreement()
-    context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
-    check_gate(config, "evaluate", metrics)
-    return judge
 
 
 def _measure(

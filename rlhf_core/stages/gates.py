@@ -11,6 +11,7 @@ from rlhf_core.config.language_model import LanguageModelConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.pipeline import StageName
 
+_AGREEMENT = "language_model/agreement"
 _OF_MEMBER = re.compile(r"member_\d+/accuracy")
 
 
@@ -18,8 +19,10 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     """Raise GateFailed with the value, the limit and a possible fix."""
     if stage in ("reward", "judge"):
         _check_accuracy(config.reward.min_accuracy, stage, metrics)
-    if stage == "evaluate" and config.evaluate.language_model is not None:
-        _check_language_model(config.evaluate.language_model, metrics)
+    language_model = config.evaluate.language_model
+    # Either stage can have another judge, and then no agreement.
+    if stage in ("evaluate", "sample") and language_model is not None and f"{_AGREEMENT}/mean" in metrics:
+        _check_language_model(language_model, stage, metrics)
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
     # `not <=`, so that NaN does not pass.
     if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
@@ -43,7 +46,9 @@ def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]
             )
 
 
-def _check_language_model(settings: LanguageModelConfig, metrics: Mapping[str, float]) -> None:
+def _check_language_model(
+    settings: LanguageModelConfig, stage: StageName, metrics: Mapping[str, float]
+) -> None:
     numbers = {
         name.removeprefix("language_model/"): value
         for name, value in metrics.items()
@@ -56,10 +61,11 @@ def _check_language_model(settings: LanguageModelConfig, metrics: Mapping[str, f
         reason = "not significantly more often than by chance (0.5); raise evaluate.language_model.pairs"
     else:
         return
+    other = "another sample.judge" if stage == "sample" else "leave evaluate.language_model out"
     raise GateFailed(
-        f"evaluate: the language model {settings.name} agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
+        f"{stage}: the language model {settings.name} agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
         f" {numbers['pairs']:.0f} held-out pairs (ties count half), {reason}. Its verdict changes with the"
         f" order of the answers on {numbers['pairs_inconsistent']:.0%} of the pairs, and"
         f" {numbers['pairs_first']:.0%} of its preferences are for the first answer. Use a better model or"
-        " rubric, or leave evaluate.language_model out"
+        f" rubric, or {other}"
     )

@@ -1,7 +1,8 @@
 """Stage `sample`: policy + training prompts -> data of a next round.
 
-    prompts -> n answers each -> scores -> best.jsonl   the best answer to each prompt, for `data.sft`
-                                           pairs.jsonl  the best and the worst, for `data.preference`
+    prompts -> n answers each -> scores -> best.jsonl     the best answer to each prompt, for `data.sft`
+                                           pairs.jsonl    the best and the worst, for `data.preference`
+                                           answers.jsonl  all answers, for people (`rlhf review --of sample`)
 
 Only answers that end with EOS take part, have text, and have a score: the data stage puts an EOS after every
 answer, so one that was cut would be an answer that the policy never gave. Held-out prompts are not sampled.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.generate import SamplingSettings, sample_responses
 from rlhf_core.evaluation.policy_files import policy_files
+from rlhf_core.evaluation.questions import Pair
 from rlhf_core.evaluation.rank_scoring import evaluation_session
+from rlhf_core.evaluation.sampled import AnswersToPrompt, SampledAnswer, write_answers
 from rlhf_core.rewards.compose import code_digests, reward_inputs
+from rlhf_core.stages.judges import load_checked_judge
 from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
@@ -35,6 +39,8 @@ log = logging.getLogger(__name__)
 
 BEST, PAIRS = "best.jsonl", "pairs.jsonl"
 _TABLE_ROWS = 20
+_TIE = 0.5
+"""Preference of a language model without a winner, and score of the answer that others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +52,27 @@ class ScoredAnswer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the answer can be a row of data: it ended with EOS, has a score, and its text is valid."""
-        if not self.sample.finished or math.isnan(self.score):
-            return False
-        try:
-            normalise({"prompt": self.sample.prompt, "completion": self.sample.response}, "completion")
-        except RowError:
-            return False
-        return True
+        """Whether the answer has a score and can be a row of data."""
+        return not math.isnan(self.score) and _can_be_data(self.sample)
+
+
+def _can_be_data(sample: RewardInput) -> bool:
+    """Return whether an answer can be a row of data: it ended with EOS, and its text is valid."""
+    if not sample.finished:
+        return False
+    try:
+        normalise({"prompt": sample.prompt, "completion": sample.response}, "completion")
+    except RowError:
+        return False
+    return True
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
-    """Sample and score answers, and write both files.
+    """Sample and score answers, and write the files.
 
     Raises:
         DataError: No training prompt can be sampled.
+        GateFailed: The language model that judges agrees too little with the held-out pairs.
         RLHFError: What engines, models and reward sources raise.
     """
     from rlhf_core.engines.distributed import resolve_device
@@ -78,26 +90,36 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         context.progress("sample", done, total, "answers")
 
     with evaluation_session(config, device, context):
+        judge = None
+        if config.labels_by_language_model:
+            # First: a judge that is refused costs no samples.
+            judge = load_checked_judge(config, context, "sample", "sample", device)
         rollouts = sample_responses(
             config, files, prompts, device=device, done=report, context=context, sampling=sampling
         )
         repeated = [prompt for prompt in prompts for _ in range(settings.answers)]
         samples = reward_inputs(decoder.response, repeated, rollouts)
-        scores = _scores(config, context, samples, pad_id=decoder.pad, device=device)
+        if judge is not None:
+            scores = preferences_over_first(samples, settings.answers, judge.preferences)
+        else:
+            scores = _scores(config, context, samples, pad_id=decoder.pad, device=device)
     answers = [ScoredAnswer(sample, score) for sample, score in zip(samples, scores, strict=True)]
     groups = [answers[start : start + settings.answers] for start in range(0, total, settings.answers)]
     best, pairs = select(groups, settings.min_score)
     pair_rows = [_pair(*pair) for pair in pairs]
     write_jsonl(context.output / BEST, map(_demonstration, best))
     write_jsonl(context.output / PAIRS, pair_rows)
+    write_answers(context.output, map(_answers_to_prompt, groups))
     metrics = _metrics(answers, best) | {"pairs": float(len(pairs)), "prompts": float(len(prompts))}
     metrics["prompts_left_out"] = float(left_out)
+    if judge is not None:
+        metrics |= judge.metrics()
     if not best:
         log.warning("no answer of %d is a demonstration: %s is empty", total, BEST)
     context.metrics.log_metrics({f"sample/{name}": value for name, value in metrics.items()}, 0)
     context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])
     context.metrics.flush()
-    return StageResult(metrics, {"judge": settings.judge.replace("_", " ")})
+    return StageResult(metrics, {"judge": scoring.judge_name(config, settings.judge)})
 
 
 def _prompts(config: PipelineConfig, data: Path, most: int | None) -> tuple[list[PromptExample], int]:
@@ -130,7 +152,7 @@ def _scores(
     pad_id: int,
     device: str,
 ) -> list[float]:
-    """Return the (n,) scores of the answers by `sample.judge`."""
+    """Return the (n,) scores of the answers by rewards or by the second reward model."""
     assert config.sample is not None
     if config.sample.judge == "judge_model":
         judge = context.inputs["judge"] / "model"
@@ -145,6 +167,36 @@ def _scores(
         )
     code = code_digests(config.ppo.rewards, context.sources)
     return scoring.score_as_ppo(config, samples, model_scores, code)
+
+
+def preferences_over_first(
+    samples: Sequence[RewardInput], answers: int, prefer: Callable[[Sequence[Pair]], Sequence[float]]
+) -> list[float]:
+    """Return the (n,) scores of answers by their comparison with the first one to the same prompt that can be
+    data: 1 for a win, 0.5 for a tie, 0 for a loss.
+
+    The first one has the score 0.5. Answers that cannot be data have NaN and are not compared.
+
+    Args:
+        samples: (n,) answers; those to one prompt are adjacent.
+        answers: Answers to each prompt.
+        prefer: Returns the preferences in pairs. Called once for all, because each call may start an engine.
+    """
+    scores = [math.nan] * len(samples)
+    pairs: list[Pair] = []
+    compared: list[int] = []
+    for start in range(0, len(samples), answers):
+        usable = [index for index in range(start, start + answers) if _can_be_data(samples[index])]
+        if not usable:
+            continue
+        first = samples[usable[0]]
+        scores[usable[0]] = _TIE
+        for index in usable[1:]:
+            pairs.append(Pair(first.prompt, samples[index].response, first.response))
+            compared.append(index)
+    for index, preference in zip(compared, prefer(pairs), strict=True):
+        scores[index] = preference
+    return scores
 
 
 def select(
@@ -186,6 +238,20 @@ def _pair(best: ScoredAnswer, worst: ScoredAnswer) -> dict[str, Any]:
         "rejected": worst.sample.response,
         "margin": best.score - worst.score,
     }
+
+
+def _answers_to_prompt(answers: Sequence[ScoredAnswer]) -> AnswersToPrompt:
+    prompt = answers[0].sample
+    return AnswersToPrompt(
+        prompt.prompt_id,
+        prompt.prompt,
+        tuple(
+            SampledAnswer(
+                each.sample.response, None if math.isnan(each.score) else each.score, each.is_usable
+            )
+            for each in answers
+        ),
+    )
 
 
 def _metrics(answers: Sequence[ScoredAnswer], best: Sequence[ScoredAnswer]) -> dict[str, float]:

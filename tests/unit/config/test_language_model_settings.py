@@ -2,7 +2,7 @@
 
 - it has a folder, or an address on the allow-list with a model, and not both
 - its key is the name of a variable whose value logs hide
-- it needs pairs, and `evaluate.judge` must ask it
+- it needs pairs, and `evaluate.judge` or `sample.judge` must ask it
 - rubric, folder, key and host are checked before the run, and nothing is asked
 """
 
@@ -54,6 +54,10 @@ def test_a_judge_that_cannot_be_asked_is_refused(judge: dict[str, Any], words: s
             "held-out pairs, but data.preference is empty"),
         ({"evaluate": {"judge": "language_model", "language_model": None}}, "needs evaluate.language_model"),
         ({"evaluate": {"judge": "language_model"}}, None),
+        ({"evaluate": {"judge": "gold"}, "sample": {"judge": "language_model"}}, None),
+        ({"evaluate": {"judge": "gold"}, "sample": {}}, "is not asked, because evaluate.judge is gold"),
+        ({"evaluate": {"language_model": None}, "sample": {"judge": "language_model"}},
+            "sample.judge: language_model needs evaluate.language_model; got none; add it, or use reward"),
         ({}, None),
     ],
 )  # fmt: skip

@@ -76,9 +76,9 @@ def test_an_empty_file_is_not_added(best: int, pairs: int) -> None:
     assert f"data.sft.{first}.path={artifact(2)}/best.jsonl" in overrides
 
 
-@pytest.mark.parametrize("judge", ["reward", "judge_model"])
+@pytest.mark.parametrize("judge", ["reward", "judge_model", "language_model"])
 def test_sampled_rows_name_their_judge(judge: str) -> None:
-    given = ["reward.judge={}", f"sample.judge={judge}"]
+    given = ["reward.judge={}", f"sample.judge={judge}", "evaluate.language_model={path: judge}"]
     overrides = round_overrides(load_config(DEMO, given), [summary_of(1)])
     data = load_config(DEMO, [*given, *overrides]).data
     assert [source.labelled_by for source in (*data.sft, *data.preference)] == [None, judge, None, judge]

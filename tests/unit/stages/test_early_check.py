@@ -5,6 +5,7 @@
 - a judge at an address is asked about the held-out pairs, and the evaluation asks nothing again; one that
   agrees too little is refused, and one that cannot be reached yet is a warning
 - questions to a local judge must fit its context
+- a judge that labels the answers of the stage `sample` is checked in the same way
 - a stage with another executor than the evaluation checks nothing: its host can have other files
 """
 
@@ -132,6 +133,27 @@ def test_a_judge_that_agrees_too_little_is_refused_before_the_training(tmp_path:
         run(judged(tmp_path, server.url), stage_context(tmp_path))
 
 
+def labelling(config: PipelineConfig, **executors: str) -> PipelineConfig:
+    """`config` with a stage `sample` that the language model labels, and the executors of stages."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["sample"] = {"judge": "language_model"}
+    for stage, executor in executors.items():
+        tree["run"]["resources"][stage]["executor"] = executor
+    return PipelineConfig.model_validate_json(json.dumps(tree))
+
+
+def test_a_judge_that_labels_answers_is_refused_before_the_training(tmp_path: Path) -> None:
+    with ChatServer(prefer_first) as server:
+        config = labelling(judged(tmp_path, server.url), evaluate="slurm")
+        with pytest.raises(GateFailed, match=r"^sample: .* agrees with 0\.500 \["):
+            run(config, stage_context(tmp_path / "here"))
+        asked = len(server.requests)
+        run(
+            labelling(judged(tmp_path, server.url), evaluate="slurm", sample="slurm"), stage_context(tmp_path)
+        )
+        assert len(server.requests) == asked, "both stages run on other hosts"
+
+
 def test_a_judge_that_cannot_be_reached_yet_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +173,20 @@ def test_questions_to_a_local_judge_fit_its_context(context_length: int, fits: b
         return
     with pytest.raises(ModelError, match=r"language_model\.path: the longest question has \d+ tokens"):
         run(config, stage_context(tmp_path))
+
+
+def test_questions_about_training_prompts_fit_the_context_of_a_judge_that_labels(tmp_path: Path) -> None:
+    judge = tmp_path / "judge"
+    train_tokenizer(["ABC Answer which is longer"], 300).save_pretrained(judge)
+    (judge / "config.json").write_text(json.dumps({"max_position_embeddings": 450}))
+    config = config_of(tmp_path, {"language_model": {"path": str(judge)}})
+    # Which rows are held out depends on the prompt only: this one is for training. Its words are frequent, so
+    # that they are few tokens of the policy, and many of the judge.
+    row = {"prompt": "What is the number?" * 12, "chosen": "a", "rejected": "b"}
+    written(tmp_path / "pairs.jsonl", [*PAIRS, row])
+    run(config, stage_context(tmp_path / "judges"))
+    with pytest.raises(ModelError, match=r"language_model\.path: the longest question has \d+ tokens"):
+        run(labelling(config), stage_context(tmp_path / "labels"))
 
 
 def test_a_judge_needs_held_out_pairs(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The stage `sample` with scripted answers and scores. An integration test samples a real policy.
 
 - the best answer is a demonstration, and the best and the worst are a pair; both files are read by the data
-  stage
+  stage; a third file has all answers with their scores
 - answers that were cut, are blank or have no score take no part; equal scores or texts give no pair
 - only training prompts are sampled, all or some at equal distances, with a seed of their own
 - a prompt that is a conversation is left out and counted
@@ -36,6 +36,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import generate
 from rlhf_core.evaluation.generate import SamplingSettings
 from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.evaluation.sampled import ANSWERS, SampledAnswer, read_answers
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages import sample
 from rlhf_core.stages.sample import ScoredAnswer, select
@@ -149,6 +150,11 @@ def test_files_and_metrics(engines: list[ScriptedEngine], context: StageContext)
     assert pairs[0] == {
         "prompt": PROMPTS[0], "chosen": WORDS[2], "rejected": WORDS[0], "margin": 0.5
     }  # fmt: skip
+    answers = read_answers(context.output / ANSWERS)
+    assert [(each.prompt_id, each.prompt) for each in answers] == [(f"p{i}", PROMPTS[i]) for i in range(4)]
+    assert answers[1].answers == tuple(
+        SampledAnswer(text, score, True) for text, score in zip(WORDS[1:], (0.5, 0.75, 1.0), strict=True)
+    )
     assert result.metrics == {
         "prompts": 4.0, "prompts_left_out": 0.0, "best": 4.0, "pairs": 4.0, "usable": 1.0, "eos_rate": 1.0,
         "score_mean": 0.625, "score_best": 0.875,
@@ -189,7 +195,8 @@ def test_the_same_run_gives_the_same_bytes(engines: list[ScriptedEngine], contex
     found = []
     for _ in range(2):
         sample.run(config_of(), context)
-        found.append([(context.output / name).read_bytes() for name in ("best.jsonl", "pairs.jsonl")])
+        names = ("best.jsonl", "pairs.jsonl", "answers.jsonl")
+        found.append([(context.output / name).read_bytes() for name in names])
     assert found[0] == found[1]
 
 
