@@ -1,15 +1,20 @@
-"""The command `rlhf review`: people compare the answers of a run's evaluation."""
+"""The command `rlhf review`: people compare answers of a run."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.redact import printable
+from rlhf_core.errors import InputError
 
-_OPPONENTS = {"sft": "the SFT model", "champion": "the champion"}
+if TYPE_CHECKING:
+    from rlhf_core.evaluation.review import Opponent
+    from rlhf_core.run.review import Recorded
+
+_OPPONENTS: dict[Opponent, str] = {"sft": "the SFT model", "champion": "the champion"}
 
 
 def add_review_command(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -22,11 +27,18 @@ def add_review_command(commands: Any, add_command: Callable[..., argparse.Argume
         "--output", metavar="FILE", help="the page (default: review/against-sft.html in the run's folder)"
     )
     sub.add_argument(
+        "--of",
+        choices=("evaluation", "sample"),
+        default="evaluation",
+        help="samples of the evaluation, or pairs of answers to training prompts of the stage sample, whose"
+        " votes are data of the next run (default: %(default)s)",
+    )
+    sub.add_argument(
         "--against",
         choices=("sft", "champion"),
-        default="sft",
-        help="the other model: samples of the evaluation, or of the match (default: %(default)s)",
+        help="the other model: samples of the evaluation, or of the match (default: sft)",
     )
+    sub.add_argument("--pairs", type=int, metavar="N", help="pairs on the page of --of sample (default: 50)")
     sub.add_argument("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
     sub.add_argument("--home", default=".rlhf", help="folder of the runs (default: %(default)s)")
 
@@ -34,25 +46,44 @@ def add_review_command(commands: Any, add_command: Callable[..., argparse.Argume
 def _review(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.review import open_review, record_votes
 
-    review = open_review(arguments.run, arguments.home, arguments.against, arguments.endpoint)
-    if arguments.votes is None:
-        page = review.write_page(Path(arguments.output) if arguments.output else None)
-        print(
-            printable(f"{len(review.pairs)} pairs: open {page} in a browser, vote and save the votes, then")
+    if arguments.of == "sample" and arguments.against is not None:
+        raise InputError(
+            f"--against: got {arguments.against} with --of sample, whose answers are all of the policy; leave"
+            " one of them out"
         )
-        more = "" if arguments.against == "sft" else " --against champion"
-        print(printable(f"  rlhf review {arguments.run} --home {arguments.home}{more} --votes FILE"))
+    if arguments.votes is not None and arguments.pairs is not None:
+        raise InputError(
+            f"--pairs: got {arguments.pairs} with --votes, whose file has the number; leave it out"
+        )
+    opponent: Opponent = "sample" if arguments.of == "sample" else arguments.against or "sft"
+    review = open_review(arguments.run, arguments.home, opponent, arguments.endpoint)
+    if arguments.votes is None:
+        output = Path(arguments.output) if arguments.output else None
+        page, shown = review.write_page(output, arguments.pairs)
+        print(printable(f"{shown} pairs: open {page} in a browser, vote and save the votes, then"))
+        print(
+            printable(f"  rlhf review {arguments.run} --home {arguments.home}{review.options} --votes FILE")
+        )
         return 0
-    done = record_votes(review, Path(arguments.votes))
+    _print_recorded(review.opponent, record_votes(review, Path(arguments.votes)))
+    return 0
+
+
+def _print_recorded(opponent: Opponent, done: Recorded) -> None:
     result = done.result
     rate, verdicts = result.win_rate, result.verdicts
-    print(
-        f"win rate of the policy over {_OPPONENTS[review.opponent]}:"
-        f" {rate.mean:.3f} [{rate.low:.3f}, {rate.high:.3f}] by {done.votes} votes ({verdicts.wins} wins,"
-        f" {verdicts.losses} losses, {verdicts.ties} ties); p = {verdicts.p_value:.2g}"
-    )
-    print(f"agreement with the judge of the run: {result.judge_agreement:.3f}")
+    if opponent == "sample":
+        print(
+            f"{done.votes} votes, {verdicts.ties} of them ties; agreement with the judge of the samples:"
+            f" {result.judge_agreement:.3f}"
+        )
+    else:
+        print(
+            f"win rate of the policy over {_OPPONENTS[opponent]}:"
+            f" {rate.mean:.3f} [{rate.low:.3f}, {rate.high:.3f}] by {done.votes} votes ({verdicts.wins} wins,"
+            f" {verdicts.losses} losses, {verdicts.ties} ties); p = {verdicts.p_value:.2g}"
+        )
+        print(f"agreement with the judge of the run: {result.judge_agreement:.3f}")
     left_out = f"; {done.left_out} without, because their prompt is a conversation" if done.left_out else ""
     print(printable(f"{done.rows} preference rows for data.preference: {done.file}{left_out}"))
     print(printable(f"MLflow: run {done.mlflow_run_id}" if done.mlflow_run_id else "not recorded in MLflow"))
-    return 0

@@ -1,9 +1,9 @@
 """Blind pairs for people: one HTML page, and the votes that it saves.
 
-The samples of an evaluation, or of a match, are shown in a random order, each with its two answers in a
-random order, which only the reader of the votes can undo. Prompts and answers are untrusted text (see
-`report`). The one script of the page is allowed by its digest, and the content security policy blocks all
-requests.
+The samples of an evaluation or of a match, or answers of the stage `sample`, are shown in a random order,
+each pair with its two answers in a random order, which only the reader of the votes can undo. Prompts and
+answers are untrusted text (see `report`). The one script of the page is allowed by its digest, and the
+content security policy blocks all requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from markupsafe import Markup
 
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.report import environment
+from rlhf_core.evaluation.sampled import SampledAnswer, read_answers
 from rlhf_core.evaluation.statistics import Interval, Verdicts, wilson
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files
 from rlhf_core.seeds import derive_seed
 
-Opponent = Literal["sft", "champion"]
+Opponent = Literal["sft", "champion", "sample"]
+"""Who wrote the other answer. `sample`: the policy as well, in the stage `sample`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class BlindPair:
     """One sample as it is shown."""
 
     sample: Mapping[str, Any]
-    """Row of `samples.jsonl` or `match_samples.jsonl`."""
+    """Row of `samples.jsonl` or `match_samples.jsonl`, or of the same form with two answers of the policy."""
     policy_first: bool
     opponent: Opponent = "sft"
 
@@ -84,6 +86,33 @@ def load_blind_pairs(file: Path, opponent: Opponent) -> list[BlindPair]:
     return blind_pairs(samples, hashlib.sha256(content).hexdigest(), opponent)
 
 
+def load_sampled_pairs(file: Path) -> list[BlindPair]:
+    """Return a pair of two different answers to each prompt in `answers.jsonl` that has them. The choice and
+    the orders are random, and the content of the file determines them.
+
+    Raises CorruptArtifact.
+    """
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    rng = random.Random(derive_seed(0, "review of samples", digest))
+    samples = []
+    for prompt in read_answers(file):
+        different = prompt.different
+        if len(different) < 2:
+            continue
+        one, other = rng.sample(different, 2)
+        sample = {"prompt_id": prompt.prompt_id, "prompt": prompt.prompt}
+        samples.append(sample | {"ppo": one.text, "sample": other.text, "winner": _winner(one, other)})
+    return blind_pairs(samples, digest, "sample")
+
+
+def _winner(one: SampledAnswer, other: SampledAnswer) -> str:
+    """Return which answer has the higher score."""
+    difference = (one.score or 0.0) - (other.score or 0.0)
+    if difference == 0:
+        return "tie"
+    return "ppo" if difference > 0 else "sample"
+
+
 def blind_pairs(
     samples: Sequence[Mapping[str, Any]], digest: str, opponent: Opponent = "sft"
 ) -> list[BlindPair]:
@@ -101,8 +130,11 @@ def page_digest(pairs: Sequence[BlindPair]) -> str:
     return hashlib.sha256(json.dumps([FORMAT, shown]).encode()).hexdigest()
 
 
-def render_page(name: str, pairs: Sequence[BlindPair]) -> str:
-    """Return the HTML document. The same pairs always give the same bytes."""
+def render_page(name: str, pairs: Sequence[BlindPair], options: str = "") -> str:
+    """Return the HTML document. The same arguments always give the same bytes.
+
+    `options` are those of the command that reads the votes, such as ` --of sample`.
+    """
     script = environment().get_template("review.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = environment().get_template("review.html.j2")
@@ -110,6 +142,7 @@ def render_page(name: str, pairs: Sequence[BlindPair]) -> str:
         name=name,
         pairs=pairs,
         digest=page_digest(pairs),
+        options=options,
         # Not escaped, because the digest is that of the text as it is.
         script=Markup(script),
         script_digest=f"sha256-{digest}",
@@ -127,7 +160,7 @@ def read_votes(file: VoteFile, pairs: Sequence[BlindPair]) -> list[Vote]:
     if file.page != page:
         raise InputError(
             f"{file.name}: the file has the votes of the page {file.page[:8]}, but the page of this run is"
-            f" {page[:8]}; name the run whose page was reviewed"
+            f" {page[:8]}; name the run whose page was reviewed, with the same --of and --against"
         )
     if len(file.choices) != len(pairs):
         raise InputError(

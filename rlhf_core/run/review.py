@@ -1,8 +1,9 @@
-"""`rlhf review`: samples of a run's evaluation or match as a page for people, and what their votes say.
+"""`rlhf review`: answers of a run as a page for people, and what their votes say.
 
 {folder of the run}/review/  against-sft.html  votes-<digest>.json  preferences-<digest>.jsonl
 
-The digest is that of the file of votes, so that several people can vote and the same file counts once.
+The page has samples of the evaluation or of the match, or pairs of answers of the stage `sample`. The digest
+is that of the file of votes, so that several people can vote and the same file counts once.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from rlhf_core.evaluation.review import (
     Vote,
     count_votes,
     load_blind_pairs,
+    load_sampled_pairs,
     preference_rows,
     read_votes,
     render_page,
 )
-from rlhf_core.evaluation.votes import MAX_BYTES, parse_votes
+from rlhf_core.evaluation.sampled import ANSWERS
+from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.spec import config_from_json
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
@@ -44,8 +47,18 @@ from rlhf_core.types import ArtifactRef
 _SAMPLES: dict[Opponent, tuple[StageName, str]] = {
     "sft": ("evaluate", "samples.jsonl"),
     "champion": ("register", "match_samples.jsonl"),
+    "sample": ("sample", ANSWERS),
 }
 """Stage and file of the samples."""
+_OPTIONS: dict[Opponent, str] = {"sft": "", "champion": " --against champion", "sample": " --of sample"}
+"""Options of the command that choose the page."""
+_MISSING: dict[Opponent, str] = {
+    "sft": "no samples; run the configuration again",
+    "champion": "no samples of a match: there was none; use --against sft",
+    "sample": f"no {ANSWERS}: an earlier release made it; run the configuration again",
+}
+_PAIRS = 50
+"""Pairs on a page of the stage `sample`: ten minutes for a person."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +71,47 @@ class Review:
     """Where the files of the review are."""
     opponent: Opponent
     pairs: list[BlindPair]
+    """In the order of the page. With `sample`, a page has the first ones only."""
     home: Home
     summary: Mapping[str, Any]
     config: PipelineConfig
     """Configuration of the run."""
     endpoint: str | None
 
-    def write_page(self, path: Path | None) -> Path:
-        """Write the page to `path`, by default into the folder, and return its path."""
-        path = path or self.folder / f"against-{self.opponent}.html"
+    @property
+    def options(self) -> str:
+        """Options of the command that choose the page, such as ` --of sample`."""
+        return _OPTIONS[self.opponent]
+
+    def write_page(self, path: Path | None, pairs: int | None = None) -> tuple[Path, int]:
+        """Write the page, and return its path and the number of its pairs.
+
+        Args:
+            path: Default: a file in the folder.
+            pairs: With `sample`, the number of pairs, or all if there are fewer. Default: 50.
+
+        Raises:
+            InputError: `pairs` is less than 1, or is given for another page, whose samples are all shown.
+        """
+        shown = self.pairs
+        if self.opponent == "sample":
+            if pairs is not None and pairs < 1:
+                raise InputError(f"--pairs: must be at least 1; got {pairs}; leave it out for {_PAIRS}")
+            shown = self.pairs[: pairs or _PAIRS]
+        elif pairs is not None:
+            raise InputError(
+                f"--pairs: is for --of sample; got {pairs} for another page, which has evaluate.samples"
+                " pairs; leave it out"
+            )
+        name = "of-sample" if self.opponent == "sample" else f"against-{self.opponent}"
+        path = path or self.folder / f"{name}.html"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, render_page(self.name, self.pairs))
-        return path
+        write_atomic(path, render_page(self.name, shown, self.options))
+        return path, len(shown)
+
+    def pairs_of(self, file: VoteFile) -> list[BlindPair]:
+        """Return the pairs of the page that saved a file of votes, if it was one of this run."""
+        return self.pairs[: len(file.choices)] if self.opponent == "sample" else self.pairs
 
 
 @dataclass(frozen=True)
@@ -94,11 +136,13 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
     Args:
         run: Name of the run, or the path of its folder or of its `summary.json`.
         home: Folder of the runs.
-        opponent: `sft`: samples of the evaluation; `champion`: those of the match.
+        opponent: `sft`: samples of the evaluation; `champion`: those of the match; `sample`: pairs of answers
+            of the stage `sample`.
         endpoint: URL of an S3-compatible server.
 
     Raises:
-        InputError: There is no such run, or it has no evaluation or no match.
+        InputError: There is no such run, or it has no evaluation, match or stage `sample`, or the stage has
+            no pair of different answers.
         CorruptArtifact: The samples are damaged.
     """
     place = Home.of(home)
@@ -107,12 +151,21 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
     stage, samples_name = _SAMPLES[opponent]
     stages = (summary or {}).get("stages")
     if summary is None or not isinstance(stages, dict) or stage not in stages:
-        raise InputError(f"{file} has no stage {stage}; run it first")
+        fix = "run the configuration with a section sample" if stage == "sample" else "run it first"
+        raise InputError(f"{file} has no stage {stage}; {fix}")
     artifacts, ref = _artifact(summary, stage, place, endpoint)
     samples_file = artifacts.fetch(ref) / samples_name
     if not samples_file.is_file():
-        raise InputError(f"{ref.uri} has no samples of a match: there was none; use --against sft")
-    pairs = load_blind_pairs(samples_file, opponent)
+        raise InputError(f"{ref.uri} has {_MISSING[opponent]}")
+    if opponent == "sample":
+        pairs = load_sampled_pairs(samples_file)
+        if not pairs:
+            raise InputError(
+                f"{ref.uri} has no prompt with two different answers that can be data; raise sample.answers,"
+                " sample.temperature or ppo.max_new_tokens"
+            )
+    else:
+        pairs = load_blind_pairs(samples_file, opponent)
     config = config_from_json(artifacts.config(ref))
     name = str(summary.get("run", file.parent.name))
     return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
@@ -131,7 +184,7 @@ def record_votes(review: Review, path: Path) -> Recorded:
     except OSError as error:
         raise InputError(f"--votes: cannot read {path}: {error.strerror or error}") from error
     file = parse_votes(content.decode("utf-8", "replace"), f"--votes: {path}")
-    votes = read_votes(file, review.pairs)
+    votes = read_votes(file, review.pairs_of(file))
     if not votes:
         raise InputError(f"{file.name}: the file has no vote; vote on the page and save again")
     result = count_votes(votes, confidence=review.config.evaluate.confidence)
@@ -153,12 +206,11 @@ def _log(
     review: Review, run_id: str, result: ReviewResult, count: int, saved: int, files: list[Path]
 ) -> None:
     mlflow = _tracker(review)
-    prefix = f"review/against_{review.opponent}"
-    metrics = {
-        **{f"{prefix}/win_rate/{part}": value for part, value in result.win_rate.to_json().items()},
-        f"{prefix}/judge_agreement": result.judge_agreement,
-        f"{prefix}/votes": float(count),
-    }
+    prefix = "review/of_sample" if review.opponent == "sample" else f"review/against_{review.opponent}"
+    metrics = {f"{prefix}/judge_agreement": result.judge_agreement, f"{prefix}/votes": float(count)}
+    # Both answers of the stage `sample` are of the policy, so nobody wins.
+    if review.opponent != "sample":
+        metrics |= {f"{prefix}/win_rate/{part}": value for part, value in result.win_rate.to_json().items()}
     with registry_errors(mlflow, f"record the votes in the run {run_id}"):
         mlflow.log_points(run_id, [Point(name, value, 0, saved) for name, value in metrics.items()])
         for file in files:
@@ -180,9 +232,9 @@ def _tracker(review: Review) -> Mlflow:
 
 def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
     """Return the votes whose prompt is a single message: samples have the text of a prompt only, which is not
-    the prompt of a conversation or of one with a system message.
+    the prompt of a conversation or of one with a system message. The stage `sample` has no others.
     """
-    if review.config.data.template == "plain":
+    if review.config.data.template == "plain" or review.opponent == "sample":
         return votes
     artifacts, ref = _artifact(review.summary, "data", review.home, review.endpoint)
     folder = artifacts.fetch(ref)

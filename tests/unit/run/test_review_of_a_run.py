@@ -73,7 +73,7 @@ def saved_votes(run: Path, choices: dict[str, str]) -> Path:
     """Write a file of votes: `sft`, `ppo` or `tie` by prompt."""
     home = run.parent.parent.parent
     review = open_review("small-seed0", str(home))
-    page = review.write_page(None).read_text()
+    page = review.write_page(None)[0].read_text()
     votes = []
     for pair in review.pairs:
         choice = choices.get(pair.sample["prompt_id"])
@@ -161,6 +161,8 @@ def test_what_cannot_be_reviewed_is_an_input_error(run: Path, capsys: pytest.Cap
     assert "must be a file that a review page saved" in capsys.readouterr().err
     assert rlhf("review", "small-seed0", "--home", home, "--against", "champion") == 2
     assert "has no stage register" in capsys.readouterr().err
+    assert rlhf("review", "small-seed0", "--home", home, "--pairs", 5) == 2
+    assert "--pairs: is for --of sample; got 5 for another page" in capsys.readouterr().err
     summary = json.loads(run.read_text())
     del summary["stages"]["evaluate"]
     run.write_text(json.dumps(summary))
