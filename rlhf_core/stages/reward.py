@@ -75,6 +75,16 @@ def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> Sta
         context.output,
         stage,
     )
+    return finish(config, context, stage, metrics)
+
+
+def finish(
+    config: PipelineConfig, context: StageContext, stage: StageName, metrics: dict[str, float]
+) -> StageResult:
+    """Complete the folders of trained models, and return the result of the stage.
+
+    Raises GateFailed if `metrics` are below the limit of the stage.
+    """
     for folder in member_folders(context.output / "model"):
         shutil.copytree(context.inputs["data"] / "tokenizer", folder, dirs_exist_ok=True)
     context.metrics.flush()

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from rlhf_core.weight_sync.sender import WeightSender
 from rlhf_core.weight_sync.transport import TransportConfig
 from rlhf_core.weight_sync.vllm_transport import row_blocks
 from rlhf_core.weight_sync.wire import Acknowledgement, TensorSpec
+from tests.support.cuda_on_cpu import replace_cuda
 
 RANKS, ENGINES, WORKERS = 2, 2, 2
 torch.manual_seed(0)
@@ -96,7 +97,7 @@ class Communicator:
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     made = Network()
     m2n: Any = ModuleType("nccl.m2n")
     m2n.Mesh = lambda dims, start_rank: SimpleNamespace(dims=dims, start=start_rank)
@@ -105,22 +106,16 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     m2n.Config = lambda max_cta: None
     m2n.Handle = SimpleNamespace(create=lambda config: object())
     m2n.reshard = made.reshard
-    monkeypatch.setitem(sys.modules, "nccl", SimpleNamespace(m2n=m2n))
-    monkeypatch.setitem(sys.modules, "nccl.m2n", m2n)
+    replace_cuda(monkeypatch)
     monkeypatch.setattr(
         nccl_common,
         "stateless_init_process_group",
         lambda _address, _port, rank, _size, device: Communicator(made, rank),
     )
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _self, _stream: None)
     monkeypatch.setattr(reload, "initialize_layerwise_reload", lambda _model: None)
     monkeypatch.setattr(reload, "finalize_layerwise_reload", lambda _model, _config: None)
-    return made
+    with mock.patch.dict(sys.modules, {"nccl": SimpleNamespace(m2n=m2n), "nccl.m2n": m2n}):
+        yield made
 
 
 class Model(torch.nn.Module):

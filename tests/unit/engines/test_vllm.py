@@ -18,9 +18,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -30,19 +32,33 @@ from rlhf_core.errors import InfrastructureError, OutOfMemory, WeightSyncError
 from rlhf_core.types import PromptExample
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The options of the last engine."""
-    found: dict[str, Any] = {}
+class ScriptedVllm:
+    """Stands for the package vllm."""
 
-    def llm(**options: Any) -> Any:
-        found.update(options)
+    SamplingParams = TokensPrompt = SimpleNamespace
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        """Of the last engine."""
+        self.error: Exception | None = None
+        """Is raised by an engine that starts."""
+
+    def LLM(self, **options: Any) -> Any:  # vLLM's name
+        if self.error is not None:
+            raise self.error
+        self.options.update(options)
         return SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: None))
 
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
-    monkeypatch.setitem(
-        sys.modules, "vllm.config.weight_transfer", SimpleNamespace(WeightTransferConfig=dict)
-    )
+    def modules(self) -> dict[str, Any]:
+        return {
+            "vllm": self,
+            "vllm.config.weight_transfer": SimpleNamespace(WeightTransferConfig=dict),
+            "vllm.lora.request": SimpleNamespace(LoRARequest=None),
+        }
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedVllm]:
     for name in (
         "VLLM_LOGGING_LEVEL",
         "VLLM_NO_USAGE_STATS",
@@ -54,7 +70,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "TORCHDYNAMO_DISABLE",
     ):
         monkeypatch.setenv(name, "1")
-    return found
+    scripted = ScriptedVllm()
+    with mock.patch.dict(sys.modules, scripted.modules()):
+        yield scripted
+
+
+@pytest.fixture
+def asked(vllm: ScriptedVllm) -> dict[str, Any]:
+    """The options of the last engine."""
+    return vllm.options
 
 
 @pytest.mark.parametrize(("devices", "backend"), [(1, "uni"), (2, "mp"), (8, "mp")])
@@ -156,12 +180,9 @@ def test_vllm_gets_its_settings_of_sampling_and_matrix_products_on_a_gpu(
     ],
 )
 def test_missing_memory_is_reported(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, error: type[Exception]
+    vllm: ScriptedVllm, tmp_path: Path, words: str, error: type[Exception]
 ) -> None:
-    def llm(**_options: Any) -> Any:
-        raise ValueError(words)
-
-    monkeypatch.setattr(sys.modules["vllm"], "LLM", llm)
+    vllm.error = ValueError(words)
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     with pytest.raises(error) as raised:
         Engine(tmp_path, EngineConfig(), device="cpu", max_model_len=64, seed=0)
@@ -208,14 +229,9 @@ class ScriptedLLM:
 def test_prompts_are_taken_while_others_are_sampled(
     asked: dict[str, Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     max_num_seqs: int,
     asked_for: list[int],
 ) -> None:
-    vllm = sys.modules["vllm"]
-    monkeypatch.setattr(vllm, "SamplingParams", SimpleNamespace, raising=False)
-    monkeypatch.setattr(vllm, "TokensPrompt", SimpleNamespace, raising=False)
-    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=None))
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     engine = Engine(tmp_path, EngineConfig(max_num_seqs=max_num_seqs), device="cpu", max_model_len=64, seed=0)
     engine.llm = llm = ScriptedLLM()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster import ranks as launch
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed
 from rlhf_core.run.next_stage import NextStage
@@ -31,17 +30,13 @@ def test_gate_names_accuracy_and_limit() -> None:
     check_gate(config, "reward", {"accuracy": 0.9, "ensemble/accuracy": 0.1, "member_1/margin": 0.1})
 
 
-def test_a_reward_model_below_the_limit_fails_its_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_model_below_the_limit_fails_its_stage(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     config = config_from_tree({"run": {"device": "cpu"}, "reward": {"min_accuracy": 0.6}}, "test")
     context = stage_context(tmp_path, inputs={"data": tmp_path, "sft": tmp_path})
-    monkeypatch.setattr(launch, "run_ranks", lambda *_args, **_named: {"accuracy": 0.6})
-    assert reward.run(config, context).metrics == {"accuracy": 0.6}
-    monkeypatch.setattr(launch, "run_ranks", lambda *_args, **_named: {"accuracy": 0.59})
+    assert reward.finish(config, context, "reward", {"accuracy": 0.6}).metrics == {"accuracy": 0.6}
     with pytest.raises(GateFailed, match=r"accuracy 0\.590 is below"):
-        reward.run(config, context)
+        reward.finish(config, context, "reward", {"accuracy": 0.59})
 
 
 def test_reused_reward_model_below_the_limit_fails(tmp_path: Path) -> None:

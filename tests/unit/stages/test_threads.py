@@ -8,30 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.cluster import ranks
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.stages.epochs import train_on_ranks
 from rlhf_core.testing import stage_context
+from rlhf_core.testing.ranks import scripted_ranks
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(3, 3), (None, 1)])
-def test_a_stage_trains_with_its_own_threads(
-    threads: int | None, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def run_here(target: Any, _ranks: int, _device: str, *args: Any, rank_zero: Any, **_options: Any) -> Any:
-        return target(None, *args, rank_zero)
-
+def test_a_stage_trains_with_its_own_threads(threads: int | None, expected: int, tmp_path: Path) -> None:
     def train(_rank: Any, _config: PipelineConfig, _context: Any) -> dict[str, float]:
         return {"threads": float(torch.get_num_threads())}
 
-    monkeypatch.setattr(ranks, "run_ranks", run_here)
     config = PipelineConfig()
-    settings = config.sft.model_copy(update={"threads": threads})
+    two_ranks = config.sft.deepspeed.model_copy(update={"ranks": 2})
+    settings = config.sft.model_copy(update={"threads": threads, "deepspeed": two_ranks})
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = train_on_ranks(train, settings, config, stage_context(tmp_path))
+        with scripted_ranks():
+            found = train_on_ranks(train, settings, config, stage_context(tmp_path))
         assert (found, torch.get_num_threads()) == ({"threads": expected}, 1)
     finally:
         torch.set_num_threads(before)

@@ -19,6 +19,7 @@ from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.sender import WeightSender
 from rlhf_core.weight_sync.transport import TransportConfig
 from rlhf_core.weight_sync.wire import GlooSource, TensorSpec
+from tests.support.cuda_on_cpu import replace_cuda
 
 BIG = 3 << 20
 """Float32 numbers of each tensor: beyond what sockets buffer, so that a broadcast needs somebody to read it.
@@ -69,14 +70,13 @@ def test_a_failing_engine_is_reported_immediately(leaves: bool) -> None:
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_weights_are_read_after_gpu_synchronization(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
-    done: list[str] = []
+    done = replace_cuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         done.append("read")
         yield "a", torch.zeros(1)
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("queue done"))
     sender = WeightSender(
         weights,
         [TensorSpec("a", torch.float32, (1,))],
