@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,31 @@ def answers(engine: Engine, prompts: list[PromptExample], seeds: list[int]) -> l
     return engine.generate(prompts, n=1, max_new_tokens=14, temperature=1.0, seeds=seeds, policy_version=0)
 
 
+@pytest.fixture
+def results_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[Any]]:
+    """Return a list to which each call of a method adds its result.
+
+    Engines run without the statistics of vLLM, which count preemptions and cached tokens.
+    """
+
+    def record(owner: Any, name: str) -> list[Any]:
+        method, results = getattr(owner, name), []
+
+        def recorded(*args: Any, **options: Any) -> Any:
+            results.append(method(*args, **options))
+            return results[-1]
+
+        monkeypatch.setattr(owner, name, recorded)
+        return results
+
+    return record
+
+
 def test_a_large_batch_is_bit_identical_when_repeated(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, results_of: Callable[[Any, str], list[Any]]
 ) -> None:
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def counted(request: object, *args: object, **options: object) -> None:
-        preempted.append(request)
-        preempt(request, *args, **options)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", counted)
+    preempted = results_of(scheduler, "_preempt_request")
     chance = random.Random(0)
     prompts = [
         PromptExample(f"p{i}", "", tuple(chance.randrange(3, 101) for _ in range(117 + i % 7)))
@@ -93,27 +107,24 @@ def test_a_large_batch_is_bit_identical_when_repeated(
 
 @pytest.mark.parametrize("engine", [EngineConfig(prefix_caching=True)], indirect=True)
 def test_samples_share_the_keys_of_their_prompt_until_the_weights_change(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, results_of: Callable[[Any, str], list[Any]]
 ) -> None:
     cache = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    look_up, found = cache.get_computed_blocks, []
-
-    def counted(*args: object) -> object:
-        answer = look_up(*args)
-        found.append(answer[1])
-        return answer
-
-    monkeypatch.setattr(cache, "get_computed_blocks", counted)
+    looked_up = results_of(cache, "get_computed_blocks")
     prompt = PromptExample("p", "", tuple(random.Random(0).randrange(3, 101) for _ in range(140)))
 
+    def found() -> list[int]:
+        """Tokens of each request that were in the cache."""
+        return [answer[1] for answer in looked_up]
+
     def sample() -> list[Rollout]:
-        found.clear()
+        looked_up.clear()
         return engine.generate([prompt], n=3, max_new_tokens=14, temperature=1.0, seeds=[0], policy_version=0)
 
     first = sample()
-    assert found == [0, 128, 128], "blocks of 128 tokens"
+    assert found() == [0, 128, 128], "blocks of 128 tokens"
     assert [row.response_ids for row in sample()] == [row.response_ids for row in first]
-    assert found == [128, 128, 128]
+    assert found() == [128, 128, 128]
 
     def change(model: Any) -> None:
         for name, parameter in model.named_parameters():
@@ -124,6 +135,6 @@ def test_samples_share_the_keys_of_their_prompt_until_the_weights_change(
     stale = sample()
     engine.forget_prefixes()
     fresh = sample()
-    assert found == [0, 128, 128]
+    assert found() == [0, 128, 128]
     assert fresh != stale
     assert [row.response_ids for row in sample()] == [row.response_ids for row in fresh]
