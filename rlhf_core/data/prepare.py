@@ -145,7 +145,7 @@ def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]
         positions = config.model.tiny.max_positions
     else:
         tokenizer = load_tokenizer(config.model.path, config.model.revision)
-        positions = _context_length(config, len(tokenizer))
+        positions = _context_length(config, base_model_config(config), len(tokenizer))
     if config.data.chat_template is not None:
         try:
             tokenizer.chat_template = read_chat_template(config.data.chat_template).decode()
@@ -157,13 +157,13 @@ def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]
     return tokenizer, positions
 
 
-def _context_length(config: PipelineConfig, vocabulary: int) -> int:
+def _context_length(config: PipelineConfig, settings: Mapping[str, Any], vocabulary: int) -> int:
     """Return the base model's context length. Raises an InputError if tokenizer or lengths do not fit it.
 
-    The preflight has checked a local model, but not one of the hub.
+    `settings` is the content of the model's config.json. The preflight has checked that of a local model, but
+    not one of the hub.
     """
     path = str(config.model.path)
-    settings = base_model_config(config)
     if is_hub_model(path):
         from transformers import AutoConfig
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from rlhf_core.models import policy as module
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import Policy
+from tests.support.two_ranks import as_rank_one
 
 VOCABULARY = 53
 TOKENS = 24
@@ -71,20 +72,13 @@ def test_parts_give_what_the_whole_gives(policy: Policy, rows: int) -> None:
         torch.testing.assert_close(parts[name], tensor, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_that_share_the_weight_call_the_head_equally_often(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_share_the_weight_call_the_head_equally_often(policy: Policy) -> None:
     whole, _ = outcome(policy, 1 << 27)
     calls: list[int] = []
     policy.lm.lm_head.register_forward_hook(lambda _module, inputs, _output: calls.append(len(inputs[0])))
     policy.lm.lm_head.weight.ds_id = 0  # as ZeRO-3 marks what it shards
-
-    def another_rank_has_more(count: torch.Tensor, _how: Any) -> None:
-        count.fill_(5)
-
-    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(module.dist, "all_reduce", another_rank_has_more)
-    parts, _ = outcome(policy, 8 * VOCABULARY)
+    with as_rank_one(lambda: dist.all_reduce(torch.tensor(5), dist.ReduceOp.MAX)):
+        parts, _ = outcome(policy, 8 * VOCABULARY)
     assert calls[:5] == [8, 8, 8, 0, 0]
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-12, atol=1e-12)

@@ -144,11 +144,10 @@ def test_a_hub_model_is_checked_before_its_rows_are_read(
         data.run(config, stage_context(tmp_path))
 
 
-def test_a_hub_model_with_positions_that_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_with_positions_that_change_is_refused() -> None:
     from rlhf_core.data import prepare
 
     settings = {"model_type": "llama", "max_position_embeddings": 4096, "attention_chunk_size": 32}
-    monkeypatch.setattr(prepare, "base_model_config", lambda config: settings)
     config = config_from_tree({"run": {"device": "cpu"}, "model": {"path": "o/m"}}, "test")
     with pytest.raises(ConfigError, match="attention_chunk_size"):
-        prepare._context_length(config, 10)
+        prepare._context_length(config, settings, 10)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,14 @@ from rlhf_core.models.ensemble import load_ensemble, member_folder
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
+from rlhf_core.system.heartbeat import Monitor, current_activity, register, unregister
 from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, scripted_trainers, single_rank
 from rlhf_core.types import PairExample, StageContext
 from tests.support.tiny_llama import save_tiny_llama
+from tests.support.two_ranks import as_rank_one
 
 STEPS, MEMBERS = 4, 3
 ENSEMBLE = EnsembleConfig(members=MEMBERS, combine="mean")
@@ -117,40 +121,59 @@ def test_a_stage_that_ends_after_any_step_continues_to_the_same_result(tmp_path:
             assert len(trained) == STEPS * MEMBERS - first
 
 
-def test_other_ranks_begin_with_the_member_of_rank_zero(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def from_rank_zero(found: list[Any], src: int) -> None:
-        found[0] = (1, None)
+def test_other_ranks_begin_with_the_member_of_rank_zero(tmp_path: Path) -> None:
+    """Rank 0, a process of its own, continues in the second member."""
+    with pytest.raises(Killed):
+        run(tmp_path, (1, 3))
+    empty(tmp_path)
+    out, heartbeats = tmp_path / "output", tmp_path / "heartbeats"
+    heartbeats.mkdir()
+
+    def train_on_rank_zero(number: int, _context: StageContext | None) -> Member:
+        deadline = time.monotonic() + 30
+        while number + 1 < MEMBERS and not other_waits():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        folder = member_folder(out / "model", number)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(f"member {number}")
+        return Member({"accuracy": 1.0}, [0.0, 1.0, 2.0, 1.0])
+
+    def other_waits() -> bool:
+        [other] = Monitor(heartbeats).local()
+        return (other.activity, other.stall_after) == ("wait for rank 0", math.inf)
 
     trained = []
 
     def train_here(number: int, context: StageContext | None) -> Member:
-        assert context is None
-        trained.append(number)
+        assert context is None and current_activity() == f"load reward model {number}"
+        trained.append((number, (member_folder(out / "model", number - 1) / "weights").exists()))
         return Member({}, [])
 
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", from_rank_zero)
-    done: list[Any] = []
-    monkeypatch.setattr("rlhf_core.stages.members.heartbeat", lambda *given: done.append(given))
-    monkeypatch.setattr("rlhf_core.stages.members.wait_for_rank_zero", done.append)
-    metrics = train_members(
-        ENSEMBLE,
-        train_here,
-        lambda metrics: pytest.fail("only rank 0 knows all metrics"),
-        steps=STEPS,
-        start_seconds=1.0,
-        out=tmp_path / "output",
-        work=tmp_path,
-        context=None,
+    def train_all(
+        train_one: Callable[[int, StageContext | None], Member], context: StageContext | None
+    ) -> Any:
+        return train_members(
+            ENSEMBLE,
+            train_one,
+            lambda metrics: None if context is not None else pytest.fail("only rank 0 knows all metrics"),
+            steps=STEPS,
+            start_seconds=1.0,
+            out=out,
+            work=tmp_path / "scratch",
+            context=context,
+        )
+
+    register(heartbeats, "rank 1", 600.0)
+    try:
+        with as_rank_one(lambda: train_all(train_on_rank_zero, stage_context(tmp_path))):
+            metrics = train_all(train_here, None)
+    finally:
+        unregister()
+    assert (trained, metrics) == ([(1, True), (2, True)], {}), (
+        "not before rank 0 has the files of the last one"
     )
-    assert (trained, metrics) == ([1, 2], {}) and not (tmp_path / "output").exists()
-    wait = ("wait for rank 0", math.inf)
-    assert done == [
-        ("restore", math.inf), "restored members",
-        wait, "reward model 1", ("load reward model 1", 1.0),
-        wait, "reward model 2", ("load reward model 2", 1.0),
-    ]  # fmt: skip
+    assert (out / "model" / "member-2" / "weights").read_text() == "member 2"
 
 
 @pytest.mark.parametrize("links", [True, False])
