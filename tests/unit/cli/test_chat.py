@@ -72,9 +72,12 @@ def port() -> Iterator[int]:
         thread.join()
 
 
-def chat(monkeypatch: pytest.MonkeyPatch, port: int, typed: str, model: str = "demo") -> int:
+def chat(
+    monkeypatch: pytest.MonkeyPatch, port: int, typed: str, model: str = "demo", option: str = "--port"
+) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    return main(["chat", model, "--port", str(port)])
+    address = str(port) if option == "--port" else f"http://127.0.0.1:{port}/v1"
+    return main(["chat", model, option, address])
 
 
 def test_a_conversation_is_sent_whole(
@@ -100,8 +103,7 @@ def test_the_key_goes_to_the_own_server_only(port: int, monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_API_KEY", "own")
     monkeypatch.setenv("OPENAI_API_KEY", "others")
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port(18000)}")
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    assert main(["chat", "demo", "--url", f"http://127.0.0.1:{port}/v1"]) == 0
+    assert chat(monkeypatch, port, "hello\n", option="--url") == 0
     assert chat(monkeypatch, port, "hello\n") == 0
     assert Handler.keys == ["Bearer others", "Bearer own"]
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -135,18 +134,12 @@ def test_argument_that_is_not_an_override_is_refused(
     ],
 )
 def test_each_error_and_signal_has_its_exit_code(
-    error: BaseException,
-    code: int,
-    word: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, code: int, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(arguments: Any) -> int:
+    def fail() -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_status", fail)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert cli.main(["status"]) == code
+    assert cli.exit_code(fail) == code
     assert word in capsys.readouterr().err
 
 

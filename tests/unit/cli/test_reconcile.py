@@ -12,20 +12,19 @@
 
 from __future__ import annotations
 
-import http.client
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from rlhf_cli import reconcile
 from rlhf_cli.reconcile import (
     MAX_CONSECUTIVE_LOSSES,
     MAX_LOSSES,
@@ -111,13 +110,40 @@ def test_run_is_given_up_after_the_maximum_number_of_losses() -> None:
 class Server:
     """The three calls of Prefect's API that the reconciler makes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
         self.sets: list[tuple[str, str]] = []
         self.down = self.incomplete = False
+        """Whether connections are closed without an answer, and whether answers are cut off."""
         self.history: dict[str, list[dict[str, Any]]] = {}
-        monkeypatch.setattr(reconcile, "post", self.post)
-        monkeypatch.setattr(reconcile, "get", lambda url, auth: self.history[url.partition("=")[2]])
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer(200, server.history[self.path.partition("=")[2]])
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not server.down:
+                    self.answer(*server.post(self.path, body))
+
+            def answer(self, status: int, content: Any) -> None:
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data[:1] if server.incomplete else data)
+
+            def log_message(self, *_: Any) -> None:
+                """Write nothing to standard error."""
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.api = f"http://127.0.0.1:{self._http.server_port}/api"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
 
     def add(self, name: str, state: str, age: float = 60.0, worker: str | None = "here") -> None:
         since = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
@@ -129,31 +155,30 @@ class Server:
         }
         self.history.setdefault(name, []).append(self.runs[name]["state"])
 
-    def post(self, url: str, body: Mapping[str, Any], seconds: float = 10.0, auth: str | None = None) -> Any:
-        if self.incomplete:
-            raise http.client.IncompleteRead(b"{")
-        if self.down:
-            raise urllib.error.URLError("refused")
-        if url.endswith("/filter"):
+    def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Return status and content of the answer to a POST request."""
+        if path.endswith("/filter"):
             wanted = body["flow_runs"]["state"]["type"]["any_"]
-            return [run for run in self.runs.values() if run["state"]["type"] in wanted]
-        name = url.split("/")[-2]
+            return 200, [run for run in self.runs.values() if run["state"]["type"] in wanted]
+        name = path.split("/")[-2]
         if name == "refused":
-            raise urllib.error.HTTPError(url, 409, "Conflict", Message(), None)
+            return 409, {"detail": "Conflict"}
         self.sets.append((name, body["state"]["name"]))
         self.add(name, body["state"]["type"], age=0.0)
-        return {"status": "ACCEPT"}
+        return 200, {"status": "ACCEPT"}
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    return Server(monkeypatch)
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
 
 
 def test_lost_run_is_crashed_and_scheduled_in_the_second_poll(server: Server) -> None:
     server.add("lost", "RUNNING")
     server.add("alive", "RUNNING")
-    reconciler = Reconciler("http://x/api", "here", find_alive=lambda: {"alive"})
+    reconciler = Reconciler(server.api, "here", find_alive=lambda: {"alive"})
     reconciler.poll()
     assert server.sets == []
     reconciler.poll()
@@ -162,13 +187,13 @@ def test_lost_run_is_crashed_and_scheduled_in_the_second_poll(server: Server) ->
 
 def test_run_of_a_worker_on_another_host_is_never_changed(server: Server) -> None:
     for state in ("RUNNING", "PENDING", "CANCELLING", "CRASHED"):
-        server.add(f"elsewhere {state}", state, worker="there")
-    server.add("without a worker", "RUNNING", worker=None)
-    server.add("taken by a worker that was killed", "PENDING", worker=None)
-    reconciler = Reconciler("http://x/api", "here", find_alive=set)
+        server.add(f"elsewhere-{state}", state, worker="there")
+    server.add("without-a-worker", "RUNNING", worker=None)
+    server.add("taken-by-a-worker-that-was-killed", "PENDING", worker=None)
+    reconciler = Reconciler(server.api, "here", find_alive=set)
     for _ in range(2 * MISSING_POLLS):
         reconciler.poll()
-    assert {name for name, _ in server.sets} == {"taken by a worker that was killed"}
+    assert {name for name, _ in server.sets} == {"taken-by-a-worker-that-was-killed"}
 
 
 def test_refused_run_does_not_prevent_the_others(
@@ -176,7 +201,7 @@ def test_refused_run_does_not_prevent_the_others(
 ) -> None:
     server.add("refused", "RUNNING")
     server.add("lost", "RUNNING")
-    reconciler = Reconciler("http://x/api", "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_alive=set)
     for _ in range(3):
         reconciler.poll()
     assert ("lost", "AwaitingRetry") in server.sets
@@ -184,7 +209,7 @@ def test_refused_run_does_not_prevent_the_others(
 
 def test_incomplete_response_changes_nothing(server: Server) -> None:
     server.add("lost", "RUNNING")
-    reconciler = Reconciler("http://x/api", "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_alive=set)
     server.incomplete = True
     reconciler.poll()
     server.incomplete = False
@@ -196,7 +221,7 @@ def test_incomplete_response_changes_nothing(server: Server) -> None:
 def test_poll_with_a_process_resets_the_count_of_polls(server: Server) -> None:
     server.add("run", "RUNNING")
     alive: set[str] = set()
-    reconciler = Reconciler("http://x/api", "here", find_alive=lambda: alive)
+    reconciler = Reconciler(server.api, "here", find_alive=lambda: alive)
     reconciler.poll()
     alive.add("run")
     reconciler.poll()
@@ -206,14 +231,14 @@ def test_poll_with_a_process_resets_the_count_of_polls(server: Server) -> None:
 
 
 def test_run_that_never_starts_is_given_up(server: Server) -> None:
-    reconciler = Reconciler("http://x/api", "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_alive=set)
     for _ in range(MAX_CONSECUTIVE_LOSSES - 1):
         server.add("stuck", "PENDING")  # a worker takes the run and loses it, each time
         reconciler.poll()
         reconciler.poll()
     assert server.sets.count(("stuck", "AwaitingRetry")) == MAX_CONSECUTIVE_LOSSES - 1
     server.add("stuck", "PENDING")
-    reconciler = Reconciler("http://x/api", "here", find_alive=set)  # the counts are in the server's history
+    reconciler = Reconciler(server.api, "here", find_alive=set)  # the counts are in the server's history
     reconciler.poll()
     reconciler.poll()
     assert server.sets[-1] == ("stuck", "Failed")
@@ -221,7 +246,7 @@ def test_run_that_never_starts_is_given_up(server: Server) -> None:
 
 def test_refused_run_is_ignored_for_some_polls(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.add("refused", "RUNNING")
-    reconciler = Reconciler("http://x/api", "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_alive=set)
     for _ in range(16):
         reconciler.poll()
     assert sum("HTTP Error 409" in record.getMessage() for record in caplog.records) == 1
@@ -232,7 +257,7 @@ def test_refused_run_is_ignored_for_some_polls(server: Server, caplog: pytest.Lo
 
 def test_unreachable_server_changes_nothing(server: Server) -> None:
     server.add("lost", "RUNNING")
-    reconciler = Reconciler("http://x/api", "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_alive=set)
     reconciler.poll()
     server.down = True
     reconciler.poll()

@@ -269,14 +269,12 @@ def test_secret_is_removed_from_output_and_log_of_commands(
     loggers = [logging.getLogger(name) for name in ("flows", "rlhf_cli", "rlhf_core")]
     before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
 
-    def fail(arguments: object) -> int:
+    def fail() -> int:
         set_up_logging(Home.of(tmp_path))
         raise RuntimeError(f"signature of {CANARY} does not match http://me:{CANARY}@host")
 
-    monkeypatch.setattr(cli, "_status", fail)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     try:
-        assert cli.main(["status"]) == 3
+        assert cli.exit_code(fail) == 3
     finally:
         for logger, handlers, level in before:
             logger.handlers[:] = handlers
