@@ -8,52 +8,97 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_cli import supervisor
 from rlhf_cli.servers import ServersState
-from rlhf_cli.supervisor import Supervisor
+from rlhf_cli.supervisor import PortTaken, Supervisor
 from rlhf_core.errors import StageFailed
 from rlhf_core.system.home import Home
+
+
+class PortsTaken(Supervisor):
+    """Another process takes the ports while the servers start for the first time. Nothing is started."""
+
+    def __init__(self, home: Home) -> None:
+        self.attempts: list[tuple[str, str, int, int]] = []
+        self._others = ExitStack()
+        super().__init__(home)
+
+    def _start(self) -> None:
+        prefect, mlflow = self.servers["prefect"].port, self.servers["mlflow"].port
+        assert prefect is not None and mlflow is not None
+        self.attempts.append((self.api, self.environment["PREFECT_API_URL"], prefect, mlflow))
+        if len(self.attempts) == 1:
+            for port in (prefect, mlflow):
+                with suppress(OSError):  # another test has taken it already
+                    self._others.enter_context(socket.create_server(("127.0.0.1", port)))
+            raise PortTaken(f"port {prefect} was taken")
+        self.stopping = True
+        self._others.close()
 
 
 def test_servers_are_restarted_on_other_ports_if_theirs_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ports = iter((11, 12, 13, 14))
-    monkeypatch.setattr(supervisor, "free_port", lambda preferred: next(ports))
-    own = Supervisor(Home.of(tmp_path))
-    attempts = []
-
-    def start() -> None:
-        attempts.append((own.api, own.environment["PREFECT_API_URL"], own.servers["mlflow"].port))
-        if len(attempts) == 1:
-            raise supervisor.PortTaken("port 11 was taken")
-        own.stopping = True
-
-    monkeypatch.setattr(own, "_start", start)
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    own = PortsTaken(Home.of(tmp_path))
     own.run()
-    first, second = "http://127.0.0.1:11/api", "http://127.0.0.1:13/api"
-    assert attempts == [(first, first, 12), (second, second, 14)]
+    first, second = own.attempts
+    for api, environment, port, _ in own.attempts:
+        assert api == environment == f"http://127.0.0.1:{port}/api"
+    assert not set(first[2:]) & set(second[2:])
 
 
-def test_worker_is_healthy_while_it_sends_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Supervisor(Home.of(tmp_path))
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    """A supervisor without external servers, which has started nothing."""
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    return Supervisor(Home.of(tmp_path))
+
+
+@pytest.fixture
+def workers(own: Supervisor) -> Iterator[list[dict[str, Any]]]:
+    """The workers that Prefect's server lists."""
+    listed: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(listed).encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Write nothing to standard error."""
+
+    with ThreadingHTTPServer(("127.0.0.1", own.servers["prefect"].port or 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield listed
+        server.shutdown()
+
+
+def test_worker_is_healthy_while_it_sends_heartbeats(own: Supervisor, workers: list[dict[str, Any]]) -> None:
     now = datetime.now(UTC)
-    workers = [{"last_heartbeat_time": (now - timedelta(days=1)).isoformat()}, {"last_heartbeat_time": None}]
-    monkeypatch.setattr(supervisor, "post", lambda url, body, auth: workers)
+    workers.append({"last_heartbeat_time": (now - timedelta(days=1)).isoformat()})
+    workers.append({"last_heartbeat_time": None})
     assert not own._worker_is_healthy()
     workers.append({"last_heartbeat_time": (now - timedelta(seconds=20)).isoformat()})
     assert own._worker_is_healthy()
 
-    def refuse(url: str, body: Any, auth: str) -> Any:
-        raise ConnectionRefusedError
 
-    monkeypatch.setattr(supervisor, "post", refuse)
+def test_worker_is_healthy_while_the_server_does_not_respond(own: Supervisor) -> None:
     assert own._worker_is_healthy(), "the server is to blame, not the worker"
 
 
@@ -68,13 +113,15 @@ def test_external_servers_are_used_and_not_started(tmp_path: Path, monkeypatch: 
     assert "PREFECT_API_AUTH_STRING" not in worker, "the local password must not be sent to other servers"
 
 
-def test_failed_start_is_in_the_state_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Supervisor(Home.of(tmp_path))
+class CannotStart(Supervisor):
+    """Prefect's server does not come up."""
 
-    def fail() -> None:
+    def _start(self) -> None:
         raise StageFailed("Prefect's server did not come up; see the log")
 
-    monkeypatch.setattr(own, "_start", fail)
+
+def test_failed_start_is_in_the_state_file(tmp_path: Path) -> None:
+    own = CannotStart(Home.of(tmp_path))
     with pytest.raises(StageFailed):
         own.run()
     state = ServersState.read(Home.of(tmp_path))

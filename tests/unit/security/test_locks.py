@@ -138,6 +138,19 @@ def test_unlocked_entry_is_named(lock: str, word: str) -> None:
     )
 
 
+PIP_AUDIT = """
+import json, pathlib, sys
+
+folder = pathlib.Path(__file__).parent
+requirements = pathlib.Path(sys.argv[sys.argv.index("--requirement") + 1])
+(folder / "asked").write_text(requirements.read_text())
+answer = json.loads((folder / "answer").read_text())
+if isinstance(answer, str):
+    sys.exit(answer)
+print(json.dumps(answer))
+sys.exit(1)
+"""
+"""A module in place of pip-audit, with the answer in a file next to it."""
 FINE: dict[str, Any] = {"name": "a", "version": "1.0", "vulns": []}
 KNOWN = {
     **FINE,
@@ -171,20 +184,15 @@ def test_audit_reports_its_findings_and_fails_without_lookups(
     answer: Any,
     code: int,
     words: list[str],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[str] = []
-
-    def answering(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        asked.extend(Path(command[command.index("--requirement") + 1]).read_text().splitlines())
-        fails = isinstance(answer, str)
-        return subprocess.CompletedProcess(
-            command, 1, "" if fails else json.dumps(answer), answer if fails else ""
-        )
-
-    monkeypatch.setattr(audit.subprocess, "run", answering)
+    (tmp_path / "pip_audit.py").write_text(PIP_AUDIT)
+    (tmp_path / "answer").write_text(json.dumps(answer))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert audit.main([]) == code
+    asked = (tmp_path / "asked").read_text().splitlines()
     out, err = capsys.readouterr()
     assert [word for word in words if word not in (err if code else out)] == []
     assert any(line.startswith("torch==2.13.0 ") for line in asked), (
