@@ -19,7 +19,7 @@ import torch
 from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.models.batching import TokenBatch, TokenSequence
 from rlhf_core.models.policy import TokenOutputs
-from rlhf_core.stages import epochs, reward, sft
+from rlhf_core.stages import reward, sft
 from rlhf_core.stages.epochs import Training
 from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
@@ -85,15 +85,15 @@ def test_score_is_the_negative_held_out_loss(stage: str, tmp_path: Path) -> None
 def test_progress_and_failpoints_of_the_judge_have_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failpoints: list[str] = []
-    monkeypatch.setattr(epochs, "failpoint", failpoints.append)
+    monkeypatch.setenv("RLHF_FAIL_TRACE", str(tmp_path))
     progress = RecordingProgress()
     context = stage_context(tmp_path, progress=progress)
     pairs = [PairExample("", "", (1,), (2,), (3,))] * 2
     with single_rank():
         training = Training("judge", 0, 0, context.scratch, context)
         reward.train_reward(Trainer({2: 0.5}), pairs, pairs, REWARD, training)
-    assert failpoints == ["judge.step"] * 2
+    passes = (tmp_path / "passes").read_text().splitlines()
+    assert [line.split()[-1] for line in passes] == ["judge.step", "checkpoint.written", "judge.step"]
     assert [report[:3] for report in progress.reports] == [("judge", 1, 2), ("judge", 2, 2)]
 
 

@@ -18,12 +18,14 @@ import pytest
 
 from rlhf_core.errors import StoreError
 from rlhf_core.storage import bundles
+from rlhf_core.storage.bundles import FileEntry
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system import files
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.checkpoints import keep
+from tests.support.file_systems import without_hard_links
 
 
 @pytest.fixture
@@ -56,19 +58,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_numbers(store: Stor
     assert found is not None and found[0] == 1
 
 
-def test_copies_to_another_disk_are_checked_and_links_are_not(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = CheckpointStore(store, "k", tmp_path / "work", keep(2))
+def test_copies_to_another_disk_are_checked_and_links_are_not(store: Store, tmp_path: Path) -> None:
+    def upload(folder: Path, name: str) -> None:
+        bundles.upload(store, folder, [FileEntry(name, 14, "")], "a")
+
+    state(tmp_path / "one", "1")
     with on_machine(with_free(5)):
-        saver.save(1, state(tmp_path / "one", "1"))
-        monkeypatch.setattr("rlhf_core.storage.bundles.on_one_disk", lambda one, other: False)
-        # "optimizer 2" and '"2"': 11 + 3 bytes.
-        with pytest.raises(StoreError, match=r"step-00000002\S* needs 0\.00 MB, but"):
-            saver.save(2, state(tmp_path / "two", "2"))
-        assert store.list("checkpoints/k/step-00000002") == []
+        upload(tmp_path / "one", "loop.json")
+        assert (tmp_path / "one" / "loop.json").stat().st_nlink == 2
+        with pytest.raises(StoreError, match=r"store/a needs 0\.00 MB, but"):
+            upload(Path("/proc/self"), "status")
+    assert store.list("a") == ["a/loop.json"]
     with on_machine(with_free(14)):
-        saver.save(2, tmp_path / "two")
+        upload(Path("/proc/self"), "status")
+    assert store.list("a") == ["a/loop.json", "a/status"]
 
 
 def test_folders_on_one_disk_are_recognised(tmp_path: Path) -> None:
@@ -97,10 +100,6 @@ def fail_the_nth(
     return lambda: count
 
 
-def no_links(*args: object, **kwargs: object) -> None:
-    raise OSError(errno.EPERM, "Operation not permitted")
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_full_disk_keeps_the_old_checkpoint(links: bool, tmp_path: Path) -> None:
     writes = [
@@ -121,7 +120,7 @@ def test_full_disk_keeps_the_old_checkpoint(links: bool, tmp_path: Path) -> None
         folder = state(place / "two", "2")
         with pytest.MonkeyPatch.context() as patch:
             if not links:
-                patch.setattr(os, "link", no_links)
+                without_hard_links(patch)
             calls = fail_the_nth(writes, nth, patch)
             try:
                 CheckpointStore(store, "k", place / "work", keep(1)).save(2, folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError, InputError, RLHFError
+from rlhf_core.errors import ConfigError, InputError, RLHFError, StoreError
 from rlhf_core.storage.store import Store
+from tests.support.file_systems import without_hard_links
 
 
 @pytest.fixture
@@ -125,18 +126,18 @@ def test_missing_object_is_none_or_file_not_found(store: Store, tmp_path: Path) 
 
 
 def test_an_interrupted_write_leaves_the_old_object_and_no_temporary_file(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path
 ) -> None:
     store.put_bytes("a/x", b"old")
-    (tmp_path / "new").write_bytes(b"new")
-
-    def half(source: Path, target: Path) -> None:
-        Path(target).write_bytes(b"n")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shutil, "copyfile", half)
-    with pytest.raises(KeyboardInterrupt):
-        store.put_file(tmp_path / "new", "a/x")
+    (tmp_path / "new").write_bytes(bytes(2**20))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, limits[1]))
+    try:
+        # In the middle of the file. Python ignores the signal SIGXFSZ.
+        with pytest.raises(StoreError, match="File too large"):
+            store.put_file(tmp_path / "new", "a/x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert store.read_bytes("a/x") == b"old"
     assert [path.name for path in (tmp_path / "store" / "a").iterdir()] == ["x"]
 
@@ -202,10 +203,7 @@ def test_exactly_one_racing_creator_wins(store: Store) -> None:
 def test_creation_happens_once_where_the_file_system_has_no_hard_links(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_links(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
+    without_hard_links(monkeypatch)
     assert store.put_if_absent("a/x", b"1")
     assert not store.put_if_absent("a/x", b"2")
     assert store.read_bytes("a/x") == b"1"
