@@ -552,14 +552,21 @@ def test_stages_with_rewards_get_digests_of_their_code(tmp_path: Path) -> None:
         assert "ppo.rewards.0" in run.spec(stage, inputs).sources
 
 
-def test_the_files_of_a_language_model_are_in_the_key_of_the_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("judge_of_samples", "changed"), [("reward", {"evaluate"}), ("language_model", {"sample", "evaluate"})]
+)
+def test_the_files_of_a_language_model_are_in_the_keys_of_the_stages_that_ask_it(
+    judge_of_samples: str, changed: set[str], tmp_path: Path
+) -> None:
     rubric = tmp_path / "rubric.txt"
     judge = {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"], "rubric": str(rubric)}
-    inputs: Any = {name: ref(name) for name in ("data", "sft", "reward", "ppo", "evaluate")}
+    inputs: Any = {name: ref(name) for name in ("data", "sft", "reward", "ppo", "sample", "evaluate")}
     keys = []
     for text in ("Shorter is better.", "Longer is better."):
         rubric.write_text(text)
-        run = pipeline(tmp_path, evaluate={"language_model": judge})
+        run = pipeline(tmp_path, evaluate={"language_model": judge}, sample={"judge": judge_of_samples})
         assert "evaluate.language_model.rubric" in run.spec("register", inputs).sources
-        keys.append({stage: run.spec(stage, inputs).key for stage in ("ppo", "evaluate", "register")})
-    assert {stage for stage in keys[0] if keys[0][stage] != keys[1][stage]} == {"evaluate"}
+        keys.append(
+            {stage: run.spec(stage, inputs).key for stage in ("ppo", "sample", "evaluate", "register")}
+        )
+    assert {stage for stage in keys[0] if keys[0][stage] != keys[1][stage]} == changed
