@@ -161,7 +161,8 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             " over-optimisation its score rises until the end; add reward.judge={}"
         )
     every = ppo.evaluation_interval
-    if every is not None and ppo.checkpoint_every % every and config.store.keep_best:
+    chosen = ppo.evaluate_every is not None or ppo.publish == "best"
+    if chosen and every is not None and ppo.checkpoint_every % every and config.store.keep_best:
         yield (
             f"ppo.checkpoint_every is {ppo.checkpoint_every}, but the policy is evaluated every {every}"
             " steps. A checkpoint between two evaluations has no score and is not kept as the best one; set"

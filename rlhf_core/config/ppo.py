@@ -188,10 +188,10 @@ class PPOConfig(PackedSection):
         " it, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update (decision 18)",
         within=Range(1e-9, 1, "at 1 the whole change by training may be lost"),
     )
-    evaluate_every: PositiveInt | None = result(
+    evaluate_every: NonNegativeInt | None = result(
         None,
         "Steps between evaluations of the policy on held-out prompts, which also take place before the first"
-        " and after the last step; null: a tenth of the steps with `publish: best`, otherwise never",
+        " and after the last step; null: a tenth of the steps; 0: no evaluations",
         later=True,
     )
     evaluate_prompts: PositiveInt = result(
@@ -331,9 +331,9 @@ class PPOConfig(PackedSection):
     @property
     def evaluation_interval(self) -> int | None:
         """Steps between evaluations on held-out prompts; None if there are none."""
-        if self.evaluate_every is not None:
-            return self.evaluate_every
-        return max(1, self.steps // 10) if self.publish == "best" else None
+        if self.evaluate_every is None:
+            return max(1, self.steps // 10)
+        return self.evaluate_every or None
 
     @property
     def publish_kl_limit(self) -> float:
@@ -446,10 +446,10 @@ class PPOConfig(PackedSection):
 
     @model_validator(mode="after")
     def _check_publish(self) -> Self:
-        if self.stop_patience is not None and self.evaluation_interval is None:
+        if self.evaluate_every == 0 and (self.publish == "best" or self.stop_patience is not None):
             raise ValueError(
-                f"ppo.stop_patience counts evaluations; got {self.stop_patience} without evaluations; set"
-                " ppo.evaluate_every or ppo.publish=best"
+                "ppo.publish=best and ppo.stop_patience need evaluations; got ppo.evaluate_every=0; use"
+                " ppo.evaluate_every=null"
             )
         if self.publish == "best" and self.ema_decay is not None:
             raise ValueError(

@@ -401,8 +401,6 @@ class _PPOSearch:
         ppo, memory = self._config.ppo, self._hardware.device.memory
         if option.sharding.zero_stage == 0 or option.sharding.offload != "none":
             return
-        if ppo.evaluation_interval is not None:
-            return
         level = 1 if ppo.syncs_adapter else 2
         engine = ppo.engine.model_copy(update={"sleep_level": level, "count": ranks, "tensor_parallel": 1})
         together = {"policy_deepspeed": option.sharding, "critic_deepspeed": option.sharding}

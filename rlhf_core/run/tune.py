@@ -43,7 +43,7 @@ _SHORT = (
     "ppo.samples_every=1000000",
     "ppo.critic_warmup_steps=0",  # these steps train the critic only
     "ppo.critic_warmup_max_steps=null",
-    "ppo.evaluate_every=null",
+    "ppo.evaluate_every=0",
     "ppo.stop_patience=null",
     "ppo.publish=last",
 )

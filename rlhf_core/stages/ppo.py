@@ -107,8 +107,8 @@ def _started(
             held_out = load_prompts(data, "eval")[: ppo.evaluate_prompts]
             if not held_out:
                 raise DataError(
-                    "evaluations during PPO (ppo.evaluate_every, ppo.publish=best) need held-out prompts; got"
-                    " 0; raise data.eval_fraction, or use ppo.evaluate_every=null and ppo.publish=last"
+                    "evaluations during PPO need held-out prompts; got 0; raise data.eval_fraction, or use"
+                    " ppo.evaluate_every=0 and ppo.publish=last"
                 )
             evaluation = HeldOutEvaluation(config, fleet, held_out, decoder.response, composer)
         yield PPOController(

@@ -41,8 +41,8 @@ def evaluation(objective: float, kl: float | None = 1.0, noise: Sequence[float] 
 @pytest.mark.parametrize(
     ("ppo", "due"),
     [
-        ({}, []),
-        ({"publish": "best"}, [*range(0, 25, 2), 25]),
+        ({"evaluate_every": 0}, []),
+        ({}, [*range(0, 25, 2), 25]),
         ({"evaluate_every": 10}, [0, 10, 20, 25]),
         ({"evaluate_every": 100}, [0, 25]),
     ],
@@ -186,7 +186,8 @@ def test_the_error_of_a_change_is_paired_with_the_version_where_the_measure_was_
 @pytest.mark.parametrize(
     ("ppo", "message"),
     [
-        ({"stop_patience": 2}, "ppo.stop_patience counts evaluations; got 2"),
+        ({"stop_patience": 2, "evaluate_every": 0}, "need evaluations; got ppo.evaluate_every=0"),
+        ({"publish": "best", "evaluate_every": 0}, "need evaluations; got ppo.evaluate_every=0"),
         ({"publish": "best", "ema_decay": 0.9}, "leave one of them out"),
         ({"publish": "average"}, "got no ppo.ema_decay"),
     ],
