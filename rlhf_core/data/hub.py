@@ -20,16 +20,18 @@ _TOTAL_SECONDS = 20.0
 
 
 @cache
-def resolve_revision(repo: str, kind: Literal["model", "dataset"], revision: str | None) -> str:
+def resolve_revision(
+    repo: str, kind: Literal["model", "dataset"], revision: str | None, seconds: float = _TOTAL_SECONDS
+) -> str:
     """Return the commit of `repo` at `revision`, a branch or tag, or `main` for None.
 
     The hub is asked first, then the local cache. If neither has it, the name itself is returned with a
-    warning, because changes on the hub are then not noticed.
+    warning, because changes on the hub are then not noticed. `seconds` limits the request to the hub.
     """
     name = revision or "main"
     if _COMMIT.fullmatch(name):
         return name
-    commit = _ask_hub(repo, kind, name) or _cached(repo, kind, name)
+    commit = _ask_hub(repo, kind, name, seconds) or _cached(repo, kind, name)
     if commit is None:
         log.warning(
             "%s %s: the commit of %r is not known here; pin `revision` to notice changes", kind, repo, name
@@ -60,14 +62,14 @@ def cached_card(repo: str, revision: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _ask_hub(repo: str, kind: str, name: str) -> str | None:
+def _ask_hub(repo: str, kind: str, name: str, seconds: float) -> str | None:
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
         return None
     try:
         info = within(
-            _TOTAL_SECONDS,
+            seconds,
             lambda: HfApi().repo_info(repo, repo_type=kind, revision=name, timeout=_SECONDS),
         )
         return info.sha

@@ -106,19 +106,19 @@ def keywords(source: KeywordsReward, sample: RewardInput) -> float:
     return source.per_word * min(source.cap, count)
 
 
-def format_match(source: FormatReward, sample: RewardInput) -> float:
+def format_match(source: FormatReward, sample: RewardInput, seconds: float = MATCH_SECONDS) -> float:
     """1.0 if the pattern matches the response from end to end, else 0.0.
 
     A pattern with nested quantifiers can need exponential time on an unlucky text, so matching is bounded by
-    `MATCH_SECONDS`; a response on which it is not decided by then counts as no match and is named in the log.
+    `seconds`; a response on which it is not decided by then counts as no match and is named in the log.
     """
     try:
-        return float(compiled(source.pattern).fullmatch(sample.response, timeout=MATCH_SECONDS) is not None)
+        return float(compiled(source.pattern).fullmatch(sample.response, timeout=seconds) is not None)
     except TimeoutError:
         log.warning(
             "reward %s: the pattern was not decided within %g s on the response to prompt %s, which counts"
             " as no match; rewrite the pattern without nested quantifiers",
-            source.name or source.type, MATCH_SECONDS, sample.prompt_id,
+            source.name or source.type, seconds, sample.prompt_id,
         )  # fmt: skip
         return 0.0
 

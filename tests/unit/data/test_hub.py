@@ -9,8 +9,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,17 +43,67 @@ def test_a_commit_stands_for_itself() -> None:
     assert hub.resolve_revision("org/data", "dataset", COMMIT) == COMMIT
 
 
-def test_a_branch_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+class Hub(ThreadingHTTPServer):
+    """A hub on loopback. It answers `HUNG` with a body that does not end."""
 
-    def info(_self: Any, repo: str, **options: Any) -> Any:
-        asked.append((repo, options["repo_type"], options["revision"]))
-        return SimpleNamespace(sha=COMMIT)
+    HUNG = "/api/datasets/org/data/revision/v2"
+    daemon_threads = True
 
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", info)
-    assert hub.resolve_revision("org/model", "model", None) == COMMIT
-    assert asked == [("org/model", "model", "main")]
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[str] = []
+        self.stopped = threading.Event()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stopped.set()
+        self.shutdown()
+        self.server_close()
+
+    def resolve(self, *arguments: Any) -> str:
+        """Return what `resolve_revision` prints in a process of its own: the library reads the address of the
+        hub once.
+        """
+        code = f"from rlhf_core.data.hub import resolve_revision; print(resolve_revision(*{arguments!r}))"
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip() + done.stderr
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        if "/revision/" in self.path:  # the library asks other questions too
+            self.server.asked.append(self.path)
+        body = json.dumps({"id": "org/model", "sha": COMMIT, "siblings": []}).encode()
+        is_hung = self.path == Hub.HUNG
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(10_000 if is_hung else len(body)))
+        self.end_headers()
+        if not is_hung:
+            self.wfile.write(body)
+        while is_hung and not self.server.stopped.wait(0.2):
+            with suppress(OSError):  # the client has ended
+                self.wfile.write(b" ")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_branch_is_asked_of_the_hub() -> None:
+    with Hub() as server:
+        assert server.resolve("org/model", "model", None) == COMMIT
+        assert server.asked == ["/api/models/org/model/revision/main"]
 
 
 def test_offline_the_local_cache_is_used(fresh: Path) -> None:
@@ -62,17 +118,13 @@ def test_an_unresolved_name_is_kept_with_a_warning(caplog: pytest.LogCaptureFixt
     assert "pin `revision`" in caplog.text
 
 
-def test_a_hub_that_does_not_finish_its_answer_is_left_after_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended, began = threading.Event(), time.monotonic()
-    monkeypatch.setattr(hub, "_TOTAL_SECONDS", 0.2)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: ended.wait(30))
-    assert hub.resolve_revision("org/data", "dataset", "v2") == "v2"
-    assert "pin `revision`" in caplog.text
-    assert time.monotonic() - began < 20
-    ended.set()
+def test_a_hub_that_does_not_finish_its_answer_is_left_after_the_time_limit() -> None:
+    with Hub() as server:
+        began = time.monotonic()
+        printed = server.resolve("org/data", "dataset", "v2", 0.5)
+        assert time.monotonic() - began < 60
+        assert server.asked == [Hub.HUNG]
+    assert printed.startswith("v2") and "pin `revision`" in printed
 
 
 def test_what_is_read_is_pinned_to_the_commits_that_the_digests_name(fresh: Path) -> None:

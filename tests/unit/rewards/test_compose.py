@@ -108,15 +108,13 @@ def test_a_wrong_count_of_scores_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_scores_are_masked_and_rules_raise(
-    bad: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_non_finite_scores_are_masked_and_rules_raise(bad: float, caplog: pytest.LogCaptureFixture) -> None:
     with RewardComposer((ModelReward(type="model", name="judge"),)) as composer:
         scores = composer.score(batch("a", "b"), [0.5, bad]).total
     assert scores[0] == 0.5 and math.isnan(scores[1])
     assert "reward judge: 1 of 2 scores are not finite and masked, first for prompt p1" in caplog.text
-    monkeypatch.setattr("rlhf_core.rewards.compose.evaluate_rule", lambda source, sample: bad)
-    rule = LengthReward(type="length", name="long", target=3, tolerance=3)
+    # The configuration refuses such a weight of a word.
+    rule = KeywordsReward(type="keywords", name="long", words=("a", "b")).model_copy(update={"per_word": bad})
     with (
         RewardComposer((rule,)) as composer,
         pytest.raises(RewardError, match=f"reward long: .* prompt p0 is {bad}"),

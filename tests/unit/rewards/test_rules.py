@@ -76,15 +76,12 @@ def test_format_matches_the_whole_response(text: str, value: float) -> None:
     assert rules.format_match(FormatReward(type="format", pattern=r"\d+"), sample(text)) == value
 
 
-def test_slow_pattern_is_stopped_and_named(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rules, "MATCH_SECONDS", 0.05)
+def test_slow_pattern_is_stopped_and_named(caplog: pytest.LogCaptureFixture) -> None:
     source = FormatReward(type="format", pattern=r"(?:a|aa)+b?(?:a|aa)+(?:a|aa)+c")
     started = time.monotonic()
-    assert rules.format_match(source, sample("a" * 400)) == 0.0
+    assert rules.format_match(source, sample("a" * 400), seconds=0.05) == 0.0
     assert time.monotonic() - started < 5
-    assert "prompt p1" in caplog.text
+    assert "not decided within 0.05 s" in caplog.text and "prompt p1" in caplog.text
 
 
 def test_a_pattern_that_does_not_compile_names_the_field() -> None:
