@@ -77,6 +77,14 @@ def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.Mo
     assert "k" not in serve_command(policy, "0.0.0.0", 8000), "other users see arguments of processes"
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would replace the process of the tests."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr("os.execve", lambda _file, command, _environment: commands.append(command))
+    return commands
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -87,12 +95,12 @@ def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.Mo
     ],
 )  # fmt: skip
 def test_options_that_bypass_the_rules_are_refused(
-    home: str, arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    home: str, arguments: str, capsys: pytest.CaptureFixture[str], started: list[list[str]]
 ) -> None:
-    monkeypatch.setattr("os.execve", lambda *_arguments: pytest.fail("vLLM was started"))
     given = f"--max-model-len 32 {arguments}"
     assert main(["serve", MODEL, "--home", home, "--vllm", given]) == 2
     assert "--vllm must not contain --" in capsys.readouterr().err
+    assert started == []
 
 
 def test_other_options_of_vllm_are_passed_on(home: str) -> None:
@@ -109,11 +117,7 @@ def test_other_options_of_vllm_are_passed_on(home: str) -> None:
 
 
 @pytest.mark.parametrize("given", [["--enforce-eager", "-tp", "2"], ["--enforce-eager -tp 2"]])
-def test_what_follows_the_option_goes_to_vllm(
-    home: str, given: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr("os.execve", lambda _file, command, _environment: started.append(command))
+def test_what_follows_the_option_goes_to_vllm(home: str, given: list[str], started: list[list[str]]) -> None:
     main(["serve", MODEL, "--home", home, "--vllm", *given])
     assert started[0][-3:] == ["--enforce-eager", "-tp", "2"]
 
@@ -404,13 +408,11 @@ def test_an_adapter_is_published_as_a_part_of_the_weights(home: str, tmp_path: P
     assert "separate adapter" not in model_card(policy)
 
 
-def test_a_failed_copy_leaves_nothing(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(policy: RegisteredPolicy) -> str:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("rlhf_core.run.publish.model_card", fail)
-    with pytest.raises(OSError, match="no space"):
-        publish(open_policy(MODEL, home), tmp_path / "out" / "x")
+def test_a_failed_copy_leaves_nothing(home: str, tmp_path: Path) -> None:
+    """The data card is no JSON, so that there is no model card."""
+    policy = with_files(open_policy(MODEL, home), tmp_path, data="{")
+    with pytest.raises(json.JSONDecodeError):
+        publish(policy, tmp_path / "out" / "x")
     assert not list((tmp_path / "out").iterdir())
 
 
