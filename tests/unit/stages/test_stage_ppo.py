@@ -59,7 +59,9 @@ def context(tmp_path: Path) -> StageContext:
 
 
 def configured(**section: Any) -> PipelineConfig:
-    return PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
+    """Return a configuration of CPUs without evaluations, because there are no held-out prompts."""
+    ppo_section = {"evaluate_every": 0, **section}
+    return PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": ppo_section})
 
 
 def trained(config: PipelineConfig, context: StageContext) -> ScriptedFleet:

@@ -12,6 +12,12 @@ from tests.support.scripted_kubernetes import ScriptedKubernetes
 from tests.support.scripted_ray_jobs import ScriptedRayJobs
 
 
+@pytest.fixture(autouse=True)
+def aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of these tests is a folder. Other tests of the process may have set a server for buckets."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+
+
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedKubernetes]:
     """A scripted API server that KUBECONFIG names."""
