@@ -36,16 +36,22 @@ class RankThreads:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         threaded._install_threaded_pg()
         threaded.ProcessLocalGroup.reset()
-        self.run(self._join)
+        try:
+            self.run(self._join)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._stores.clear()
-        for thread in self._threads:
-            thread.submit(_leave).result(SECONDS)
-            thread.shutdown()
-        threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        try:
+            for thread in self._threads:
+                thread.submit(_leave).result(SECONDS)
+                thread.shutdown()
+        finally:
+            threaded._uninstall_threaded_pg()
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
     def start(self, rank: int, call: Callable[..., T], *args: Any) -> Future[T]:
         """Start `call(*args)` on one rank."""

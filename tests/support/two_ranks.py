@@ -22,18 +22,19 @@ def as_rank_one(rank_zero: Callable[[], object]) -> Iterator[None]:
     At the end, rank 0 must have ended without an error. If it ends before, the store of the group is gone,
     and waiting for it is an error.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     child = os.fork()
     if child == 0:
         try:
-            _join(port, 0)
+            _join(port, 0, listener.detach())
             rank_zero()
             dist.barrier()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
+    listener.close()
     try:
         _join(port, 1)
         yield
@@ -49,6 +50,7 @@ def as_rank_one(rank_zero: Callable[[], object]) -> Iterator[None]:
     assert status == 0, "rank 0 failed"
 
 
-def _join(port: int, rank: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=_SECONDS)
+def _join(port: int, rank: int, listener: int | None = None) -> None:
+    is_master = listener is not None
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master, _SECONDS, master_listen_fd=listener)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_SECONDS)

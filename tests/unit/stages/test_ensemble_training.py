@@ -131,7 +131,7 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(tmp_path: Path) -> None:
 
     def train_on_rank_zero(number: int, _context: StageContext | None) -> Member:
         deadline = time.monotonic() + 30
-        while number + 1 < MEMBERS and not other_waits():
+        while number + 1 < MEMBERS and not other_waits(number):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         folder = member_folder(out / "model", number)
@@ -139,7 +139,10 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(tmp_path: Path) -> None:
         (folder / "weights").write_text(f"member {number}")
         return Member({"accuracy": 1.0}, [0.0, 1.0, 2.0, 1.0])
 
-    def other_waits() -> bool:
+    def other_waits(number: int) -> bool:
+        """Whether rank 1 has trained this member and waits to begin the next."""
+        if not (tmp_path / f"trained-{number}").exists():
+            return False
         [other] = Monitor(heartbeats).local()
         return (other.activity, other.stall_after) == ("wait for rank 0", math.inf)
 
@@ -148,6 +151,7 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(tmp_path: Path) -> None:
     def train_here(number: int, context: StageContext | None) -> Member:
         assert context is None and current_activity() == f"load reward model {number}"
         trained.append((number, (member_folder(out / "model", number - 1) / "weights").exists()))
+        (tmp_path / f"trained-{number}").touch()
         return Member({}, [])
 
     def train_all(
@@ -164,12 +168,13 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(tmp_path: Path) -> None:
             context=context,
         )
 
-    register(heartbeats, "rank 1", 600.0)
-    try:
-        with as_rank_one(lambda: train_all(train_on_rank_zero, stage_context(tmp_path))):
+    with as_rank_one(lambda: train_all(train_on_rank_zero, stage_context(tmp_path))):
+        # Not before the fork: rank 0 would write to the same file.
+        register(heartbeats, "rank 1", 600.0)
+        try:
             metrics = train_all(train_here, None)
-    finally:
-        unregister()
+        finally:
+            unregister()
     assert (trained, metrics) == ([(1, True), (2, True)], {}), (
         "not before rank 0 has the files of the last one"
     )
