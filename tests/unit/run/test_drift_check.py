@@ -161,8 +161,9 @@ def test_a_comparison_that_fails_ends_the_run_only_with_a_limit(
     script = {"ends": "import os; os._exit(7)", "hangs": "import time; time.sleep(60)", "damaged": ""}[cause]
     (tmp_path / "sitecustomize.py").write_text(script)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    seconds = 1.0 if cause == "hangs" else 60.0
     for stop in ({}, {"vocabulary": 0.3}):
-        run = pipeline(tmp_path / str(len(stop)), database, {"stop": stop}, stage_timeout=1.0)
+        run = pipeline(tmp_path / str(len(stop)), database, {"stop": stop}, stage_timeout=seconds)
         old, new = publish(run, "a", TEXTS), publish(run, "b", OTHER_TEXTS)
         make_champion(run, old)
         if cause == "damaged":
@@ -176,8 +177,9 @@ def test_a_comparison_that_fails_ends_the_run_only_with_a_limit(
             error = (
                 CorruptArtifact if cause == "damaged" else StageTimedOut if cause == "hangs" else StageFailed
             )
-            with pytest.raises(error):
+            with pytest.raises(error) as raised:
                 compare_with_champion(run, new)
+            assert raised.type is error
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import io
 import json
 import os
 import socket
+from contextlib import suppress
 from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
@@ -428,7 +429,7 @@ def test_only_a_flow_without_a_waiting_user_retries_the_store_for_the_configured
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # without `listen`, connections are refused
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        store = {"url": "s3://bucket/runs", "endpoint": endpoint, "retry_seconds": 0.001}
+        store = {"url": "s3://bucket/runs", "endpoint": endpoint, "retry_seconds": 1e-9}
         tracking = {"uri": f"sqlite:///{tmp_path}/mlflow.db"}
         tree = {"run": {"home": str(tmp_path), "device": "cpu"}, "store": store, "tracking": tracking}
         file = tmp_path / "c.yaml"
@@ -499,7 +500,12 @@ def test_the_end_of_a_run_ends_the_process_that_waits(
 
 def _processes_with(argument: Path) -> list[psutil.Process]:
     """Return the children of this process that have this argument."""
-    return [child for child in psutil.Process().children() if str(argument) in child.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended
+            if str(argument) in child.cmdline():
+                found.append(child)
+    return found
 
 
 @pytest.mark.parametrize("same_run", [True, False])
