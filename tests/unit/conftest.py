@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.engines.distributed import Rank
+from tests.support.file_systems import without_hard_links
 from tests.support.rank_threads import RankThreads
 
 # Before Prefect is imported, as `set_up_logging` does: its console handler would keep the stream of the test
@@ -38,11 +38,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the file system one without hard links, as those of some network drives are."""
-
-    def refuse(*_paths: object, **_options: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
+    without_hard_links(monkeypatch)
 
 
 @pytest.fixture

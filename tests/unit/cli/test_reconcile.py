@@ -139,7 +139,7 @@ class Server:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.api = f"http://127.0.0.1:{self._http.server_port}/api"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
         self._http.shutdown()

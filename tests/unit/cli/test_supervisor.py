@@ -84,7 +84,7 @@ def workers(own: Supervisor) -> Iterator[list[dict[str, Any]]]:
             """Write nothing to standard error."""
 
     with ThreadingHTTPServer(("127.0.0.1", own.servers["prefect"].port or 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield listed
         server.shutdown()
 

@@ -61,8 +61,9 @@ class Hub(ThreadingHTTPServer):
         self.server_close()
 
     def resolve(self, *calls: tuple[Any, ...]) -> str:
-        """Return what `resolve_revision` returns for these arguments, and the log, in a process of its own: the
-        library reads the address of the hub once.
+        """Return the results of `resolve_revision` for these arguments, and the log.
+
+        They are of a process of its own, because the library reads the address of the hub once.
         """
         code = (
             "from rlhf_core.data.hub import resolve_revision\n"

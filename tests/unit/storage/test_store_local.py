@@ -19,7 +19,6 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InputError, RLHFError, StoreError
 from rlhf_core.storage.store import Store
-from tests.support.file_systems import without_hard_links
 
 
 @pytest.fixture
@@ -200,10 +199,8 @@ def test_exactly_one_racing_creator_wins(store: Store) -> None:
         assert store.read_bytes(f"r/{turn}") == str(won.index(True)).encode()
 
 
-def test_creation_happens_once_where_the_file_system_has_no_hard_links(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_hard_links(monkeypatch)
+@pytest.mark.usefixtures("no_hard_links")
+def test_creation_happens_once_where_the_file_system_has_no_hard_links(store: Store) -> None:
     assert store.put_if_absent("a/x", b"1")
     assert not store.put_if_absent("a/x", b"2")
     assert store.read_bytes("a/x") == b"1"
