@@ -42,7 +42,7 @@ class RankPlacement:
     def node_names(self) -> list[str]:
         """Return the name of each rank's node, by rank."""
         node_of_bundle = node_ids(self.placement_group)
-        names = node_names()
+        names = RAY_CLUSTER.node_names()
         bundles = [self.bundles[rank // self.neighbours] for rank in range(self.ranks)]
         return [names[node_of_bundle[bundle]] for bundle in bundles]
 
@@ -191,11 +191,6 @@ def node_ids(placement_group: Any) -> dict[int, str]:
 
     nodes: dict[int, str] = placement_group_table(placement_group)["bundles_to_node_id"]
     return nodes
-
-
-def node_names() -> dict[str, str]:
-    """Return hostname and address of each node of the cluster, by id."""
-    return RAY_CLUSTER.node_names()
 
 
 def node_address(local: bool) -> str:

@@ -390,13 +390,12 @@ class RankGroup:
 
     def end(self) -> None:
         """End all ranks at once."""
-        import ray
         from ray.util import remove_placement_group
 
         # Ranks that have not ended. Ray's kill does not reach a suspended process.
         self._monitor.kill([self._layout.name(rank) for rank in range(self._layout.ranks)])
         for actor in self._actors:
-            ray.kill(actor.handle)
+            actor.kill()
         remove_placement_group(self._placement.placement_group)
 
     def _await_start(self) -> None:

@@ -411,10 +411,8 @@ class ActorClient:
 
     def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
         """End the processes of actors, by the names of their participants."""
-        import ray
-
         for actor in actors.values():
-            ray.kill(actor.handle)
+            actor.kill()
         self.monitor.kill(list(actors))  # Ray's kill does not reach a suspended process
 
     def _limits(self) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.cluster.placement import node_ids, node_names, reserve
+from rlhf_core.cluster.placement import node_ids, reserve
+from rlhf_core.cluster.ray_cluster import RAY_CLUSTER
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
@@ -102,8 +103,6 @@ def reserve_bundles(
 
     Raises the errors of `cluster.placement.reserve`.
     """
-    import ray
-
     colocated = plan.colocated and gpus
     ranks = sum(group.ranks for group in plan.groups)
     if colocated:
@@ -112,14 +111,14 @@ def reserve_bundles(
     else:
         bundles = [{"CPU": 1, "GPU": gpus * plan.gpus_per_rank}] * ranks
         bundles += [{"CPU": 1, "GPU": gpus * plan.gpus_per_engine}] * plan.engines
-    largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+    largest = max((node["Resources"].get("GPU", 0) for node in RAY_CLUSTER.nodes()), default=0)
     check_engine_size(plan, largest if gpus else None)
     fix = "lower the ranks or ppo.engine.count, or colocate models"
     group = reserve(bundles, f"the processes of ppo ({plan.describe()})", fix, wait)
     node_of_bundle = node_ids(group)
     nodes = [node_of_bundle[bundle] for bundle in range(len(bundles))]
     of_rank, of_engine = assign(plan, neighbours, nodes, gpus=gpus)
-    return Placement(group, of_rank, of_engine, nodes, node_names(), plan, colocated, gpus)
+    return Placement(group, of_rank, of_engine, nodes, RAY_CLUSTER.node_names(), plan, colocated, gpus)
 
 
 class Bundles:

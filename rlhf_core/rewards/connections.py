@@ -24,7 +24,7 @@ _SPARE = 16
 class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request."""
 
-    header_seconds = 10.0
+    header_seconds: float
     """Time limit from the connection or the last answer until the headers of a request are complete."""
     _waiting_since: float | None = None
     """Time at which the connection began to wait for headers. None while a request is served."""

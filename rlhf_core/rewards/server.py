@@ -173,13 +173,12 @@ def make_app(scorer: Scores, token: str | None, limits: Limits) -> Starlette:
     )
 
 
-def make_server(scorer: Scores, token: str | None, limits: Limits | None = None) -> uvicorn.Server:
+def make_server(scorer: Scores, token: str | None, limits: Limits = Limits()) -> uvicorn.Server:
     """Return the server; run it with the sockets of `listen`."""
-    accepted = limits or Limits()
-    app = make_app(scorer, token, accepted)
+    app = make_app(scorer, token, limits)
 
     class TimedProtocol(GuardedProtocol):
-        header_seconds = accepted.header_seconds
+        header_seconds = limits.header_seconds
 
     return uvicorn.Server(
         uvicorn.Config(
@@ -188,7 +187,7 @@ def make_server(scorer: Scores, token: str | None, limits: Limits | None = None)
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=accepted.connections,
+            limit_concurrency=limits.connections,
             http=TimedProtocol,
             timeout_graceful_shutdown=5,
         )

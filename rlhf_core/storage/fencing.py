@@ -119,7 +119,7 @@ def acquire(
             if holder is None or holder.attempt != attempt:
                 holder = _read_holder(store, stage_key, attempt)
             # None: no attempt has claimed the key yet, or its record cannot be read.
-            if holder is None or not holder.is_alive(store, stage_key, times, clock.monotonic()):
+            if holder is None or not holder.is_alive(store, stage_key, times, clock):
                 break
             if holder.is_here and holder.seconds > times.wait:
                 raise StageHeld(
@@ -194,10 +194,10 @@ class _Holder:
     _beat: bytes | None = None
     _observed: float | None = None
 
-    def is_alive(self, store: Store, stage_key: str, times: LeaseTimes, now: float) -> bool:
-        """Observe it once more, at the time `now`, and return whether it still holds the key."""
+    def is_alive(self, store: Store, stage_key: str, times: LeaseTimes, clock: Clock) -> bool:
+        """Observe it once more, and return whether it still holds the key."""
         if self.is_here:
-            self._pass_time(now, math.inf)
+            self._pass_time(clock.monotonic(), math.inf)
             # This process would wait for itself until the time is over.
             return self.process.pid != os.getpid() and self.process.alive()
         # Versions without leases: whether the holder is alive cannot be seen, so it is not waited for.
@@ -206,7 +206,7 @@ class _Holder:
             return False
         # A longer time since the last observation counts as two intervals: this process was suspended, or the
         # store did not answer, and the holder may have had the same trouble.
-        self._pass_time(now, 2 * times.remote_poll)
+        self._pass_time(clock.monotonic(), 2 * times.remote_poll)
         if beat != self._beat:
             self._beat, self.seconds = beat, 0.0
         return self.seconds < times.takeover

@@ -99,9 +99,9 @@ def start() -> Iterator[Start]:
     """Serves on a free port of loopback; the base url."""
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def run(scorer: Any, limits: Limits | None = None) -> str:
+    def run(scorer: Any, *limits: Limits) -> str:
         bound, token = listen("127.0.0.1", 0)
-        serving = make_server(scorer, token, limits)
+        serving = make_server(scorer, token, *limits)
         thread = threading.Thread(target=serving.run, args=([bound],))
         thread.start()
         running.append((serving, thread))
