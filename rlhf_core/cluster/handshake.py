@@ -323,7 +323,7 @@ def _warn_of_unlike_gpus(nodes: list[dict[str, Any]], reports: Mapping[str, Any]
 
 
 def _warn_of_unlike_cores(nodes: list[dict[str, Any]], reports: Mapping[str, Any]) -> None:
-    """PPO divides the cores of the driver's host among its processes, wherever they run."""
+    """PPO divides the cores of the driver's host among its processes, also those on other hosts."""
     unlike = [
         f"{_name(node)} has {cores}"
         for node in nodes

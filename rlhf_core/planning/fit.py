@@ -38,7 +38,7 @@ Changes = dict[str, str]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that does not fit."""
+    """A limit of the devices that is exceeded."""
 
     stage: str
     what: str

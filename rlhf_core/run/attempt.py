@@ -64,7 +64,7 @@ def execute(
 
     Args:
         spec: the stage, its key, its inputs and the configuration.
-        events: what the flow is told.
+        events: sends events to the flow.
         stop: the request of the flow to stop; None for a new one.
         function: what the stage does; None for the function in the table of stages.
     """

@@ -1,11 +1,11 @@
 """Decides whether a retraining is due: new data, enough rows, enough time since the last one.
 
-A look at the sources lists files with sizes and times, objects with their ETags, commits of hub names, and of
-references the versions with their digests. It reads small files: reward code, rubrics, votes of people.
-Contents are read only if a look differs from the one of the last finished retraining and from the last one
-that read them. These looks, their numbers of rows and the time of the last start are in a tag of the
-registered model, and the store says whether the pipeline has finished for these contents. It therefore does
-not matter on which machine it ran. While MLflow does not answer, no retraining is due.
+A poll lists the files of the sources with sizes and times, objects with their ETags, commits of hub names,
+and of references the versions with their digests. It reads small files: reward code, rubrics, votes of
+people. Other contents are read only if the list differs from that of the last finished retraining and from
+the last one for which they were read. These lists, their numbers of rows and the time of the last start are
+in a tag of the registered model, and the store shows whether the pipeline has finished for these contents. It
+therefore does not matter on which machine it ran. While MLflow does not answer, no retraining is due.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def _write(
     measured: Measured,
     metrics: Mapping[str, float],
 ) -> None:
-    """Files of the artifact, and the same things for the tracker."""
+    """Files of the artifact, and the same content for the tracker."""
     from rlhf_core.evaluation import plots, report
 
     out = context.output

@@ -21,7 +21,7 @@ _BUILDS = {"cpu": {}, "cuda": {"cuda": "13.0"}, "rocm": {"hip": "7.1.52802"}}
 
 
 class ScriptedMachine(Machine):
-    """A machine with the given cores, GPUs and packages, whatever this one has.
+    """A machine with the given cores, GPUs and packages, independent of those of this one.
 
     Variables such as CUDA_VISIBLE_DEVICES are those of this process.
 

@@ -40,7 +40,7 @@ class ScriptedRankGroup(RankGroup):
     """Runs the target of all ranks in this process, one after the other.
 
     Training ranks share their work by collective operations, so here a single rank does all of it, in a
-    process group of its own. Engines are told their number and get their own share.
+    process group of its own. Engines get their number and their own share.
 
     Args:
         layout: The processes.

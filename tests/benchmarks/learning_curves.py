@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.learning_curves
 
-The run is the one of the learning tests. Ends with `figure: PATH`; the curves' numbers lie beside it as JSON.
+The run is the one of the learning tests. Ends with `figure: PATH`; the curves' numbers are next to it.
 """
 
 from __future__ import annotations

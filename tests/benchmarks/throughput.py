@@ -1,4 +1,4 @@
-"""Training throughput beside a plain PyTorch loop in the same process: `make bench-training`.
+"""Training throughput next to a plain PyTorch loop in the same process: `make bench-training`.
 
 The model is the standard Llama of `ppo_iteration`, float32, on one DeepSpeed rank. The plain loop is what one
 would write by hand with transformers' own classes, AdamW (fused) and gradient clipping; it sees the same

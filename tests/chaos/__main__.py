@@ -46,7 +46,7 @@ NEGATIVE = Path(__file__).parent / "forget_kl"
 def main() -> int:
     """0 if every case ended well in the same bits, and the negative control did not."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200, help="at least so many")
+    parser.add_argument("--kills", type=int, default=200, help="at least this many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(".rlhf/chaos"))
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")

@@ -60,14 +60,14 @@ def test_ranks_end_together() -> None:
 
 @NEEDS_TWO
 def test_the_error_of_a_rank_is_raised_while_the_others_wait_for_it(tmp_path: Path) -> None:
-    told: list[RLHFError] = []
+    errors: list[RLHFError] = []
 
     def fail(error: RLHFError) -> None:
         # As a stage does, which ends the process: here the collective is given up instead.
-        told.append(error)
+        errors.append(error)
         torch.distributed.distributed_c10d._abort_process_group()
 
     with Monitor(tmp_path / "stacks", fail) as monitor, pytest.raises((RuntimeError, OutOfMemory)):
         run_ranks(_one_fails, 2, "cuda", rank_zero=None, monitor=monitor)
-    assert [type(error) for error in told] == [OutOfMemory]
-    assert "training rank 1: 80 GiB are not enough" in told[0].message
+    assert [type(error) for error in errors] == [OutOfMemory]
+    assert "training rank 1: 80 GiB are not enough" in errors[0].message

@@ -54,8 +54,8 @@ def rank() -> Iterator[Any]:
 )
 def test_the_predicted_peak_is_what_torch_measures(settings: dict[str, Any], rank: Any) -> None:
     predicted, measured = predicted_and_measured(settings, rank)
-    said = f"predicted {predicted / 2**30:.2f} GiB, measured {measured / 2**30:.2f}"
-    assert predicted == pytest.approx(measured, rel=0.10), said
+    message = f"predicted {predicted / 2**30:.2f} GiB, measured {measured / 2**30:.2f}"
+    assert predicted == pytest.approx(measured, rel=0.10), message
 
 
 def predicted_and_measured(settings: dict[str, Any], rank: Any) -> tuple[float, int]:

@@ -3,7 +3,7 @@ count.
 
 - a stage whose process is killed is tried again and continues from its checkpoint; the run ends with its
   summary
-- typed again, every stage shows as `Skipped` in Prefect and nothing is made anew, in the same MLflow run
+- typed again, every stage shows as `Skipped` in Prefect and nothing is made again, in the same MLflow run
 - `run_pipeline`, without Prefect, reuses what the command made, and the other way round
 - of two of the same command at once, the second waits for the first and reuses what it made
 - kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint

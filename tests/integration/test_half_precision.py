@@ -62,7 +62,7 @@ def weights_after(engine: Any, factor: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def share_of_many(dtype: str, stage: int, sums: str | None) -> tuple[float, int]:
-    """The norm of the sum of many equal gradients as a share of so many times the norm of one; warnings on
+    """The norm of the sum of many equal gradients as a share of that many times the norm of one; warnings on
     the way.
     """
     first, second = (engine_of(dtype, stage, "none", sums) for _ in range(2))

@@ -105,7 +105,7 @@ class Lost:
         return [*rlhf("run", "/tmp/home/lost.yaml", *overrides), "--until", stage]
 
     def lose(self, stage: str) -> str:
-        """Cut the power of the second host in the middle of a stage, and return what was said."""
+        """Cut the power of the second host in the middle of a stage, and return the output."""
         run = self.first.start(*self.command(stage), log=f"{stage}-lost", **self._environment)
         in_the_middle = self._trains if stage in ("sft", "reward", "ppo") else self._has_rank
         deadline = time.monotonic() + 900
@@ -133,14 +133,14 @@ class Lost:
         return any((self.second.home / "run" / "stacks").glob(f"{stage}-*/*rank*"))
 
     def go_on(self, stage: str, *overrides: str) -> str:
-        """Run the same command again, and return what it said."""
+        """Run the same command again, and return its output."""
         code, output = self.first.run(
             *self.command(stage, *overrides), seconds=900, log=f"{stage}-again", **self._environment
         )
         logs = sorted((self.first.home / "run" / "logs").rglob(f"{stage}-*.log"))
-        said = output + "".join(log.read_text(errors="replace") for log in logs)
-        assert code == 0, said[-4000:]
-        return said
+        text = output + "".join(log.read_text(errors="replace") for log in logs)
+        assert code == 0, text[-4000:]
+        return text
 
     def restore(self) -> None:
         """Power the second host on, and start Ray there."""

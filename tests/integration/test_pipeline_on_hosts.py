@@ -72,10 +72,10 @@ def test_pipeline_on_two_hosts_computes_the_bits_of_one() -> None:
     with start_hosts(3, "20mbit") as hosts, s3_server(hosts[2]) as store:
         with ray_cluster(hosts[:2], cpus=2, **store) as address:
             there = _run(hosts[0], "two", "two", RAY_ADDRESS=address, **store)
-            said = "".join(log.read_text() for log in (hosts[0].home / "two" / "logs").rglob("ppo-*.log"))
+            text = "".join(log.read_text() for log in (hosts[0].home / "two" / "logs").rglob("ppo-*.log"))
         here = _run(hosts[0], "one", "one", **store)
-    placed = re.search(r"policy on (.+); engines on (.+)", said)
-    assert placed is not None, said
+    placed = re.search(r"policy on (.+); engines on (.+)", text)
+    assert placed is not None, text
     policy = placed[1].split(", ")
     assert len(policy) == 2 and placed[2] in policy
     made = [name.partition("/")[0] for name in there]

@@ -6,7 +6,7 @@
 - a sample that hangs is searched for only where the others are to be saved (`mask`);
 - a file or function that cannot be loaded is the user's configuration error, found before the first batch;
 - every process of it runs the source that was read first; a source that a run is not known by is refused
-- a line that is no answer to a request is a failure, and so is one beside the answer
+- a line that is no answer to a request is a failure, and so is one next to the answer
 - closing ends the process, and what it started.
 """
 

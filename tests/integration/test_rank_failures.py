@@ -253,7 +253,7 @@ def test_rank_that_dies_at_start_does_not_block_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "said", "inside"),
+    ("work", "activity", "inside"),
     [
         (_one_is_suspended, r"has been suspended \(SIGSTOP\)", "suspended"),
         (_one_stalls, r'has made no progress in "optimizer step 7"', "_one_stalls"),
@@ -261,7 +261,7 @@ def test_rank_that_dies_at_start_does_not_block_the_others() -> None:
     ids=["suspended", "stalled"],
 )
 def test_a_rank_that_does_not_move_is_named_within_its_timeout(
-    work: Any, said: str, inside: str, tmp_path: Path
+    work: Any, activity: str, inside: str, tmp_path: Path
 ) -> None:
     config = PipelineConfig.model_validate({"run": {"timeouts": {"stall": 3.0}}})
     began: list[float] = []
@@ -270,7 +270,7 @@ def test_a_rank_that_does_not_move_is_named_within_its_timeout(
         seen = threading.Thread(target=_note_start, args=(monitor, began), daemon=True)
         seen.start()
         with pytest.raises(
-            WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {said}"
+            WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {activity}"
         ) as caught:
             run_ranks(work, 2, "cpu", rank_zero=None, config=config, monitor=monitor)
         assert time.monotonic() - began[0] < 3 + 10

@@ -83,7 +83,7 @@ def _nobody_is_left(folder: Path) -> bool:
 @pytest.fixture(scope="module")
 def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two undisturbed steps and then one in which a policy rank and the critic's are suspended: digest, what
-    was said.
+    was printed.
     """
     folder = tmp_path_factory.mktemp("golden")
     suspensions = "policy.update:3:stop,critic.update:3:stop"

@@ -88,10 +88,10 @@ def test_three_hosts_compute_the_bits_of_one(hosts: list[Host]) -> None:
             (line,) = [line for line in output.splitlines() if line.startswith("parts ")]
             assert json.loads(line.partition(" ")[2])[-1] == 2, "the driver's own, and those of two hosts"
             code, _ = first.run(*command("three"), seconds=900, log="three", **environment)
-            said = logs(first, "three")
-            assert code == 0, said[-4000:]
-            assert "hosts of the stage: this one, host-2, host-3" in said
-            assert "sft: continues after step" in said
+            text = logs(first, "three")
+            assert code == 0, text[-4000:]
+            assert "hosts of the stage: this one, host-2, host-3" in text
+            assert "sft: continues after step" in text
         code, _ = first.run(*command("one"), seconds=900, log="one", **store)
         assert code == 0, logs(first, "one")[-4000:]
         there, here = (artifact_digests(first, name, **store) for name in ("three", "one"))

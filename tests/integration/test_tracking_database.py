@@ -54,7 +54,7 @@ def test_concurrent_processes_create_it_once(tmp_path: Path) -> None:
         subprocess.Popen([*MAKE, str(file)], env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    said = [maker.communicate()[1] for maker in makers]
-    assert [maker.returncode for maker in makers] == [0, 0, 0], said
-    assert sum("Creating initial MLflow database tables" in text for text in said) == 1
+    errors = [maker.communicate()[1] for maker in makers]
+    assert [maker.returncode for maker in makers] == [0, 0, 0], errors
+    assert sum("Creating initial MLflow database tables" in text for text in errors) == 1
     assert _usable(file)

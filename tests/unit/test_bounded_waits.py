@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 WAITS = {"join", "wait", "result", "recv", "communicate", "acquire", "get"}
-"""Methods of threads, processes, futures, locks, pipes and queues that wait for ever if nothing is said."""
+"""Methods of threads, processes, futures, locks, pipes and queues that wait for ever without a limit."""
 CALLS = {
     ("subprocess", "run"),
     ("subprocess", "check_output"),
@@ -21,7 +21,7 @@ CALLS = {
     ("ray", "wait"),
     ("opener", "open"),
 }
-"""Functions that do, whatever else is said, without a `timeout`."""
+"""Functions that do, also with other arguments, without a `timeout`."""
 
 BOUNDED = {
     "rlhf_cli/start.py: server.wait()": "a server of ours that the user ends with Ctrl-C",

@@ -99,8 +99,8 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(
     assert "code 3: Segmentation fault" in rows["dies"]["why"]
     assert rows["lacks"]["why"] == "needs the package no_such_package, which is not installed"
     assert rows["unfit"]["why"] == "needs the package no_such_package_2, which is not installed"
-    said = capsys.readouterr().out
-    assert "answer 42" in said and "first_run.json" in said
+    printed = capsys.readouterr().out
+    assert "answer 42" in printed and "first_run.json" in printed
 
 
 def test_no_part_begins_after_the_minutes(toys: list[Part], tmp_path: Path) -> None:

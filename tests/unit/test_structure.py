@@ -1,6 +1,6 @@
 """The measures of the structure script, on a small tree.
 
-- import cycles are found inside packages, and lazy imports are told apart
+- import cycles are found inside packages, and lazy imports are counted separately
 - the PPO step follows functions, methods, remote method names and re-exported names
 - comments are counted without directives
 - public functions with more than four parameters have `Args`

@@ -104,7 +104,7 @@ def make_batch(seed: int, batch: int, tokens: int) -> Batch:
 
 
 def logits_of(parameters: Tensor, b: Batch) -> Tensor:
-    # A model fed with garbage gives garbage, but its parameters are not to blame: cut its graph there.
+    # A model fed with garbage gives garbage, but its parameters are not the cause: cut its graph there.
     valid = b.mask.reshape(*b.mask.shape, 1)
     return torch.where(valid, torch.where(valid.unsqueeze(-1), b.features, 0.0) @ parameters, math.nan)
 

@@ -70,11 +70,11 @@ class Command:
         if self.data_stage:
             message = self._said(lambda: exit_code(lambda: self._run_data_stage(bad.overrides)))
         else:
-            message = self.said("run", "c.yaml", *bad.overrides)
+            message = self.message("run", "c.yaml", *bad.overrides)
         assert [word for word in bad.words if word not in message] == [], message
         return message
 
-    def said(self, *arguments: str) -> str:
+    def message(self, *arguments: str) -> str:
         """The message to these arguments."""
         return self._said(lambda: main(arguments))
 

@@ -443,15 +443,15 @@ def test_bad_override_is_named_in_the_message(command: Command, bad: Bad) -> Non
 
 
 def test_missing_unreadable_and_folder_have_different_messages(command: Command, tmp_path: Path) -> None:
-    assert "nowhere.yaml: configuration file not found" in command.said("run", "nowhere.yaml")
-    assert "is a directory" in command.said("run", str(tmp_path))
-    assert "cannot be read" in command.said("run", "a\0b.yaml")
-    assert "cannot be read" in command.said("run", "x" * 5000)
+    assert "nowhere.yaml: configuration file not found" in command.message("run", "nowhere.yaml")
+    assert "is a directory" in command.message("run", str(tmp_path))
+    assert "cannot be read" in command.message("run", "a\0b.yaml")
+    assert "cannot be read" in command.message("run", "x" * 5000)
 
     (tmp_path / "closed.yaml").write_text("run: {seed: 1}")
     (tmp_path / "closed.yaml").chmod(0)
     with as_unprivileged_user():
-        assert "closed.yaml: permission denied" in command.said("run", "closed.yaml")
+        assert "closed.yaml: permission denied" in command.message("run", "closed.yaml")
 
 
 def test_all_problems_are_listed_at_once(command: Command) -> None:
@@ -585,7 +585,7 @@ def test_configuration_must_be_a_regular_file(command: Command, title: str) -> N
         "a link to itself": "loop.yaml",
         "a dangling link": "gone.yaml",
     }
-    message = command.said("run", names[title])
+    message = command.message("run", names[title])
     assert [word for word in PLACES[title] if word not in message] == [], message
 
 
@@ -593,14 +593,14 @@ def test_configuration_must_be_a_regular_file(command: Command, title: str) -> N
 def test_model_shape_must_be_a_regular_file(command: Command, target: str) -> None:
     os.mkfifo(command.folder / "pipe")
     (command.folder / "c.yaml").write_text("run: {device: cpu}\n")
-    message = command.said("plan", "c.yaml", "--model-config", target)
+    message = command.message("plan", "c.yaml", "--model-config", target)
     assert f"{target} is a " in message and "not a regular file" in message
 
 
 @pytest.mark.parametrize("gpus", ["\u0668xA100-80G", "1000000000xA100-80G", "0xA100-80G"])
 def test_invalid_count_of_gpus_is_refused(command: Command, gpus: str) -> None:
     (command.folder / "c.yaml").write_text("run: {seed: 1}\n")
-    assert "--gpus: must be a count and a device" in command.said("plan", "c.yaml", "--gpus", gpus)
+    assert "--gpus: must be a count and a device" in command.message("plan", "c.yaml", "--gpus", gpus)
 
 
 BROKEN_CHECKS = {

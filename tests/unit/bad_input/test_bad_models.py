@@ -104,7 +104,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"config__json": CONFIG | {"num_hidden_layers": 1}, "model__safetensors": LAYERS},
         ("num_hidden_layers 1, but the weights have 2",),
     ),
-    "an adapter beside the weights": ({"adapter_config__json": {}}, ("holds an adapter", "merge it")),
+    "an adapter next to the weights": ({"adapter_config__json": {}}, ("holds an adapter", "merge it")),
     "a hole between tensors": (
         {"model__safetensors": header({"a": TENSOR, "b": TENSOR | {"data_offsets": [12, 20]}}, 20)},
         ("a tensor begins at 12 instead of 8",),

@@ -179,10 +179,10 @@ SETTINGS = {
     **{
         f"float32 sums with {title}": (
             ("ppo.policy_deepspeed.grad_accum_dtype=float32",
-                *(f"ppo.policy_deepspeed.{one}" for one in said)),
+                *(f"ppo.policy_deepspeed.{one}" for one in settings)),
             ("ppo.policy_deepspeed.grad_accum_dtype", *words),
         )
-        for title, said, words in (
+        for title, settings, words in (
             ("no ZeRO", ("dtype=bfloat16",), ("zero_stage 2 or 3", "got 0", "zero_stage=2")),
             ("ZeRO 1", ("dtype=bfloat16", "zero_stage=1"), ("zero_stage 2 or 3", "got 1")),
             ("offload", ("dtype=bfloat16", "zero_stage=2", "offload=optimizer"),
@@ -464,7 +464,7 @@ def test_an_argument_that_cannot_work_gives_one_message(
         monkeypatch.setenv("RLHF_REWARD_TOKEN", "a")
     for name, content in {**files, "latin.json": b'{"a": "\xe9"}', "zero.json": zero}.items():
         (command.folder / name).write_bytes(content)
-    message = command.said(*arguments)
+    message = command.message(*arguments)
     assert [word for word in words if word not in message] == [], message
 
 

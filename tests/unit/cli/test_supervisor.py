@@ -99,7 +99,7 @@ def test_worker_is_healthy_while_it_sends_heartbeats(own: Supervisor, workers: l
 
 
 def test_worker_is_healthy_while_the_server_does_not_respond(own: Supervisor) -> None:
-    assert own._worker_is_healthy(), "the server is to blame, not the worker"
+    assert own._worker_is_healthy(), "the server failed, not the worker"
 
 
 def test_external_servers_are_used_and_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

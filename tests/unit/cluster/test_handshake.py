@@ -5,7 +5,7 @@ runs on hosts in `tests/integration/test_several_hosts.py`.
 - each difference is a phrase with the field, the value of the node and the rule
 - a node that Ray loses during the handshake is left out; one that does not answer is named
 - commit and driver version are not compared
-- two hosts with one hostname are refused; an interface that NCCL or gloo shall use must exist
+- two hosts with one hostname are refused; an interface that NCCL or gloo is to use must exist
 - nodes with another number of cores are named if PPO counts cores
 - a node reports what it can use; a folder that is not shared is no store; an empty variable is no endpoint
 - ranks get settings and `run.env`, and nothing secret

@@ -1,8 +1,8 @@
 """Settings that are seldom meant are warned of, with field, value and fix; what is usual is not.
 
-- each doubtful setting is one warning; the same setting mended is none
+- each doubtful setting is one warning; the same setting fixed is none
 - the defaults and every shipped profile raise none
-- what follows from other settings where nothing is said: horizon, limit, penalty, weights, aggregation
+- what follows from other settings that are not set: horizon, limit, penalty, weights, aggregation
 """
 
 from __future__ import annotations
@@ -154,17 +154,17 @@ def test_the_reward_model_in_ppo_has_the_settings_of_the_critic() -> None:
     assert fields == ["sft.deepspeed", "ppo.policy_deepspeed"]
 
 
-def said(ppo: dict[str, Any]) -> list[str]:
+def warnings_of(ppo: dict[str, Any]) -> list[str]:
     return list(unusual_settings(config_from_tree({"run": {"device": "cpu"}, "ppo": ppo}, "test")))
 
 
-@pytest.mark.parametrize(("ppo", "words", "mended"), DOUBTFUL, ids=[words[0] for _, words, _ in DOUBTFUL])
+@pytest.mark.parametrize(("ppo", "words", "fixed"), DOUBTFUL, ids=[words[0] for _, words, _ in DOUBTFUL])
 def test_a_doubtful_setting_is_one_warning_and_mended_none(
-    ppo: dict[str, Any], words: tuple[str, ...], mended: dict[str, Any]
+    ppo: dict[str, Any], words: tuple[str, ...], fixed: dict[str, Any]
 ) -> None:
-    (warning,) = said(ppo)
+    (warning,) = warnings_of(ppo)
     assert all(word in warning for word in words), warning
-    assert said(mended) == []
+    assert warnings_of(fixed) == []
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_plan_and_run_show_warnings_of_other_sections(tree: dict[str, Any], word
 
 
 def test_a_run_of_many_steps_can_be_checked() -> None:
-    assert said({"kl": TARGET, "steps": 80_000}) == []
+    assert warnings_of({"kl": TARGET, "steps": 80_000}) == []
 
 
 def test_rules_may_score_responses_of_any_length() -> None:
-    assert said({"max_new_tokens": 65, "rewards": [{"type": "relevance"}]}) == []
+    assert warnings_of({"max_new_tokens": 65, "rewards": [{"type": "relevance"}]}) == []
 
 
 def test_run_shows_warnings(tmp_path: Path) -> None:
@@ -266,5 +266,5 @@ def test_outside_float32_the_gap_to_the_engines_is_weighed(trainer: str, engine:
 def test_the_algorithm_has_an_aggregation_of_its_own(algorithm: str, loss_sum: str, divisor: int) -> None:
     own = ppo(algorithm=algorithm, samples_per_prompt=2)
     assert (own.loss_sum, own.loss_divisor) == (loss_sum, divisor)
-    said = ppo(algorithm=algorithm, samples_per_prompt=2, aggregation="token-sum")
-    assert (said.loss_sum, said.loss_divisor) == ("token-sum", 1)
+    section = ppo(algorithm=algorithm, samples_per_prompt=2, aggregation="token-sum")
+    assert (section.loss_sum, section.loss_divisor) == ("token-sum", 1)

@@ -1,6 +1,6 @@
 """Which precision a configuration that says nothing has.
 
-- bfloat16 where it runs on GPUs, float32 on CPUs; what is said stays
+- bfloat16 where it runs on GPUs, float32 on CPUs; a configured value stays
 - engines follow the policy, unless they have a precision of their own
 - where the driver lists GPUs that torch cannot use, a stage says so: it does not train on the CPU in their
   place
@@ -81,11 +81,11 @@ def test_gpus_that_do_not_know_bfloat16_have_float32(name: str, expected: str) -
 
 
 def test_given_values_stay_and_engines_follow_the_policy() -> None:
-    said: dict[str, Any] = {"ppo": {"policy_deepspeed": {"dtype": "float16", "zero_stage": 2}}}
-    assert precisions(said, 1) == ["bfloat16", "bfloat16", "float16", "bfloat16", "float16"]
-    said["ppo"]["engine"] = {"dtype": "float32"}
-    assert precisions(said, 1)[-1] == "float32"
-    assert precisions(said, 0) == ["float32", "float32", "float16", "float32", "float32"]
+    tree: dict[str, Any] = {"ppo": {"policy_deepspeed": {"dtype": "float16", "zero_stage": 2}}}
+    assert precisions(tree, 1) == ["bfloat16", "bfloat16", "float16", "bfloat16", "float16"]
+    tree["ppo"]["engine"] = {"dtype": "float32"}
+    assert precisions(tree, 1)[-1] == "float32"
+    assert precisions(tree, 0) == ["float32", "float32", "float16", "float32", "float32"]
 
 
 def test_a_plan_for_gpus_uses_the_defaults_of_gpus(tmp_path: Path) -> None:

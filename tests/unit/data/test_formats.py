@@ -1,7 +1,7 @@
 """Rows become records, or are refused with a reason.
 
 Rules:
-- five formats are told apart by their fields; strings and message lists mean the same;
+- five formats are recognised by their fields; strings and message lists mean the same;
 - conversations without `prompt` (message lists, and HH-RLHF transcripts) share their common beginning as the
   prompt;
 - every malformed row is refused with a reason that names the field; a text of white space and invisible

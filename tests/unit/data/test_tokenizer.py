@@ -1,7 +1,7 @@
 """Loading and training tokenizers.
 
 Rules:
-- a missing folder is said to be missing; a hub id is only what looks like one;
+- a missing folder is reported as missing; a hub id is only what looks like one;
 - EOS must exist, and the pad token is another token: chosen from those that are there, or refused with a fix;
 - a trained tokenizer is opened by AutoTokenizer, loses no text, and keeps within the vocabulary;
 - dropout is turned off, also in the files that are saved;

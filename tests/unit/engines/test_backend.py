@@ -51,9 +51,9 @@ def test_gpus_use_nccl_unless_torch_was_built_without(
     with build(monkeypatch, torch, nccl):
         assert training_backend("cuda") == backend
         assert lacks_nccl() is (backend == "gloo")
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == (1 if backend == "gloo" else 0)
-    assert all("built for GPUs but without NCCL" in text and "install" in text for text in said)
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == (1 if backend == "gloo" else 0)
+    assert all("built for GPUs but without NCCL" in text and "install" in text for text in messages)
 
 
 def test_ranks_on_the_cpu_use_gloo_and_say_nothing(

@@ -29,7 +29,7 @@ from rlhf_core.planning.checkpoints import bytes_per_parameter
 
 
 class Averaging:
-    """DeepSpeed on one of `ranks`, before its optimizer's step: whoever asks has losses divided by `gas`, the
+    """DeepSpeed on one of `ranks`, before its optimizer's step: the caller has losses divided by `gas`, the
     accumulation steps, and gradients are averaged over ranks."""
 
     def __init__(self, module: nn.Module, ranks: int = 1, gas: int = 1) -> None:

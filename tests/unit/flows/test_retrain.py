@@ -1,7 +1,7 @@
-"""The flow `rlhf-retrain` runs the pipeline if a look says so, and records its start and end.
+"""The flow `rlhf-retrain` runs the pipeline if new data are found, and records its start and end.
 
 - without a record of the start, nothing is trained
-- a look that fails is a notification
+- a poll that fails is a notification
 """
 
 from __future__ import annotations

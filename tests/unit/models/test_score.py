@@ -38,10 +38,10 @@ def test_the_score_is_read_at_the_last_real_token(causal: Path) -> None:
     model = _load(causal)
     short, long = TokenSequence.of((5, 6), (7,)), TokenSequence.of((1, 2, 3), (4, 5, 6, 7, 8))
     alone = model(collate([short], pad_id=0), "last")
-    beside = model(collate([short, long], pad_id=0), "last")[:1]
-    torch.testing.assert_close(alone, beside, rtol=0, atol=1e-5)
+    with_longer = model(collate([short, long], pad_id=0), "last")[:1]
+    torch.testing.assert_close(alone, with_longer, rtol=0, atol=1e-5)
     other_pad = model(collate([short, long], pad_id=9), "last")[:1]
-    torch.testing.assert_close(other_pad, beside, rtol=0, atol=1e-5)
+    torch.testing.assert_close(other_pad, with_longer, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def test_bfloat16_leaves_as_many_different_scores_as_float32(causal: Path, lora:
     assert len(scores.unique()) == len(add_adapter(_load(causal), lora)(MANY, "last").unique()) == 200
     exact, bound = _exact(model)
     assert ((scores - exact).abs() <= bound).all()
-    assert bound.max() < 2**-9 * scores.abs().max() / 4, "the bound tells bfloat16 from float32"
+    assert bound.max() < 2**-9 * scores.abs().max() / 4, "the bound separates bfloat16 from float32"
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The table of architectures (`docs/architectures.md`) is what its command finds: a sample of it, made again.
 
 Rules: architectures whose decoder layers keep the borders of packed sequences are packed, as policy and
-as score model; those with `sdpa` or `eager` attention that loses them, or with a state beside attention, are
+as score model; those with `sdpa` or `eager` attention that loses them, or with a state besides attention, are
 padded; what is no decoder is refused with a reason.
 """
 

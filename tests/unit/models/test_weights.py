@@ -1,7 +1,7 @@
 """No weight of a loaded model is anything but what its files say.
 
 Rules for policies and score models: tensors that are missing, misnamed, too many or of another shape
-are refused by name; so are integers without scales, numbers that are not finite, an adapter beside the
+are refused by name; so are integers without scales, numbers that are not finite, an adapter next to the
 weights, tied tensors with different values. What may be absent or too much is not: tied heads, a score head
 that is made, the language-model head of what becomes a score model. The configured attention is used whatever
 `config.json` asks for. Broken configurations end in a ModelError.

@@ -476,10 +476,10 @@ def test_the_command_shows_a_split_that_can_be_pasted(capsys: pytest.CaptureFixt
     command = ["plan", str(PRODUCTION), "--gpus", "2x8xH100-80G", "--link", "8x400gbit"]
     command += ["--host-memory", "2000", "model.path=Qwen/Qwen2.5-14B"]
     assert main(command) == 2
-    said = capsys.readouterr().out
-    assert "fastest split found for 2 hosts of 8 x H100-80G, 8 x 400 Gbit/s between" in said
-    assert said.count("Bottleneck: ") == 3
-    [line] = [line for line in said.splitlines() if line.startswith("fastest with: ")]
+    printed = capsys.readouterr().out
+    assert "fastest split found for 2 hosts of 8 x H100-80G, 8 x 400 Gbit/s between" in printed
+    assert printed.count("Bottleneck: ") == 3
+    [line] = [line for line in printed.splitlines() if line.startswith("fastest with: ")]
     pasted = shlex.split(line.removeprefix("fastest with: "))
     assert main([*command, *pasted, "--json"]) == 0
     known = json.loads(capsys.readouterr().out)

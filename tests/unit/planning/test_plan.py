@@ -76,7 +76,7 @@ def peak(
 
 
 def test_the_batch_sizes_are_described_in_words() -> None:
-    told = dict(
+    batches = dict(
         describe_batches(
             config_from_tree(
                 {
@@ -104,26 +104,26 @@ def test_the_batch_sizes_are_described_in_words() -> None:
     )
     # 60 / 4 = 15 sequences of 500 tokens a rank, two in 1000 tokens: 8 passes; 3600 of 4000 examples / 60 =
     # 60 steps.
-    assert "60 sequences of at most 500 tokens an optimizer step, 15 on each of 4 ranks" in told["sft"]
-    assert "at most 8 micro-batches of 1000 tokens" in told["sft"]
-    assert "about 60 optimizer steps an epoch, 120 in all" in told["sft"]
+    assert "60 sequences of at most 500 tokens an optimizer step, 15 on each of 4 ranks" in batches["sft"]
+    assert "at most 8 micro-batches of 1000 tokens" in batches["sft"]
+    assert "about 60 optimizer steps an epoch, 120 in all" in batches["sft"]
     # A pair of 2 x 500 tokens; 64 pairs on one rank, and 16384 // 500 = 16 pairs... of the default 8192: 16
     # sequences.
-    assert "64 pairs of at most 2 x 500 tokens" in told["reward"]
+    assert "64 pairs of at most 2 x 500 tokens" in batches["reward"]
     assert (
         "10 steps of 32 prompts x 2 samples = 64 responses of at most 100 tokens, 22 for each of 3"
-        in told["ppo"]
+        in batches["ppo"]
     )
     assert (
         "4 minibatches of 16 responses = 4 optimizer steps of policy and critic, 40 of the policy"
-        in told["ppo"]
+        in batches["ppo"]
     )
-    assert "policy: 4 on each of 4 ranks; at most 1 micro-batch of 2000 tokens" in told["ppo"]
+    assert "policy: 4 on each of 4 ranks; at most 1 micro-batch of 2000 tokens" in batches["ppo"]
 
 
 def test_without_data_steps_are_given_for_a_thousand_examples() -> None:
-    told = dict(describe_batches(load_config(CONFIGS / "tinystories.yaml")))
-    assert "32 optimizer steps for every 1000 demonstrations (1 epoch)" in told["sft"]
+    batches = dict(describe_batches(load_config(CONFIGS / "tinystories.yaml")))
+    assert "32 optimizer steps for every 1000 demonstrations (1 epoch)" in batches["sft"]
 
 
 # -- memory --
@@ -486,9 +486,9 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_changes_that_can_be_pasted(
         str(LLAMA_8B),
     ]
     assert main(command) == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert "does not fit: sft: policy needs" in said
-    changes = shlex.split(said.rpartition("fits with: ")[2])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "does not fit: sft: policy needs" in printed
+    changes = shlex.split(printed.rpartition("fits with: ")[2])
     assert main([*command, *changes]) == 0
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("fits 8 x RTX4090-24G")
 
@@ -514,9 +514,9 @@ def test_json_and_table_agree(capsys: pytest.CaptureFixture[str]) -> None:
         str(LLAMA_8B),
     ]
     assert main([*command, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["fits"] is True and said["parameters"] == 8_030_261_248 and said["changes"] is None
-    sft = next(row for row in said["memory"] if (row["stage"], row["phase"]) == ("sft", "backward"))
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["fits"] is True and printed["parameters"] == 8_030_261_248 and printed["changes"] is None
+    sft = next(row for row in printed["memory"] if (row["stage"], row["phase"]) == ("sft", "backward"))
     assert main(command) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "backward" in line)
     assert f"{sft['total'] / GIB:.1f}*" in row
@@ -602,9 +602,9 @@ def test_a_reward_model_of_8b_on_six_cards_fits_with_half_the_context_and_adapte
         str(LLAMA_8B),
     ]
     assert main([*command, *SIX_CARDS, *lengths, *changes, "--json"]) == (0 if fits else 2)
-    said = json.loads(capsys.readouterr().out)
-    reward = [row["total"] for row in said["memory"] if row["stage"] == "reward"]
-    assert (f"{max(reward) / GIB:.1f}", said["fits"]) == (gib, fits)
-    assert all(problem.startswith("reward: ") for problem in said["problems"])
+    printed = json.loads(capsys.readouterr().out)
+    reward = [row["total"] for row in printed["memory"] if row["stage"] == "reward"]
+    assert (f"{max(reward) / GIB:.1f}", printed["fits"]) == (gib, fits)
+    assert all(problem.startswith("reward: ") for problem in printed["problems"])
     page = (CONFIGS.parents[1] / "docs" / "plan.md").read_text()
     assert all(word in page for word in (*SIX_CARDS, f"{gib} GiB")), "the page has the same numbers"

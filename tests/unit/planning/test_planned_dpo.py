@@ -28,8 +28,8 @@ def test_the_plan_has_dpo_only_if_it_is_enabled() -> None:
     assert shape is not None
     wanted = config(enabled=True)
     # A pair has as many tokens as for the reward model, and the model has as many weights as in SFT.
-    told = dict(describe_batches(wanted))
-    assert told["dpo"].split(";")[0] == told["reward"].split(";")[0]
+    batches = dict(describe_batches(wanted))
+    assert batches["dpo"].split(";")[0] == batches["reward"].split(";")[0]
     verdict = judge(wanted, shape, HARDWARE)
     loads = {load.stage: load.total for load in verdict.loads if load.phase == "load"}
     assert loads["dpo"] == loads["sft"]

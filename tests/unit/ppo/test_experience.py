@@ -168,15 +168,15 @@ def test_gamma_discounts_and_lambda_blends() -> None:
 def test_a_longer_neighbour_changes_nothing() -> None:
     short = ([_rollout((-1.0,))], [[-1.0]], [[-1.5]], [[0.2]], [1.0])
     alone = _make(*short)
-    beside = _make(
+    with_longer = _make(
         [*short[0], _rollout((-1.0,) * 5)],
         [*short[1], [-1.0] * 5],
         [*short[2], [-9.0] * 5],
         [*short[3], [7.0] * 5],
         [*short[4], -4.0],
     )
-    torch.testing.assert_close(beside.returns_BT[0, :1], alone.returns_BT[0])
-    assert beside.mask_BT.tolist() == [[True] + [False] * 4, [True] * 5]
+    torch.testing.assert_close(with_longer.returns_BT[0, :1], alone.returns_BT[0])
+    assert with_longer.mask_BT.tolist() == [[True] + [False] * 4, [True] * 5]
 
 
 def test_a_response_cut_by_the_limit_pays_the_penalty() -> None:

@@ -56,7 +56,7 @@ def look(checks: StepChecks, step: int, change: Change) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("guards/")}
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.guard, record.getMessage()) for record in caplog.records if hasattr(record, "guard")]
 
 
@@ -68,7 +68,7 @@ def test_three_failing_steps_give_one_warning(
     seen = [look(checks, step, change) for step, change in enumerate([{}, *[failure] * 5, {}], start=1)]
     assert [alarms[f"guards/{name}"] for alarms in seen] == [0, 0, 0, 1, 1, 1, 0]
     assert [alarm for alarms in seen for alarm, value in alarms.items() if value] == [f"guards/{name}"] * 3
-    ((guard, message),) = said(caplog)
+    ((guard, message),) = warnings_of(caplog)
     assert guard == name and message.startswith(f"step 4: guard {name}: ")
 
 
@@ -80,7 +80,7 @@ def test_short_or_weak_deviations_give_no_alarm(
     with caplog.at_level(logging.WARNING):
         for step, change in enumerate([{}, failure, failure, {}, failure, failure, *[short] * 5], start=1):
             assert not any(look(checks, step, change).values())
-    assert said(caplog) == []
+    assert warnings_of(caplog) == []
 
 
 @EACH

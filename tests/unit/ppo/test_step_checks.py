@@ -66,8 +66,8 @@ def test_an_engine_gap_warns_before_it_stops_the_run(
         found = metrics(rollout__logprob_gap_mean=gap)
         checks.verify(found, step)
         assert found["rollout/logprob_gap_alarm"] == alarm
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [f"step 2: engine and trainer log-probabilities differ by {loud:.3g} on average"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"step 2: engine and trainer log-probabilities differ by {loud:.3g} on average"]
 
 
 def test_without_the_canary_a_gap_only_warns() -> None:
@@ -126,8 +126,8 @@ def test_equal_scores_are_warned_of_once(checks: StepChecks, caplog: pytest.LogC
     same = {"rollout__zero_variance_groups": 0.9}
     for step, changed in enumerate(({}, same, same, {}, {"objective__scores_std": 0.0})):
         checks.verify(metrics(**changed), step)
-    said = [record.getMessage().split(";")[0] for record in caplog.records]
-    assert said == [
+    messages = [record.getMessage().split(";")[0] for record in caplog.records]
+    assert messages == [
         (
             "step 1: nearly all scores that are compared with each other are equal, so nothing is learned"
             " from them"

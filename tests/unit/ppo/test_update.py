@@ -145,7 +145,7 @@ class _Made:
         return metrics
 
     def _exchanged(self, batch: RolloutBatch, exchanges: Sequence[Exchange], rank: int) -> list[int]:
-        """Return the responses that a rank has after all have sent what they were told to."""
+        """Return the responses that a rank has after all have sent what they were asked to."""
         arrived: list[int] = []
         for home, share in enumerate(batch.routes[self._ranks]):
             sent = exchanges[home]

@@ -60,7 +60,7 @@ def test_only_reward_model_scores_are_clipped() -> None:
     with RewardComposer(sources, score_clip=5.0) as composer:
         scored = composer.score(texts, [9.0, -6.0, 5.0])
     assert scored.total == [2 * 5.0 + 3, 2 * -5.0 + 6, 2 * 5.0 + 8]
-    assert scored.by_source["model"] == [9.0, -6.0, 5.0], "what is logged is what the model said"
+    assert scored.by_source["model"] == [9.0, -6.0, 5.0], "what is logged is the output of the model"
     assert clipped_share(sources, scored.by_source, 5.0) == pytest.approx(2 / 3)
     assert (
         clipped_share((rule,), scored.by_source, 5.0) is None

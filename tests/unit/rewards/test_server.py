@@ -152,11 +152,11 @@ def texts(*lengths: int) -> list[dict[str, str]]:
 
 def test_a_served_model_gives_the_scores_of_the_pipeline(folder: Path, scorer: Scorer, start: Start) -> None:
     encoder = Encoder(scorer._encoder.tokenizer, "chat")
-    said = [("Tell me about the cat.", "It sleeps."), ("Tell me.", "It is warm </s> <eos>"), ("Who?", "")]
+    texts = [("Tell me about the cat.", "It sleeps."), ("Tell me.", "It is warm </s> <eos>"), ("Who?", "")]
     pairs = [encoder.response([Message("user", p)], r) if r else (encoder.prompt([Message("user", p)]),
         (encoder.eos_id,))
-             for p, r in said]  # fmt: skip
-    samples = [RewardInput(str(i), p, r, *pairs[i], True) for i, (p, r) in enumerate(said)]
+             for p, r in texts]  # fmt: skip
+    samples = [RewardInput(str(i), p, r, *pairs[i], True) for i, (p, r) in enumerate(texts)]
     # The policy may have written the same text in other tokens: then only the tokens tell.
     samples.append(RewardInput("t", "Tell me.", "It", (1, 5, 9), (40, 41, 42, 43), False))
     url = f"{start(scorer)}/score"
@@ -188,14 +188,14 @@ def test_text_mode_scores_equal_the_model_reward(folder: Path, tmp_path: Path, s
     write_response_prefix(tmp_path / "data", encoder.response_prefix)
     decoder = load_decoder(tmp_path / "data")
 
-    said = [("Tell me about the cat.", "It sleeps."), ("Tell me.", "It is warm and kind")]
+    texts = [("Tell me about the cat.", "It sleeps."), ("Tell me.", "It is warm and kind")]
     prompts, rollouts = [], []
-    for index, (prompt, response) in enumerate(said):
+    for index, (prompt, response) in enumerate(texts):
         prompt_ids, response_ids = encoder.response([Message("user", prompt)], response)
         prompts.append(PromptExample(str(index), prompt, prompt_ids))
         rollouts.append(Rollout(str(index), 0, prompt_ids, response_ids, (0.0,) * len(response_ids), True, 0))
     samples = reward_inputs(decoder.response, prompts, rollouts)
-    assert [sample.response for sample in samples] == [response for _, response in said]
+    assert [sample.response for sample in samples] == [response for _, response in texts]
 
     url = f"{start(Scorer(served))}/score"
     service = RemoteService(
@@ -206,7 +206,7 @@ def test_text_mode_scores_equal_the_model_reward(folder: Path, tmp_path: Path, s
     by_tokens = expected(served, [(sample.prompt_ids, sample.response_ids) for sample in samples])
     assert outcome.values == pytest.approx(by_tokens, abs=1e-5)
     # The blank that the template puts there, twice, is another text to the model.
-    twice = [encoder.response([Message("user", prompt)], " " + response) for prompt, response in said]
+    twice = [encoder.response([Message("user", prompt)], " " + response) for prompt, response in texts]
     assert outcome.values != pytest.approx(expected(served, twice), abs=1e-3)
 
 

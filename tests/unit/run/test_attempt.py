@@ -3,7 +3,7 @@
 - an attempt that was overtaken commits neither a checkpoint nor an artifact
 - an artifact that another run has made since the flow looked for it is reused
 - the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
-  wrote or start anew where all are damaged
+  wrote or start from the beginning where all are damaged
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_warnings_and_errors_are_sent_once(sent: tuple[logging.Logger, int]) -> 
         log.warning("another, %d", number)
     log.warning("a third")
     log.warning("one too many")
-    log.error("an error is always told")
+    log.error("an error is always sent")
     events = [json.loads(line) for line in os.read(reader, 65536).splitlines()]
     assert {event["event"] for event in events} == {"warning"}
     messages = [event["message"] for event in events]
@@ -52,7 +52,7 @@ def test_warnings_and_errors_are_sent_once(sent: tuple[logging.Logger, int]) -> 
     assert messages[2:] == [
         "another, 0",
         "a third; further warnings are in the log",
-        "an error is always told",
+        "an error is always sent",
     ]
 
 

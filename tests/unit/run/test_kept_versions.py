@@ -5,8 +5,8 @@
 - a version that was revoked in the meantime is not used
 - an error that the same configuration would end with again keeps nothing
 - a command that is refused, because another process makes a stage, leaves the versions of that process
-- the command, the Python API, rounds and the looks of a retraining use the same versions
-- a look at a champion reads none of its files
+- the command, the Python API, rounds and the polls of a retraining use the same versions
+- the list of a champion reads none of its files
 """
 
 from __future__ import annotations

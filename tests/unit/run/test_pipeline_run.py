@@ -464,8 +464,8 @@ def test_spec_contains_digests_of_external_inputs(
     rows.write_text('{"text": "a"}\n')
     run = pipeline(tmp_path, data={"sft": [{"path": str(rows)}]})
     run.spec("data", {}).write(tmp_path / "spec.json")
-    told = StageSpec.read(tmp_path / "spec.json").sources
-    assert told == source_digests(run.config) and set(told) >= {"data.sft[0]", "data.prompts[0]"}
+    sources = StageSpec.read(tmp_path / "spec.json").sources
+    assert sources == source_digests(run.config) and set(sources) >= {"data.sft[0]", "data.prompts[0]"}
 
 
 def test_warnings_are_logged_and_tagged(

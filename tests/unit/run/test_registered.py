@@ -4,7 +4,7 @@
 - vLLM listens on loopback and refuses web pages; other addresses need a key, and --vllm cannot change it
 - a published folder loads with transformers, and its card has data, digests, evaluation, licences and limits
 - on the hub the files arrive in a private repository; a refusal is one message
-- a card has no paths, buckets and messages of errors; it tells that the weights contain the adapter
+- a card has no paths, buckets and messages of errors; it says that the weights contain the adapter
 """
 
 from __future__ import annotations

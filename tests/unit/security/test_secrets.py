@@ -2,7 +2,7 @@
 
 Rules (the canary through a whole run is in `tests/integration/test_pipeline.py`):
 - what a line of a log, a message or an event says is without the values of secret variables and without users
-  in URLs, tracebacks included, whoever wrote it
+  in URLs, tracebacks included, from any package
 - a stage that fails with a secret in its words leaves none in its log and sends none to the flow
 - a new home folder is readable by its user alone; spec files hold no variable of the environment
 """

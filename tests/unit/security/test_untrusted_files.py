@@ -6,7 +6,7 @@ Rules, each tested with a file that leaves a mark if its code runs, as it does w
 - an artifact with a program or a pickle in it is neither published nor read, also where its manifest was made
   to fit
 - links inside artifacts are refused on both sides, and what they point to is not read
-- a program beside the data, or a pickle named like data, is not run
+- a program next to the data, or a pickle named like data, is not run
 - no call in the source opens a door: remote code, unpickling, MLflow's model loaders, shells, `eval`
 """
 
@@ -82,7 +82,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planted(tiny: Path, folder: Path, **changes: Any) -> Path:
-    """A copy of the model with a program beside it and these entries in its `config.json`."""
+    """A copy of the model with a program next to it and these entries in its `config.json`."""
     shutil.copytree(tiny, folder)
     (folder / "evil.py").write_text(PROGRAM + "class Evil: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
@@ -154,7 +154,7 @@ def published(store: Store, folder: Path, cache: Path) -> ArtifactStore:
 
 
 def forge(store: Store, uri: Path) -> None:
-    """Make the manifest fit what lies in the folder, as somebody with access to the store can."""
+    """Make the manifest match the files of the folder, as somebody with access to the store can."""
     key = "artifacts/sft/k/manifest.json"
     content = json.loads(store.read_bytes(key) or b"")
     del content["checksum"]

@@ -33,7 +33,7 @@ def test_training_ends_after_two_evaluations_without_improvement() -> None:
     for step, loss in enumerate([0.7, 0.6, 0.6, 0.5, 0.9, 0.8], start=1):
         best.add(step, loss)
         ends.append(best.is_final(STOPPING.early_stop))
-    # 0.6 again is no gain; 0.5 starts the count anew; 0.9 and 0.8 end it.
+    # 0.6 again is no gain; 0.5 starts the count again; 0.9 and 0.8 end it.
     assert ends == [False, False, False, False, False, True]
     assert (best.step, best.loss) == (4, 0.5)
 

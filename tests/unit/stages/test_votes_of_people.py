@@ -67,7 +67,7 @@ def sample(number: int) -> dict[str, str]:
 
 
 def saved(folder: Path, samples: Path, opponent: Opponent, wins: int) -> str:
-    """Write a file of votes with so many wins of the policy, and return its path."""
+    """Write a file of votes with this many wins of the policy, and return its path."""
     pairs = load_blind_pairs(samples, opponent)
     votes = ["1" if pair.policy_first == (i < wins) else "2" for i, pair in enumerate(pairs)]
     content = {"format": "rlhf-review-1", "page": page_digest(pairs), "saved": 1, "votes": votes}

@@ -154,7 +154,7 @@ def test_best_older_checkpoints_are_kept(
 
 
 def test_later_score_keeps_its_checkpoint(store: Store, tmp_path: Path) -> None:
-    """Of steps 1 and 2, each known when the next is saved, 1 is the better one, and stays beside
+    """Of steps 1 and 2, each known when the next is saved, 1 is the better one, and stays next to
     the newest.
     """
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))

@@ -101,7 +101,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], str]]:
 @pytest.fixture
 def bucket(serve: Callable[[Answer], str]) -> Callable[[Answer], Store]:
     def start(answer: Answer) -> Store:
-        # Where size is the limit, a busy machine shall not meet that of time first.
+        # Where size is the limit, a busy machine must not reach that of time first.
         seconds = 30.0 if answer in (without_end, MANY) else 1.5
         limits = S3Limits(request_seconds=seconds, least_seconds=seconds, small_bytes=2**20, listed=100)
         return Store("s3://bucket/x", serve(answer), retry_seconds=0.2, s3_limits=limits)

@@ -1,4 +1,4 @@
-"""Tracking tells everything exactly once and never stops a pipeline. Real MLflow on SQLite; one server that
+"""Tracking logs everything exactly once and never stops a pipeline. Real MLflow on SQLite; one server that
 is down.
 
 Locks: runs found again, nesting, parameters once, every point once over crashes and replays, deterministic
@@ -373,7 +373,9 @@ def test_reused_run_keeps_its_description_and_end(tracking: Tracking, database: 
     assert text == "# Pipeline finished in 1 s" and again > ended, "something was made"
 
 
-def test_a_reused_stage_shows_its_numbers_and_who_made_it(tracking: Tracking, database: Path) -> None:
+def test_a_reused_stage_shows_its_numbers_and_the_run_that_made_it(
+    tracking: Tracking, database: Path
+) -> None:
     first = tracking.parent_run("p1", "demo")
     made = stage(tracking, first)
     made.finish("FINISHED")

@@ -27,7 +27,7 @@ BIG = 3 << 20
 
 
 class _Engine:
-    """One engine in this process: joins the group and then behaves as told."""
+    """One engine in this process: joins the group and then does what the test asks for."""
 
     def __init__(self, leaves: bool) -> None:
         self._leaves = leaves

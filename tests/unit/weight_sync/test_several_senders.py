@@ -148,7 +148,7 @@ def sync(pool: ThreadPoolExecutor, senders: list[WeightSender]) -> list[Future[S
 
 ONE_HOST = ("127.0.0.1",) * 2
 THREE_HOSTS = ("b", "127.0.0.1", "b", "c")
-"""As their addresses are told to the senders. Only the routes depend on them."""
+"""Hosts of the engines, as the senders know them. Only the routes depend on them."""
 
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, THREE_HOSTS])
