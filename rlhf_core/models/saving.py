@@ -36,11 +36,11 @@ class WeightStream:
     """Values of the groups, in the same order. A group is valid until the next one is taken."""
 
 
-def save_model(lm: Any, folder: Path, weights: WeightStream, file_size: str | None = None) -> None:
+def save_model(lm: Any, folder: Path, weights: WeightStream, file_size: str = FILE_SIZE) -> None:
     """Save `lm` with `weights` instead of its own values. At most one group is in host memory.
 
     The configuration is that of a model with the data type of `weights`, without quantization. `file_size` is
-    the maximum size of a file, such as "100MB"; None for `FILE_SIZE`.
+    the maximum size of a file, such as "100MB".
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -50,7 +50,7 @@ def save_model(lm: Any, folder: Path, weights: WeightStream, file_size: str | No
     for group in weights.layout:
         layout |= as_in_checkpoint(shell, group)
     split = split_torch_state_dict_into_shards(
-        layout, filename_pattern="model{suffix}.safetensors", max_shard_size=file_size or FILE_SIZE
+        layout, filename_pattern="model{suffix}.safetensors", max_shard_size=file_size
     )
     files = {
         file: _SafetensorsFile(folder / file, {name: layout[name] for name in names})
