@@ -29,7 +29,7 @@ from tests.chaos.servers import Servers, wait
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 SECONDS = 20
-"""The interval of the looks."""
+"""The interval of the polls."""
 MODEL = "tiny-policy"
 
 
@@ -40,7 +40,7 @@ def add_rows(file: Path, rows: range, text: str) -> None:
             lines.write(json.dumps(content, ensure_ascii=False) + "\n")
 
 
-class Looks:
+class Polls:
     """The runs of `on-new-data` on a schedule."""
 
     def __init__(self, servers: Servers, overrides: list[str]) -> None:
@@ -56,7 +56,7 @@ class Looks:
         servers.ask(f"/deployments/{self._deployment['id']}/schedules", [schedule])
 
     def ended(self) -> list[dict[str, Any]]:
-        """Return the runs that ended, the oldest first. Looks during a run are cancelled."""
+        """Return the runs that ended, the oldest first. Polls during a run are cancelled."""
         runs = self._servers.ask(
             "/flow_runs/filter",
             {
@@ -117,17 +117,17 @@ def test_new_data_retrain_and_a_champion_is_taken_back(tmp_path: Path, summary_l
     servers = Servers(home, trace)
     servers.up()
     try:
-        looks = Looks(servers, overrides)
-        looks.wait_for("Completed", 600, after=0)
-        looks.wait_for("Unchanged", 120, after=0)
+        polls = Polls(servers, overrides)
+        polls.wait_for("Completed", 600, after=0)
+        polls.wait_for("Unchanged", 120, after=0)
         run_deployment(servers, "promote", **person, version="1", reason="the first policy")
 
         add_rows(rows, range(3, 5), "Tell me about fox")
-        looks.wait_for("Waiting", 120, after=time.time())
+        polls.wait_for("Waiting", 120, after=time.time())
         assert list(weights(servers)) == ["1"], "two new rows are fewer than min_new_rows"
         changed = time.time()
         add_rows(rows, range(5, 8), "Tell me about fox")
-        looks.wait_for("Completed", 600, after=changed)
+        polls.wait_for("Completed", 600, after=changed)
         first, second = (weights(servers)[version] for version in ("1", "2"))
         assert first != second
         run_deployment(servers, "promote", **person, version="2", reason="it has seen more foxes")
@@ -135,7 +135,7 @@ def test_new_data_retrain_and_a_champion_is_taken_back(tmp_path: Path, summary_l
 
         changed = time.time()
         add_rows(rows, range(300), "Расскажи мне про лису")
-        stopped = looks.wait_for("Failed", 300, after=changed)
+        stopped = polls.wait_for("Failed", 300, after=changed)
         assert "scripts" in stopped["state"]["message"], stopped["state"]["message"]
         assert sorted(weights(servers)) == ["1", "2"]
         pages = servers.ask("/artifacts/filter", {"artifacts": {"key": {"any_": ["data-drift"]}}})
@@ -143,9 +143,9 @@ def test_new_data_retrain_and_a_champion_is_taken_back(tmp_path: Path, summary_l
 
         run_deployment(servers, "rollback", **person, reason="it speaks of foxes only")
         assert champion(servers) == "1" and weights(servers)["1"] == first
-        names = [run["state_name"] for run in looks.ended()]
+        names = [run["state_name"] for run in polls.ended()]
         summary_lines.append(
-            f"looks every {SECONDS} s: {', '.join(names)}; {stopped['state']['message'][:200]}"
+            f"polls every {SECONDS} s: {', '.join(names)}; {stopped['state']['message'][:200]}"
         )
     finally:
         servers.down()

@@ -45,7 +45,7 @@ class Waits:
     """Intervals and limits of following a job, in seconds."""
 
     poll: float = 2.0
-    """Between two looks for events."""
+    """Between two requests for events."""
     status: float = 5.0
     """Between two requests for the job's status."""
     log: float = 30.0
