@@ -17,6 +17,8 @@ Definitions:
   stage is added or renamed. `register` is the best indicator, because its name has no other use.
 - *comments* are lines with a comment, without directives (`type:`, `noqa`, `fmt:`, `pragma`).
 - *comprehensions* include generator expressions.
+- *patches* in tests are the calls `setattr`, `setitem` and `delattr` of `monkeypatch` and of its contexts,
+  and those of `mock.patch`. Variables of the environment and the working folder do not count.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Measures = dict[str, str]
 
 
-def measure(tree: SourceTree) -> Measures:
-    """Return the rows of the table for one version of the code."""
+def measure(root: Path) -> Measures:
+    """Return the rows of the table for the version of the code in `root`."""
+    tree = SourceTree(root)
     modules = list(tree.modules.values())
     lines = sum(len(module.lines) for module in modules)
     file_lines = [len(module.lines) for module in modules]
@@ -81,7 +84,18 @@ def measure(tree: SourceTree) -> Measures:
         "lines above 100, above 110 characters": (
             f"{sum(width > 100 for width in widths)}, {sum(width > 110 for width in widths)}"
         ),
+        "tests: functions, patches": f"{count_in_tests(root, _TEST)}, {count_in_tests(root, _PATCH)}",
     }
+
+
+_TEST = re.compile(r"^ *(?:async )?def test_", re.MULTILINE)
+_PATCH = re.compile(r"\b(?:monkeypatch|patch|patched)\.(?:setattr|setitem|delattr)\(|\bmock\.patch\b")
+
+
+def count_in_tests(root: Path, pattern: re.Pattern[str]) -> int:
+    """Return how often a pattern occurs in the files of `tests`, without this one."""
+    files = (file for file in (root / "tests").rglob("*.py") if file.name != Path(__file__).name)
+    return sum(len(pattern.findall(file.read_text(encoding="utf-8"))) for file in files)
 
 
 def _length(function: Function) -> int:
@@ -237,10 +251,10 @@ def _without_annotations(function: Function) -> Iterator[ast.AST]:
 def measure_commit(commit: str) -> Measures:
     """Return the measures of a commit of this repository, or of the files on disk if it is `.`."""
     if commit == ".":
-        return measure(SourceTree(ROOT))
+        return measure(ROOT)
     # Earlier commits do not have all packages.
     names = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-tree", "--name-only", commit, *PACKAGES],
+        ["git", "-C", str(ROOT), "ls-tree", "--name-only", commit, *PACKAGES, "tests"],
         check=True, capture_output=True, timeout=60,
     ).stdout.decode().split()  # fmt: skip
     archive = subprocess.run(
@@ -249,7 +263,7 @@ def measure_commit(commit: str) -> Measures:
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(folder, filter="data")
-        return measure(SourceTree(Path(folder)))
+        return measure(Path(folder))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
