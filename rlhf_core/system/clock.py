@@ -6,7 +6,10 @@ import time
 
 
 class Clock:
-    """The monotonic clock of this machine."""
+    """The monotonic clock of this machine, for code that reads the time and waits.
+
+    Code that only reads it takes a function such as `time.monotonic`.
+    """
 
     def monotonic(self) -> float:
         """Return seconds since some start."""

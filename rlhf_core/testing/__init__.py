@@ -19,14 +19,21 @@ A stage or a training loop:
     assert metrics.column("train/loss")[-1] < 0.1
     assert (context.output / "model" / "config.json").exists()
 
-`rlhf_core.testing.data` writes a small data artifact. `rlhf_core.testing.engines` has a scripted vLLM engine,
-`rlhf_core.testing.trainer` a scripted training engine, `rlhf_core.testing.ranks` ranks without processes, and
-`rlhf_core.testing.fleet` the ranks and engines of PPO. They are separate modules, because the last three
-import torch. `rlhf_core.testing.machine` has a machine with other GPUs and packages than this one.
+The other fakes are in modules of their own. `trainer`, `ranks` and `fleet` import torch.
 
-`rlhf_core.storage.store.Store` on a local folder has the same commits, digests and fencing as one on S3.
-`rlhf_core.testing.store` has one that fails or waits at chosen operations, and `rlhf_core.testing.clock` a
-clock that does not wait.
+    data       writes a small data artifact
+    engines    a scripted vLLM engine
+    trainer    a scripted training engine
+    ranks      ranks and engines of the stages other than PPO, in this process
+    fleet      the ranks and engines of PPO, in this process
+    actors     an actor whose calls run in this process
+    cluster    the nodes of a Ray cluster
+    machine    a machine with other GPUs and packages than this one
+    store      a store that fails or waits at chosen operations
+    clock      a clock that does not wait
+
+The context managers `scripted_engines`, `scripted_trainers` and `scripted_ranks` replace classes of this
+package until they end. The other fakes are arguments.
 """
 
 from rlhf_core.run.local_context import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
