@@ -196,7 +196,7 @@ MACHINE: ContextVar[Machine] = ContextVar("machine")
 def machine() -> Machine:
     """Return the machine that checks, plans and keys are for.
 
-    Another one than this machine is seen only by the thread that set it. Versions that are recorded with a run
-    are always those of this machine.
+    Another one than this machine is seen only by the thread that set it. Versions that are recorded with a
+    run are always those of this machine.
     """
     return MACHINE.get(_THIS)
