@@ -86,11 +86,10 @@ def test_ppo_saves_a_checkpoint_when_stopped_and_keeps_the_rollouts_of_its_step(
     assert result.ended and result.same, result.why
     assert len(result.kills) == 3
     passed = Counter(p.point for p in read_passes(tmp_path / "trace"))
-    assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"], passed["engine.generate"]) == (
-        2,
-        6,
-        5,
-    )
+    assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"]) == (2, 6)
+    # The last attempt continues from the checkpoint of step 2, which has the evaluation of version 2.
+    assert passed["ppo.after_evaluation"] == len([0, 1, 2, 3, 3, 4])
+    assert passed["engine.generate"] == 5 + passed["ppo.after_evaluation"]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,8 @@ def test_ppo_saves_a_checkpoint_when_stopped_and_keeps_the_rollouts_of_its_step(
         pytest.param("sft", ("train.backward:3",), 32, marks=pytest.mark.slow),
         pytest.param("reward", ("train.backward:3",), 32, marks=pytest.mark.slow),
         pytest.param("ppo", ("train.backward:3",), 16, marks=pytest.mark.slow),
-        ("ppo", ("policy.logprobs:1", "critic.values:2", "reward.scores:4"), 16),
+        # Policy and reward model compute an evaluation before each step.
+        ("ppo", ("policy.logprobs:2", "critic.values:2", "reward.scores:8"), 16),
     ],
 )
 def test_a_step_with_numbers_that_are_not_finite_is_skipped_and_its_batch_is_kept(
