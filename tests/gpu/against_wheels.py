@@ -2,6 +2,7 @@
 
     uv venv --python 3.11 gpu-env
     uv pip sync --python gpu-env/bin/python --require-hashes requirements/gpu.txt requirements/bootstrap.txt
+    uv pip install --python gpu-env/bin/python hypothesis pytest-timeout pytest-xdist "moto[server]" boto3
     PYTHONPATH=. gpu-env/bin/python -m tests.gpu.against_wheels
 
 The first two commands need a gigabyte of downloads and nine of disk. Parts, each in a process of its own:
