@@ -36,6 +36,18 @@ def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> di
     return {"quantization_config": config, "device_map": {"": device}}
 
 
+def keep_weight_layout(model: nn.Module) -> None:
+    """Let 4-bit layers compute in the same way in training and evaluation mode.
+
+    On CPUs with `avx512_bf16`, the first pass of bitsandbytes in evaluation mode rounds to bfloat16 and
+    stores the weights in another layout, in place. `dequantize_4bit` does not know that layout, so what would
+    be merged, sent and saved are other weights.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def dequantized(parameter: nn.Parameter) -> torch.Tensor:
     """Return the values of a parameter, in the precision of the model."""
     state = getattr(parameter, "quant_state", None)

@@ -20,6 +20,7 @@ from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFE
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.finite import is_finite
 from rlhf_core.models.folder import ModelFolder
+from rlhf_core.models.quantized import keep_weight_layout
 from rlhf_core.models.sharded import Shards, different_ties, load_sharded, open_tensors, refuse_different_ties
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -110,6 +111,7 @@ def load_pretrained(
         refuse(folder, info, new=new)
         refuse_integers(folder, model)
         _refuse_untied(folder, model)
+        keep_weight_layout(model)
     return model
 
 

@@ -75,6 +75,8 @@ def test_the_merged_model_gives_what_quantized_base_and_adapter_give(tmp_path: P
     for name, parameter in model.lm.named_parameters():
         if ".lora_B" in name:
             parameter.normal_(std=0.1)
+    trained = model(batch).logprobs_N
+    assert torch.equal(model.eval()(batch).logprobs_N, trained), "evaluation computes with other weights"
     named = dict(model.lm.named_parameters())
     weights = dict(merged({name: dequantized(p) for name, p in named.items()}, model.lora))
     layer = "model.layers.1.mlp.up_proj"
