@@ -43,6 +43,7 @@ def keep_weight_layout(model: nn.Module) -> None:
     stores the weights in another layout, in place. `dequantize_4bit` does not know that layout, so what would
     be merged, sent and saved are other weights.
     """
+    module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
