@@ -1,11 +1,11 @@
 """The files in deployments/, read as their tools read them.
 
-compose.yaml    every field and name exists; the worker and MLflow have a bucket each; ports are on loopback;
-                secrets come from deployments/.env; settings of Prefect and MLflow and options of MLflow's
-                server are those of the locked versions
-Kubernetes      every field exists in the locked client's models, or for KubeRay and Kueue in
-                tests/support/deployment_fields.py; names agree between the files; pods are not root, have
-                few rights, and have shared memory; Ray's version is that of the lock
+compose.yaml    valid by the Compose Specification; names agree; the worker and MLflow have a bucket each;
+                ports are on loopback; secrets come from deployments/.env; settings of Prefect and MLflow and
+                options of MLflow's server are those of the locked versions
+Kubernetes      valid by the schemas of Kubernetes, and for KubeRay and Kueue by those that
+                tests/support/deployment_schemas.py has; names agree between the files; pods are not root,
+                have few rights, and have shared memory; Ray's version is that of the lock
 Prefect         the deployment's parameters load, and its variables are those of the work pool
 Dockerfile      not root, packages by hash only, all copied files exist
 Slurm           the script is valid, and Ray's options and variables exist
@@ -26,14 +26,23 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes.utils.quantity import parse_quantity
+from kubernetes_validate import ValidationError, validate
+from prefect.utilities.templating import apply_values
 
 from rlhf_core.config.load import load_config
 from rlhf_core.run.executors.follow import Waits
-from tests.support.deployment_fields import COMPOSE, KUEUE, RAYJOB, walk
+from tests.support.deployment_schemas import (
+    KUBERNETES,
+    KUEUE,
+    RAYJOB,
+    compose_schema,
+    kubernetes_schema,
+    problems,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS = ROOT / "deployments"
-KUBERNETES = DEPLOYMENTS / "kubernetes"
+KUBERNETES_FILES = DEPLOYMENTS / "kubernetes"
 SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|AUTH_STRING|ACCESS_KEY|CONNECTION_URL|STORE_URI")
 VARIABLE = re.compile(r"\$\{(\w+)[^}]*\}")
 
@@ -73,10 +82,11 @@ def test_compose_names_what_it_defines(compose: dict[str, Any]) -> None:
     assert set(compose["services"]) == {"postgres", "s3", "buckets", "mlflow", "prefect", "deploy", "worker"}
 
 
-def test_every_field_of_compose_exists(compose: dict[str, Any]) -> None:
-    assert list(walk(compose, COMPOSE, "compose")) == []
+def test_compose_is_valid_by_the_specification(compose: dict[str, Any]) -> None:
+    assert problems(compose, compose_schema()) == []
     wrong = {"services": {"s3": {"image": "a", "health_check": {}}}}
-    assert list(walk(wrong, COMPOSE, "compose")) == ["compose.services.s3.health_check"]
+    [problem] = problems(wrong, compose_schema())
+    assert problem.startswith("$.services.s3: ") and "health_check" in problem
 
 
 def test_the_worker_and_mlflow_have_a_bucket_each(compose: dict[str, Any]) -> None:
@@ -175,21 +185,8 @@ def test_the_options_of_mlflows_server_exist(compose: dict[str, Any]) -> None:
 # -- Kubernetes --
 
 
-MODELS = {
-    "ClusterRole": "V1ClusterRole",
-    "Deployment": "V1Deployment",
-    "Job": "V1Job",
-    "Namespace": "V1Namespace",
-    "NetworkPolicy": "V1NetworkPolicy",
-    "Role": "V1Role",
-    "RoleBinding": "V1RoleBinding",
-    "Secret": "V1Secret",
-    "ServiceAccount": "V1ServiceAccount",
-}
-
-
 def load_all(file: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((KUBERNETES / file).read_text(encoding="utf-8")))
+    return list(yaml.safe_load_all((KUBERNETES_FILES / file).read_text(encoding="utf-8")))
 
 
 def objects() -> list[dict[str, Any]]:
@@ -202,12 +199,12 @@ def kueue() -> list[dict[str, Any]]:
 
 
 def rayjob() -> dict[str, Any]:
-    content: dict[str, Any] = load(KUBERNETES / "rayjob.yaml")
+    content: dict[str, Any] = load(KUBERNETES_FILES / "rayjob.yaml")
     return content
 
 
 def job_manifest() -> dict[str, Any]:
-    content = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
+    content = json.loads((KUBERNETES_FILES / "workpool.json").read_text(encoding="utf-8"))
     manifest: dict[str, Any] = content["job_configuration"]["job_manifest"]
     return manifest
 
@@ -223,35 +220,40 @@ def pods() -> dict[str, dict[str, Any]]:
     }
 
 
-def test_the_walk_finds_a_wrong_field() -> None:
-    pod = {"containers": [{"name": "a", "securityContext": {"runAsNonroot": True}}]}
-    assert list(walk(pod, "V1PodSpec", "pod")) == ["pod.containers[0].securityContext.runAsNonroot"]
-
-
 @pytest.mark.parametrize("item", objects(), ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
-def test_every_field_of_an_object_exists(item: dict[str, Any]) -> None:
-    assert list(walk(item, MODELS[item["kind"]], item["kind"])) == []
+def test_an_object_is_valid(item: dict[str, Any]) -> None:
+    validate(item, KUBERNETES, strict=True)
+    with pytest.raises(ValidationError, match="Additional properties"):
+        validate({**item, "specs": {}}, KUBERNETES, strict=True)
 
 
-def test_every_field_of_a_pod_exists() -> None:
-    for name, pod in pods().items():
-        assert list(walk(pod, "V1PodSpec", name)) == []
-    assert list(walk(job_manifest(), "V1Job", "job")) == []
+def test_a_flows_job_is_valid() -> None:
+    pool = json.loads((KUBERNETES_FILES / "workpool.json").read_text(encoding="utf-8"))
+    values = {name: field.get("default") for name, field in pool["variables"]["properties"].items()}
+    validate(apply_values(job_manifest(), values), KUBERNETES, strict=True)
 
 
-def test_every_field_of_the_rayjob_exists() -> None:
+def test_a_wrong_field_of_a_pod_is_found() -> None:
+    pod = {"containers": [{"name": "a", "securityContext": {"runAsNonroot": True}}]}
+    [problem] = problems(pod, kubernetes_schema("io.k8s.api.core.v1.PodSpec"))
+    assert problem.startswith("$.containers[0].securityContext: ") and "runAsNonroot" in problem
+
+
+def test_the_rayjob_is_valid() -> None:
     body = rayjob()
-    assert (body["apiVersion"], body["kind"]) == ("ray.io/v1", "RayJob")
-    assert list(walk(body, RAYJOB, "RayJob")) == []
-    body["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["maxreplicas"] = 1
-    [wrong] = walk(body, RAYJOB, "RayJob")
-    assert wrong == "RayJob.spec.rayClusterSpec.workerGroupSpecs[0].maxreplicas"
+    assert problems(body, RAYJOB) == []
+    [group] = body["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    group["maxreplicas"] = 1
+    del group["template"]["spec"]["containers"]
+    found = problems(body, RAYJOB)
+    path = "$.spec.rayClusterSpec.workerGroupSpecs[0]"
+    assert sorted(line.partition(":")[0] for line in found) == [path, f"{path}.template.spec"]
 
 
 @pytest.mark.parametrize("item", kueue(), ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
-def test_every_field_of_kueue_exists(item: dict[str, Any]) -> None:
-    assert item["apiVersion"] == "kueue.x-k8s.io/v1beta1"
-    assert list(walk(item, KUEUE[item["kind"]], item["kind"])) == []
+def test_an_object_of_kueue_is_valid(item: dict[str, Any]) -> None:
+    assert problems(item, KUEUE[item["kind"]]) == []
+    assert problems({**item, "specs": {}}, KUEUE[item["kind"]]) != []
 
 
 def test_the_rayjob_ends_by_itself_and_leaves_retries_to_the_flow() -> None:
@@ -283,7 +285,7 @@ def test_pods_are_not_root_and_ranks_have_shared_memory() -> None:
 
 def test_names_agree_between_the_files() -> None:
     names = {(item["kind"], item["metadata"]["name"]) for item in objects()}
-    pool = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
+    pool = json.loads((KUBERNETES_FILES / "workpool.json").read_text(encoding="utf-8"))
     defaults = {name: field.get("default") for name, field in pool["variables"]["properties"].items()}
     for name, pod in pods().items():
         account = pod["serviceAccountName"].replace("{{ service_account_name }}", "rlhf-flow")
@@ -347,7 +349,7 @@ def test_pods_of_a_queued_cluster_may_run_where_kueue_sends_them() -> None:
 
 
 def test_placeholders_of_the_work_pool_are_its_variables() -> None:
-    pool = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
+    pool = json.loads((KUBERNETES_FILES / "workpool.json").read_text(encoding="utf-8"))
     used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(pool["job_configuration"])))
     assert used == set(pool["variables"]["properties"])
 
@@ -355,7 +357,7 @@ def test_placeholders_of_the_work_pool_are_its_variables() -> None:
 def test_the_deployment_for_kubernetes_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     from flows.rlhf import rlhf
 
-    [deployment] = load(KUBERNETES / "prefect.yaml")["deployments"]
+    [deployment] = load(KUBERNETES_FILES / "prefect.yaml")["deployments"]
     file, _, name = deployment["entrypoint"].partition(":")
     assert (ROOT / file).is_file() and name == "rlhf"
     parameters = deployment["parameters"]
@@ -370,7 +372,7 @@ def test_the_deployment_for_kubernetes_loads(monkeypatch: pytest.MonkeyPatch) ->
         queue["metadata"]["namespace"],
     )
     assert (resources.gpus_per_node, config.run.resources.of("data").gpus_per_node) == (8, 0)
-    pool = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
+    pool = json.loads((KUBERNETES_FILES / "workpool.json").read_text(encoding="utf-8"))
     assert set(deployment["work_pool"]["job_variables"]) <= set(pool["variables"]["properties"])
     [step] = [next(iter(step)) for step in deployment["pull"]]
     module, _, function = step.rpartition(".")

@@ -1,6 +1,7 @@
 """RayJobs, against a scripted API server over HTTP.
 
-- a RayJob is the template with the name, the command and the resources of the stage; Kueue gets a queue
+- a RayJob is the template with the name, the command and the resources of the stage, and is valid; Kueue
+  gets a queue
 - it is created once: after a lost answer the server says 409, which is a success
 - 5xx, 410, 429 and lost connections are tried again; 403 and 422 are errors of the user
 - every status of KubeRay has a meaning
@@ -18,6 +19,7 @@ from rlhf_core.config.resources import StageResources
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.run.executors.base import Job
 from rlhf_core.run.executors.kuberay import KubeRayJobs, load_template, rayjob
+from tests.support.deployment_schemas import RAYJOB, problems
 from tests.support.scripted_kubernetes import PREFIX, ScriptedKubernetes
 
 COMMAND = ["python", "-m", "rlhf_core.run.remote", "s3://b/rlhf", "0" * 16, "1"]
@@ -40,6 +42,7 @@ def test_a_rayjob_has_the_resources_of_the_stage() -> None:
     )
     template = load_template(asked)
     body = rayjob(asked, template)
+    assert problems(body, RAYJOB) == []
     spec = body["spec"]
     assert body["metadata"]["name"] == "rlhf-sft-1"
     assert body["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
