@@ -119,5 +119,5 @@ def _training(deepspeed: DeepSpeedConfig, lora: LoraConfig | None) -> str:
 
 
 def _plural(count: int, word: str) -> str:
-    ending = "es" if word.endswith("ch") else "s"
+    ending = "es" if word.endswith("batch") else "s"
     return f"{count} {word}{'' if count == 1 else ending}"

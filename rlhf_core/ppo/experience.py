@@ -169,8 +169,8 @@ def make_rows(
             rows.ref_logprobs[part],
             None if rows.values is None else rows.values[part],
         )
-        of_group = None if advantages is None else torch.from_numpy(advantages[part])
-        blocks.append(_make_block(chosen, torch.from_numpy(scores[part]), of_group, ppo, kl_coef))
+        of_group = None if advantages is None else torch.tensor(advantages[part])
+        blocks.append(_make_block(chosen, torch.tensor(scores[part]), of_group, ppo, kl_coef))
     names = ("old_logprobs", "ref_logprobs", "advantages", "returns", "values", "weights")
     columns = {name: joined([block.columns[name] for block in blocks]) for name in names}
     # The empty array is for a rank without responses.

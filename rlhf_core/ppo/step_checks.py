@@ -135,8 +135,9 @@ class StepChecks:
         if sync.canary and gap > limit:
             raise WeightSyncError(
                 f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the"
-                f" same weights (ppo.weight_sync.canary_tolerance allows {limit:g}); the engines hold other"
-                " weights"
+                f" same weights (ppo.weight_sync.canary_tolerance allows {limit:g}); either the engines hold"
+                " other weights, or both round differently: float32 for ppo.engine.dtype and"
+                " ppo.policy_deepspeed.dtype tells which; raise the tolerance if it is rounding"
             )
         far = gap > (self._ppo.logprob_gap_limit or limit / 2)
         if far:

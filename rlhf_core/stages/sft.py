@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
@@ -38,9 +38,12 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import StageContext, StageResult
+from rlhf_core.types import PromptExample, StageContext, StageResult
 
 log = logging.getLogger(__name__)
+
+_SAMPLES_AT_ONCE = 32
+"""Rows of a batch of sampled responses."""
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -176,21 +179,40 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
         .to(device)
         .eval()
     )
-    rows = []
-    for i, prompt in enumerate(prompts):
-        torch.manual_seed(derive_seed(config.run.seed, "sft", "sample", prompt.prompt_id))
-        ids = torch.tensor([prompt.input_ids], device=device)
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,  # transformers otherwise samples from the 50 most likely tokens
-            temperature=config.ppo.temperature,
-            max_new_tokens=config.ppo.max_new_tokens,
-        )[0, ids.shape[1] :]
-        rows.append({"prompt": prompt.prompt, "response": decode(output.tolist())})
-        context.progress("sft samples", i + 1, len(prompts), "responses")
-    return rows
+    found: list[list[int]] = []
+    while len(found) < len(prompts):
+        start = len(found)
+        torch.manual_seed(derive_seed(config.run.seed, "sft", "samples", start))
+        found += _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device)
+        context.progress("sft samples", len(found), len(prompts), "responses")
+    return [
+        {"prompt": prompt.prompt, "response": decode(ids)} for prompt, ids in zip(prompts, found, strict=True)
+    ]
+
+
+def _sampled(
+    model: PreTrainedModel, prompts: Sequence[PromptExample], config: PipelineConfig, device: str
+) -> list[list[int]]:
+    """Return the tokens of one response to each prompt, up to and with the EOS token. All are one batch."""
+    width = max(len(prompt.input_ids) for prompt in prompts)
+    pad, eos = model.generation_config.pad_token_id, model.generation_config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [eos])
+    ids = torch.full((len(prompts), width), pad, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        start = width - len(prompt.input_ids)
+        ids[row, start:] = torch.tensor(prompt.input_ids, device=device)
+        mask[row, start:] = 1
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=True,
+        top_k=0,  # transformers otherwise samples from the 50 most likely tokens
+        temperature=config.ppo.temperature,
+        max_new_tokens=config.ppo.max_new_tokens,
+    )[:, width:].tolist()
+    lengths = [next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in output]
+    return [row[:length] for row, length in zip(output, lengths, strict=True)]
 
 
 # -- the loop --

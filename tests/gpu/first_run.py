@@ -1,4 +1,4 @@
-"""What works on this machine, in ten minutes: `python -m tests.gpu.first_run`.
+"""What works on this machine, in 15 minutes: `python -m tests.gpu.first_run`.
 
 The parts are ordered from the cheapest check to the dearest. Each runs in a process of its own with a time
 limit, and its result is written at once to `.rlhf/first_run/first_run.json`:
@@ -62,8 +62,8 @@ PARTS = (
     Part("graphs", "CUDA graphs read the weights of a sync", PPO, 180, on_cpu=False),
     Part("rollout_speed", "tokens/s of rollouts next to vLLM alone", ENGINE, 180),
     Part("kill_and_resume", "PPO continues after a kill", PPO, 240),
-    Part("colocated", "PPO of a 0.5B model with everything on one GPU", PPO, 240, on_cpu=False),
-    Part("in_turns", "the same with an engine that sleeps while the models train", PPO, 240, on_cpu=False),
+    Part("colocated", "PPO of a 0.5B model with everything on one GPU", PPO, 300, on_cpu=False),
+    Part("in_turns", "the same with an engine that sleeps while the models train", PPO, 300, on_cpu=False),
 )
 
 
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--minutes", type=float, default=10.0, help="no part begins after this time")
+    parser.add_argument("--minutes", type=float, default=20.0, help="no part begins after this time")
     parser.add_argument("--only", help="names of parts, with commas, in this order")
     parser.add_argument("--out", type=Path, default=Path(".rlhf/first_run"))
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -4,6 +4,7 @@
 - a copy on another host must have the digest of the key
 - on a cluster the driver, which may have no GPU, loads no model for the samples
 - the base model's own sampling settings are not in the model that the stage saves
+- responses of a batch are those of each prompt alone, and end with the EOS token
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import ModelState, model_state, require_same_state, source_digests
@@ -87,3 +88,16 @@ def test_driver_of_a_cluster_loads_no_model_for_the_samples(
         rows = sft._samples(config, context, "cpu")
     assert rows == [{"prompt": "a question", "response": "an answer"}]
     assert calls == [RayCall("connect", 1), RayCall("engine", 1), RayCall("disconnect")]
+
+
+def test_responses_of_a_batch_are_those_of_each_prompt_alone(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path, eos_token_id=2)).eval()
+    prompts = [PromptExample(str(n), "", tuple(range(3, 3 + n))) for n in (1, 4, 9)]
+    # A temperature near 0 takes the most likely token, so that the seed does not matter.
+    config = PipelineConfig.model_validate({"ppo": {"temperature": 1e-4, "max_new_tokens": 12}}, strict=False)
+    together = sft._sampled(model, prompts, config, "cpu")
+    alone = [sft._sampled(model, [prompt], config, "cpu")[0] for prompt in prompts]
+    assert together == alone and {len(row) for row in alone} == {12}
+    model.generation_config.eos_token_id = alone[1][3]
+    ended = sft._sampled(model, prompts, config, "cpu")
+    assert ended[1] == alone[1][: alone[1].index(alone[1][3]) + 1]
