@@ -417,9 +417,11 @@ class RankGroup:
 
 
 def folders_in(args: Sequence[Any]) -> list[Path]:
-    """Return the existing folders among the arguments of a target, and in their fields."""
-    values = [*args]
+    """Return the existing folders among the arguments of a target, in tuples and in their fields."""
+    values: list[Any] = []
     for arg in args:
+        values += arg if isinstance(arg, tuple) else (arg,)
+    for arg in tuple(values):
         if is_dataclass(arg):
             values += [getattr(arg, field.name) for field in fields(arg)]
     return [value for value in values if isinstance(value, Path) and value.is_dir()]

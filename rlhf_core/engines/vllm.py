@@ -54,7 +54,7 @@ class Engine:
             device: "cpu" or "cuda".
             max_model_len: Tokens of a prompt and its response, at most.
             seed: Of vLLM. Each request has its own seed.
-            weight_transfer: The backend of weight sync (gloo, nccl, ipc, nccl_m2n) if there will be one.
+            weight_transfer: Backend of weight sync: gloo, nccl, ipc, nccl_m2n; "files" for `load_weights`.
             adapter_rank: If the updated weights are those of an adapter on `model`, its rank.
             head_dtype: With "float32" the logits are not rounded.
             sleep_level: On a GPU, whether the engine can `sleep`, and how.
@@ -254,6 +254,27 @@ class Engine:
         """Forget the KV cache of prompts, after the weights have changed. No request may be alive."""
         if self._prefix_caching and not self.llm.reset_prefix_cache():
             raise WeightSyncError("vLLM kept its prefix cache, which was computed with old weights")
+
+    def load_weights(self, folder: Path) -> dict[str, str]:
+        """Replace the weights by those of a model folder with the same configuration and tensors.
+
+        No request may be alive. The engine must have been started with `weight_transfer="files"`. Returns the
+        checksum of each tensor that was loaded (`weight_sync.wire.tensor_checksum`).
+        """
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"folder": str(folder)}})
+        self.llm.finish_weight_update()
+        self.forget_prefixes()
+        return self.received_checksums()
+
+    def received_checksums(self) -> dict[str, str]:
+        """Return the checksum of each tensor of the last update. All workers of an engine must agree."""
+        received: list[dict[str, str]] = self.llm.collective_rpc("received_checksums")
+        merged = dict(received[0])
+        for other in received[1:]:
+            # Equal to no checksum, so that `weight_sync.wire.verify` names the tensor.
+            merged.update({name: "workers differ" for name in merged if other.get(name) != merged[name]})
+        return merged
 
     def load_adapter(self, number: int, folder: Path) -> None:
         """Load the adapter in `folder` (PEFT's layout) under this number."""

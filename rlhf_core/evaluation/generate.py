@@ -2,12 +2,16 @@
 
 An engine that changes classes of transformers is an actor, too (`models.architectures`): this process loads
 the same model afterwards to score the responses.
+
+Models that differ in nothing but the values of their weights are sampled by the same engine, one after the
+other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
@@ -19,6 +23,11 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
+from rlhf_core.weight_sync.files import are_interchangeable, folder_checksums
+from rlhf_core.weight_sync.wire import Acknowledgement, verify
+
+if TYPE_CHECKING:
+    from rlhf_core.engines.vllm import Engine
 
 _ADAPTER_ID = 1  # vLLM refuses 0
 
@@ -72,7 +81,8 @@ def responses_to_sets(
     context: StageContext,
 ) -> dict[str, dict[str, list[RewardInput]]]:
     """Return the responses of each model to each set of prompts. Each model is loaded once, and no batch has
-    prompts of two sets: further sets change no response to the first.
+    prompts of two sets: further sets change no response to the first. Nor does an engine that samples several
+    models.
 
     Args:
         config: Configuration of the run.
@@ -85,27 +95,45 @@ def responses_to_sets(
     count = sum(map(len, sets.values()))
     total = len(models) * count
     responses: dict[str, dict[str, list[RewardInput]]] = {}
-    for name, files in models.items():
+    for names in _names_by_engine(models):
         before = len(responses) * count
 
         def report(done: int, before: int = before) -> None:
             context.progress("evaluate", before + done, total, "responses")
 
-        found = _sample_sets(
+        by_model = _sample_sets(
             config,
-            files,
+            [models[name] for name in names],
             list(sets.values()),
             SamplingSettings.of_evaluation(config),
             device=device,
             done=report,
             context=context,
         )
-        responses[name] = {
-            each: reward_inputs(decode, prompts, rollouts)
-            for (each, prompts), rollouts in zip(sets.items(), found, strict=True)
-        }
+        for name, found in zip(names, by_model, strict=True):
+            responses[name] = {
+                each: reward_inputs(decode, prompts, rollouts)
+                for (each, prompts), rollouts in zip(sets.items(), found, strict=True)
+            }
         failpoint("evaluate.sampled")
     return responses
+
+
+def _names_by_engine(models: Mapping[str, PolicyFiles]) -> list[list[str]]:
+    """Return the names of the models, in order, in groups that one engine samples."""
+    groups: list[list[str]] = []
+    for name, files in models.items():
+        first = models[groups[-1][0]] if groups else None
+        if (
+            first is not None
+            and first.adapter is None
+            and files.adapter is None
+            and are_interchangeable(first.model, files.model)
+        ):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
 
 
 def sample_responses(
@@ -138,36 +166,39 @@ def sample_responses(
         sampling: Temperature and number of responses; None: those of the evaluation.
     """
     sampling = sampling or SamplingSettings.of_evaluation(config)
-    [rollouts] = _sample_sets(config, files, [prompts], sampling, device=device, done=done, context=context)
+    [[rollouts]] = _sample_sets(
+        config, [files], [prompts], sampling, device=device, done=done, context=context
+    )
     return rollouts
 
 
 def _sample_sets(
     config: PipelineConfig,
-    files: PolicyFiles,
+    models: Sequence[PolicyFiles],
     sets: Sequence[Sequence[PromptExample]],
     sampling: SamplingSettings,
     *,
     device: str,
     done: Callable[[int], None],
     context: StageContext | None,
-) -> list[list[Rollout]]:
-    if needs_actors(config.evaluate.engines) or engine_changes_classes(files.model):
-        return _sample_on_actors(config, files, sets, sampling, device=device, report=done, context=context)
-    return _sample_here(config, files, sets, sampling, device=device, done=done)
+) -> list[list[list[Rollout]]]:
+    """Return the responses of each model to each set. All models are sampled by the same engines."""
+    if needs_actors(config.evaluate.engines) or engine_changes_classes(models[0].model):
+        return _sample_on_actors(config, models, sets, sampling, device=device, report=done, context=context)
+    return _sample_here(config, models, sets, sampling, device=device, done=done)
 
 
 def _sample_on_actors(
     config: PipelineConfig,
-    files: PolicyFiles,
+    models: Sequence[PolicyFiles],
     sets: Sequence[Sequence[PromptExample]],
     sampling: SamplingSettings,
     *,
     device: str,
     report: Callable[[int], None],
     context: StageContext | None,
-) -> list[list[Rollout]]:
-    count = sampling.answers * sum(map(len, sets))
+) -> list[list[list[Rollout]]]:
+    count = len(models) * sampling.answers * sum(map(len, sets))
 
     def progress(task: str, done: int, total: int, unit: str, **metrics: float) -> None:
         # The other engines are about as far as the first.
@@ -178,7 +209,7 @@ def _sample_on_actors(
         config.evaluate.engines,
         device,
         config,
-        files,
+        tuple(models),
         sets,
         sampling,
         rank_zero=None if context is None else replace(context, progress=progress),
@@ -188,8 +219,11 @@ def _sample_on_actors(
         monitor=None if context is None else context.monitor,
     )
     return [
-        _in_order([share[index] for share in shares], len(prompts), sampling.answers)
-        for index, prompts in enumerate(sets)
+        [
+            _in_order([share[model][index] for share in shares], len(prompts), sampling.answers)
+            for index, prompts in enumerate(sets)
+        ]
+        for model in range(len(models))
     ]
 
 
@@ -208,73 +242,100 @@ def _in_order(shares: Sequence[Sequence[Rollout]], prompts: int, answers: int) -
 def _sample_share(
     rank: Rank,
     config: PipelineConfig,
-    files: PolicyFiles,
+    models: Sequence[PolicyFiles],
     sets: Sequence[Sequence[PromptExample]],
     sampling: SamplingSettings,
     context: StageContext | None,
-) -> list[list[Rollout]]:
+) -> list[list[list[Rollout]]]:
     """Sample the share of one engine in its own process."""
     shares = [prompts[rank.rank :: rank.world_size] for prompts in sets]
+    count = len(models) * sampling.answers * sum(map(len, shares))
 
-    def done(count: int) -> None:
+    def done(so_far: int) -> None:
         if context is not None:
-            context.progress("engine", count, sampling.answers * sum(map(len, shares)), "responses")
+            context.progress("engine", so_far, count, "responses")
 
-    return _sample_here(config, files, shares, sampling, device=rank.device, done=done)
+    return _sample_here(config, models, shares, sampling, device=rank.device, done=done)
 
 
 def _sample_here(
     config: PipelineConfig,
-    files: PolicyFiles,
+    models: Sequence[PolicyFiles],
     sets: Sequence[Sequence[PromptExample]],
     sampling: SamplingSettings,
     *,
     device: str,
     done: Callable[[int], None],
-) -> list[list[Rollout]]:
+) -> list[list[list[Rollout]]]:
     from rlhf_core.engines.vllm import Engine
 
+    first, *others = models
     seed = derive_seed(config.run.seed, sampling.purpose)
-    # A prompt takes a place in the engine for each of its samples.
-    at_once = max(1, config.ppo.engine.max_num_seqs // sampling.answers)
     heartbeat("start an engine", config.run.timeouts.start)
     try:
         engine = Engine(
-            files.model,
+            first.model,
             config.ppo.engine,
             device=device,
             max_model_len=config.max_sequence_tokens,
             seed=seed % 2**31,
-            adapter_rank=None if files.adapter is None else adapter_rank(files.adapter),
+            weight_transfer="files" if others else None,
+            adapter_rank=None if first.adapter is None else adapter_rank(first.adapter),
             head_dtype=config.model.head_dtype,
         )
-        if files.adapter is not None:
-            engine.load_adapter(_ADAPTER_ID, files.adapter)
+        if first.adapter is not None:
+            engine.load_adapter(_ADAPTER_ID, first.adapter)
     except BaseException:
         idle()
         raise
-    found: list[list[Rollout]] = []
+    before = 0
+
+    def report(sampled: int) -> None:
+        done(before + sampled)
+
+    adapter = None if first.adapter is None else _ADAPTER_ID
     try:
-        for prompts in sets:
-            found.append([])
-            for start in range(0, len(prompts), at_once):
-                batch = prompts[start : start + at_once]
-                found[-1] += engine.generate(
-                    batch,
-                    n=sampling.answers,
-                    max_new_tokens=config.ppo.max_new_tokens,
-                    temperature=sampling.temperature,
-                    # One for each prompt, because vLLM adds the index of the sample.
-                    seeds=[
-                        derive_seed(config.run.seed, sampling.purpose, prompt.prompt_id, 0)
-                        for prompt in batch
-                    ],
-                    policy_version=0,
-                    adapter=None if files.adapter is None else _ADAPTER_ID,
-                )
-                done(sum(map(len, found)))
+        found = [_sample_sets_with(engine, adapter, config, sets, sampling, report)]
+        for number, files in enumerate(others, start=1):
+            before += sum(map(len, found[-1]))
+            heartbeat("replace the weights", config.run.timeouts.start)
+            loaded = Acknowledgement(0, number, engine.load_weights(files.model))
+            verify(folder_checksums(files.model), number, [loaded])
+            found.append(_sample_sets_with(engine, adapter, config, sets, sampling, report))
     finally:
         heartbeat("end the engine")
         engine.shutdown()
         idle()
+    return found
+
+
+def _sample_sets_with(
+    engine: Engine,
+    adapter: int | None,
+    config: PipelineConfig,
+    sets: Sequence[Sequence[PromptExample]],
+    sampling: SamplingSettings,
+    done: Callable[[int], None],
+) -> list[list[Rollout]]:
+    """Return the responses of the present weights to each set."""
+    # A prompt takes a place in the engine for each of its samples.
+    at_once = max(1, config.ppo.engine.max_num_seqs // sampling.answers)
+    found: list[list[Rollout]] = []
+    for prompts in sets:
+        found.append([])
+        for start in range(0, len(prompts), at_once):
+            batch = prompts[start : start + at_once]
+            found[-1] += engine.generate(
+                batch,
+                n=sampling.answers,
+                max_new_tokens=config.ppo.max_new_tokens,
+                temperature=sampling.temperature,
+                # One for each prompt, because vLLM adds the index of the sample.
+                seeds=[
+                    derive_seed(config.run.seed, sampling.purpose, prompt.prompt_id, 0) for prompt in batch
+                ],
+                policy_version=0,
+                adapter=adapter,
+            )
+            done(sum(map(len, found)))
     return found

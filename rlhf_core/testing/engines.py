@@ -20,6 +20,7 @@ from unittest import mock
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.weight_sync.files import folder_checksums
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class ScriptedEngine(Engine):
         self.requests: list[Request] = []
         self.adapters: dict[int, Path] = {}
         """Folder of each loaded adapter by number."""
+        self.checksums: dict[str, str] = {}
+        """Of the tensors that `load_weights` loaded last, by name."""
         self.steps = 0
         """Tokens of the longest reply of each call so far."""
         self.asleep: set[str] = set()
@@ -175,6 +178,17 @@ class ScriptedEngine(Engine):
             self.requests.append(request)
             chosen.append(self._respond(request).token_ids[0])
         return chosen
+
+    @override
+    def load_weights(self, folder: Path) -> dict[str, str]:
+        """Let later requests be of the model in `folder`, and return the checksums of its tensors."""
+        self._model = folder
+        self.checksums = folder_checksums(folder)
+        return self.received_checksums()
+
+    @override
+    def received_checksums(self) -> dict[str, str]:
+        return self.checksums
 
     @override
     def load_adapter(self, number: int, folder: Path) -> None:

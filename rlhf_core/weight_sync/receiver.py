@@ -2,8 +2,8 @@
 received tensor.
 
 vLLM imports this module in each worker of an engine (`worker_extension_cls`). The import registers the
-backends: `rlhf_gloo` is implemented here; `rlhf_nccl`, `rlhf_ipc` and `rlhf_nccl_m2n` are those of vLLM with
-checksums.
+backends: `rlhf_gloo` and `rlhf_files` are implemented here; `rlhf_nccl`, `rlhf_ipc` and `rlhf_nccl_m2n` are
+those of vLLM with checksums.
 
 If LoRA is enabled in the engine, the tensors are those of an adapter. They are stored without a change of the
 model, and `SyncExtension.load_adapter` passes them to vLLM's loader.
@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlhf_core.errors import ModelError
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.weight_sync.files import folder_tensors
 from rlhf_core.weight_sync.wire import GlooSource, Route, TensorSpec, receive_buckets, tensor_checksum
 
 
@@ -104,6 +105,25 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
 
     def shutdown(self) -> None:
         self._sources = []
+
+
+@dataclass
+class FilesUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vllm is untyped here
+    """The model folder that the weights are read from."""
+
+    folder: str
+
+
+class FilesReceiver(GlooReceiver):
+    """Loads the weights of a model folder. It has no sender and is never initialized."""
+
+    update_info_cls = FilesUpdateInfo
+
+    def receive_weights(self, update_info: FilesUpdateInfo) -> None:
+        # On the device, where checksums of large models are faster.
+        self.inbox.load_weights(
+            (name, tensor.to(self.device)) for name, tensor in folder_tensors(Path(update_info.folder))
+        )
 
 
 def _release_experts(model: torch.nn.Module) -> None:
@@ -297,6 +317,7 @@ def _register() -> None:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     WeightTransferEngineFactory.register_engine("rlhf_gloo", GlooReceiver)
+    WeightTransferEngineFactory.register_engine("rlhf_files", FilesReceiver)
     WeightTransferEngineFactory.register_engine("rlhf_nccl", _checksummed(NCCLWeightTransferEngine))
     WeightTransferEngineFactory.register_engine("rlhf_ipc", _ipc_receiver(IPCWeightTransferEngine))
     WeightTransferEngineFactory.register_engine("rlhf_nccl_m2n", _m2n_receiver(M2NWeightTransferEngine))

@@ -266,9 +266,9 @@ def test_answers_of_several_engines_are_in_the_order_of_the_prompts() -> None:
     with scripted_engines(lambda request: Reply((request.sample_index,))):
         shares = [
             generate._sample_here(
-                config_of(), PolicyFiles(Path("policy")),
+                config_of(), [PolicyFiles(Path("policy"))],
                 [prompts[rank::2]], SamplingSettings(1.0, 2, "sample"), device="cpu", done=lambda count: None,
-            )[0]
+            )[0][0]
             for rank in range(2)
         ]  # fmt: skip
     found: list[Rollout] = generate._in_order(shares, 5, 2)

@@ -1,0 +1,60 @@
+"""One engine for several models, with the real vLLM.
+
+- it samples the tokens that an engine started for each model samples, to the same bits of their
+  log-probabilities, with tied embeddings and without
+- a tensor that is not loaded ends the sampling
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.evaluation.generate import SamplingSettings, _sample_here
+from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.types import PromptExample, Rollout
+from tests.support.tiny_llama import save_tiny_llama
+
+CONFIG = config_from_tree(
+    {
+        "run": {"device": "cpu", "threads": 1},
+        "data": {"max_prompt_tokens": 16},
+        "ppo": {"max_new_tokens": 8, "engine": {"max_num_seqs": 4, "prefix_caching": True}},
+    },
+    "test",
+)
+PROMPTS = [PromptExample(f"p{i}", "", tuple(range(3, 5 + i))) for i in range(9)]
+
+
+def sampled(*folders: Path) -> list[list[list[Rollout]]]:
+    return _sample_here(
+        CONFIG,
+        [PolicyFiles(folder) for folder in folders],
+        [PROMPTS[:6], PROMPTS[6:]],
+        SamplingSettings(1.0),
+        device="cpu",
+        done=lambda count: None,
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_engine_samples_what_an_engine_for_each_model_samples(tmp_path: Path, tied: bool) -> None:
+    folders = [
+        save_tiny_llama(tmp_path / f"m{seed}", seed, eos_token_id=2, tie_word_embeddings=tied)
+        for seed in range(2)
+    ]
+    one, two = sampled(*folders)
+    assert [one] == sampled(folders[0]) and [two] == sampled(folders[1])
+    assert one != two
+
+
+def test_a_tensor_that_is_not_loaded_ends_the_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [save_tiny_llama(tmp_path / f"m{seed}", seed, eos_token_id=2) for seed in range(2)]
+    monkeypatch.setenv("RLHF_FAIL", "weight_sync.load:5:drop")
+    with pytest.raises(WeightSyncError, match="1 of 21 tensors differ"):
+        sampled(*folders)
