@@ -179,14 +179,14 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
         .to(device)
         .eval()
     )
-    found: list[list[int]] = []
-    while len(found) < len(prompts):
-        start = len(found)
+    responses: list[list[int]] = []
+    while len(responses) < len(prompts):
+        start = len(responses)
         torch.manual_seed(derive_seed(config.run.seed, "sft", "samples", start))
-        found += _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device)
-        context.progress("sft samples", len(found), len(prompts), "responses")
+        responses += _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device)
+        context.progress("sft samples", len(responses), len(prompts), "responses")
     return [
-        {"prompt": prompt.prompt, "response": decode(ids)} for prompt, ids in zip(prompts, found, strict=True)
+        {"prompt": prompt.prompt, "response": decode(ids)} for prompt, ids in zip(prompts, responses, strict=True)
     ]
 
 
