@@ -186,7 +186,8 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
         responses += _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device)
         context.progress("sft samples", len(responses), len(prompts), "responses")
     return [
-        {"prompt": prompt.prompt, "response": decode(ids)} for prompt, ids in zip(prompts, responses, strict=True)
+        {"prompt": prompt.prompt, "response": decode(ids)}
+        for prompt, ids in zip(prompts, responses, strict=True)
     ]
 
 
