@@ -107,8 +107,7 @@ class HeldOutEvaluation:
             name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)
         }
         objectives = [score - price * kl for score, kl in zip(scores, columns["kl"], strict=True)]
-        independent = {f"eval/{name}": columns[name] for name in ("gold", "judge") if name in columns}
-        return HeldOutResult(metrics, objectives, independent)
+        return HeldOutResult(metrics, objectives, columns)
 
     def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str], dict[str, float]]:
         """Return the columns of all measures, the texts of the responses, and what the rewards cost."""

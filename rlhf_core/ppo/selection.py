@@ -29,6 +29,8 @@ from rlhf_core.ppo.divergence import KL, divergence
 from rlhf_core.system.files import write_jsonl
 
 OBJECTIVE = "eval/objective"
+INDEPENDENT = ("gold", "judge")
+"""Measures that the policy was not trained with, as far as they are known."""
 Column = Sequence[float]
 """(prompts,) one value for each held-out prompt; NaN if it is not known."""
 
@@ -41,8 +43,8 @@ class HeldOutResult:
     """`eval/...`, means over the prompts."""
     objectives: Column
     """The objective of each prompt, whose mean is `eval/objective`."""
-    independent: Mapping[str, Column] = field(default_factory=dict)
-    """`eval/gold` and `eval/judge` of each prompt, as far as there are such measures."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """The measures of each prompt by name, whose means are `eval/<name>`."""
 
 
 def paired_change(before: Column, after: Column) -> tuple[float, float]:
@@ -69,6 +71,8 @@ class Selection:
         """(prompts,) of the best version."""
         self._highest: dict[str, list[float]] = {}
         """(prompts,) of each independent measure, of the version with its highest mean."""
+        self._columns: dict[int, dict[str, list[float | None]]] = {}
+        """(prompts,) of each measure by version; None if it is not known."""
         self._has_diverged = False
         """Whether some version over-optimised the reward model."""
         self._without_gain = 0
@@ -79,6 +83,7 @@ class Selection:
             "best": self.best,
             "best_objectives": self._best_objectives,
             "highest": self._highest,
+            "columns": {str(version): columns for version, columns in self._columns.items()},
             "has_diverged": self._has_diverged,
             "without_gain": self._without_gain,
         }
@@ -90,6 +95,7 @@ class Selection:
         # A checkpoint of an earlier release has none.
         highest = state.get("highest", {})
         self._highest = {name: [float(value) for value in values] for name, values in highest.items()}
+        self._columns = {int(version): columns for version, columns in state.get("columns", {}).items()}
         self._has_diverged = bool(state["has_diverged"])
 
     def is_due(self, version: int) -> bool:
@@ -104,7 +110,11 @@ class Selection:
         self.evaluations[version] = {
             name: value for name, value in found.metrics.items() if math.isfinite(value)
         }
-        self._compare_with_highest(version, found.independent)
+        self._columns[version] = {
+            name: [value if math.isfinite(value) else None for value in values]
+            for name, values in found.columns.items()
+        }
+        self._compare_with_highest(version, found.columns)
         self._has_diverged |= divergence(self.evaluations, self._ppo.publish_min_agreement) is not None
         if version == 0:
             return False
@@ -116,9 +126,11 @@ class Selection:
             self._without_gain += 1
         return better
 
-    def _compare_with_highest(self, version: int, independent: Mapping[str, Column]) -> None:
-        """Add the standard error of the change of each measure since the version where it was highest."""
-        for name, values in independent.items():
+    def _compare_with_highest(self, version: int, columns: Mapping[str, Column]) -> None:
+        """Add the standard error of the change of each independent measure since the version where it was
+        highest.
+        """
+        for name, values in ((f"eval/{name}", columns[name]) for name in INDEPENDENT if name in columns):
             change, error = paired_change(self._highest.get(name, values), values)
             if math.isfinite(error):
                 self.evaluations[version][f"{name}_change_error"] = error
@@ -156,3 +168,7 @@ class Selection:
             for version, found in self.evaluations.items()
         ]
         write_jsonl(path, rows)
+
+    def write_columns(self, path: Path) -> None:
+        """Write one line for each evaluation: the version, and each measure as a list over the prompts."""
+        write_jsonl(path, [{"version": version, **columns} for version, columns in self._columns.items()])

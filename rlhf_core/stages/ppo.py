@@ -153,6 +153,7 @@ def _restore_published_weights(
 
     evaluations = controller.selection.evaluations
     controller.selection.write(context.output / "evaluations.jsonl")
+    controller.selection.write_columns(context.output / "evaluations_by_prompt.jsonl")
     version = controller.restore_best() if config.ppo.publish == "best" else controller.completed_steps
     figure = evaluation_curves(
         evaluations, best=controller.selection.best, max_kl=config.ppo.publish_kl_limit

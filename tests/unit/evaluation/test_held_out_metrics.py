@@ -148,7 +148,9 @@ def test_the_training_reward_decides_without_a_judge() -> None:
     by_source = {source: found[f"eval/by_source/{source}/win_rate"] for source in "ab"}
     assert by_source == {"a": 1.0, "b": 0.75}
     assert found["eval/by_source/a/distinct_2"] == pytest.approx(2 / 6)
-    assert result.independent == {}
+    assert result.columns["score"] == pytest.approx([2.0, 2.0, NAN, 1.5], nan_ok=True)
+    assert list(result.columns["length"]) == [2.0, 2.0, 2.0, 4.0]
+    assert not {"judge", "gold"} & set(result.columns)
     assert not any("judge" in name or "gold" in name for name in found)
 
 
@@ -170,7 +172,7 @@ def test_the_judge_decides_if_there_is_one() -> None:
     evaluation.evaluate(0)
     restarted = Evaluation(rewards, judge)
     restarted.load_state_dict(evaluation.state_dict())
-    assert evaluation.evaluate(2).independent == {"eval/judge": judge[2]}
+    assert evaluation.evaluate(2).columns["judge"] == judge[2]
     for found in (evaluation.evaluate(2).metrics, restarted.evaluate(2).metrics):
         assert found["eval/judge"] == pytest.approx(0.25)
         assert found["eval/objective"] == pytest.approx(0.25 - 0.1 * 1.25)

@@ -164,7 +164,7 @@ def test_a_restart_keeps_the_selection(tmp_path: Path) -> None:
     first, second = (selection(publish="best", stop_patience=2) for _ in range(2))
     for version, objective in ((0, 0.0), (1, 0.4), (2, 0.3)):
         found = evaluation(objective)
-        first.add(version, replace(found, independent={"eval/judge": found.objectives}))
+        first.add(version, replace(found, columns={"judge": found.objectives}))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.state_dict() == first.state_dict()
     assert not second.add(3, evaluation(0.4)) and second.is_finished
@@ -173,11 +173,23 @@ def test_a_restart_keeps_the_selection(tmp_path: Path) -> None:
     assert [(row["version"], row["best"]) for row in rows] == [(0, False), (1, True), (2, False), (3, False)]
 
 
+def test_the_scores_of_each_prompt_are_written_also_after_a_restart(tmp_path: Path) -> None:
+    first, second = selection(), selection()
+    first.add(0, replace(evaluation(0.0), columns={"score": [1.0, math.nan], "kl": [0.0, 0.5]}))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.add(3, replace(evaluation(0.0), columns={"score": [2.0, 3.0], "kl": [1.0, 1.5]}))
+    second.write_columns(tmp_path / "columns.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "columns.jsonl").read_text().splitlines()] == [
+        {"version": 0, "score": [1.0, None], "kl": [0.0, 0.5]},
+        {"version": 3, "score": [2.0, 3.0], "kl": [1.0, 1.5]},
+    ]
+
+
 def test_the_error_of_a_change_is_paired_with_the_version_where_the_measure_was_highest() -> None:
     chosen = selection(publish="best")
     judge = [[0.0, 5.0], [1.0, 6.0], [0.0, 5.5], [0.9, 6.0]]
     for version, values in enumerate(judge):
-        chosen.add(version, replace(evaluation(0.0), independent={"eval/judge": values}))
+        chosen.add(version, replace(evaluation(0.0), columns={"judge": values}))
     errors = [found["eval/judge_change_error"] for found in chosen.evaluations.values()]
     # Of the differences to version 1, (-1, -0.5) and (-0.1, 0): half of their distance.
     assert errors == pytest.approx([0.0, 0.0, 0.25, 0.05])
