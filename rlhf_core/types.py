@@ -170,9 +170,15 @@ class Checkpoints(Protocol):
         committed.
         """
 
-    def prepare(self, step: int, folder: Path, size: int) -> None:
-        """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size`
-        bytes free.
+    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
+        """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has space.
+
+        Args:
+            step: Number of the last finished step.
+            folder: Where all ranks write, on each host.
+            size: Bytes of the checkpoint.
+            unsharded: Those of them that only rank 0 writes; all ranks write equal parts of the others. None
+                if that is unknown: perhaps all of them.
         """
 
     def save(

@@ -28,7 +28,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.sources import model_digests
+from rlhf_core.data.sources import model_digests, model_state
 from rlhf_core.errors import DataError, InputError, StoreError, classified
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -39,7 +39,7 @@ from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.home import Home, make_attempt_folders
 from rlhf_core.system.machine import machine
-from rlhf_core.system.processes import this_machine
+from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class NodeAgent:
         self._monitor.__enter__()
         files_of = found[1] if self._shares_folders else node_id
         driver = machine().gpu_driver() or ""
-        return Started(socket.gethostname(), this_machine(), files_of, driver)
+        return Started(*here(), files_of, driver)
 
     @_served
     def close(self) -> None:
@@ -174,11 +174,12 @@ class NodeAgent:
     # -- artifacts and checkpoints --
 
     @_served
-    def fetch_artifacts(self, refs: Sequence[ArtifactRef]) -> None:
-        """Fetch and verify artifacts. Raises CorruptArtifact with the name of the file."""
+    def fetch_artifacts(self, refs: Sequence[ArtifactRef]) -> list[Path]:
+        """Fetch and verify artifacts, and return their folders. Raises CorruptArtifact with the name of the
+        file.
+        """
         artifacts = ArtifactStore(self._store, Home.of(self._config.run.home).cache)
-        for ref in refs:
-            artifacts.fetch(ref)
+        return [artifacts.fetch(ref).absolute() for ref in refs]
 
     @_served
     def fetch_base_model(self, digest: str) -> None:
@@ -191,11 +192,15 @@ class NodeAgent:
             return
         if is_hub_model(path):
             fetch_model(path, self._config.model.revision)
-        elif model_digests(self._config)["model"] != digest:
+            return
+        state = model_state(self._config)
+        if model_digests(self._config)["model"] != digest:
             raise DataError(
                 f"model.path={path} has other files on host {socket.gethostname()} than on {self._driver};"
                 " copy the folder to every host"
             )
+        # A rank here then need not read all files again.
+        state.write(self._work / "scratch")
 
     @_served
     def discard_old_parts(self) -> None:

@@ -8,7 +8,6 @@ seconds, by one task without resources per node. One error names each node and i
 from __future__ import annotations
 
 import logging
-import socket
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
@@ -31,7 +30,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.home import home_problem
 from rlhf_core.system.machine import machine
-from rlhf_core.system.processes import this_machine
+from rlhf_core.system.processes import here
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[s
         "home": home_problem(Path(home)) or "",
         "free_bytes": machine().disk(existing).free,
         "address": address,
-        "host": (socket.gethostname(), this_machine()),
+        "host": here(),
         "interface": own[0] if own else "",
         "interfaces": sorted(interfaces),
         "clock": time.time(),

@@ -119,8 +119,8 @@ class _RemoteCheckpoints(_Remote, Checkpoints):
     def latest(self) -> tuple[int, Path] | None:
         return self._mailbox.call(lambda server: server.context.checkpoints.latest())
 
-    def prepare(self, step: int, folder: Path, size: int) -> None:
-        self._mailbox.call(lambda server: server.context.checkpoints.prepare(step, folder, size))
+    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
+        self._mailbox.call(lambda server: server.context.checkpoints.prepare(step, folder, size, unsharded))
 
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None

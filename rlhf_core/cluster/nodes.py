@@ -36,7 +36,7 @@ from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
 from rlhf_core.system.machine import machine
-from rlhf_core.system.processes import this_machine
+from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class _Host:
     name: str
     files_of: str = ""
     """The id of the node whose files it has: its own, unless hosts share the folder of the run."""
+    inputs: list[Path] = field(default_factory=list)
+    """Folders of the stage's inputs there, which it has verified."""
     participants: list[Participant] = field(default_factory=list)
     """As of now: their seconds go on after the report."""
     silent: float = 0.0
@@ -198,7 +200,7 @@ class ClusterNodes:
             self._files_of[host.node_id] = host.files_of
             if started.gpu_driver:
                 self._gpu_drivers.add(started.gpu_driver)
-            if started[:3] == (socket.gethostname(), this_machine(), self._own_id):
+            if started[:3] == (*here(), self._own_id):
                 host.actor.kill()  # another node on this host, whose processes are seen from here
             else:
                 added.append(host)
@@ -208,11 +210,13 @@ class ClusterNodes:
             self.on_gpu_drivers(", ".join(sorted(self._gpu_drivers)))
         self._monitor.include(self)
         with_files = [host for host in added if host.files_of == host.node_id]
-        fetching = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
-        fetching += [host.call(NodeAgent.discard_old_parts) for host in with_files]
+        inputs = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
+        fetching = [host.call(NodeAgent.discard_old_parts) for host in with_files]
         if self._base_model is not None:
             # Also on hosts that share `run.home`, which need not share the base model.
             fetching += [host.call(NodeAgent.fetch_base_model, self._base_model) for host in added]
+        for host, folders in zip(with_files, self._wait(inputs), strict=True):
+            host.inputs = folders
         self._wait(fetching)
         log.info("hosts of the stage: this one, %s", ", ".join(host.name for host in self._hosts))
 
@@ -272,7 +276,9 @@ class ClusterNodes:
                 self._wait([host.call(NodeAgent.remove, folder)])
 
     def share(self, folder: Path) -> None:
-        hosts = self._with_files()
+        # A host has verified each file of an input against its manifest, as this one has.
+        places = {folder.absolute(), *folder.absolute().parents}
+        hosts = [host for host in self._with_files() if places.isdisjoint(host.inputs)]
         if not hosts:
             return
         heartbeat("copy files to other hosts", math.inf)
@@ -395,16 +401,15 @@ class ClusterNodes:
 
     # -- checkpoints: `checkpoints.HostParts` --
 
-    def prepare(self, folder: Path, size: int) -> None:
-        self._wait(
-            [
-                host.call(NodeAgent.prepare, folder, written_bytes(size, self._ranks, host.node_id))
-                for host in self._with_files()
-            ]
-        )
+    def prepare(self, folder: Path, size: int, unsharded: int | None) -> None:
+        calls = []
+        for host in self._with_files():
+            part = written_bytes(size, unsharded, self._ranks, host.node_id)
+            calls.append(host.call(NodeAgent.prepare, folder, part))
+        self._wait(calls)
 
-    def bytes_here(self, size: int) -> int:
-        return written_bytes(size, self._ranks, self._own_id) if self._hosts else size
+    def bytes_here(self, size: int, unsharded: int | None) -> int:
+        return written_bytes(size, unsharded, self._ranks, self._own_id) if self._hosts else size
 
     def add(self, prefix: str, folder: Path, name: str) -> Callable[[], list[tuple[FileEntry, ...]]]:
         calls = [host.call(NodeAgent.add, prefix, folder, name) for host in self._with_files()]
@@ -467,22 +472,30 @@ def silent_seconds(hosts: int) -> float:
     return max(SILENT_SECONDS, 3 * report_seconds(hosts))
 
 
-def written_bytes(size: int, ranks: Mapping[str, Mapping[str, Collection[int]]], node_id: str) -> int:
+def written_bytes(
+    size: int, unsharded: int | None, ranks: Mapping[str, Mapping[str, Collection[int]]], node_id: str
+) -> int:
     """Return how many bytes of a checkpoint the ranks of a node write at most.
 
-    Rank 0 also writes what is not sharded, which can be all of it. The others write equal parts. A node
-    without ranks has none but small files.
+    A node without ranks has none but small files.
 
     Args:
         size: Bytes of the whole checkpoint.
+        unsharded: Those that only ranks 0 write; None if all ranks 0 may write all of it.
         ranks: See `ClusterNodes.join`.
         node_id: The node.
     """
-    here = ranks.get(node_id, {}).values()
-    if any(0 in of_folder for of_folder in here):
+    here = ranks.get(node_id, {})
+    has_first = any(0 in of_folder for of_folder in here.values())
+    if has_first and unsharded is None:
         return size
-    total = sum(len(of_folder) for of_node in ranks.values() for of_folder in of_node.values())
-    return size * sum(len(of_folder) for of_folder in here) // max(1, total)
+    parts = [0.0]
+    for folder, of_folder in here.items():
+        total = sum(len(of_node.get(folder, ())) for of_node in ranks.values())
+        parts.append(len(of_folder) / max(1, total))
+    common = unsharded or 0
+    # The models of PPO differ in size. The largest part of one is counted for all.
+    return common * has_first + int((size - common) * max(parts))
 
 
 def needed_files(

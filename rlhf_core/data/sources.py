@@ -31,7 +31,7 @@ from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
 from rlhf_core.storage.s3 import S3_LIMITS, filesystem, run_bounded, s3_endpoint, with_retries
-from rlhf_core.system.files import open_regular
+from rlhf_core.system.files import open_regular, read_json, write_json
 
 _CHUNK = 2**20
 _CHANGED = (
@@ -236,6 +236,22 @@ class ModelState:
     files: tuple[tuple[str, int, int, int], ...]
     """Name, inode, size and modification time of each."""
 
+    def write(self, folder: Path) -> None:
+        """Write it to a file of its host. The digest of the files was that of the run after it was taken."""
+        write_json(_state_file(folder, self.host), {"files": self.files})
+
+    @classmethod
+    def read(cls, folder: Path, host: str) -> ModelState | None:
+        """Return what was written for `host`; None if nothing was."""
+        found = read_json(_state_file(folder, host))
+        if found is None:
+            return None
+        return cls(host, tuple((name, inode, size, time) for name, inode, size, time in found["files"]))
+
+
+def _state_file(folder: Path, host: str) -> Path:
+    return folder / f"base-model-{host}.json"
+
 
 def model_state(config: PipelineConfig) -> ModelState:
     """Return the state of the base model's files.
@@ -255,12 +271,17 @@ def file_states(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
 
 
-def require_same_state(before: ModelState, config: PipelineConfig, digests: Mapping[str, str]) -> None:
+def require_same_state(
+    before: ModelState, config: PipelineConfig, digests: Mapping[str, str], scratch: Path | None = None
+) -> None:
     """Raise DataError if a file of the base model was written since `before`, which `model_state` returned.
 
-    Another host has a copy with other times. There the digest of the copy is compared with `digests`.
+    Another host has a copy with other times. It is compared with the state that the host's agent has written
+    to `scratch`, and without one by its digest with `digests`.
     """
     now = model_state(config)
+    if now.host != before.host and scratch is not None:
+        before = ModelState.read(scratch, now.host) or before
     if now.host == before.host and now != before:
         raise DataError(f"model: {config.model.path} {_CHANGED.format('its digest was taken')}")
     if now.host != before.host and config.model.path is not None and now.files:

@@ -37,6 +37,7 @@ def new_checkpoint(
     size: int,
     score: float | None = None,
     *,
+    unsharded: int | None = None,
     known: Mapping[int, float] | None = None,
 ) -> Iterator[Path]:
     """Prepare the local folder of a checkpoint, and commit it if the body fills it without an error.
@@ -47,15 +48,16 @@ def new_checkpoint(
         step: Number of the last finished step.
         size: Bytes that the body writes, approximately.
         score: Score of the weights, higher is better; None if nothing was measured.
+        unsharded: See `Checkpoints.prepare`.
         known: Scores of earlier checkpoints by step.
 
     Raises:
-        StoreError: The disk has less than `size` bytes free, or the commit failed.
+        StoreError: The disk of a host has no space for its part, or the commit failed.
     """
     started = time.monotonic()
     folder = scratch / f"checkpoint-{step:08d}"
     if context is not None:
-        context.checkpoints.prepare(step, folder, size)
+        context.checkpoints.prepare(step, folder, size, unsharded)
     yield folder
     if context is not None:
         # Before the commit: a later attempt continues after this step and does not log its metrics again.
@@ -85,7 +87,8 @@ def save(
     Raises:
         StoreError: The disk is too small.
     """
-    with new_checkpoint(context, scratch, step, engine.checkpoint_bytes, score) as folder:
+    size, unsharded = engine.checkpoint_bytes
+    with new_checkpoint(context, scratch, step, size, score, unsharded=unsharded) as folder:
         heartbeat("checkpoint")
         dist.barrier()  # no rank writes before rank 0 has emptied the folder
         engine.save_checkpoint(folder)

@@ -435,19 +435,19 @@ class TrainingEngine:
             save_adapter(folder, self.module.lm, self.lora, tensors, base, revision)
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Approximate size of a checkpoint of all ranks in bytes: see `planning.checkpoints`.
-
-        With an adapter, frozen weights are left out.
+    def checkpoint_bytes(self) -> tuple[int, int]:
+        """Approximate bytes of a checkpoint of all ranks (see `planning.checkpoints`), and those that rank 0
+        alone writes: all without ZeRO, weights and copies in stages 1 and 2. Frozen weights under an adapter
+        are left out.
         """
         copies = sum(copy.bytes_per_parameter for copy in self._copies)
-        size = 0
+        weights = states = 0
         for p in self.module.parameters():
-            weight = p.element_size()
-            state = (12 if self.zero_stage > 0 or weight < 4 else 8) + copies
             if p.requires_grad or self.lora is None:
-                size += getattr(p, "ds_numel", p.numel()) * (weight + state * p.requires_grad)
-        return size
+                weight, size = p.element_size(), getattr(p, "ds_numel", p.numel())
+                weights += size * (weight + copies * p.requires_grad)
+                states += size * p.requires_grad * (12 if self.zero_stage > 0 or weight < 4 else 8)
+        return weights + states, (weights + states, weights, weights, 0)[self.zero_stage]
 
     def save_checkpoint(self, folder: Path) -> None:
         """Save trained weights, optimizer and counters to `folder`. This is a collective operation.

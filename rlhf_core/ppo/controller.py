@@ -464,10 +464,13 @@ class PPOController:
         sizes = [
             fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role) for role in self._trained
         ]
-        size = sum(fleet.wait(sizes, "the checkpoint's size"))
+        size, unsharded = map(sum, zip(*fleet.wait(sizes, "the checkpoint's size"), strict=True))
         if self._next_batch is not None:
             size += self._next_batch.token_bytes
-        with new_checkpoint(self._context, scratch, step, size, known=self._scores) as folder:
+            unsharded += self._next_batch.token_bytes
+        with new_checkpoint(
+            self._context, scratch, step, size, unsharded=unsharded, known=self._scores
+        ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))

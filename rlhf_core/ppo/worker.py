@@ -482,10 +482,12 @@ class ModelWorker(Actor):
     # -- checkpoints --
 
     @rpc()
-    def checkpoint_bytes(self, role: Role) -> int:
-        """Return approximately how many bytes `save_checkpoint` writes on all ranks together."""
-        size: int = self._models[role].checkpoint_bytes
-        return size
+    def checkpoint_bytes(self, role: Role) -> tuple[int, int]:
+        """Return approximately how many bytes `save_checkpoint` writes on all ranks together, and how many of
+        them rank 0 alone.
+        """
+        sizes: tuple[int, int] = self._models[role].checkpoint_bytes
+        return sizes
 
     @rpc()
     def save_checkpoint(self, role: Role, folder: str) -> None:

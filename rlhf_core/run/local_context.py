@@ -94,7 +94,7 @@ class FolderCheckpoints(Checkpoints):
         return int(folders[-1].name.removeprefix("step-")), folders[-1]
 
     @override
-    def prepare(self, step: int, folder: Path, size: int) -> None:
+    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 

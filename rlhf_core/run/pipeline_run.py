@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -40,7 +39,7 @@ from rlhf_core.run.display import current_display
 from rlhf_core.run.external_inputs import data_sets, external_digests
 from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.spec import StageRecord, StageSpec
-from rlhf_core.run.state import describe_unfinished, read_state
+from rlhf_core.run.state import describe_unfinished, process_of, read_state
 from rlhf_core.run.summary import nothing_made, reuse_sentence, run_markdown, summarize
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -49,7 +48,7 @@ from rlhf_core.storage.store import open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import ProcessId, is_alive
+from rlhf_core.system.processes import RecordedProcess
 from rlhf_core.tracking.tracker import Status, Tracking, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef, artifact_prefix
 
@@ -229,8 +228,8 @@ class PipelineRun:
         state = read_state(self.folder / "run.json")
         if state is None or state["state"] != "running" or "process" not in state:
             return False
-        pid, started, host = state["process"]
-        return pid != os.getpid() and is_alive(int(pid), float(started), host) is True
+        process = process_of(state)
+        return process.pid != os.getpid() and process.alive() is True
 
     def save_state(self, state: str, error: str = "") -> None:
         """Write `run.json`, unless another live process has written it and continues this run."""
@@ -243,7 +242,7 @@ class PipelineRun:
         content = {
             "state": state,
             "error": scrubbed(error),
-            "process": [os.getpid(), _process_start(), socket.gethostname()],
+            "process": RecordedProcess.own(),
             "config": self.config_path,
             "updated": time.time(),
             "pipeline_key": self.key,
@@ -288,11 +287,6 @@ class PipelineRun:
             "where": self.where(self.parent_run_id),
         }
         return summarize(self.records, time.time() - self.started, identity)
-
-
-def _process_start() -> float:
-    process = ProcessId.of(os.getpid())
-    return 0.0 if process is None else process.started
 
 
 @contextmanager

@@ -9,9 +9,11 @@ from typing import Any
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import is_alive
+from rlhf_core.system.processes import RecordedProcess
 
 _MAX_DIFFERENCES = 3
+_UNKNOWN = [0, 0.0, ""]
+"""Process of a run that has recorded none."""
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
@@ -19,7 +21,7 @@ def read_state(path: Path) -> dict[str, Any] | None:
     run = read_json(path)
     if run is None:
         return None
-    stages, making, process = run.get("stages"), run.get("making", {}), run.get("process", [0, 0.0, ""])
+    stages, making = run.get("stages"), run.get("making", {})
     valid = (
         all(isinstance(run.get(name), str) for name in ("state", "config"))
         and isinstance(run.get("error", ""), str)
@@ -28,10 +30,7 @@ def read_state(path: Path) -> dict[str, Any] | None:
         and all(isinstance(stage, dict) and _is_number(stage.get("seconds")) for stage in stages.values())
         and isinstance(making, dict)
         and (not making or {"stage", "log"} <= making.keys())
-        and isinstance(process, list)
-        and len(process) == 3
-        and all(map(_is_number, process[:2]))
-        and isinstance(process[2], str)
+        and _is_process(run.get("process", _UNKNOWN))
         and isinstance(run.get("decided_by", {}), dict)
     )
     return run if valid else None
@@ -76,8 +75,13 @@ def is_unfinished(run: Mapping[str, Any]) -> bool:
     """Return whether a run ended before its last stage."""
     if run["state"] == "running":
         # Only a process that is known to be dead has stopped. One on another host may be alive: None.
-        return is_alive(*run.get("process", (0, 0.0, ""))) is False
+        return process_of(run).alive() is False
     return bool(run["state"] != "finished")
+
+
+def process_of(run: Mapping[str, Any]) -> RecordedProcess:
+    """Return the process that has written the state of a run."""
+    return RecordedProcess(*run.get("process", _UNKNOWN))
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -88,6 +92,16 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         if before.get(name) != now.get(name):
             changes.append(f"{name} was {old} and is {new}")
     return changes
+
+
+def _is_process(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) in (3, 5)  # 3 in earlier releases
+        and type(value[0]) is int
+        and _is_number(value[1])
+        and all(isinstance(text, str) for text in value[2:])
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rlhf_core.run.state import read_state
+from rlhf_core.run.state import is_unfinished, read_state
 from rlhf_core.run.summary import duration
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import is_alive
 
 _MAX_RUNS = 5
 
@@ -32,7 +31,7 @@ def describe_runs(home: Home) -> list[str]:
 def _describe_run(name: str, run: dict[str, Any]) -> list[str]:
     state, stage = run["state"], run.get("making")
     # A killed process could not write its end. On another host its state is unknown (None).
-    if state == "running" and is_alive(*run.get("process", (0, 0.0, ""))) is False:
+    if state == "running" and is_unfinished(run):
         state = "killed; the same command continues it"
     finished = []
     for stage_name, record in run["stages"].items():

@@ -213,8 +213,11 @@ class _MemberCheckpoints(Checkpoints):
     def latest(self) -> tuple[int, Path] | None:
         return self.position
 
-    def prepare(self, step: int, folder: Path, size: int) -> None:
-        self.inner.prepare(self.offset + step, folder, size + self.finished.bytes_in(folder))
+    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
+        finished = self.finished.bytes_in(folder)
+        if unsharded is not None:
+            unsharded += finished
+        self.inner.prepare(self.offset + step, folder, size + finished, unsharded)
 
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None

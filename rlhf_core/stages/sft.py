@@ -113,7 +113,7 @@ def _train(
     )
     if context is not None:
         # Again, because a file may have changed while the ranks loaded it.
-        require_same_state(state, config, context.sources)
+        require_same_state(state, config, context.sources, work)
     # Each rank plans the micro-batches of all ranks, so all must use the same layout.
     sft = sft.model_copy(update={"pack": all_ranks_pack(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)

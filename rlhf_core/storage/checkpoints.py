@@ -71,13 +71,13 @@ class HostParts(Protocol):
     processes on other hosts.
     """
 
-    def prepare(self, folder: Path, size: int) -> None:
+    def prepare(self, folder: Path, size: int, unsharded: int | None) -> None:
         """Create the empty `folder` on each host. Raises StoreError unless its disk has space for what the
-        ranks there write of a checkpoint of `size` bytes.
+        ranks there write of a checkpoint; see `Checkpoints.prepare`.
         """
 
-    def bytes_here(self, size: int) -> int:
-        """Return how many bytes of a checkpoint of `size` bytes the ranks of this host write at most."""
+    def bytes_here(self, size: int, unsharded: int | None) -> int:
+        """Return how many bytes of a checkpoint the ranks of this host write at most."""
 
     def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
         """Start to hash and take the files of `folder` for the folder `name` of the bundle `prefix`. The
@@ -244,17 +244,13 @@ class CheckpointStore:
             "The checkpoint of step %d was made with other versions or threads (%s).", step, described
         )
 
-    def prepare(self, step: int, folder: Path, size: int) -> None:
-        """Create the empty `folder` for the checkpoint of `step`.
-
-        Raises StoreError unless its disk has `size` free bytes, or the part of this host on a cluster.
-        """
+    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        here = size if self._hosts is None else self._hosts.bytes_here(size)
+        here = size if self._hosts is None else self._hosts.bytes_here(size, unsharded)
         bundles.require_free(folder, here, f"The checkpoint of step {step}")
         folder.mkdir(parents=True)
         if self._hosts is not None:
-            self._hosts.prepare(folder, size)
+            self._hosts.prepare(folder, size, unsharded)
 
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None

@@ -27,7 +27,6 @@ import logging
 import math
 import os
 import re
-import socket
 import threading
 import uuid
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ import psutil
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.store import Store
 from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
-from rlhf_core.system.processes import ProcessId, this_machine
+from rlhf_core.system.processes import ProcessId, RecordedProcess, here, this_machine
 from rlhf_core.types import checkpoint_prefix
 
 log = logging.getLogger(__name__)
@@ -224,12 +223,12 @@ class _Holder:
 
 def _create(store: Store, stage_key: str, attempt: int) -> bool:
     """Claim the number `attempt`; False if another process has it."""
-    own = ProcessId.of(os.getpid())
+    own = RecordedProcess.own()
     content = {
-        "host": socket.gethostname(),
-        "machine": this_machine(),
-        "pid": os.getpid(),
-        "started": own.started if own is not None else 0.0,
+        "host": own.host,
+        "machine": own.machine,
+        "pid": own.pid,
+        "started": own.started,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "lease": True,
         # Two claims must never be equal: a store without conditional puts compares them to see which one won.
@@ -271,7 +270,7 @@ def _read_holder(store: Store, stage_key: str, attempt: int) -> _Holder | None:
             attempt,
             ProcessId(int(content["pid"]), float(content["started"])),
             host,
-            is_here=(host, machine) == (socket.gethostname(), this_machine()),
+            is_here=(host, machine) == here(),
             has_lease=content.get("lease") is True,
             since=f"{datetime.fromisoformat(content['time']).astimezone():%d %b %H:%M}",
         )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -86,9 +87,52 @@ def this_machine() -> str:
     return ""
 
 
-def is_alive(pid: int, started: float, host: str) -> bool | None:
-    """Return whether a process that recorded these values is running. None if it runs on another host."""
-    return ProcessId(pid, started).alive() if host == socket.gethostname() else None
+def here() -> tuple[str, str]:
+    """Return the hostname and `this_machine`. Processes with the same two values can be looked up."""
+    return socket.gethostname(), this_machine()
+
+
+def installation() -> str:
+    """Return the id of this host that a restart does not change. Most containers have none: ""."""
+    with contextlib.suppress(OSError):
+        return Path("/etc/machine-id").read_text().strip()
+    return ""
+
+
+class RecordedProcess(NamedTuple):
+    """A process in a file that several hosts may read. In JSON it is a list."""
+
+    pid: int
+    started: float
+    """See `ProcessId`."""
+    host: str
+    machine: str | None = None
+    """See `this_machine`. None in records of earlier releases, which are taken for those of this machine."""
+    installation: str = ""
+    """See `installation`."""
+
+    @classmethod
+    def own(cls) -> RecordedProcess:
+        """Return the record of this process."""
+        own = ProcessId.of(os.getpid())
+        return cls(os.getpid(), 0.0 if own is None else own.started, *here(), installation())
+
+    def alive(self, observer: RecordedProcess | None = None) -> bool | None:
+        """Return whether the process is running. None if it can be one of another host or container, perhaps
+        with the same hostname.
+
+        Args:
+            observer: Who asks. Default: this process.
+        """
+        own = observer or RecordedProcess.own()
+        if self.host != own.host:
+            return None
+        if self.machine is None or own.machine is None or self.machine == own.machine:
+            return ProcessId(self.pid, self.started).alive()
+        same_boot = self.machine.split()[:1] == own.machine.split()[:1]
+        if self.installation and self.installation == own.installation and not same_boot:
+            return False  # the host has been restarted
+        return None
 
 
 def free_port(preferred: int = 0) -> int:

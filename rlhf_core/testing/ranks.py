@@ -82,8 +82,14 @@ class ScriptedRankGroup(RankGroup):
 
 
 @contextmanager
-def scripted_ranks() -> Iterator[list[RayCall]]:
-    """Run all actors of ranks and engines in this process. Yields the calls of Ray so far."""
+def scripted_ranks(
+    make_group: Callable[[RankLayout, TimeoutsConfig, Monitor], ScriptedRankGroup] = ScriptedRankGroup,
+) -> Iterator[list[RayCall]]:
+    """Run all actors of ranks and engines in this process. Yields the calls of Ray so far.
+
+    Args:
+        make_group: Makes each group of ranks or engines.
+    """
     calls: list[RayCall] = []
     connected = False
 
@@ -99,7 +105,7 @@ def scripted_ranks() -> Iterator[list[RayCall]]:
 
     def group(layout: RankLayout, limits: TimeoutsConfig, monitor: Monitor) -> ScriptedRankGroup:
         calls.append(RayCall(layout.label, layout.ranks))
-        return ScriptedRankGroup(layout, limits, monitor)
+        return make_group(layout, limits, monitor)
 
     with (
         mock.patch("rlhf_core.cluster.ranks.connect", connect),

@@ -193,7 +193,7 @@ class _Drawing(RecordingMetrics):
 
 
 class _FullDisk(FolderCheckpoints):
-    def prepare(self, step: int, folder: Path, size: int) -> None:
+    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
         raise StoreError(f"{folder} has too little space for {size} bytes")
 
 

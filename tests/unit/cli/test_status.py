@@ -6,18 +6,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import time
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli.servers import status
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import ProcessId
+from rlhf_core.system.processes import RecordedProcess
 
 
 def test_status_of_an_empty_home(tmp_path: Path) -> None:
@@ -27,10 +24,8 @@ def test_status_of_an_empty_home(tmp_path: Path) -> None:
 
 
 def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -> None:
-    process = ProcessId.of(os.getpid())
-    assert process is not None
-    host = socket.gethostname()
-    alive, ended = [*astuple(process), host], [process.pid, process.started - 9, host]
+    own = RecordedProcess.own()
+    alive, ended = list(own), list(own._replace(started=own.started - 9))
     finished = {"data": {"seconds": 7.0, "reused": False}}
     run: dict[str, Any] = {"updated": time.time(), "config": "a.yaml", "stages": finished}
     at_sft = {**run, "making": {"stage": "sft", "log": "/logs/sft-01.log"}, "error": ""}
@@ -38,7 +33,7 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
         "lives": {**at_sft, "state": "running", "process": alive},
         "killed": {**at_sft, "state": "running", "process": ended},
         "failed": {**at_sft, "state": "failed", "process": alive, "error": "WorkerDied: rank 1"},
-        "elsewhere": {**run, "state": "running", "error": "", "process": [*ended[:2], "host"]},
+        "elsewhere": {**run, "state": "running", "error": "", "process": [*ended[:3], "boot", ""]},
         "steers": {**run, "state": "failed", "config": "\x1b]0;owned\x07"},
     }
     damaged = {
@@ -46,6 +41,7 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
         "a list": {**run, "state": "failed", "stages": []},
         "a text": {**run, "state": "failed", "updated": "x"},
         "a short process": {**run, "state": "running", "process": [1]},
+        "no number": {**run, "state": "running", "process": [1.5, *own[1:]]},
     }
     home = Home.of(tmp_path)
     for name, content in {**states, **damaged}.items():

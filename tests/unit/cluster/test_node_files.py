@@ -9,6 +9,7 @@
 - a part on a host that runs the driver later is not taken for a checkpoint
 - an agent deletes parts of finished stages, of steps that were passed, and old ones
 - hosts share a folder only if its mark is of the same attempt; what a killed attempt has left is deleted
+- inputs and a base model that a host has verified are not read again
 - a folder is copied to another host, and back, in parts; a file that changes on its way is noticed
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,22 @@ import pytest
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
 from rlhf_core.cluster.nodes import ClusterNodes, needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import CorruptArtifact, StoreError
+from rlhf_core.data.sources import ModelState, model_digests, require_same_state
+from rlhf_core.errors import CorruptArtifact, DataError, StoreError
 from rlhf_core.storage import bundles
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
-from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.home import Home
 from rlhf_core.testing.actors import LocalObjects
 from rlhf_core.testing.cluster import ScriptedCluster, node
+from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
+from tests.support.other_host import Elsewhere, bucket
 
 ZERO_3 = [
     "policy/latest",
@@ -83,8 +87,17 @@ def test_loops_have_their_files_at_the_top() -> None:
 
 def test_a_host_needs_space_for_what_its_ranks_write() -> None:
     ranks = {"one": {"": {0}}, "two": {"": {1, 2, 3}}, "three": {"": {4}}, "engines": {}}
-    needed = {node: written_bytes(1000, ranks, node) for node in [*ranks, "driver"]}
-    assert needed == {"one": 1000, "two": 600, "three": 200, "engines": 0, "driver": 0}
+
+    def needed(unsharded: int | None) -> list[int]:
+        return [written_bytes(1000, unsharded, ranks, node) for node in [*ranks, "driver"]]
+
+    assert needed(None) == [1000, 600, 200, 0, 0]
+    assert needed(0) == [200, 600, 200, 0, 0]
+    assert needed(500) == [500 + 100, 300, 100, 0, 0]
+    assert needed(1000) == [1000, 0, 0, 0, 0]
+    # The critic may be small, or the policy.
+    ppo = {"one": {"policy": {0, 1}, "critic": {0}}, "two": {"critic": {1}}}
+    assert [written_bytes(1000, 0, ppo, node) for node in ppo] == [1000, 500]
 
 
 def test_each_host_needs_space_for_its_own_ranks(tmp_path: Path) -> None:
@@ -98,36 +111,6 @@ def test_each_host_needs_space_for_its_own_ranks(tmp_path: Path) -> None:
 
 
 # -- two hosts, without Ray --
-
-
-class Bucket(LocalFiles):
-    """A folder that behaves like a bucket: nothing of it is on this machine."""
-
-    is_down = False
-
-    def local_path(self, key: str) -> Path | None:
-        return None
-
-    def put_file(self, source: Path, key: str, *, link: bool) -> None:
-        self._check()
-        super().put_file(source, key, link=link)
-
-    def sizes(self, prefix: str) -> Mapping[str, int]:
-        self._check()
-        return super().sizes(prefix)
-
-    def _check(self) -> None:
-        if self.is_down:
-            raise StoreError("The bucket does not answer.")
-
-
-def bucket(folder: Path, *, is_down: bool = False) -> Store:
-    """Return a bucket; the hosts of a test share its content, and can lose it one by one."""
-    store = Store(folder / "bucket")
-    backend = Bucket(folder / "bucket")
-    backend.is_down = is_down
-    store._backend = backend
-    return store
 
 
 class OneOtherHost:
@@ -146,10 +129,10 @@ class OneOtherHost:
     def there(self, folder: Path) -> Path:
         return self.root / folder.relative_to("/")
 
-    def prepare(self, folder: Path, size: int) -> None:
+    def prepare(self, folder: Path, size: int, unsharded: int | None) -> None:
         self.agent.prepare(self.there(folder), size)
 
-    def bytes_here(self, size: int) -> int:
+    def bytes_here(self, size: int, unsharded: int | None) -> int:
         return size // 2
 
     def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
@@ -366,39 +349,6 @@ def test_a_mark_of_a_killed_attempt_is_not_of_a_shared_folder(tmp_path: Path) ->
         first.close()
 
 
-class Elsewhere(NodeAgent):
-    """An agent in this process that finds each folder below `root`, as if it were on another host."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self.files_read: list[Path] = []
-        config = PipelineConfig.model_validate({"run": {"home": str(root / "home")}})
-        json = config.model_dump_json(by_alias=True)
-        super().__init__(json, root / "work", root / "stacks", "one", Store(root / "store"))
-
-    def there(self, folder: Path) -> Path:
-        return self._root / folder.relative_to("/")
-
-    def listing(self, folder: Path) -> tuple[FileEntry, ...]:
-        return super().listing(self.there(folder))
-
-    def read(self, file: Path, offset: int, size: int) -> bytes:
-        self.files_read.append(file)
-        return super().read(self.there(file), offset, size)
-
-    def digests(self, folder: Path) -> dict[str, str]:
-        return super().digests(self.there(folder))
-
-    def write(self, file: Path, offset: int, data: bytes) -> None:
-        super().write(self.there(file), offset, data)
-
-    def sha256(self, file: Path) -> str:
-        return super().sha256(self.there(file))
-
-    def remove(self, folder: Path) -> None:
-        super().remove(self.there(folder))
-
-
 class Damaging(LocalObjects):
     """Objects that change on their way."""
 
@@ -406,13 +356,15 @@ class Damaging(LocalObjects):
         return super().put(value.replace(b"w", b"x"))
 
 
-def joined(folder: Path, agent: NodeAgent, objects: LocalObjects | None = None) -> ClusterNodes:
+def joined(
+    folder: Path, agent: NodeAgent, objects: LocalObjects | None = None, inputs: Sequence[ArtifactRef] = ()
+) -> ClusterNodes:
     """Return the driver's view of one other host, which copies files in parts of ten bytes."""
     cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent}, objects=objects)
     work = folder / "work"
     work.mkdir()
     monitor = Monitor(folder / "stacks")
-    nodes = ClusterNodes(PipelineConfig(), work, [], monitor, cluster=cluster, chunk_bytes=10)
+    nodes = ClusterNodes(PipelineConfig(), work, inputs, monitor, cluster=cluster, chunk_bytes=10)
     nodes.join({"1": {}, "2": {}})
     return nodes
 
@@ -421,7 +373,8 @@ def joined(folder: Path, agent: NodeAgent, objects: LocalObjects | None = None) 
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
     """The agent of another host, whose files are below `two`."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    agent = Elsewhere(tmp_path / "two")
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
+    agent = Elsewhere(tmp_path / "two", config, tmp_path / "attempts" / "1", Store(tmp_path / "store"))
     yield agent
     agent.close()
 
@@ -476,3 +429,38 @@ def test_file_that_changes_on_its_way_is_noticed(tmp_path: Path, other: Elsewher
     (folder / "weights").write_text("w" * 25)
     with pytest.raises(CorruptArtifact, match="weights changed on its way to host"):
         joined(tmp_path, other, Damaging()).share(folder)
+
+
+def test_inputs_that_a_host_has_verified_are_not_read_again(tmp_path: Path, other: Elsewhere) -> None:
+    artifacts = ArtifactStore(Store(tmp_path / "store"), tmp_path / "cache")
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "out" / "model" / "weights").write_text("w" * 25)
+    ref = artifacts.publish("sft", "k", tmp_path / "out", Provenance())
+    nodes = joined(tmp_path, other, inputs=[ref])
+    nodes.share(artifacts.fetch(ref) / "model")
+    assert not other.folders_hashed
+    own = tmp_path / "scratch"
+    own.mkdir()
+    nodes.share(own)
+    assert other.folders_hashed == [own]
+
+
+def test_a_base_model_that_the_agent_has_verified_is_not_read_again(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"first")
+    tree = {"model": {"path": str(model)}, "run": {"home": str(tmp_path)}}
+    config = PipelineConfig.model_validate(tree, strict=False)
+    (tmp_path / "work" / "scratch").mkdir(parents=True)
+    agent = NodeAgent(config.model_dump_json(by_alias=True), tmp_path / "work", tmp_path, "driver")
+    agent.fetch_base_model(model_digests(config)["model"])
+    on_driver = ModelState("driver", (("model.safetensors", 1, 2, 3),))
+    unread = {"model": "the digest would differ from this"}
+    require_same_state(on_driver, config, unread, tmp_path / "work" / "scratch")
+    with pytest.raises(DataError, match="was changed after the run began"):
+        require_same_state(on_driver, config, unread, tmp_path)
+    (model / "model.safetensors").write_bytes(b"second")
+    with pytest.raises(DataError, match="was changed after its digest was taken"):
+        require_same_state(on_driver, config, unread, tmp_path / "work" / "scratch")
+    with pytest.raises(DataError, match=r"model\.path=.* has other files on host"):
+        agent.fetch_base_model("0")

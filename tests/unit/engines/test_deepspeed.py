@@ -167,7 +167,7 @@ def test_engines_get_the_experts_under_the_names_of_their_files(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("copies", [(), ("average",), ("average", "best")])
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plan_counts_the_bytes_of_a_checkpoint_as_the_engine_does(
     dtype: Any, zero_stage: Any, copies: tuple[str, ...]
@@ -184,8 +184,11 @@ def test_the_plan_counts_the_bytes_of_a_checkpoint_as_the_engine_does(
         average="average" in copies,
         best="best" in copies,
     )
-    assert engine.checkpoint_bytes == 15 * planned
+    whole, of_rank_0 = engine.checkpoint_bytes
+    assert whole == 15 * planned
+    sharded = {0: 0, 1: 12, 3: planned}[zero_stage]  # the optimizer's state, or all of it
+    assert of_rank_0 == 15 * (planned - sharded)
     # Frozen weights under an adapter are not part of a checkpoint.
     lm.weight.requires_grad_(False)
     engine.lora = LoraConfig()
-    assert engine.checkpoint_bytes == 3 * planned
+    assert engine.checkpoint_bytes == (3 * planned, 3 * (planned - sharded))

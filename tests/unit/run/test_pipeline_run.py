@@ -20,7 +20,6 @@ import json
 import os
 import socket
 from contextlib import suppress
-from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +51,7 @@ from rlhf_core.run.summary import (
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.processes import ProcessId
+from rlhf_core.system.processes import ProcessId, RecordedProcess
 from rlhf_core.tracking.champions import REVOKED, WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
@@ -201,9 +200,14 @@ def test_new_run_names_the_unfinished_run_that_it_does_not_continue(tmp_path: Pa
     )
     file = first.folder / "run.json"
     known = json.loads(file.read_text())
-    for changed in ({"state": "running", "process": [1, 0.0, "another-host"]}, {"state": "finished"}):
-        file.write_text(json.dumps({**known, **changed}))
-        assert other.unfinished_predecessor() == "", changed
+    ended = [1, 0.0, socket.gethostname()]
+    for process in ([1, 0.0, "another-host"], [*ended, "another boot", ""]):
+        file.write_text(json.dumps({**known, "state": "running", "process": process}))
+        assert other.unfinished_predecessor() == "", "it may be running elsewhere"
+    file.write_text(json.dumps({**known, "state": "running", "process": ended}))  # an earlier release's
+    assert "stopped in ppo" in other.unfinished_predecessor()
+    file.write_text(json.dumps({**known, "state": "finished"}))
+    assert other.unfinished_predecessor() == ""
     file.write_text(json.dumps({name: value for name, value in known.items() if name != "decided_by"}))
     assert other.unfinished_predecessor() == "", "it does not say why"
 
@@ -516,7 +520,7 @@ def test_a_refused_command_ends_only_its_own_run(tmp_path: Path, database: Path,
             state = run.folder / "run.json"
             other = ProcessId.of(os.getppid())
             assert other is not None
-            process = [*astuple(other), socket.gethostname()]
+            process = RecordedProcess.own()._replace(pid=other.pid, started=other.started)
             state.write_text(json.dumps({**json.loads(state.read_text()), "process": process}))
         raise StageHeld("stage data is being made")
     recorded = MlflowClient(run.tracking.uri).get_run(run.parent_run_id)

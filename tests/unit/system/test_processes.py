@@ -2,6 +2,8 @@
 
 - a change of the clock does not end the identity of a process
 - records of earlier releases have start times in seconds since the epoch
+- whether a recorded process runs is known on its own host only: not on another one with the same name, nor in
+  another container. After a restart of the host it has ended, although its pid and start time are used again
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import psutil
 import pytest
 
-from rlhf_core.system.processes import ProcessId, free_port, stop, wait_gone
+from rlhf_core.system.processes import ProcessId, RecordedProcess, free_port, stop, wait_gone
 
 
 def test_process_that_ignores_sigterm_is_killed() -> None:
@@ -48,6 +50,30 @@ def test_start_times_of_earlier_releases_are_compared_with_the_clock() -> None:
     started = psutil.Process().create_time()
     assert ProcessId(os.getpid(), started).alive()
     assert not ProcessId(os.getpid(), started - 100).alive()
+
+
+def test_whether_a_recorded_process_runs_is_known_on_its_own_host_only() -> None:
+    own = RecordedProcess.own()._replace(machine="boot-1 pid:[1]", installation="a")
+    seen = {
+        "it runs": own,
+        "it has ended": own._replace(started=own.started - 9),
+        "another host": own._replace(host="other", machine="boot-2 pid:[1]", installation="b"),
+        "another host with the same name": own._replace(machine="boot-2 pid:[1]", installation="b"),
+        "another container": own._replace(machine="boot-1 pid:[2]"),
+        "before a restart of the host": own._replace(machine="boot-0 pid:[1]"),
+        "an earlier release": RecordedProcess(*own[:3]),
+    }
+    assert {name: process.alive(own) for name, process in seen.items()} == {
+        "it runs": True,
+        "it has ended": False,
+        "another host": None,
+        "another host with the same name": None,
+        "another container": None,
+        "before a restart of the host": False,
+        "an earlier release": True,
+    }
+    without = own._replace(installation="")
+    assert without._replace(machine="boot-0 pid:[1]").alive(without) is None, "perhaps another container"
 
 
 def test_used_port_is_avoided() -> None:

@@ -1,0 +1,119 @@
+"""A second host in this process: an agent that finds each folder elsewhere, and a bucket for both hosts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlhf_core.cluster.agent import NodeAgent
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import StoreError
+from rlhf_core.storage.bundles import FileEntry, Manifest
+from rlhf_core.storage.local import LocalFiles
+from rlhf_core.storage.store import Store
+from rlhf_core.types import ArtifactRef
+
+
+class Bucket(LocalFiles):
+    """A folder that behaves like a bucket: nothing of it is on this machine."""
+
+    is_down = False
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.fetched: Counter[str] = Counter()
+        """How often each object was read as a file."""
+        self.sent: list[str] = []
+        """The objects that were written as files."""
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+    def put_file(self, source: Path, key: str, *, link: bool) -> None:
+        self._check()
+        self.sent.append(key)
+        super().put_file(source, key, link=link)
+
+    def get_file(self, key: str, target: Path, size: int | None = None) -> None:
+        self.fetched[key] += 1
+        super().get_file(key, target, size)
+
+    def sizes(self, prefix: str) -> Mapping[str, int]:
+        self._check()
+        return super().sizes(prefix)
+
+    def _check(self) -> None:
+        if self.is_down:
+            raise StoreError("The bucket does not answer.")
+
+
+def bucket(folder: Path, *, is_down: bool = False) -> Store:
+    """Return a bucket; the hosts of a test share its content, and can lose it one by one."""
+    store = Store(folder / "bucket")
+    backend = Bucket(folder / "bucket")
+    backend.is_down = is_down
+    store._backend = backend
+    return store
+
+
+def backend_of(store: Store) -> Bucket:
+    """Return the backend of a store that `bucket` has returned."""
+    assert isinstance(store._backend, Bucket)
+    return store._backend
+
+
+class Elsewhere(NodeAgent):
+    """An agent in this process that finds each folder below `root`, as if it were on another host.
+
+    Args:
+        root: Has the files of the other host, by their paths there.
+        config: Of the run.
+        work: Scratch folder of the attempt, the same path on all hosts.
+        store: Of the other host.
+    """
+
+    def __init__(self, root: Path, config: PipelineConfig, work: Path, store: Store) -> None:
+        self._root = root
+        self.files_read: list[Path] = []
+        self.folders_hashed: list[Path] = []
+        run = config.run.model_copy(update={"home": str(self.there(Path(config.run.home).resolve()))})
+        json = config.model_copy(update={"run": run}).model_dump_json(by_alias=True)
+        super().__init__(json, self.there(work), root / "stacks", "one", store)
+
+    def there(self, folder: Path) -> Path:
+        return self._root / folder.relative_to("/")
+
+    def fetch_artifacts(self, refs: Sequence[ArtifactRef]) -> list[Path]:
+        folders = super().fetch_artifacts(refs)
+        root = self._root
+        return [Path("/") / each.relative_to(root) if each.is_relative_to(root) else each for each in folders]
+
+    def prepare(self, folder: Path, size: int) -> None:
+        super().prepare(self.there(folder), size)
+
+    def add(self, prefix: str, folder: Path, name: str) -> tuple[FileEntry, ...]:
+        return super().add(prefix, self.there(folder), name)
+
+    def fetch(self, manifest: Manifest, work: Path, needed: frozenset[str]) -> None:
+        super().fetch(manifest, self.there(work), needed)
+
+    def listing(self, folder: Path) -> tuple[FileEntry, ...]:
+        return super().listing(self.there(folder))
+
+    def read(self, file: Path, offset: int, size: int) -> bytes:
+        self.files_read.append(file)
+        return super().read(self.there(file), offset, size)
+
+    def digests(self, folder: Path) -> dict[str, str]:
+        self.folders_hashed.append(folder)
+        return super().digests(self.there(folder))
+
+    def write(self, file: Path, offset: int, data: bytes) -> None:
+        super().write(self.there(file), offset, data)
+
+    def sha256(self, file: Path) -> str:
+        return super().sha256(self.there(file))
+
+    def remove(self, folder: Path) -> None:
+        super().remove(self.there(folder))
