@@ -14,6 +14,7 @@ is affected by it.
 from __future__ import annotations
 
 import functools
+import os
 import resource
 import sys
 import time
@@ -125,6 +126,13 @@ class Actor:
         import ray
 
         return str(ray.util.get_node_ip_address())
+
+    @rpc()
+    def visible_gpus(self) -> tuple[str, str]:
+        """Return the variable in which Ray has set the GPUs of this process, and its value."""
+        # The first one is AMD's.
+        name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+        return name, os.environ[name]
 
     @rpc()
     def usage(self) -> Usage:

@@ -1,7 +1,7 @@
 """The processes of PPO as plain data, without Ray.
 
 group      ranks x roles in one process each; the ranks of a group are one torch.distributed world
-engines    one process each, `tensor_parallel` GPUs each
+engines    one process each, `tensor_parallel` GPUs each: their own, or with `colocate: all` those of ranks
 """
 
 from __future__ import annotations
@@ -95,7 +95,17 @@ class PlacementPlan:
 
     @property
     def gpus_per_engine(self) -> float:
-        return 0.5 * self.tensor_parallel if self.colocated else self.tensor_parallel
+        """GPUs that Ray reserves for the process of one engine.
+
+        Colocated, it is half of the first one. The others belong to the ranks whose GPUs the engine uses.
+        """
+        return 0.5 if self.colocated else self.tensor_parallel
+
+    def cores(self, *, gpus: bool) -> int:
+        """Return the cores that Ray reserves: one for each process; with a colocated engine on GPUs, one for
+        the rank of each GPU and one for the engine's worker there.
+        """
+        return 2 * self.ranks if self.colocated and gpus else self.processes
 
     def describe(self) -> str:
         """Return the plan in words: `2 policy + reference, 2 critic + reward model, 4 engines = 8`."""

@@ -98,7 +98,8 @@ class PPOConfig(PackedSection):
     )
     colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = result(
         "pairs",
-        "Which models share processes: `pairs` is policy+reference and critic+reward; `all` is all four",
+        "Which models share processes: `pairs` is policy+reference and critic+reward; `all` is all four. With"
+        " `all` on GPUs, each engine uses the devices of `engine.tensor_parallel` consecutive ranks",
     )
     engine: EngineConfig = result(EngineConfig(), "vLLM engines")
     weight_sync: WeightSyncConfig = result(WeightSyncConfig(), "Weights into the engines")
@@ -515,11 +516,11 @@ class PPOConfig(PackedSection):
                 "ppo.colocate=all needs ppo.policy_deepspeed.ranks equal to ppo.critic_deepspeed.ranks; "
                 f"got {policy} and {critic}"
             )
-        if self.colocate == "all" and (self.engine.tensor_parallel > 1 or self.engine.count > policy):
+        count, ways = self.engine.count, self.engine.tensor_parallel
+        if self.colocate == "all" and count * ways > policy:
             raise ValueError(
-                "ppo.colocate=all puts each engine on the device of one rank: it needs"
-                " ppo.engine.tensor_parallel=1 and ppo.engine.count at most ppo.policy_deepspeed.ranks"
-                f" ({policy}); got {self.engine.tensor_parallel} and {self.engine.count}"
+                "ppo.colocate=all puts engines on the devices of ranks: ppo.engine.count x ppo.engine."
+                f"tensor_parallel must be at most ppo.policy_deepspeed.ranks ({policy}); got {count} x {ways}"
             )
         return self
 

@@ -72,7 +72,7 @@ class Engine:
             raise ModelError(f"{model}/config.json: eos_token_id is missing; without it no response can end")
         self._stop_ids = list(eos) if isinstance(eos, list) else [eos]
         # By default vLLM starts workers with Ray if it runs in an actor, but the placement group has no
-        # bundles for them.
+        # bundles for them. The workers of `mp` use the visible devices of this process in order.
         options: dict[str, Any] = {
             "distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp"
         }

@@ -171,9 +171,10 @@ def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
                 stage, "devices", f"{stage}: needs {devices} devices{how}; there are {hardware.count}"
             )
         elif stage == "ppo" and layout(placement, hardware) is None:
+            have = "are on" if placement.colocated else "leave"
             text = (
                 f"ppo: the {placement.tensor_parallel} GPUs of an engine must be in one host of"
-                f" {hardware.per_host}; the training ranks leave too few for {placement.engines} engines"
+                f" {hardware.per_host}; the training ranks {have} too few for {placement.engines} engines"
             )
             yield Problem("ppo", "engine", text)
 
@@ -329,9 +330,8 @@ def _larger_engine(config: PipelineConfig, more: float = 0.05) -> Iterator[tuple
         yield "ppo.engine.gpu_memory_utilization", f"{share:.2f}", 1.0
     if engine.dtype == "float32":
         yield "ppo.engine.dtype", "bfloat16", 2.0
-    if config.ppo.colocate != "all":
-        yield "ppo.engine.tensor_parallel", str(2 * engine.tensor_parallel), 3.0
-        yield "ppo.engine.count", str(max(1, engine.count // 2)), 1.0
+    yield "ppo.engine.tensor_parallel", str(2 * engine.tensor_parallel), 3.0
+    yield "ppo.engine.count", str(max(1, engine.count // 2)), 1.0
 
 
 def _smaller_passes(section: str, budget: int, longest: int) -> Iterator[tuple[str, str, float]]:

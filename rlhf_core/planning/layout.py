@@ -2,7 +2,7 @@
 
 Devices are taken in order, host by host: first by the policy's ranks, then by the engines, so that weights
 stay inside a host where that is possible, then by the other groups. Engines with several GPUs are inside one
-host, on the devices that the ranks leave.
+host, on the devices that the ranks leave. Colocated engines are on those of the ranks.
 """
 
 from __future__ import annotations
@@ -77,4 +77,18 @@ def layout(placement: PlacementPlan, hardware: Hardware) -> Layout | None:
         return arrange(ranks, placement.engines, placement.tensor_parallel, hardware)
     ranks_only = arrange(ranks, 0, 1, hardware)
     assert ranks_only is not None, "without engines there is room"
-    return Layout(ranks_only.groups, hosts_of(0, placement.engines * placement.tensor_parallel, hardware))
+    hosts, missing = [], placement.engines
+    for host, fitting in enumerate(colocated_engines(placement.ranks, placement.tensor_parallel, hardware)):
+        if missing and fitting:
+            hosts.append(host)
+        missing -= min(missing, fitting)
+    return Layout(ranks_only.groups, tuple(hosts)) if missing == 0 else None
+
+
+def colocated_engines(ranks: int, tensor_parallel: int, hardware: Hardware) -> list[int]:
+    """Return for each host the number of engines for which it has enough of the `ranks`.
+
+    Like `hosts_of`, it has further hosts for ranks without a device.
+    """
+    per_host = hardware.per_host
+    return [min(per_host, ranks - first) // tensor_parallel for first in range(0, ranks, per_host)]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo import PPOConfig
@@ -26,7 +27,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.fit import Changes, host_memory, judge
 from rlhf_core.planning.hardware import Hardware
-from rlhf_core.planning.layout import Layout, arrange
+from rlhf_core.planning.layout import Layout, arrange, colocated_engines
 from rlhf_core.planning.loads import (
     CONTEXT,
     FRAGMENTATION,
@@ -327,9 +328,15 @@ class _PPOSearch:
             alone = arrange(ranks, 0, 1, self._hardware)
             if alone is not None:
                 # All roles are in one group.
+                [hosts] = alone.groups
                 for tokens, (option,) in self._settings(colocate, groups, ranks, alone):
-                    yield from self._colocated(ranks[0], tokens, option, alone.groups[0])
-                    yield from self._in_turns(ranks[0], tokens, option, alone.groups[0])
+                    for ways in self._tensor_parallel():
+                        count = sum(colocated_engines(ranks[0], ways, self._hardware))
+                        if count:
+                            update = {"count": count, "tensor_parallel": ways}
+                            shared = self._config.ppo.engine.model_copy(update=update)
+                            yield from self._colocated(shared, tokens, option, hosts)
+                            yield from self._in_turns(shared, tokens, option, hosts)
             return
         share, left = self._share("pairs"), self._hardware.count - sum(ranks)
         # By whether each group spans hosts: its seconds and settings.
@@ -379,30 +386,30 @@ class _PPOSearch:
                     yield tokens, options
 
     def _colocated(
-        self, ranks: int, tokens: int, option: _Option, hosts: tuple[int, ...]
+        self, engine: EngineConfig, tokens: int, option: _Option, hosts: tuple[int, ...]
     ) -> Iterator[_Candidate]:
-        """Yield engines on the devices of all ranks, with the memory that is left there."""
+        """Yield engines on the devices of the ranks, with the memory that is left there."""
         memory = self._hardware.device.memory
         share = math.floor(100 * (memory - option.peak.total - ENGINE_CONTEXT) / memory) / 100
-        rollout = self._rollout(ranks, 1, min(share, 0.95)) if share > 0.05 else None
+        share = min(share, 0.95)
+        rollout = self._rollout(engine.count, engine.tensor_parallel, share) if share > 0.05 else None
         if rollout is None:
             return
         send = send_time(self._config, self._shape, self._hardware, hosts, hosts)
         groups = plan(self._config.ppo.model_copy(update={"colocate": "all"})).groups
         fields = self._fields("all", groups, tokens, (option,))
-        fields |= {"ppo.engine.count": str(ranks), "ppo.engine.tensor_parallel": "1"}
-        fields["ppo.engine.gpu_memory_utilization"] = f"{min(share, 0.95):.2f}"
+        fields |= _engine_fields(engine, share)
         yield self._candidate(_longest_of((option,)) + rollout.total + send.total, fields)
 
     def _in_turns(
-        self, ranks: int, tokens: int, option: _Option, hosts: tuple[int, ...]
+        self, engine: EngineConfig, tokens: int, option: _Option, hosts: tuple[int, ...]
     ) -> Iterator[_Candidate]:
         """Yield engines that sleep while the ranks compute (`ppo.engine.sleep_level`)."""
         ppo, memory = self._config.ppo, self._hardware.device.memory
         if option.sharding.zero_stage == 0 or option.sharding.offload != "none":
             return
         level = 1 if ppo.syncs_adapter else 2
-        engine = ppo.engine.model_copy(update={"sleep_level": level, "count": ranks, "tensor_parallel": 1})
+        engine = engine.model_copy(update={"sleep_level": level})
         together = {"policy_deepspeed": option.sharding, "critic_deepspeed": option.sharding}
         ppo = ppo.model_copy(
             update={"colocate": "all", "micro_batch_tokens": tokens, "engine": engine, **together}
@@ -412,7 +419,7 @@ class _PPOSearch:
         models = ppo_models(changed, self._shape, group).values()
         kept = FRAGMENTATION * sum(model.while_sampling.total for model in models) + CONTEXT["cuda"]
         share = min(0.95, math.floor(100 * (memory - kept - ENGINE_CONTEXT) / memory) / 100)
-        rollout = self._rollout(ranks, 1, share) if share > 0.05 else None
+        rollout = self._rollout(engine.count, engine.tensor_parallel, share) if share > 0.05 else None
         if rollout is None:
             return
         engine = engine.model_copy(update={"gpu_memory_utilization": share})
@@ -423,8 +430,7 @@ class _PPOSearch:
             return
         send = send_time(self._config, self._shape, self._hardware, hosts, hosts)
         fields = self._fields("all", (group,), tokens, (option,))
-        fields |= {"ppo.engine.count": str(ranks), "ppo.engine.tensor_parallel": "1"}
-        fields["ppo.engine.gpu_memory_utilization"] = f"{share:.2f}"
+        fields |= _engine_fields(engine, share)
         fields["ppo.engine.sleep_level"] = str(level)
         moving = send.total + turn_time(changed, self._shape, group).total
         yield self._candidate(_longest_of((option,)) + rollout.total + moving, fields)
@@ -542,6 +548,14 @@ def _with_group(config: PipelineConfig, roles: tuple[str, ...], sharding: DeepSp
     if roles == ("reward",):
         update["reward_ranks"] = sharding.ranks
     return config.ppo.model_copy(update=update)
+
+
+def _engine_fields(engine: EngineConfig, share: float) -> Changes:
+    return {
+        "ppo.engine.count": str(engine.count),
+        "ppo.engine.tensor_parallel": str(engine.tensor_parallel),
+        "ppo.engine.gpu_memory_utilization": f"{share:.2f}",
+    }
 
 
 def _plain(sharding: DeepSpeedConfig) -> bool:

@@ -31,7 +31,7 @@ from rlhf_core.ppo.device_turns import DeviceTurns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.model_scores import ModelScores, in_batch_order
-from rlhf_core.ppo.placement import Placement, reserve_bundles
+from rlhf_core.ppo.placement import Placement, reserve_bundles, use_gpus
 from rlhf_core.ppo.prompt_queue import PromptQueue, start_queue
 from rlhf_core.ppo.routes import ObjectArguments, Sent, SentBatches, places_of, route
 from rlhf_core.ppo.worker import ModelWorker
@@ -204,7 +204,7 @@ class Fleet:
         self._client = ActorClient(self._monitor, self._timeouts)
         try:
             heartbeat("start Ray", self._timeouts.start)
-            connect(self._plan.processes, self._device, self._config)
+            connect(self._plan.cores(gpus=self._device == "cuda"), self._device, self._config)
             self._start_actors()
         # `with` does not call `__exit__` if `__enter__` raises.
         except BaseException as error:
@@ -239,9 +239,10 @@ class Fleet:
         if engine.sleep_level:
             # An engine measures the device when it loads, and the trainers have it.
             engine = engine.model_copy(update={"max_restarts": 0})
-        self.engines = EnginePool(self._start_engine, engine, self._client)
         for group in self._plan.groups:
             self._start_group(group)
+        # After the ranks, which know their GPUs.
+        self.engines = EnginePool(self._start_engine, engine, self._client)
         if self._placement.colocated:
             self.usage()  # returns once all have started: a trainer that waits for the engines is then idle
             # The engines first: while one measures its device, it counts the memory of others as its own.
@@ -293,10 +294,14 @@ class Fleet:
     def _start_engine(self, index: int, starts_before: int) -> RemoteActor[EngineActor]:
         import ray
 
+        environment = self._environment()["engine"]
+        if ranks := self._placement.ranks_of_engine(index):
+            gpus = [self.groups["policy"].workers[rank].call(Actor.visible_gpus) for rank in ranks]
+            environment |= use_gpus(self.wait(gpus, f"the ranks of engine {index} to start"))
         options = {
             "name": f"engine-{index}.{starts_before}",
             "max_concurrency": 1,
-            "runtime_env": {"env_vars": self._environment()["engine"]},
+            "runtime_env": {"env_vars": environment},
             **self._placement.engine_options(index),
         }
         config_json = self._config.model_dump_json(by_alias=True)

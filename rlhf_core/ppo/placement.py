@@ -22,6 +22,7 @@ class Placement:
     bundle_of_rank: dict[tuple[str, int], int]
     """(name of the group, rank) -> index of the bundle."""
     bundle_of_engine: list[int]
+    """A colocated engine of several GPUs: the bundle of its first one."""
     node_of_bundle: Sequence[str]
     """Id of the node of each bundle."""
     node_names: Mapping[str, str]
@@ -39,6 +40,14 @@ class Placement:
         """Return Ray's options for the actor of an engine."""
         return self._options(self.bundle_of_engine[engine], self.gpus * self.plan.gpus_per_engine)
 
+    def ranks_of_engine(self, engine: int) -> list[int]:
+        """Return the policy ranks whose GPUs an engine uses; none if it has one GPU, or GPUs of its own."""
+        if not self.colocated or self.plan.tensor_parallel == 1:
+            return []
+        bundles = self._policy_bundles()
+        first = bundles.index(self.bundle_of_engine[engine])
+        return list(range(first, first + self.plan.tensor_parallel))
+
     def ranks_by_node(self) -> dict[str, dict[str, set[int]]]:
         """Return the training ranks of each role on each node, by id of the node. Nodes that have engines
         alone are included.
@@ -53,16 +62,17 @@ class Placement:
 
     def describe_nodes(self) -> str:
         """Return the nodes of the policy's ranks and of the engines, as `policy on a, b; engines on b`."""
-        [policy] = [group for group in self.plan.groups if "policy" in group.roles]
-        bundles = {
-            "policy": [self.bundle_of_rank[policy.name, rank] for rank in range(policy.ranks)],
-            "engines": self.bundle_of_engine,
-        }
+        bundles = {"policy": self._policy_bundles(), "engines": self.bundle_of_engine}
         parts = []
         for what, indices in bundles.items():
             nodes = dict.fromkeys(self.node_names[self.node_of_bundle[index]] for index in indices)
             parts.append(f"{what} on {', '.join(nodes)}")
         return "; ".join(parts)
+
+    def _policy_bundles(self) -> list[int]:
+        """Return the bundles of the policy's ranks, by rank."""
+        [policy] = [group for group in self.plan.groups if "policy" in group.roles]
+        return [self.bundle_of_rank[policy.name, rank] for rank in range(policy.ranks)]
 
     def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -77,13 +87,25 @@ def check_engine_size(plan: PlacementPlan, largest: float | None) -> None:
     Ray would wait for such a bundle without a limit. docs/clusters.md says what engines over several hosts
     lack. None: the engines use no GPUs.
     """
-    if largest is None or plan.gpus_per_engine <= largest:
+    if largest is None or plan.tensor_parallel <= largest:
         return
     raise ConfigError(
         f"ppo.engine.tensor_parallel: an engine must be on one host; got {plan.tensor_parallel}, but the"
         f" largest host of the Ray cluster has {largest:g} GPUs; use at most {largest:g}, and"
         " ppo.engine.count for more engines"
     )
+
+
+def use_gpus(gpus: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return the variables of a process that uses the GPUs of others instead of those of its bundle.
+
+    A bundle has one GPU, because Ray may put two ranks on the same GPU of a larger one.
+
+    Args:
+        gpus: `Actor.visible_gpus` of each other process.
+    """
+    name = gpus[0][0]
+    return {name: ",".join(gpu for _, gpu in gpus), f"RAY_EXPERIMENTAL_NOSET_{name}": "1"}
 
 
 def reserve_bundles(
@@ -106,7 +128,7 @@ def reserve_bundles(
     colocated = plan.colocated and gpus
     ranks = sum(group.ranks for group in plan.groups)
     if colocated:
-        # One core for the rank and one for the engine that shares its GPU.
+        # One core for the rank and one for the worker of the engine that shares its GPU.
         bundles: list[dict[str, float]] = [{"CPU": 2, "GPU": 1}] * ranks
     else:
         bundles = [{"CPU": 1, "GPU": gpus * plan.gpus_per_rank}] * ranks
@@ -169,7 +191,7 @@ def assign(
         gpus: Whether ranks and engines use GPUs.
 
     Raises:
-        ConfigError: The ranks of one hpZ group would be on several nodes.
+        ConfigError: The ranks of one hpZ group, or of one colocated engine, would be on several nodes.
     """
     colocated = plan.colocated and gpus
     node_of = dict(enumerate(nodes))
@@ -192,6 +214,28 @@ def assign(
         of_rank |= {(group.name, rank): bundle for rank, bundle in enumerate(taken)}
         if "policy" in group.roles:
             near = {node_of[bundle] for bundle in taken}
-            # Over CUDA IPC an engine only receives from a policy rank on its GPU.
-            of_engine = taken[: plan.engines] if colocated else for_engines.take(plan.engines, near=near)
+            # Over CUDA IPC a worker of an engine only receives from a policy rank on its GPU.
+            of_engine = (
+                _shared(plan, taken, node_of) if colocated else for_engines.take(plan.engines, near=near)
+            )
     return of_rank, of_engine
+
+
+def _shared(plan: PlacementPlan, bundles: Sequence[int], node_of: Mapping[int, str]) -> list[int]:
+    """Return the first bundle of each engine. An engine uses consecutive `bundles` of one node, which are
+    those of the policy's ranks and sorted by node.
+    """
+    firsts: list[int] = []
+    ranks = Counter(node_of[bundle] for bundle in bundles)
+    start = 0
+    for count in ranks.values():
+        fitting = count // plan.tensor_parallel
+        firsts += [bundles[start + engine * plan.tensor_parallel] for engine in range(fitting)]
+        start += count
+    if len(firsts) < plan.engines:
+        raise ConfigError(
+            f"ppo.engine: each of the {plan.engines} engines uses the GPUs of {plan.tensor_parallel} ranks on"
+            f" one node (ppo.engine.tensor_parallel, ppo.colocate=all); the nodes have"
+            f" {', '.join(map(str, ranks.values()))} ranks, enough for {len(firsts)}; lower one of them"
+        )
+    return firsts[: plan.engines]

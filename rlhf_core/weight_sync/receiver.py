@@ -30,7 +30,14 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from rlhf_core.errors import ModelError
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.weight_sync.files import folder_tensors
-from rlhf_core.weight_sync.wire import GlooSource, Route, TensorSpec, receive_buckets, tensor_checksum
+from rlhf_core.weight_sync.wire import (
+    GlooSource,
+    Route,
+    TensorSpec,
+    receive_buckets,
+    tensor_checksum,
+    typed_handles,
+)
 
 
 @dataclass
@@ -246,6 +253,11 @@ def _ipc_receiver(base: Any) -> Any:
 
     class IPCReceiver(_checksummed(base)):  # type: ignore[misc]
         _packed_importer: Any
+
+        def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+            """Read the handles of the sender."""
+            handles = typed_handles(update_dict["ipc_handles"])
+            return super().parse_update_info({**update_dict, "ipc_handles": handles})
 
         def finish_weight_update(self) -> None:
             super().finish_weight_update()

@@ -21,7 +21,7 @@ from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.processes import free_port
 from rlhf_core.weight_sync.sender_group import SenderGroup
 from rlhf_core.weight_sync.transport import EngineClient, TransportConfig, Weights
-from rlhf_core.weight_sync.wire import TensorSpec
+from rlhf_core.weight_sync.wire import TensorSpec, plain_handles
 
 _FAILED_SECONDS = 5.0
 """Time for a broadcast to end by itself after an engine has failed."""
@@ -60,8 +60,7 @@ class VllmTransport:
 
         self.senders = SenderGroup(None, 0, transport.sender_names[:1], transport.timeout)
         self._sending = sending = _Sending(stream)
-        # With IPC, all ranks meet after each bucket, also after an engine has failed.
-        self._client = _Versioned(client, defers_errors=transport.backend == "ipc")
+        self._client = _Versioned(client, ipc=transport.backend == "ipc")
         self._engine: Any
         if transport.backend == "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import (
@@ -202,7 +201,7 @@ class M2NTransport:
             world_size=ranks + len(transport.receivers),
             num_trainer_ranks=ranks,
         )
-        self._client = _Versioned(client, defers_errors=False)
+        self._client = _Versioned(client, ipc=False)
         # vLLM changes the current stream, but DeepSpeed needs the default stream.
         with torch.cuda.stream(torch.cuda.current_stream()):
             self._engine: Any = M2NTrainerWeightTransferEngine.trainer_init(
@@ -256,13 +255,16 @@ class _Versioned:
     """The client of the engines, with what vLLM's trainer engines lack.
 
     It adds the version to `finish_weight_update`. An error of the engines is reported at once, because a
-    broadcast over NCCL does not end without them. With `defers_errors`, the calls after it do nothing, and
-    `raise_deferred` raises it when all ranks have ended.
+    broadcast over NCCL does not end without them.
+
+    With `ipc`, all ranks meet after each bucket, also after an engine has failed: the calls after an error do
+    nothing, and `raise_deferred` raises it when all ranks have ended. The handles are sent without types
+    (`wire.plain_handles`).
     """
 
-    def __init__(self, client: EngineClient | None, *, defers_errors: bool) -> None:
+    def __init__(self, client: EngineClient | None, *, ipc: bool) -> None:
         self._client = client
-        self._defers_errors = defers_errors
+        self._ipc = ipc
         self._version: str | None = None
         self._error: Exception | None = None
 
@@ -277,6 +279,8 @@ class _Versioned:
 
     def update_weights(self, update_info: Any) -> None:
         assert self._client is not None
+        if self._ipc:
+            update_info = {**update_info, "ipc_handles": plain_handles(update_info["ipc_handles"])}
         self._call(self._client.update_weights, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -293,7 +297,7 @@ class _Versioned:
         try:
             method(*args)
         except Exception as error:
-            if not self._defers_errors:
+            if not self._ipc:
                 # Another thread may wait in NCCL for ever. With this limit, the monitor reports it.
                 heartbeat(f"broadcast weights after an engine failed: {error}", _FAILED_SECONDS)
                 raise

@@ -105,6 +105,36 @@ def unpack(buffers: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list
     return tensors
 
 
+# -- handles of CUDA IPC --
+
+_TYPES: tuple[Any, ...] = (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage, torch.uint8)
+"""The types in a handle of a bucket."""
+
+
+def plain_handles(handles: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Return the handles of `torch.multiprocessing.reductions` by GPU, with numbers in place of types.
+
+    An engine with several GPUs has a process that passes messages to its workers, as msgpack without types.
+    """
+
+    def plain(value: Any) -> Any:
+        numbers = [number for number, known in enumerate(_TYPES) if value is known]
+        return {"type": numbers[0]} if numbers else value
+
+    return {gpu: [plain(value) for value in handle] for gpu, handle in handles.items()}
+
+
+def typed_handles(handles: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+    """Return the handles of which `plain_handles` has made these."""
+
+    def typed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _TYPES[value["type"]]
+        return tuple(value) if isinstance(value, list) else value
+
+    return {gpu: tuple(typed(value) for value in handle) for gpu, handle in handles.items()}
+
+
 # -- checksums --
 
 

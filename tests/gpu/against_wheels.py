@@ -12,7 +12,7 @@ The first two commands need a gigabyte of downloads and nine of disk. Parts, eac
                    exists, also where the import is inside a function
     signatures     every call of such a name gives keywords that it accepts
     engine         vLLM makes its whole configuration for each kind of engine, with its CUDA platform and a
-                   described device of 80 GB; not with tensor parallelism, where vLLM looks up its kernels
+                   described device of 80 GB
     deepspeed      DeepSpeed accepts each kind of configuration, and knows all its fields
     tests          the unit tests of engines, weight sync and models pass with these packages
 
@@ -133,6 +133,8 @@ def _kinds_of_engines() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield common, {"weight_transfer": "ipc", "sleep_level": 2}
     yield common, {"weight_transfer": "ipc", "adapter_rank": 16}
     yield common, {"weight_transfer": "ipc", "head_dtype": "float32"}
+    for level in (0, 1, 2):
+        yield {**common, "tensor_parallel": 2}, {"weight_transfer": "ipc", "sleep_level": level}
 
 
 class _Configured(Exception):
@@ -169,7 +171,12 @@ def _described_device() -> ExitStack:
     allocator: Any = ModuleType("vllm.cumem_allocator")
     for name in ("init_module", "python_create_and_map", "python_unmap_and_release"):
         setattr(allocator, name, None)
-    described.enter_context(mock.patch.dict(sys.modules, {**kernels, allocator.__name__: allocator}))
+    # Tensor parallelism: vLLM asks this module, which looks up kernels, for the sizes of messages.
+    reduction: Any = ModuleType("vllm.compilation.passes.fusion.allreduce_rms_fusion")
+    reduction.FI_ALLREDUCE_FUSION_MAX_SIZE_MB = {}
+    described.enter_context(
+        mock.patch.dict(sys.modules, {**kernels, **{each.__name__: each for each in (allocator, reduction)}})
+    )
     platforms = importlib.import_module("vllm.platforms")
     cuda = importlib.import_module("vllm.platforms.cuda")
     described.enter_context(mock.patch.object(platforms, "_current_platform", cuda.NonNvmlCudaPlatform()))

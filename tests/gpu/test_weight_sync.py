@@ -1,5 +1,5 @@
-"""On GPUs, weights reach the engines over CUDA IPC (one GPU, shared) and NCCL (two GPUs), and prove that they
-arrived.
+"""On GPUs, weights reach the engines over CUDA IPC (shared GPUs: one, and two of an engine with tensor
+parallelism) and NCCL (two GPUs), and prove that they arrived.
 
 - after each sync, engines and trainer give the same tokens the same log-probabilities: in float32 to 1e-3, in
   bfloat16 to 0.05
@@ -22,6 +22,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SHARED: dict[str, Any] = {"colocate": "all", "engine": {"gpu_memory_utilization": 0.3}}
+TWO_RANKS = {"ranks": 2, "zero_stage": 3}
+PARALLEL: dict[str, Any] = {
+    "colocate": "all",
+    "policy_deepspeed": TWO_RANKS,
+    "critic_deepspeed": TWO_RANKS,
+    "engine": {"gpu_memory_utilization": 0.3, "tensor_parallel": 2},
+}
 APART: dict[str, Any] = {
     "colocate": "pairs",
     "algorithm": "reinforce_pp",
@@ -30,7 +37,9 @@ APART: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("dtype", "largest_gap"), [("float32", 1e-3), ("bfloat16", 0.05)])
-@pytest.mark.parametrize(("backend", "ppo", "gpus"), [("ipc", SHARED, 1), ("nccl", APART, 2)])
+@pytest.mark.parametrize(
+    ("backend", "ppo", "gpus"), [("ipc", SHARED, 1), ("ipc", PARALLEL, 2), ("nccl", APART, 2)]
+)
 def test_engines_and_trainer_agree_after_each_sync_until_a_tensor_is_altered(
     backend: str,
     ppo: dict[str, Any],
@@ -49,7 +58,9 @@ def test_engines_and_trainer_agree_after_each_sync_until_a_tensor_is_altered(
     sync = {"backend": backend, "bucket_mib": 1}
     settings = {"prompts_per_step": 16, "max_new_tokens": 12, "minibatches": 2, "weight_sync": sync}
     # On GPUs the default is bfloat16.
-    precision = {"policy_deepspeed": {"dtype": dtype}, "critic_deepspeed": {"dtype": dtype}}
+    precision = {
+        name: {**ppo.get(name, {}), "dtype": dtype} for name in ("policy_deepspeed", "critic_deepspeed")
+    }
     engine = {**ppo["engine"], "dtype": dtype}
     config = small_config(model, {**settings, **ppo, **precision, "engine": engine}, device="cuda")
     with small_ppo(config, model, tmp_path, small_prompts()) as controller:

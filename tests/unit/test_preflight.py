@@ -283,12 +283,6 @@ def test_devices_of_a_ray_cluster_are_not_those_of_this_machine(
             assert f"{field}: " in refused(wide, ConfigError)
 
 
-@pytest.mark.parametrize("engine", ["ppo.engine.count=3", "ppo.engine.tensor_parallel=2"])
-def test_engines_that_cannot_share_a_rank_s_device_are_refused(engine: str) -> None:
-    with pytest.raises(ConfigError, match=r"ppo\.colocate=all puts each engine on the device of one rank"):
-        config("ppo.colocate=all", "ppo.policy_deepspeed.ranks=2", "ppo.critic_deepspeed.ranks=2", engine)
-
-
 @pytest.mark.parametrize(
     ("installed", "chosen", "count"),
     [

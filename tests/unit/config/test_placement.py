@@ -3,7 +3,7 @@
 - each colocation has the right roles in one process, with the right number of ranks
 - a model that does not exist (reward model, critic) has no process
 - models on the policy's ranks have the same number of ranks, if they exist
-- processes that share devices need as many as the larger of the two groups
+- processes that share devices need as many as the larger of the two groups; engines have at most the ranks'
 """
 
 from __future__ import annotations
@@ -70,6 +70,25 @@ def test_colocated_trainers_and_engines_have_half_a_device_each() -> None:
     made = plan(config.ppo)
     assert (made.gpus_per_rank, made.gpus_per_engine) == (0.5, 0.5)
     assert made.devices == 2 and made.describe().endswith("= 2")
+
+
+def test_colocated_engines_of_several_gpus_are_on_those_of_the_ranks() -> None:
+    ranks = {"policy_deepspeed": {"ranks": 4}, "critic_deepspeed": {"ranks": 4}}
+    ppo = {**PPO, **ranks, "colocate": "all", "engine": {"count": 2, "tensor_parallel": 2}}
+    made = plan(config_from_tree({"ppo": ppo}, "test").ppo)
+    # Ray reserves half of the first GPU of an engine. No one else gets the other halves.
+    assert (made.gpus_per_rank, made.gpus_per_engine, made.devices) == (0.5, 0.5, 4)
+    assert made.describe().endswith(", 2 engines (2 GPUs each), on the same GPUs = 4")
+    assert (made.cores(gpus=True), made.cores(gpus=False)) == (8, 6)
+
+
+def test_colocated_engines_with_more_gpus_than_ranks_are_refused() -> None:
+    for count, ways in ((3, 1), (2, 2), (1, 4)):
+        engine = {"count": count, "tensor_parallel": ways}
+        with pytest.raises(
+            ConfigError, match=rf"at most ppo\.policy_deepspeed\.ranks \(2\); got {count} x {ways}"
+        ):
+            config_from_tree({"ppo": {**PPO, "colocate": "all", "engine": engine}}, "test")
 
 
 @pytest.mark.parametrize(

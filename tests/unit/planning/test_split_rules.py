@@ -4,6 +4,8 @@
   that not every split can have
 - with engines on the devices of the ranks, ranks save memory for the engines also if other placements were
   tried before
+- engines of several GPUs on the devices of ranks are on one host, have their part of the weights on each
+  device, and are found where they are faster
 - memory and time of a group depend on its own number of ranks
 - demonstrations (`ppo.ptx`) need memory of the policy alone, in micro-batches of PPO
 """
@@ -21,6 +23,7 @@ from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.fit import judge
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
+from rlhf_core.planning.layout import layout
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.overrides import with_changes
 from rlhf_core.planning.search import Split, fastest
@@ -45,7 +48,7 @@ def config(**ppo: Any) -> PipelineConfig:
         "ppo": {
             "policy_deepspeed": bfloat16,
             "critic_deepspeed": bfloat16 | ppo.pop("critic_deepspeed", {}),
-            "engine": bfloat16,
+            "engine": bfloat16 | ppo.pop("engine", {}),
             "prompts_per_step": 512,
             "max_new_tokens": 256,
             **ppo,
@@ -138,3 +141,65 @@ def test_demonstrations_are_computed_by_the_policy_alone_in_micro_batches_of_ppo
     limited = backward(ptx={"coef": 1.0, "batch_size": 16}, micro_batch_tokens=1024)
     assert more["policy"] > 1.5 * alone["policy"] and more["critic"] == alone["critic"]
     assert limited["policy"] == alone["policy"], "the limit is that of PPO, not that of SFT"
+
+
+HOSTS = parse_gpus("2x8xH100-80G", "8x400gbit")
+
+
+def colocated(ranks: int, engines: int, ways: int, **engine: Any) -> PipelineConfig:
+    sharded = {"dtype": "bfloat16", "ranks": ranks, "zero_stage": 3}
+    return config(
+        colocate="all",
+        policy_deepspeed=sharded,
+        critic_deepspeed=sharded,
+        engine={"count": engines, "tensor_parallel": ways, "gpu_memory_utilization": 0.3, **engine},
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "ways", "hosts"),
+    [
+        (16, 4, 4, (0, 1)),
+        (16, 2, 4, (0,)),
+        (12, 3, 4, (0, 1)),
+        (10, 5, 2, (0, 1)),
+        (12, 2, 6, None),  # the second host has 4 ranks
+        (16, 1, 16, None),
+    ],
+)
+def test_a_colocated_engine_is_on_ranks_of_one_host(
+    ranks: int, engines: int, ways: int, hosts: tuple[int, ...] | None
+) -> None:
+    wanted = colocated(ranks, engines, ways)
+    found = layout(plan(wanted.ppo), HOSTS)
+    assert (found and found.engines) == hosts
+    problems = [problem.text for problem in judge(wanted, shape("qwen3-0.6b"), HOSTS).problems]
+    expected = (
+        f"ppo: the {ways} GPUs of an engine must be in one host of 8; the training ranks are on too few"
+    )
+    assert any(text.startswith(expected) for text in problems) == (hosts is None)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_colocated_engine_has_its_part_of_the_weights_on_each_device(level: int) -> None:
+    def weights(engines: int, ways: int) -> float:
+        wanted = colocated(8, engines, ways, dtype="bfloat16", sleep_level=level)
+        loads = device_loads(wanted, shape("qwen3-8b"), HOSTS.device)
+        return max(load.engine.weights for load in loads if load.stage == "ppo")
+
+    assert weights(2, 4) == weights(8, 1) / 4 == 2 * shape("qwen3-8b").parameters / 4
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "ways"), [("llama-3-70b", "4x8xH200-141G", 8), ("qwen3-0.6b", "8xH100-80G", 1)]
+)
+def test_engines_of_several_gpus_are_found_where_they_are_faster(model: str, gpus: str, ways: int) -> None:
+    hardware = parse_gpus(gpus, "8x400gbit")
+    found = found_split(config(), model, hardware)
+    changes = {"ppo.colocate": "all", "ppo.engine.tensor_parallel": str(ways)}
+    changed = with_changes(config(), found.changes)
+    assert found.changes.items() >= changes.items() if ways > 1 else changed.ppo.engine.tensor_parallel == 1
+    if ways > 1:
+        # With one GPU for each engine and the same ranks, the model has no room.
+        alone = {**found.changes, "ppo.engine.tensor_parallel": "1", "ppo.engine.count": "32"}
+        assert judge(with_changes(config(), alone), shape(model), hardware).problems

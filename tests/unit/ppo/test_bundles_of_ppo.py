@@ -4,7 +4,8 @@
 - ranks are sorted by node, although Ray mixes nodes
 - engines are on the nodes of the policy as far as there is room, before the other groups
 - the ranks of an hpZ group are on one node, or the run is refused
-- an engine of several GPUs has a bundle of that size; a colocated one has that of its policy rank
+- an engine of several GPUs has a bundle of that size; a colocated one has those of as many neighbouring
+  policy ranks on one node, or the run is refused
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import PlacementPlan, plan
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.placement import Placement, assign
+from rlhf_core.ppo.placement import Placement, assign, use_gpus
+from rlhf_core.testing.fleet import ScriptedRank
 
 
 def planned(ranks: int, engines: int, **ppo: Any) -> PlacementPlan:
@@ -86,3 +88,47 @@ def test_engines_of_several_gpus_have_bundles_of_their_own() -> None:
 def test_colocated_engines_have_the_bundles_of_the_policy() -> None:
     of_rank, of_engine = assign(planned(4, 4, colocate="all"), {}, list("abab"), gpus=True)
     assert list(of_rank.values()) == of_engine == [0, 2, 1, 3]
+
+
+def placed(processes: PlacementPlan, nodes: list[str]) -> Placement:
+    of_rank, of_engine = assign(processes, {}, nodes, gpus=True)
+    names = {node: node for node in nodes}
+    return Placement(None, of_rank, of_engine, nodes, names, processes, colocated=True, gpus=True)
+
+
+def test_a_colocated_engine_has_the_gpus_of_neighbouring_ranks_of_one_node() -> None:
+    nodes = list("abbabbb")  # five bundles on b, two on a
+    processes = planned(7, 3, colocate="all", engine={"tensor_parallel": 2}, prompts_per_step=128)
+    found = placed(processes, nodes)
+    bundles = [found.bundle_of_rank[group.name, rank] for group in processes.groups for rank in range(7)]
+    assert nodes_of(bundles, nodes) == "bbbbbaa"
+    ranks = [found.ranks_of_engine(engine) for engine in range(3)]
+    assert ranks == [[0, 1], [2, 3], [5, 6]], "rank 4 is alone on its node"
+    for engine, (first, *_) in enumerate(ranks):
+        assert found.bundle_of_engine[engine] == bundles[first]
+    # Every worker of an engine is on the GPU of a policy rank, which sends to it over CUDA IPC.
+    assert {rank for pair in ranks for rank in pair} <= set(range(7))
+
+
+def test_colocated_engines_of_one_gpu_leave_their_gpus_to_ray() -> None:
+    assert placed(planned(2, 2, colocate="all"), ["a", "a"]).ranks_of_engine(1) == []
+
+
+def test_colocated_engines_that_no_node_has_the_ranks_for_are_refused() -> None:
+    processes = planned(6, 3, colocate="all", engine={"tensor_parallel": 2}, prompts_per_step=96)
+    expected = r"the 3 engines uses the GPUs of 2 ranks .*; the nodes have 3, 3 ranks, enough for 2;"
+    with pytest.raises(ConfigError, match=expected):
+        assign(processes, {}, list("ababab"), gpus=True)
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_an_engine_gets_the_gpus_of_its_ranks_in_their_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(each, raising=False)
+    seen = []
+    for gpu in ("3", "1"):
+        monkeypatch.setenv(name, gpu)
+        seen.append(ScriptedRank().visible_gpus())
+    assert use_gpus(seen) == {name: "3,1", f"RAY_EXPERIMENTAL_NOSET_{name}": "1"}

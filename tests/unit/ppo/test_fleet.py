@@ -390,9 +390,10 @@ def test_reindex_counts_through_all_micro_batches() -> None:
     ("tensor_parallel", "largest", "fits"), [(8, 8, True), (16, 8, False), (16, None, True)]
 )
 def test_an_engine_must_fit_on_one_host(tensor_parallel: int, largest: float | None, fits: bool) -> None:
-    plan = PlacementPlan((), 1, tensor_parallel, colocated=False)
-    if fits:
-        check_engine_size(plan, largest)
-        return
-    with pytest.raises(ConfigError, match="an engine must be on one host; got 16"):
-        check_engine_size(plan, largest)
+    for colocated in (False, True):
+        plan = PlacementPlan((), 1, tensor_parallel, colocated)
+        if fits:
+            check_engine_size(plan, largest)
+            continue
+        with pytest.raises(ConfigError, match="an engine must be on one host; got 16"):
+            check_engine_size(plan, largest)

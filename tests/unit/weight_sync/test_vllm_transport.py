@@ -4,6 +4,7 @@
 - an engine that fails leaves no rank in a gather, over NCCL or IPC; rank 0 raises the error of the engine
 - over IPC, the buffer holds a bucket or all tensors, and the engine releases it after each update, also that
   of an adapter
+- over IPC, each worker of an engine takes the buffer on its own GPU; the handles pass through vLLM's messages
 - while a broadcast without its engine hangs, the failure is reported with a limit of seconds
 """
 
@@ -19,10 +20,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from rlhf_core.system.heartbeat import Monitor, register, unregister
-from rlhf_core.weight_sync import receiver
+from rlhf_core.weight_sync import receiver, vllm_transport
 from rlhf_core.weight_sync.transport import TransportConfig
 from rlhf_core.weight_sync.vllm_transport import VllmTransport
 from rlhf_core.weight_sync.wire import TensorSpec
@@ -39,6 +42,8 @@ class _Engines:
         self.good = good
         self.calls: list[str] = []
         self.init: Any = None
+        self.update: Any = None
+        """What the last bucket was announced with."""
 
     def init_weight_transfer_engine(self, init_info: Any) -> None:
         self.init = init_info
@@ -48,6 +53,7 @@ class _Engines:
 
     def update_weights(self, update_info: Any) -> None:
         self.calls.append("update")
+        self.update = update_info
         self.good -= 1
         if self.good < 0:
             raise ValueError("the engine cannot take this tensor")
@@ -193,6 +199,62 @@ class _Receives(ipc_engine.IPCWeightTransferEngine):  # type: ignore[misc]  # vL
     def receive_weights(self, _update: Any) -> None:
         self._packed_importer._entry = (), torch.zeros(1)
         self.model.load_weights([("a", torch.ones(4))])
+
+
+class _Worker(ipc_engine.IPCWeightTransferEngine):  # type: ignore[misc]  # vLLM has no types here
+    """A worker of an engine on the GPU with this number."""
+
+    def __init__(self, gpu: int) -> None:
+        self.device, self.packed = torch.device("cuda", gpu), True
+        self._packed_importer = packed_tensor.PackedBufferImporter()
+        self.model, self.vllm_config = torch.nn.Module(), SimpleNamespace(lora_config=object())
+
+
+def test_each_worker_of_an_engine_takes_the_buffer_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(gpu: int) -> tuple[Any, ...]:
+        # As of `reduce_tensor`: class, size, stride, offset, storage, dtype, device, handle, ...
+        kinds = torch.storage.TypedStorage, torch.uint8
+        return (
+            torch.Tensor,
+            torch.Size([16]),
+            (1,),
+            0,
+            *kinds,
+            gpu,
+            bytes([gpu]),
+            16,
+            0,
+            False,
+            b"c",
+            0,
+            b"e",
+            True,
+        )
+
+    def rebuild(*args: Any) -> torch.Tensor:
+        assert (*args[:6], *args[8:]) == (*handle(0)[:6], *handle(0)[8:])
+        return torch.full((4,), 10.0 * args[7][0] + args[6]).view(torch.uint8)
+
+    def properties(device: int) -> Any:
+        return SimpleNamespace(uuid=f"GPU-{4 + device}")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    engines = _Engines()
+    client = vllm_transport._Versioned(engines, ipc=True)
+    handles = {f"GPU-{gpu}": handle(gpu) for gpu in range(4, 8)}
+    client.update_weights(
+        {"names": ["a"], "dtype_names": ["float32"], "shapes": [[4]], "tensor_sizes": [16],
+         "ipc_handles": handles}
+    )  # fmt: skip
+    # An engine of several GPUs has a process of its own that passes messages to the workers.
+    received = MsgpackDecoder().decode(MsgpackEncoder().encode(engines.update))
+    for device in (0, 1):
+        worker = receiver._ipc_receiver(_Worker)(device)
+        worker.start_weight_update()
+        worker.update_weights(received)
+        assert worker.inbox.adapter["a"].tolist() == [10.0 * (4 + device) + device] * 4
 
 
 def test_an_engine_releases_the_buffer_after_an_update_of_an_adapter() -> None:
