@@ -202,6 +202,10 @@ class Nodes(Protocol):
     Every folder has the same path on all hosts, and each host has files of its own there.
     """
 
+    @property
+    def copies(self) -> Mapping[str, int]:
+        """Bytes of the copies of the stage's inputs that each host makes, by their names in its cache."""
+
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
         """Start an agent on each other host: it fetches the stage's inputs and monitors the processes there.
 

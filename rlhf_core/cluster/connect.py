@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 
 from rlhf_core.cluster.environment import rank_environment
 from rlhf_core.cluster.handshake import check_nodes
@@ -17,7 +18,12 @@ def on_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def connect(processes: int, device: str, config: PipelineConfig | None = None) -> None:
+def connect(
+    processes: int,
+    device: str,
+    config: PipelineConfig | None = None,
+    copies: Mapping[str, int] | None = None,
+) -> None:
     """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1.
 
     `ray.shutdown()` ends the connection, and what was started.
@@ -26,6 +32,7 @@ def connect(processes: int, device: str, config: PipelineConfig | None = None) -
         processes: Number of actors that a Ray started here has to hold, one CPU each.
         device: "cpu" or "cuda".
         config: With it, all processes on a cluster get its environment, and the nodes are checked.
+        copies: See `Nodes.copies`.
 
     Raises:
         ConfigError: The cluster cannot be joined, or its nodes cannot be used (see `check_nodes`).
@@ -60,7 +67,7 @@ def connect(processes: int, device: str, config: PipelineConfig | None = None) -
                 " the same image here and on its nodes, and start Ray on this host with `ray start`"
             ) from error
         if config is not None:
-            check_nodes(config)
+            check_nodes(config, copies or {})
         return
     # Ray's default is a token in a file that every user of this host can read.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

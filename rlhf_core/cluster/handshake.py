@@ -28,7 +28,7 @@ from rlhf_core.planning.devices import check_gpu_counts
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
-from rlhf_core.system.home import home_problem
+from rlhf_core.system.home import Home, home_problem
 from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
 
@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 MAX_CLOCK_SECONDS = 60.0
 """Difference of clocks that is refused, because a bucket refuses signed requests of another time."""
 MIN_FREE_BYTES = 200_000_000
-"""Of models, checkpoints and logs, the least that is of any use."""
+"""Free space that a node needs besides the inputs of the stage. Its part of a checkpoint is known when the
+ranks have their nodes and models, and is compared before each checkpoint.
+"""
 _STORE_SECONDS = 5.0
 _NOT_COMPARED = ("git", "gpu_driver")
 """The code digest covers the commit. NCCL works across drivers."""
@@ -59,8 +61,13 @@ class StoreProbe:
         return f"{self.prefix}/{node}"
 
 
-def check_nodes(config: PipelineConfig) -> None:
+def check_nodes(config: PipelineConfig, copies: Mapping[str, int]) -> None:
     """Ask every node of the cluster for its report. Call it after `connect`, on a cluster.
+
+    Args:
+        config: The configuration.
+        copies: See `Nodes.copies`. Nodes without GPUs have no ranks of a stage that uses GPUs, and need no
+            space for them.
 
     Raises:
         ConfigError: Nodes differ from this process, and the message names each of them with its differences;
@@ -78,7 +85,7 @@ def check_nodes(config: PipelineConfig) -> None:
     store.put_bytes(probe.key("driver"), b"driver")
     try:
         started = time.time()
-        calls = _ask(nodes, probe, config)
+        calls = _ask(nodes, probe, config, copies)
         reports = _reports(nodes, calls, config.run.timeouts.start, RAY_CLUSTER)
         ended = time.time()
         nodes = [node for node in nodes if node["NodeID"] in reports]
@@ -129,7 +136,7 @@ def _store_probe(config: PipelineConfig) -> StoreProbe:
 
 
 def _ask(
-    nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig
+    nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig, copies: Mapping[str, int]
 ) -> list[Pending[dict[str, Any]]]:
     """Start a task on each node that returns its report."""
     import ray
@@ -143,7 +150,9 @@ def _ask(
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
-        calls.append(Pending(task.remote(probe, node["NodeID"], node["NodeManagerAddress"], home)))
+        has_ranks = not uses_gpu(config.run.device) or node["Resources"].get("GPU", 0) > 0
+        own = dict(copies) if has_ranks else {}
+        calls.append(Pending(task.remote(probe, node["NodeID"], node["NodeManagerAddress"], home, own)))
     return calls
 
 
@@ -181,7 +190,9 @@ def _no_answer(nodes: list[str], seconds: float) -> InfrastructureError:
     )
 
 
-def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[str, Any]:
+def report_node(
+    probe: StoreProbe, node: str, address: str, home: str, copies: Mapping[str, int]
+) -> dict[str, Any]:
     """Return what this node reports. It runs as a task of Ray.
 
     Args:
@@ -189,7 +200,9 @@ def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[s
         node: Ray's id of this node.
         address: Ray's address of this node.
         home: `run.home`.
+        copies: See `Nodes.copies`.
     """
+    cache = Home.of(home).cache
     interfaces = psutil.net_if_addrs()
     own = [name for name, all_ in interfaces.items() if any(each.address == address for each in all_)]
     existing = Path(home)
@@ -202,6 +215,7 @@ def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[s
         "store": _reach_store(probe, node),
         "home": home_problem(Path(home)) or "",
         "free_bytes": machine().disk(existing).free,
+        "bytes_to_fetch": sum(size for name, size in copies.items() if not (cache / name).exists()),
         "address": address,
         "host": here(),
         "interface": own[0] if own else "",
@@ -232,10 +246,11 @@ def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> 
         found.append(f"store.url={config.store_url}: {report['store']}")
     if report["home"]:
         found.append(f"run.home={config.run.home}: {report['home']}")
-    elif report["free_bytes"] < MIN_FREE_BYTES:
+    elif report["free_bytes"] < (needed := MIN_FREE_BYTES + report["bytes_to_fetch"]):
         found.append(
             f"run.home={config.run.home}: {report['free_bytes'] / 1e6:.0f} MB free, at least"
-            f" {MIN_FREE_BYTES / 1e6:.0f} are needed"
+            f" {needed / 1e6:.0f} are needed"
+            + (" with the inputs of the stage" if report["bytes_to_fetch"] else "")
         )
     if nodes > 1 and report["address"].startswith("127."):
         found.append(

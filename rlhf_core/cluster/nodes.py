@@ -135,6 +135,7 @@ class ClusterNodes:
         inputs: Artifacts that the processes of the stage read.
         monitor: The heartbeat monitor of the stage.
         base_model: Digest of the base model, if the processes of the stage read it.
+        copies: See `Nodes.copies`.
         cluster: Has the other hosts.
         chunk_bytes: Size of the parts in which files are copied between hosts.
     """
@@ -146,6 +147,7 @@ class ClusterNodes:
         inputs: Sequence[ArtifactRef],
         monitor: Monitor,
         base_model: str | None = None,
+        copies: Mapping[str, int] | None = None,
         cluster: RayCluster = RAY_CLUSTER,
         chunk_bytes: int = 32 << 20,
     ) -> None:
@@ -154,6 +156,7 @@ class ClusterNodes:
         self._inputs = inputs
         self._monitor = monitor
         self._base_model = base_model
+        self.copies = copies or {}
         self._cluster = cluster
         self._chunk_bytes = chunk_bytes
         self._hosts: list[_Host] = []

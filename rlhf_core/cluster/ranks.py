@@ -311,7 +311,7 @@ def ray_session(
         return
     heartbeat("start Ray", _limits(config).start)
     try:
-        connect(processes, device, config)
+        connect(processes, device, config, None if nodes is None else nodes.copies)
         idle()  # the body may do anything
         yield
     except BaseException:

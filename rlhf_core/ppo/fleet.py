@@ -204,7 +204,8 @@ class Fleet:
         self._client = ActorClient(self._monitor, self._timeouts)
         try:
             heartbeat("start Ray", self._timeouts.start)
-            connect(self._plan.cores(gpus=self._device == "cuda"), self._device, self._config)
+            copies = None if self._nodes is None else self._nodes.copies
+            connect(self._plan.cores(gpus=self._device == "cuda"), self._device, self._config, copies)
             self._start_actors()
         # `with` does not call `__exit__` if `__enter__` raises.
         except BaseException as error:

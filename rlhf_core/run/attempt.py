@@ -192,7 +192,8 @@ class _Attempt:
             # Processes of later stages read models from artifacts.
             base_model = spec.sources.get("model") if spec.stage == "sft" else None
             inputs = list(spec.inputs.values())
-            nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model)
+            copies = artifacts.copies(inputs)
+            nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model, copies)
             # The host of this process may have no GPU.
             nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
                 self.stage_run.run_id, {"rlhf.gpu_driver": drivers}

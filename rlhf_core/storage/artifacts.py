@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -200,6 +200,19 @@ class ArtifactStore:
         raise CorruptArtifact(
             f"The artifact {ref.kind}/{ref.key} {problem}; the same command makes it again."
         )
+
+    def copies(self, refs: Sequence[ArtifactRef]) -> dict[str, int]:
+        """Return the bytes of the copy that a host makes of each artifact, by the copy's name in the cache.
+        Nothing is copied from a store that is a folder.
+        """
+        if self.is_local:
+            return {}
+        manifests = [self._read(ref.kind, ref.key) for ref in refs]
+        return {
+            manifest.copy_name: sum(entry.size for entry in manifest.files)
+            for manifest in manifests
+            if manifest is not None  # what is missing is an error when it is fetched
+        }
 
     @property
     def is_local(self) -> bool:

@@ -71,6 +71,11 @@ class Manifest:
         return f"{self.prefix}/{self.folder}"
 
     @property
+    def copy_name(self) -> str:
+        """Name of the folder of a local copy."""
+        return f"{self.prefix.replace('/', '-')}-{self.digest[:12]}"
+
+    @property
     def digest(self) -> str:
         """sha256 over names, sizes and hashes of the files. The same content always has the same digest."""
         return digest_of(self.files)
@@ -392,7 +397,7 @@ def fetch(
         local.mkdir(parents=True, exist_ok=True)
         verify(local, manifest, needed)
         return local
-    target = cache / f"{manifest.prefix.replace('/', '-')}-{manifest.digest[:12]}"
+    target = cache / manifest.copy_name
     if target.exists():
         try:
             verify(target, manifest, needed)

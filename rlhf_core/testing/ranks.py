@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 from rlhf_core.cluster.ranks import RankGroup, RankLayout, folders_in
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.system.heartbeat import Monitor
@@ -93,7 +92,7 @@ def scripted_ranks(
     calls: list[RayCall] = []
     connected = False
 
-    def connect(processes: int, device: str, config: PipelineConfig | None = None) -> None:
+    def connect(processes: int, *_settings: Any) -> None:
         nonlocal connected
         connected = True
         calls.append(RayCall("connect", processes))

@@ -2,6 +2,7 @@
 runs on hosts in `tests/integration/test_several_hosts.py`.
 
 - a node with the same report has no problem
+- free space is compared with the inputs of the stage that the node does not have yet
 - each difference is a phrase with the field, the value of the node and the rule
 - a node that Ray loses during the handshake is left out; one that does not answer is named
 - commit and driver version are not compared
@@ -30,6 +31,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.run.environment import stage_environment
+from rlhf_core.system.home import Home
 from rlhf_core.testing.cluster import ScriptedCluster, node
 
 
@@ -42,7 +44,7 @@ def probe(tmp_path: Path) -> StoreProbe:
 
 @pytest.fixture
 def report(probe: StoreProbe, tmp_path: Path) -> dict[str, Any]:
-    return report_node(probe, "node-1", "127.0.0.1", str(tmp_path / "home"))
+    return report_node(probe, "node-1", "127.0.0.1", str(tmp_path / "home"), {})
 
 
 def problems(
@@ -67,6 +69,10 @@ def test_the_same_host_has_no_problem(report: dict[str, Any], probe: StoreProbe)
         (lambda r: r.update(store="denied"), ("store.url", "denied")),
         (lambda r: r.update(home="it is a file"), ("run.home", "it is a file")),
         (lambda r: r.update(free_bytes=10**6), ("run.home", "1 MB free", "at least 200 are needed")),
+        (
+            lambda r: r.update(free_bytes=10**9, bytes_to_fetch=15 * 10**9),
+            ("run.home", "1000 MB free", "at least 15200 are needed with the inputs"),
+        ),
     ],
 )
 def test_each_difference_is_named(
@@ -75,6 +81,13 @@ def test_each_difference_is_named(
     change(report)
     (problem,) = problems(report)
     assert all(word in problem for word in words), problem
+
+
+def test_inputs_that_a_node_has_need_no_space(probe: StoreProbe, tmp_path: Path) -> None:
+    home = Home.of(tmp_path / "home")
+    (home.cache / "data").mkdir(parents=True)
+    found = report_node(probe, "node-1", "127.0.0.1", str(home.path), {"data": 10, "sft": 300})
+    assert found["bytes_to_fetch"] == 300
 
 
 def test_loopback_is_no_address_for_other_hosts(report: dict[str, Any]) -> None:
@@ -136,7 +149,7 @@ def test_commit_and_driver_are_not_compared() -> None:
 
 def test_another_folder_is_no_store(tmp_path: Path) -> None:
     probe = StoreProbe(str(tmp_path / "elsewhere"), None, "probe-1")
-    report = report_node(probe, "node-1", "127.0.0.1", str(tmp_path / "home"))
+    report = report_node(probe, "node-1", "127.0.0.1", str(tmp_path / "home"), {})
     assert "not shared" in report["store"]
 
 

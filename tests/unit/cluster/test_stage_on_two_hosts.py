@@ -3,13 +3,14 @@
 Real: the stage, DeepSpeed in a process for each rank, the agent, checkpoints and artifacts. Scripted: Ray,
 and the second host, whose rank and agent find each folder below another one.
 
-- each host fetches each file of the input once
+- each host fetches each file of the input once, and needs as much space as the handshake counts
 - each host uploads the shards of its own ranks, and one manifest commits them all
 - what continues on one host from this checkpoint ends in the bits of the run on two
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
@@ -165,6 +166,7 @@ def in_a_fork(call: Callable[[], Any]) -> Any:
 
 
 def test_sft_on_two_hosts_is_continued_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("deepspeed")  # once, and not in each of the four ranks
     model = save_tiny_llama(tmp_path / "model")
     rows = [SFTExample((1, 5 + i, 7, 9 + i, 2), (0, 0, 1, 1, 1)) for i in range(16)]
     store = bucket(tmp_path)
@@ -180,6 +182,10 @@ def test_sft_on_two_hosts_is_continued_on_one(tmp_path: Path, monkeypatch: pytes
         return one.run(data, nodes, agent.there), backend_of(one.store), backend_of(two)
 
     weights, one, two = in_a_fork(on_two_hosts)
+    [(name, size)] = ArtifactStore(store, tmp_path / "unused").copies([data]).items()
+    for folder in (tmp_path / "one", tmp_path / "two" / tmp_path.relative_to("/") / "one"):
+        files = [file for file in (folder / "home" / "cache" / name).rglob("*") if file.is_file()]
+        assert sum(file.stat().st_size for file in files) == size
     for host in (one, two):
         assert set(host.fetched.values()) == {1}, host.fetched
         assert len(host.fetched) == len(list(store.list("artifacts/data/d"))) - 1, "all but the manifest"

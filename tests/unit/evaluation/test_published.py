@@ -192,6 +192,7 @@ class SharedFolders:
     def __init__(self) -> None:
         self.folders: list[Path] = []
         self.have_left = False
+        self.copies: Mapping[str, int] = {}
 
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None: ...
 
