@@ -35,6 +35,7 @@ from rlhf_core.config.ppo_parts import (
     KLConfig,
     OverlongConfig,
     PTXConfig,
+    check_staleness,
 )
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import (
@@ -57,11 +58,13 @@ class PPOConfig(PackedSection):
     )
     steps: PositiveInt = result(100, "PPO iterations")
     prompts_per_step: PositiveInt = result(64, "Prompts of one rollout batch", within=BATCH)
-    staleness: Literal[0, 1] = result(
+    staleness: NonNegativeInt = result(
         0,
         "0: each step is sampled with the weights of the step before. 1: the engines sample the next step"
-        " while the present one is scored and trained, with weights that are one step older; `importance`"
+        " while the present one is scored and trained, with weights that are one step older. n: they sample n"
+        " batches between two weight syncs, with weights that are at most n steps older. `importance`"
         " corrects for them. For engines with devices of their own, or CPUs with idle cores",
+        within=Range(0, 16, "the rollouts of so many steps are in memory and in checkpoints"),
         later=True,
     )
     samples_per_prompt: PositiveInt = result(
@@ -316,6 +319,11 @@ class PPOConfig(PackedSection):
         return "none" if self.engine.dtype == self.policy_deepspeed.dtype == "float32" else "truncate"
 
     @property
+    def sync_every(self) -> int:
+        """Steps from one weight sync to the next."""
+        return max(1, self.staleness)
+
+    @property
     def eos_penalty(self) -> float:
         """`missing_eos_penalty`, or the default for the configured rewards."""
         if self.missing_eos_penalty is not None:
@@ -403,6 +411,7 @@ class PPOConfig(PackedSection):
 
     @model_validator(mode="after")
     def _check_dynamic_filtering(self) -> Self:
+        check_staleness(self.staleness, self.colocate, filters=self.dynamic_filtering is not None)
         if self.dynamic_filtering and not self.by_group:
             raise ValueError(
                 "ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got"
@@ -555,15 +564,6 @@ class PPOConfig(PackedSection):
                     f" DeepSpeed moves no other states; got zero_stage={deepspeed.zero_stage} and"
                     f" offload={deepspeed.offload}; use zero_stage=1"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_staleness(self) -> Self:
-        if self.staleness and self.colocate == "all":
-            raise ValueError(
-                "ppo.staleness=1 lets the engines sample during the training, but with ppo.colocate=all they"
-                " are on the devices of the training ranks; use ppo.staleness=0, or ppo.colocate=pairs"
-            )
         return self
 
     @model_validator(mode="after")

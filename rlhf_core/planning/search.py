@@ -356,7 +356,7 @@ class _PPOSearch:
                 send = send_time(self._config, self._shape, self._hardware, where.groups[0], where.engines)
                 engine = {"ppo.engine.count": str(count), "ppo.engine.tensor_parallel": str(ways)}
                 seconds = step_seconds(
-                    rollout.total, chosen[0], send.total, overlapped=self._config.ppo.staleness > 0
+                    rollout.total, chosen[0], send.total, staleness=self._config.ppo.staleness
                 )
                 yield self._candidate(seconds, {**chosen[1], **engine})
 

@@ -103,13 +103,13 @@ class StepTime:
     scoring: Seconds
     training: Seconds
     sync: Seconds
-    overlapped: bool = False
-    """Whether the engines sample during scoring and training (`ppo.staleness`)."""
+    staleness: int = 0
+    """`ppo.staleness`."""
 
     @property
     def total(self) -> float:
         ranks = self.scoring.total + self.training.total
-        return step_seconds(self.rollout.total, ranks, self.sync.total, overlapped=self.overlapped)
+        return step_seconds(self.rollout.total, ranks, self.sync.total, staleness=self.staleness)
 
     @property
     def longest(self) -> Phase:
@@ -120,11 +120,14 @@ class StepTime:
         return found
 
 
-def step_seconds(rollout: float, ranks: float, sync: float, *, overlapped: bool) -> float:
-    """Return the seconds of a step from those of the engines, of the ranks and of the sync, which waits for
-    both.
+def step_seconds(rollout: float, ranks: float, sync: float, *, staleness: int) -> float:
+    """Return the mean seconds of a step from those of the engines, of the ranks and of the sync, which waits
+    for both.
+
+    With `ppo.staleness` n the engines sample during scoring and training, and there is a sync in every n-th
+    step. All batches are taken to be equal.
     """
-    return (max(rollout, ranks) if overlapped else rollout + ranks) + sync
+    return max(rollout, ranks) + sync / staleness if staleness else rollout + ranks + sync
 
 
 def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> StepTime:
@@ -146,7 +149,7 @@ def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> 
         gather_time(config, shape, hardware, spans=len(where.groups[0]) > 1)
         + send_time(config, shape, hardware, where.groups[0], where.engines)
         + turn_time(config, shape, placement.groups[0]),
-        overlapped=config.ppo.staleness > 0,
+        staleness=config.ppo.staleness,
     )
 
 

@@ -17,7 +17,8 @@ With `ppo.staleness=1` the engines sample the next step during scoring and train
     engines  sample step k + 1 from version k - 1      |                   | sample step k + 2 from version k
 
 The sync waits for both. Steps 1 and 2 are sampled from version 0. A checkpoint of step k contains the
-rollouts of step k + 1, whose weights it does not contain.
+rollouts of step k + 1, whose weights it does not contain. With n > 1, there is a sync after every n-th step,
+and the engines sample the n batches between two syncs without waiting (`rlhf_core.ppo.rollouts_ahead`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.engines.checkpointing import new_checkpoint
-from rlhf_core.errors import CorruptArtifact, GateFailed, NonFiniteError, WeightSyncError
+from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.advice import Advice
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import FloatArray
@@ -46,12 +47,13 @@ from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.rollout_cache import RolloutCache
-from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
+from rlhf_core.ppo.rollouts import Collector, read_responses
+from rlhf_core.ppo.rollouts_ahead import RolloutsAhead
 from rlhf_core.ppo.selection import HeldOutResult, Selection
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.sync_check import SyncCheck
 from rlhf_core.ppo.update import CriticWarmup, Updater
-from rlhf_core.ppo.utilisation import Utilisation
+from rlhf_core.ppo.utilisation import Steps, Utilisation
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, weighted_sum
 from rlhf_core.seeds import derive_seed
@@ -108,13 +110,11 @@ class PPOController:
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        self._prompts = prompts
+        self._ahead = RolloutsAhead(ppo, fleet, prompts, self._collector)
         self._sync_check: SyncCheck | None = None
         if ppo.staleness and ppo.weight_sync.canary:
             self._sync_check = SyncCheck(ppo, fleet, prompts, decode, composer, seed)
         self._rollout_cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
-        self._next_batch: RolloutBatch | None = None
-        """With `ppo.staleness`: the rollouts of the next step."""
         self._updater = Updater(ppo, fleet, seed, demonstrations)
         self._warmup = CriticWarmup(ppo)
         self._kl: FixedKL | AdaptiveKL
@@ -136,6 +136,7 @@ class PPOController:
         """The evaluations so far, and the best version."""
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
         self._utilisation = Utilisation(config, fleet)
+        self._steps_since_sync = Steps()
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
         self._advice = Advice(config.ppo, fleet.device)
         self._checkpoint_seconds = 0.0
@@ -180,12 +181,13 @@ class PPOController:
         return self.completed_steps >= self._ppo.steps or self.selection.is_finished
 
     def _evaluate(self) -> None:
-        """Evaluate the version that the engines hold if this is due, and keep its weights if it is the best
-        so far.
-        """
+        """Evaluate the present version if this is due, and keep its weights if it is the best so far."""
         version = self.completed_steps
         if self._evaluation is None or not self.selection.is_due(version):
             return
+        if version % self._ppo.sync_every:
+            self._ahead.finish()
+            self.sync()
         started = time.monotonic()
         found = self._evaluation.evaluate(version)
         failpoint("ppo.after_evaluation")
@@ -195,6 +197,7 @@ class PPOController:
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._scores = self.selection.scores()
         self._utilisation.begin()
+        self._steps_since_sync = Steps()
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
         failure = check_divergence(self._ppo.guards, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
@@ -211,7 +214,7 @@ class PPOController:
             batch = self.collect()
         failpoint("ppo.after_rollout")
         self._last_batch = batch
-        next_step = self._start_next(step)
+        self._ahead.start(self.completed_steps)
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
@@ -219,45 +222,54 @@ class PPOController:
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
-        # After the training: with filtering, the reward ranks get the next batch here, and a rank keeps one.
-        if next_step is not None:
-            with self._timed("rollout"):
-                self._next_batch = self._collector.finish(next_step)
-            failpoint("ppo.after_next_rollout")
-        with self._timed("sync"):
-            version = self.sync()
-        failpoint("ppo.after_sync")
-        self._compare_engines()
+        sync_is_due = step % self._ppo.sync_every == 0
+        if sync_is_due:
+            self._sync_after_step()
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, "samples", step)
         if not batch.from_cache and not self._ppo.staleness:
             tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
         self._timings["timing/step"] = time.monotonic() - started
-        self._timings |= self._measure(batch)
+        self._steps_since_sync.add(batch, self._timings)
+        since_sync = self._steps_since_sync.timings
+        if sync_is_due:
+            self._timings |= self._measure()
         metrics = {
             TRAINS_POLICY: 0.0,  # of a skipped step
             **{name: value for name, value in experience.metrics.items() if math.isfinite(value)},
             **update,
-            "sync/version": float(version),
+            **({"sync/version": float(step)} if sync_is_due else {}),
             "ppo/skipped_steps": float(not update),
             "objective/kl_coef": self._kl.coef,  # adapted by `_train`: that of the next step
             **self._timings,
         }
-        self._advice.check(metrics, step)
+        if sync_is_due:
+            self._advice.check(metrics | since_sync, step)
         return metrics
 
-    def _measure(self, batch: RolloutBatch) -> Metrics:
-        """Return the shares of a step that `ppo.advice` looks at."""
-        seconds = self._timings["timing/step"]
-        every = self._ppo.checkpoint_every * seconds
-        sampled = self._next_batch if self._ppo.staleness else batch
-        if sampled is not None and sampled.from_cache:
-            sampled = None
+    def _sync_after_step(self) -> None:
+        # After the training: with filtering, the reward ranks get the next batch here, and a rank keeps one.
+        if self._ahead.is_unfinished:
+            with self._timed("rollout"):
+                self._ahead.finish()
+            failpoint("ppo.after_next_rollout")
+        with self._timed("sync"):
+            self.sync()
+        failpoint("ppo.after_sync")
+        self._compare_engines()
+
+    def _measure(self) -> Metrics:
+        """Return the shares of the steps since the last sync that `ppo.advice` looks at. No process works."""
+        steps, self._steps_since_sync = self._steps_since_sync, Steps()
+        seconds = steps.timings["timing/step"]
+        every = self._ppo.checkpoint_every * seconds / len(steps.batches)
+        # The first one was sampled before the last sync.
+        sampled = [*steps.batches[1:], *self._ahead.finished] if self._ppo.staleness else steps.batches
         return {
-            "sync/share": self._timings["timing/sync"] / seconds,
+            "sync/share": steps.timings["timing/sync"] / seconds,
             "checkpoint/share": self._checkpoint_seconds / (self._checkpoint_seconds + every),
-            **self._utilisation.measure(seconds, self._timings, batch, sampled),
+            **self._utilisation.measure(steps, [batch for batch in sampled if not batch.from_cache]),
         }
 
     # -- steps of the loop --
@@ -272,8 +284,8 @@ class PPOController:
             WeightSyncError: They are of a policy version that `ppo.staleness` does not allow.
         """
         if self._ppo.staleness:
-            batch = self._next_batch or self._collector.collect(1, self.completed_steps)
-            self._next_batch = None
+            step = self.completed_steps + 1
+            batch = self._ahead.take(step) or self._collector.collect(step, self.completed_steps)
         else:
             self._fleet.turns.sample()
             batch = self._collect_or_read()
@@ -285,14 +297,6 @@ class PPOController:
                 f" behind; ppo.staleness={self._ppo.staleness} is the limit"
             )
         return batch
-
-    def _start_next(self, step: int) -> Sampling | None:
-        """With `ppo.staleness`, let the engines sample the step after `step` with the weights that they
-        have.
-        """
-        if not self._ppo.staleness or step == self._ppo.steps:
-            return None
-        return self._collector.start(step + 1, self.completed_steps, ahead=True)
 
     def _collect_or_read(self) -> RolloutBatch:
         step = self.completed_steps + 1
@@ -369,7 +373,7 @@ class PPOController:
         checkpoints = (self._last_checkpoint_step, self._previous_checkpoint_step)
         # Without checkpoints both steps are 0, which is the SFT model.
         if version > 0 and version in checkpoints and math.isfinite(score):
-            self._scores[version] = score
+            self._scores.setdefault(version, score)  # with more staleness, a version samples several steps
 
     def _train(self, batch: RolloutBatch, experience: Experience, step: int) -> Metrics:
         """Update the models and the KL controller, and return the metrics; {} if the step is skipped.
@@ -409,7 +413,8 @@ class PPOController:
 
     def _compare_engines(self) -> None:
         """With `ppo.staleness`, compare the engines with the policy, which have the same version now."""
-        if self._sync_check is None or not self._sync_check.is_due(self.completed_steps):
+        syncs = self.completed_steps // self._ppo.sync_every
+        if self._sync_check is None or not self._sync_check.is_due(syncs):
             return
         with self._timed("canary"):
             gap = self._sync_check.gap(self.completed_steps)
@@ -459,23 +464,21 @@ class PPOController:
 
     def _checkpoint(self) -> None:
         """Save policy, critic, KL controller and the metrics so far as one checkpoint."""
+        self._ahead.finish()
         started = time.monotonic()
         fleet, scratch, step = self._fleet, self._context.scratch, self.completed_steps
         sizes = [
             fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role) for role in self._trained
         ]
         size, unsharded = map(sum, zip(*fleet.wait(sizes, "the checkpoint's size"), strict=True))
-        if self._next_batch is not None:
-            size += self._next_batch.token_bytes
-            unsharded += self._next_batch.token_bytes
+        tokens = sum(batch.token_bytes for batch in self._ahead.finished)
         with new_checkpoint(
-            self._context, scratch, step, size, unsharded=unsharded, known=self._scores
+            self._context, scratch, step, size + tokens, unsharded=unsharded + tokens, known=self._scores
         ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))
-            if self._next_batch is not None:
-                RolloutCache(folder, self._prompts, fleet).write(step + 1, self._next_batch)
+            self._ahead.save(folder, step)
             fleet.wait(saving, "the checkpoint")
             shutil.copy(self._metrics_file, folder / "metrics.jsonl")
             state = {
@@ -518,14 +521,7 @@ class PPOController:
             self.selection.load_state_dict(state["selection"])
             self._evaluation.load_state_dict(state["evaluation"])
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
-        if self._ppo.staleness and self.completed_steps < self._ppo.steps:
-            step = self.completed_steps + 1
-            self._next_batch = RolloutCache(folder, self._prompts, self._fleet).read(step)
-            if self._next_batch is None:
-                raise CorruptArtifact(
-                    f"the checkpoint {folder} has no readable rollouts of step {step}, which"
-                    " ppo.staleness=1 needs; remove this checkpoint to continue from an earlier one"
-                )
+        self._ahead.restore(folder, self.completed_steps)
         log.info("ppo continues after step %d", self.completed_steps)
 
     def save_policy(self, folder: Path) -> None:

@@ -209,6 +209,8 @@ class EnginePool:
 
     def _mark_dead(self, engine: _Engine, reason: str) -> None:
         """Kill what is left of an engine. Raises WorkerDied if too few engines remain."""
+        if engine.state == "dead":
+            return  # With `ppo.staleness` of more than 1, an engine has calls of several steps.
         log.warning("%s is lost: %s", engine.name, reason)
         self._client.kill({engine.name: engine.actor})
         engine.state = "dead"

@@ -368,7 +368,7 @@ class Collector:
                 # An engine that is restarted would get the weights of the next version.
                 raise WorkerDied(
                     f"no engine is left with the weights of policy version {sampling.version}, from which"
-                    f" step {sampling.step} is sampled (ppo.staleness=1)"
+                    f" step {sampling.step} is sampled (ppo.staleness={self._ppo.staleness})"
                 )
             if self._ppo.engine.dispatch == "queue":
                 self._send_queue(sampling, set(range(len(sampling.prompts))) - done)

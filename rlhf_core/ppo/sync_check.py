@@ -24,7 +24,7 @@ PROMPTS = 4
 TOKENS = 16
 """Of each response, at most."""
 EVERY = 10
-"""Versions from one comparison to the next, which takes as long as a short rollout."""
+"""Syncs from one comparison to the next, which takes as long as a short rollout."""
 
 
 class SyncCheck:
@@ -63,9 +63,12 @@ class SyncCheck:
         self._collector = Collector(own, fleet, prompts, decode, composer, seed)
 
     @staticmethod
-    def is_due(version: int) -> bool:
-        """Return whether this version is compared. The first update is: before it, no weights are new."""
-        return version <= 1 or version % EVERY == 0
+    def is_due(syncs: int) -> bool:
+        """Return whether engines and policy are compared, by the number of syncs after steps so far.
+
+        The first one is: before it, no weights are new.
+        """
+        return syncs <= 1 or syncs % EVERY == 0
 
     def gap(self, version: int) -> float:
         """Return the mean absolute difference over all tokens. Engines and policy have this version."""

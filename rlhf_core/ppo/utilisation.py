@@ -4,8 +4,9 @@
     timings of the controller ----------------------+--> metrics of the step --> MLflow, `ppo.advice`
     lengths and micro-batches of the rollouts ------+
 
-The counters are read at the end of a step, when no process works. The first step of an attempt has no
-metrics: it is the base of the next one, and is slower than the others.
+The counters are read after a weight sync, when no process works: at the end of each step, or with
+`ppo.staleness=n` of every n-th. The first steps of an attempt have no metrics: they are the base of the next
+ones, and are slower than the others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import psutil
@@ -36,6 +37,23 @@ _MOVING = ("sleep", "wake", "offload_states", "reload_states")
 """With `ppo.engine.sleep_level`, one after the other."""
 _WORK = (*_SAMPLING, *_SCORING, *_TRAINING, *_SYNC, *_MOVING)
 """Calls of one step. Checkpoints are saved between steps."""
+
+
+@dataclass
+class Steps:
+    """One step, or with `ppo.staleness` of more than 1 those from one weight sync to the next."""
+
+    timings: Metrics = field(default_factory=dict)
+    """Sum of each `timing/<phase>`, and `timing/step`."""
+    batches: list[RolloutBatch] = field(default_factory=list)
+    """That were scored and trained on."""
+
+    def add(self, batch: RolloutBatch, timings: Mapping[str, float]) -> None:
+        """Add a step."""
+        self.batches.append(batch)
+        for name, seconds in timings.items():
+            if name.startswith("timing/"):
+                self.timings[name] = self.timings.get(name, 0.0) + seconds
 
 
 class Utilisation:
@@ -65,17 +83,14 @@ class Utilisation:
             # Stores the values from which the next call counts.
             self._idle_cores(None, None)
 
-    def measure(
-        self, seconds: float, timings: Mapping[str, float], batch: RolloutBatch, sampled: RolloutBatch | None
-    ) -> Metrics:
-        """Return the metrics of the step that ends now; {} if the counters are not known.
+    def measure(self, steps: Steps, sampled: Sequence[RolloutBatch]) -> Metrics:
+        """Return the metrics of the steps that end now; {} if the counters are not known.
 
         Args:
-            seconds: Duration of the step.
-            timings: `timing/<phase>` of the step.
-            batch: That was scored and trained on.
-            sampled: That was sampled in this step; None if it was read from files.
+            steps: All since the last call.
+            sampled: The batches that were sampled in them, and not read from files.
         """
+        seconds = steps.timings["timing/step"]
         usage = self._fleet.usage_by_group()
         before, self._last = self._last, usage
         if usage is not None and before is not None and len(usage[ENGINES]) != len(before[ENGINES]):
@@ -92,10 +107,10 @@ class Utilisation:
         return {
             **measured,
             **idle_shares(work, groups, seconds),
-            **token_rates(work, groups, batch, sampled, self._epochs),
+            **token_rates(work, groups, steps.batches, sampled, self._epochs),
             **engine_metrics(work[ENGINES]),
-            "padding/share": 0.0 if self._fleet.packs else padding_share(batch),
-            "data_wait/share": data_wait(work, timings, overlapped=self._overlapped) / seconds,
+            "padding/share": 0.0 if self._fleet.packs else padding_share(steps.batches),
+            "data_wait/share": data_wait(work, steps.timings, overlapped=self._overlapped) / seconds,
         }
 
     def _idle_cores(
@@ -176,8 +191,8 @@ def _idle(processes: Sequence[Counters], seconds: float) -> float:
 def token_rates(
     work: Mapping[str, Sequence[Counters]],
     groups: Sequence[Group],
-    batch: RolloutBatch,
-    sampled: RolloutBatch | None,
+    batches: Sequence[RolloutBatch],
+    sampled: Sequence[RolloutBatch],
     epochs: int,
 ) -> Metrics:
     """Return `tokens_per_s/<role>` while the role computes: of the engines in sampling, of policy and critic
@@ -186,14 +201,15 @@ def token_rates(
     Args:
         work: Counters of the step, of each process by group.
         groups: All groups of ranks.
-        batch: That was scored and trained on.
-        sampled: That was sampled in this step.
-        epochs: Passes over `batch`.
+        batches: That were scored and trained on.
+        sampled: The batches that were sampled in the meantime.
+        epochs: Passes over each batch.
     """
-    tokens = int(batch.prompt_lengths_B.sum() + batch.lengths_B.sum())
+    tokens = sum(int(batch.prompt_lengths_B.sum() + batch.lengths_B.sum()) for batch in batches)
     metrics: Metrics = {}
-    if sampled is not None:
-        metrics |= _rate(ENGINES, int(sampled.lengths_B.sum()), work[ENGINES], *_SAMPLING)
+    if sampled:
+        responses = sum(int(batch.lengths_B.sum()) for batch in sampled)
+        metrics |= _rate(ENGINES, responses, work[ENGINES], *_SAMPLING)
     for group in groups:
         ranks = work[group.name]
         for role in group.roles:
@@ -228,17 +244,18 @@ def engine_metrics(engines: Sequence[Counters]) -> Metrics:
     }
 
 
-def padding_share(batch: RolloutBatch) -> float:
+def padding_share(batches: Sequence[RolloutBatch]) -> float:
     """Return the share of padding in the micro-batches of scoring, if their rows are padded."""
-    lengths_B = (batch.prompt_lengths_B + batch.lengths_B).tolist()
-    computed = 0
-    for shares in batch.routes.values():
-        for share in shares:
-            indices = share.indices.tolist()
-            for micro_batch in share.micro_batches:
-                longest = max((lengths_B[indices[i]] for i in micro_batch), default=0)
-                computed += longest * len(micro_batch)
-    needed = sum(lengths_B) * len(batch.routes)
+    needed = computed = 0
+    for batch in batches:
+        lengths_B = (batch.prompt_lengths_B + batch.lengths_B).tolist()
+        needed += sum(lengths_B) * len(batch.routes)
+        for shares in batch.routes.values():
+            for share in shares:
+                indices = share.indices.tolist()
+                for micro_batch in share.micro_batches:
+                    longest = max((lengths_B[indices[i]] for i in micro_batch), default=0)
+                    computed += longest * len(micro_batch)
     return 1 - needed / computed if computed else 0.0
 
 

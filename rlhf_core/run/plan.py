@@ -350,7 +350,9 @@ def _phases(phase: Callable[[Phase], Seconds], config: PipelineConfig) -> str:
     parts = {name: f"{name} {duration(phase(name).total)}" for name in PHASES}
     if not config.ppo.staleness:
         return " + ".join(parts.values())
-    return f"({parts['rollout']} during {parts['scoring']} + {parts['training']}) + {parts['sync']}"
+    every = config.ppo.sync_every
+    often = "" if every == 1 else f" in every {every} steps"
+    return f"({parts['rollout']} during {parts['scoring']} + {parts['training']}) + {parts['sync']}{often}"
 
 
 def _show_splits(plan: Plan, console: Console) -> None:

@@ -183,21 +183,29 @@ def _measure(
         train: Trains and logs the times of the steps.
     """
     metrics = RecordingMetrics()
-    problem = ""
+    problem, every = "", 1
     try:
         config = load_config(config_path, [*overrides, *_SHORT])
-        # With staleness, the last step samples no next one and is not counted.
-        steps = 1 + STEPS + config.ppo.staleness
+        every = config.ppo.sync_every
+        # With staleness, the last steps sample nothing and are not counted.
+        steps = every + _rounded_up(STEPS, every) + config.ppo.staleness
         config = load_config(config_path, [*overrides, *_SHORT, f"ppo.steps={steps}"])
         log.info("tune: %s", plan(config.ppo).describe())
         train(config, metrics)
     except RLHFError as error:
         problem = error.message
-    counted = [row for _, row in metrics.rows if "timing/step" in row][1 : 1 + STEPS]
-    if len(counted) < STEPS:
+    needed = _rounded_up(STEPS, every)
+    counted = [row for _, row in metrics.rows if "timing/step" in row][every : every + needed]
+    if len(counted) < needed:
         return Trial(changes, None, {}, problem)
-    medians = {
-        name: statistics.median(row.get(f"timing/{name}", 0.0) for row in counted)
-        for name in ("step", "rollout", "scoring", "training", "sync")
-    }
+    medians = {}
+    for name in ("step", "rollout", "scoring", "training", "sync"):
+        seconds = [row.get(f"timing/{name}", 0.0) for row in counted]
+        # One step of several has the sync.
+        means = [statistics.fmean(seconds[start : start + every]) for start in range(0, needed, every)]
+        medians[name] = statistics.median(means)
     return Trial(changes, medians.pop("step"), medians)
+
+
+def _rounded_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

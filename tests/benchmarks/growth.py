@@ -1,5 +1,5 @@
-"""Time of a PPO step with 1, 2, 4 and 8 engines and ranks of stated speeds, next to the ideal: `python -m
-tests.benchmarks.growth`.
+"""Time of a PPO step with 1, 2, 4 and 8 engines and ranks of stated speeds, next to the ideal, and with
+several values of `ppo.staleness`: `python -m tests.benchmarks.growth`.
 
 The controller, its fleet, routes and plans are the real ones. Engines and ranks are scripted, and the clock
 is virtual: a call starts when its actor is free and its arguments exist, and takes the stated time. A wait
@@ -8,10 +8,10 @@ moves the clock. The batch grows with the devices: an engine samples as many res
 engine      a decoding step costs a constant, and a part for each sequence that is being decoded
 rank        scores and trains a number of tokens per second; the ranks of a group meet in the all-reduce of
             each optimizer step
-sync        once per step, when engines and ranks are free
+sync        once per step, or with `ppo.staleness=n` in every n-th step, when engines and ranks are free
 
 The ideal has equal lengths, equal devices, and no time for communication: the sum of sampling, scoring and
-training, or with `ppo.staleness=1` the longer one of sampling and of the others. Not counted are the
+training, or with `ppo.staleness` the longer one of sampling and of the others. Not counted are the
 controller's own time (`driver_scale.py`), prompts, rewards and transfers of rollouts.
 """
 
@@ -51,11 +51,16 @@ from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.small_ppo import local_context
 
 SIZES = (1, 2, 4, 8)
+STALENESS = (1, 2, 4, 8)
 PROMPT, LONGEST, SAMPLES = 128, 1024, 8
 RESPONSES = 256
 """Of each engine."""
 STEPS = 6
 """Measured steps. One before them, and with staleness one after them, are not counted."""
+MORE_STEPS = 48
+"""The same for the comparison of staleness. `max(STALENESS)` steps before them are not counted, so that the
+measured ones are the same for all and end with a sync.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,12 @@ class Scenario:
     lognormal: bool = False
     slowest: float = 1.0
     """Speed of the first engine and of the first rank of each group."""
+    longest: int = LONGEST
+    """Limit of lognormal lengths."""
+    stalls: float = 0.0
+    """Probability that an engine takes twice the time for its share of a batch, and a rank for its training
+    on a batch. Independent of each other.
+    """
 
 
 SCENARIOS = (
@@ -87,12 +98,26 @@ SCENARIOS = (
     Scenario("lognormal lengths", lognormal=True),
     Scenario("the same, one device of each group slow", lognormal=True, slowest=0.8),
 )
+VARYING = (
+    Scenario("lognormal lengths", lognormal=True),
+    Scenario("the same, one device of each group slow", lognormal=True, slowest=0.8),
+    Scenario("lognormal lengths, stalls", lognormal=True, stalls=0.1),
+    Scenario("lognormal lengths up to 4096", lognormal=True, longest=4096),
+    Scenario("the same, stalls", lognormal=True, longest=4096, stalls=0.1),
+)
+"""Of the comparison of staleness."""
 
 
-def lengths_of(seed: int, count: int) -> np.ndarray[Any, Any]:
-    """Return lognormal lengths with a median of 300 tokens, at most `LONGEST`."""
+def lengths_of(seed: int, count: int, longest: int = LONGEST) -> np.ndarray[Any, Any]:
+    """Return lognormal lengths with a median of 300 tokens, at most `longest`."""
     drawn = np.random.default_rng(seed & 0xFFFFFFFF).lognormal(np.log(300), 0.7, count)
-    return np.clip(drawn, 1, LONGEST).astype(np.int32)
+    return np.clip(drawn, 1, longest).astype(np.int32)
+
+
+def stall(scenario: Scenario, seed: int) -> float:
+    """Return the factor of the time of one device and batch."""
+    drawn = np.random.default_rng((seed & 0xFFFFFFFF, 1)).random()
+    return 2.0 if drawn < scenario.stalls else 1.0
 
 
 EQUAL = int(lengths_of(0, 100_000).mean())
@@ -193,23 +218,31 @@ class Engine:
     def sample(
         self, chunks: Sequence[Sequence[PromptExample]], *, n: int, seeds: Sequence[int], **_options: Any
     ) -> tuple[list[Any], float]:
-        lengths = [lengths_of(seed, n) if self._scenario.lognormal else np.full(n, EQUAL) for seed in seeds]
+        longest = self._scenario.longest
+        if self._scenario.lognormal:
+            lengths = [lengths_of(seed, n, longest) for seed in seeds]
+        else:
+            lengths = [np.full(n, EQUAL) for _ in seeds]
         parts, start = [], 0
         for chunk in chunks:
             parts.append(np.concatenate(lengths[start : start + len(chunk)]) + PROMPT)
             start += len(chunk)
         all_ = np.concatenate(lengths).astype(np.int32)
-        header = RolloutHeader(all_, all_ < LONGEST, np.full(len(all_), self.version))
+        header = RolloutHeader(all_, all_ < longest, np.full(len(all_), self.version))
         seconds = decode_seconds(all_.tolist(), self._room, self._speeds) / self._speed
-        return [header, *parts], seconds
+        return [header, *parts], seconds * stall(self._scenario, seeds[0])
 
 
 class Rank(ScriptedRank):
     """One rank of the roles of its group. Chunks are the numbers of tokens of their rows."""
 
-    def __init__(self, speeds: Speeds, speed: float, meeting: Callable[[str], Meeting]) -> None:
+    def __init__(
+        self, scenario: Scenario, speeds: Speeds, speed: float, meeting: Callable[[str], Meeting], number: int
+    ) -> None:
         super().__init__()
-        self._speeds, self._speed, self._meeting = speeds, speed, meeting
+        self._scenario, self._speeds, self._speed, self._meeting = scenario, speeds, speed, meeting
+        self._calls = 1000 * number
+        """Seed of the next training."""
 
     def _score(self, share: SentShare | int, chunks: Sequence[Any]) -> float:
         batch = self.received(share, chunks)
@@ -237,8 +270,11 @@ class Rank(ScriptedRank):
     def _train(self, name: str, exchange: Exchange, steps: Sequence[OptimizerStep]) -> Any:
         tokens = (exchange.prompt_lengths + exchange.lengths)[exchange.order]
         meeting = self._meeting(name)
+        self._calls += 1
+        factor = stall(self._scenario, self._calls)
         seconds = [
-            float(sum(tokens[indices].sum() for indices in step.micro_batches if indices))
+            factor
+            * float(sum(tokens[indices].sum() for indices in step.micro_batches if indices))
             / self._speeds.training
             / self._speed
             for step in steps
@@ -289,23 +325,24 @@ class Engines:
 # -- one row of the table --
 
 
-def configuration(size: int, staleness: int) -> PipelineConfig:
+def configuration(size: int, staleness: int, longest: int, measured: range) -> PipelineConfig:
     deepspeed = {"ranks": size, "zero_stage": 1}
     return config_from_tree(
         {
-            "model": {"tiny": {"max_positions": 2048}},
+            "model": {"tiny": {"max_positions": 8192}},
             "run": {"device": "cpu"},
             "data": {"max_prompt_tokens": PROMPT},
             "ppo": {
-                "steps": 1 + STEPS + staleness,
+                "steps": measured.stop + staleness,
                 "staleness": staleness,
                 "colocate": "pairs",
                 "prompts_per_step": size * RESPONSES // SAMPLES,
                 "samples_per_prompt": SAMPLES,
-                "max_new_tokens": LONGEST,
+                "max_new_tokens": longest,
                 "micro_batch_tokens": 16_384,
                 "minibatches": 4,
                 "critic_warmup_steps": 0,
+                "guards": {"blind_critic": "off"},  # the values are not modelled
                 "policy_deepspeed": deepspeed,
                 "critic_deepspeed": deepspeed,
                 "engine": {"count": size, "max_num_seqs": RESPONSES},
@@ -318,11 +355,23 @@ def configuration(size: int, staleness: int) -> PipelineConfig:
     )
 
 
-def step_seconds(size: int, staleness: int, scenario: Scenario, speeds: Speeds = Speeds()) -> float:
-    """Return the mean duration of a step with `size` engines, and `size` ranks of policy and reference and of
-    critic and reward model.
+def step_seconds(
+    size: int,
+    staleness: int,
+    scenario: Scenario,
+    speeds: Speeds = Speeds(),
+    measured: range = range(1, 1 + STEPS),
+) -> float:
+    """Return the mean duration of a step.
+
+    Args:
+        size: Engines, ranks of policy and reference, and ranks of critic and reward model.
+        staleness: `ppo.staleness`.
+        scenario: Lengths and devices.
+        speeds: Of each device.
+        measured: Numbers of the steps, from 0.
     """
-    config = configuration(size, staleness)
+    config = configuration(size, staleness, scenario.longest, measured)
     prompts = [PromptExample(f"p{i}", "", (1,) * PROMPT) for i in range(config.ppo.prompts_per_step)]
     clock = Clock()
     placement = plan(config.ppo)
@@ -330,7 +379,11 @@ def step_seconds(size: int, staleness: int, scenario: Scenario, speeds: Speeds =
     factors = [scenario.slowest] + [1.0] * (size - 1)
     for group in placement.groups:
         meetings = Meetings(group.ranks, speeds.all_reduce)
-        ranks = [Rank(speeds, factor, meetings.join) for factor in factors]
+        first = 100 * len(fleet.groups)
+        ranks = [
+            Rank(scenario, speeds, factor, meetings.join, first + number)
+            for number, factor in enumerate(factors)
+        ]
         workers = tuple(RemoteActor[Any](Handle(clock, rank)) for rank in ranks)
         fleet.groups.update(dict.fromkeys(group.roles, WorkerGroup(group, workers)))
     engines = [Engine(scenario, speeds, factor, config.ppo.engine.max_num_seqs) for factor in factors]
@@ -353,8 +406,8 @@ def step_seconds(size: int, staleness: int, scenario: Scenario, speeds: Speeds =
         controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
         controller._last_checkpoint_step = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads responses
-        durations = [controller.iterate()["timing/step"] for _ in range(1 + STEPS)]
-    return statistics.mean(durations[1:])
+        durations = [controller.iterate()["timing/step"] for _ in range(measured.stop)]
+    return statistics.mean(durations[measured.start :])
 
 
 def ideal_seconds(staleness: int, speeds: Speeds = Speeds()) -> float:
@@ -380,6 +433,23 @@ def main() -> None:
         table.add_section()
     table.caption = f"ideal: {ideal_seconds(0):.1f} s, with staleness 1 {ideal_seconds(1):.1f} s"
     Console(width=120).print(table)
+    compare_staleness()
+
+
+def compare_staleness() -> None:
+    """Print the durations of a step with several values of `ppo.staleness`."""
+    table = Table(title="Seconds of a PPO step by ppo.staleness, and those with 1 divided by them")
+    for column in ("", "engines, ranks", *[f"staleness {staleness}" for staleness in STALENESS]):
+        table.add_column(column, justify="right" if column else "left")
+    first = max(STALENESS)
+    measured = range(first, first + MORE_STEPS)
+    for scenario in VARYING:
+        for size in SIZES:
+            times = [step_seconds(size, n, scenario, measured=measured) for n in STALENESS]
+            cells = [f"{seconds:.1f} ({times[0] / seconds:.2f})" for seconds in times]
+            table.add_row(scenario.name if size == SIZES[0] else "", str(size), *cells)
+        table.add_section()
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""`ppo.staleness: 1` through the real Ray, vLLM and DeepSpeed (slow set).
+"""`ppo.staleness` through the real Ray, vLLM and DeepSpeed (slow set).
 
-- each step from the second on is sampled from the version before the last one
+- with 1, each step from the second on is sampled from the version before the last one; with 3, three
+  steps are sampled from one version
 - the comparison of engines and policy after a sync changes no bit
 - attempts in which an engine and a training rank are killed, before and after a checkpoint, end together in
-  the bits of the run that nobody disturbed
+  the bits of the run that nobody disturbed; with 3, several batches wait in the checkpoint
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from tests.support.small_ppo import ROLES, Nowhere, save_small_model, small_conf
 
 pytestmark = pytest.mark.slow
 
-STALE = {"staleness": 1, "steps": 5, "checkpoint_every": 2, "prompts_per_step": 8, "max_new_tokens": 8}
+STALE = {"steps": 5, "checkpoint_every": 2, "prompts_per_step": 8, "max_new_tokens": 8}
 
 
-def attempt(model: Path, store: Path, work: Path, *, canary: bool = True) -> tuple[list[dict[str, Any]], str]:
+def attempt(
+    model: Path, store: Path, work: Path, staleness: int, *, canary: bool = True
+) -> tuple[list[dict[str, Any]], str]:
     """Run the steps that no checkpoint has, and return the metrics of all and the digest of the policy."""
     work.mkdir()
-    ppo = {**STALE, "minibatches": 2, "engine": {"max_restarts": 0}, "weight_sync": {"canary": canary}}
+    ppo = {**STALE, "staleness": staleness, "minibatches": 2}
+    ppo |= {"engine": {"max_restarts": 0}, "weight_sync": {"canary": canary}}
     config = small_config(model, ppo)
     nowhere: Any = Nowhere()
     checkpoints = CheckpointStore(Store(store), "key", work / "checkpoints", keep(2))
@@ -51,19 +55,23 @@ def attempt(model: Path, store: Path, work: Path, *, canary: bool = True) -> tup
 
 
 @pytest.mark.timeout(1800)
-def test_killed_attempts_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("staleness", "behind"), [(1, [0, 1, 1, 1, 1]), (3, [0, 1, 2, 3, 1])])
+def test_killed_attempts_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, behind: list[int]
+) -> None:
     model = save_small_model(tmp_path / "model")
-    undisturbed = attempt(model, tmp_path / "undisturbed", tmp_path / "whole")
-    behind = [row["rollout/staleness"] for row in undisturbed[0]]
-    assert behind == [0.0, 1.0, 1.0, 1.0, 1.0]
-    assert attempt(model, tmp_path / "other", tmp_path / "without", canary=False) == undisturbed
+    undisturbed = attempt(model, tmp_path / "undisturbed", tmp_path / "whole", staleness)
+    assert [row["rollout/staleness"] for row in undisturbed[0]] == behind
+    assert attempt(model, tmp_path / "other", tmp_path / "without", staleness, canary=False) == undisturbed
     store = tmp_path / "store"
     # Checkpoints are after steps 2 and 4. The engine also answers after the first two syncs, so its fifth
-    # call is for step 3, during step 2; the next attempt begins again and is killed in step 3.
-    for number, fault in enumerate(("engine.generate:5:kill", "critic.update:3:kill")):
+    # call with 1 and its fourth one with 3 are for step 3, which the checkpoint of step 2 needs. The next
+    # attempt begins again and is killed in step 3.
+    during_step_3 = {1: 5, 3: 4}[staleness]
+    for number, fault in enumerate((f"engine.generate:{during_step_3}:kill", "critic.update:3:kill")):
         monkeypatch.setenv("RLHF_FAIL", fault)
         with pytest.raises(InfrastructureError):
-            attempt(model, store, tmp_path / f"killed-{number}")
+            attempt(model, store, tmp_path / f"killed-{number}", staleness)
     assert [path.name for path in sorted((store / "checkpoints" / "key").glob("step-*"))] == ["step-00000002"]
     monkeypatch.delenv("RLHF_FAIL")
-    assert attempt(model, store, tmp_path / "last") == undisturbed
+    assert attempt(model, store, tmp_path / "last", staleness) == undisturbed

@@ -2,7 +2,9 @@
 
 - an engine decodes as many sequences as it has room for; ranks wait for the slowest in each optimizer step
 - equal devices and lengths take the ideal time and that of the communication, with and without overlap
-- the slowest device determines the time of a step
+- with staleness n, the sync is a part of every n-th step
+- the slowest device determines the time of a step, but stalls of devices that are independent do so less with
+  more staleness
 """
 
 from __future__ import annotations
@@ -43,6 +45,20 @@ def test_equal_devices_take_the_ideal_time_and_that_of_the_communication(stalene
     assert step_seconds(1, staleness, SCENARIOS[0], SPEEDS) == pytest.approx(ideal + 0.5)
     # Four optimizer steps, half of the all-reduce each. Training is a part of the longer phase.
     assert step_seconds(2, staleness, SCENARIOS[0], SPEEDS) == pytest.approx(ideal + 0.5 + 4 * 0.05)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_the_sync_is_a_part_of_every_nth_step(staleness: int) -> None:
+    seconds = step_seconds(1, staleness, SCENARIOS[0], SPEEDS, range(6, 12))
+    assert seconds == pytest.approx(ideal_seconds(staleness, SPEEDS) + 0.5 / staleness)
+
+
+def test_more_staleness_averages_stalls() -> None:
+    def seconds(staleness: int, stalls: float) -> float:
+        scenario = Scenario("", lognormal=True, stalls=stalls)
+        return step_seconds(8, staleness, scenario, SPEEDS, range(4, 16))
+
+    assert seconds(1, 0.0) < seconds(4, 0.1) < 0.9 * seconds(1, 0.1)
 
 
 def test_the_ideal_by_hand() -> None:

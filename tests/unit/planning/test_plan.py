@@ -334,6 +334,8 @@ def test_with_staleness_the_engines_sample_during_scoring_and_training() -> None
         longest = max(alone.rollout.total, ranks)
         assert overlapped.total == pytest.approx(longest + alone.sync.total)
         assert (longest == ranks) == (tokens == 16)
+        several = step(max_new_tokens=tokens, staleness=4)
+        assert several.total == pytest.approx(longest + alone.sync.total / 4)
 
 
 def test_the_split_with_staleness_has_separate_engines(

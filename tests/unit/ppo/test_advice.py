@@ -58,7 +58,7 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
     return {
         **timings,
         **idle_shares(processes, groups, seconds),
-        **token_rates(processes, groups, batch, batch, config.epochs),
+        **token_rates(processes, groups, [batch], [batch], config.epochs),
         **engine_metrics(processes[ENGINES]),
         "data_wait/share": data_wait(processes, timings, overlapped=config.staleness > 0) / seconds,
         "padding/share": numbers["padding"],

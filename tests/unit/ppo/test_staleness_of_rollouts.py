@@ -1,4 +1,4 @@
-"""`ppo.staleness: 1` with scripted engines and ranks.
+"""`ppo.staleness` with scripted engines and ranks.
 
 - the engines sample the next step, from the version that they have, while a step is scored and trained; the
   sync waits for both; the last step samples nothing
@@ -9,12 +9,21 @@
 - a checkpoint has the rollouts of the next step, and the next attempt uses them; without them it ends
 - the score of a checkpoint is known two steps later, also if every step has a checkpoint
 - with 0, nothing is sampled ahead, and the configuration of keys is as it was without the field
+- with n, there is a sync after every n-th step, and the n batches between two syncs are sampled one after the
+  other; each is at most n versions behind, as a function of its step
+- a checkpoint between two syncs has all batches that wait; attempts that are killed after any checkpoint end
+  together in the metrics of the run that nobody disturbed, and no batch is sampled twice
+- an evaluation between two syncs waits for all batches, and gets its own sync
+- shares of a step are measured from one sync to the next
+- if an engine dies, the others sample its share of all batches
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +36,11 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import RolloutColumns, row_columns
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.rollouts import Collector, Sampling
+from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
+from rlhf_core.ppo.rollouts_ahead import RolloutsAhead
+from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.ppo.sync_check import PROMPTS, TOKENS, SyncCheck
+from rlhf_core.ppo.utilisation import Steps
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
@@ -99,6 +111,7 @@ class Scripted(Controller):
         self._collector = _Collector(*given)
         fleet: Any = self._fleet
         self._collector.events = fleet.events = self.events
+        self._ahead = RolloutsAhead(self._ppo, self._fleet, self.prompts, self._collector)
         if self._sync_check is not None:
             self._sync_check = _SyncCheck(*given)
             self._sync_check.events, self._sync_check.gaps = self.events, self.gaps
@@ -193,7 +206,7 @@ def test_with_0_nothing_is_sampled_ahead(tmp_path: Path) -> None:
 def test_a_batch_that_is_too_far_behind_is_refused(tmp_path: Path, staleness: int, version: int) -> None:
     controller = Scripted(tmp_path / "work", staleness=staleness)
     controller.completed_steps = 3
-    controller._next_batch = replace(FORTY, version=version)
+    controller._ahead._batches[4] = replace(FORTY, version=version)
     collector: Any = controller._collector
     collector.behind = 3 - version
     with pytest.raises(WeightSyncError, match=f"step 4 was sampled from policy version {version}, "):
@@ -246,3 +259,155 @@ def test_engines_on_the_devices_of_the_ranks_are_refused() -> None:
 def test_the_default_is_not_part_of_keys() -> None:
     assert "staleness" not in result_settings(PipelineConfig().ppo)
     assert result_settings(config_from_tree({"ppo": {"staleness": 1}}, "test").ppo)["staleness"] == 1
+
+
+# -- more than one version --
+
+
+def test_the_batches_between_two_syncs_are_sampled_one_after_the_other(tmp_path: Path) -> None:
+    run = Scripted(tmp_path / "work", staleness=2, steps=5, checkpoint_every=9)
+    run.run()
+    assert run.events == [
+        *[("sync", 0), ("compare", 0), ("start", 1, 0, False), ("finish", 1)],
+        *[("start", 2, 0, True), ("start", 3, 0, True), ("score", 1, 0), ("train", 1)],
+        *[("finish", 2), ("score", 2, 0), ("train", 2), ("finish", 3), ("sync", 2), ("compare", 2)],
+        *[("start", 4, 2, True), ("start", 5, 2, True), ("score", 3, 0), ("train", 3)],
+        *[("finish", 4), ("score", 4, 2), ("train", 4), ("finish", 5), ("sync", 4)],
+        *[("score", 5, 2), ("train", 5)],
+    ]
+    rows = [json.loads(line) for line in (run._context.output / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("sync/version") for row in rows] == [None, 2, None, 4, None]
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3, 4, 7])
+def test_versions_are_a_function_of_the_step_and_within_the_bound(tmp_path: Path, staleness: int) -> None:
+    run = Scripted(tmp_path / "work", staleness=staleness, steps=20, checkpoint_every=99)
+    run.run()
+    versions = {event[1]: event[2] for event in run.events if event[0] == "score"}
+    later = {step: staleness * ((step - 2) // staleness) for step in range(2, 21)}
+    assert versions == {1: 0} | later
+    behind = {step - 1 - version for step, version in later.items()}
+    assert behind == set(range(1, staleness + 1))
+    assert [event[1] for event in run.events if event[0] == "sync"] == list(range(0, 21, staleness))
+
+
+def test_a_batch_that_is_more_than_n_behind_is_refused(tmp_path: Path) -> None:
+    run = Scripted(tmp_path / "work", staleness=3)
+    run.completed_steps = 4
+    run._ahead._batches[5] = replace(FORTY, version=1)
+    assert run.collect().version == 1
+    run._ahead._batches[5] = replace(FORTY, version=0)
+    with pytest.raises(WeightSyncError, match=r"version 0, 4 behind; ppo\.staleness=3 is the limit"):
+        run.collect()
+
+
+@pytest.mark.parametrize("staleness", [2, 3, 4])
+def test_attempts_killed_after_any_checkpoint_end_as_one_run(tmp_path: Path, staleness: int) -> None:
+    def attempt(name: str, every: int, *, is_killed: bool) -> Scripted:
+        run = Scripted(tmp_path / name, staleness=staleness, steps=10, checkpoint_every=every)
+        run.is_killed_after_checkpoint = is_killed
+        if is_killed:
+            with pytest.raises(KeyboardInterrupt):
+                run.run()
+        else:
+            run.run()
+        return run
+
+    def trained(runs: list[Scripted]) -> Events:
+        return [event for run in runs for event in run.events if event[0] in ("score", "train")]
+
+    whole = attempt("whole/work", 99, is_killed=False)
+    runs = [attempt(f"killed/{number}", 1, is_killed=True) for number in range(9)]
+    assert [run.completed_steps for run in runs] == list(range(1, 10))
+    runs.append(attempt("killed/last", 1, is_killed=False))
+    assert trained(runs) == trained([whole])
+    sampled = [event[1] for run in runs for event in run.events if event[0] == "start"]
+    assert sampled == list(range(1, 11)), "each step once"
+    metrics = [(run._context.output / "metrics.jsonl").read_bytes() for run in (runs[-1], whole)]
+    assert metrics[0] == metrics[1]
+
+
+def test_a_checkpoint_without_one_of_the_batches_is_refused(tmp_path: Path) -> None:
+    first = Scripted(tmp_path / "first", staleness=3)
+    first.is_killed_after_checkpoint = True
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    # After step 1, the batches of steps 2 to 4 wait.
+    ahead = RolloutsAhead(first._ppo, first._fleet, first.prompts, first._collector)
+    _, folder = first._context.checkpoints.latest() or (0, Path())
+    ahead.restore(folder, 1)
+    assert [batch.replaced for batch in ahead.finished] == [2, 3, 4]
+    (folder / "ahead-3" / "rollouts" / "batch.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CorruptArtifact, match=r"no readable rollouts of step 4, which ppo\.staleness=3"):
+        ahead.restore(folder, 1)
+
+
+def test_an_evaluation_between_two_syncs_has_its_own_sync(tmp_path: Path) -> None:
+    run = Scripted(tmp_path / "work", staleness=3, steps=4, checkpoint_every=9, evaluate_every=2)
+
+    class Evaluation:
+        def evaluate(self, version: int) -> HeldOutResult:
+            run.events.append(("evaluate", version))
+            return HeldOutResult({OBJECTIVE: 1.0, "eval/kl": 0.0}, [1.0])
+
+    evaluation: Any = Evaluation()
+    run._evaluation = evaluation
+    run.run()
+    start = run.events.index(("train", 2))
+    assert run.events[start : start + 7] == [
+        *[("train", 2), ("finish", 3), ("finish", 4), ("sync", 2), ("evaluate", 2), ("score", 3, 0)],
+        ("train", 3),
+    ]
+
+
+def test_shares_are_measured_from_one_sync_to_the_next(tmp_path: Path) -> None:
+    measured: list[tuple[int, list[int]]] = []
+    run = Scripted(tmp_path / "work", staleness=3, steps=7, checkpoint_every=9)
+
+    def measure(steps: Steps, sampled: list[RolloutBatch]) -> dict[str, float]:
+        assert steps.timings["timing/step"] > steps.timings["timing/sync"] > 0
+        measured.append((len(steps.batches), [batch.replaced for batch in sampled]))
+        return {}
+
+    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None)
+    run._utilisation = utilisation
+    run.run()
+    assert measured == [(3, [2, 3, 4]), (3, [5, 6, 7])]
+
+
+@pytest.mark.parametrize("dispatch", ["fixed", "queue"])
+def test_the_others_sample_the_share_of_an_engine_that_dies(dispatch: str) -> None:
+    def sampled(lost: set[int]) -> list[list[Any]]:
+        engines = [ScriptedEngine(lambda request: Reply((7, request.seed % 97))) for _ in range(2)]
+        engine = {"dispatch": dispatch, "count": 2}
+        config = config_from_tree({"ppo": {"staleness": 3, "prompts_per_step": 8, "engine": engine}}, "test")
+        fleet = ScriptedFleet(config, engines=[ScriptedEngineActor(each) for each in engines])
+        fleet.sync(3)
+        prompts = [PromptExample(f"p{i}", "", (1, i)) for i in range(20)]
+        composer: Any = None
+        ahead = RolloutsAhead(
+            config.ppo, fleet, prompts, Collector(config.ppo, fleet, prompts, str, composer, 0)
+        )
+        ahead.start(3)
+        responses = []
+        for step in (5, 6, 7):
+            fleet.engines.lost = lost
+            batch = ahead.take(step)
+            assert batch is not None and batch.version == 3
+            responses.append(read_responses(fleet, batch, range(len(batch))))
+        assert fleet.client.killed == ["engine 1"] * len(lost), "once"
+        assert ahead.take(8) is None
+        return responses
+
+    assert sampled({1}) == sampled(set())
+    assert all(len(responses) == 8 for responses in sampled(set()))
+
+
+def test_several_batches_and_filtering_are_refused() -> None:
+    grpo = {"algorithm": "grpo", "samples_per_prompt": 4, "dynamic_filtering": {"max_rounds": 2}}
+    config_from_tree({"ppo": {**grpo, "staleness": 1}}, "test")
+    with pytest.raises(ConfigError, match=r"ppo\.staleness=2 lets the engines sample one batch after"):
+        config_from_tree({"ppo": {**grpo, "staleness": 2}}, "test")
+    with pytest.raises(ConfigError, match=r"ppo\.staleness"):
+        config_from_tree({"ppo": {"staleness": 17}}, "test")
+    assert config_from_tree({"ppo": {"staleness": 4}}, "test").ppo.used_importance == "truncate"

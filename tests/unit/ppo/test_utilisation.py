@@ -25,7 +25,7 @@ from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places
 from rlhf_core.ppo.fleet import ENGINES, WorkerGroup
 from rlhf_core.ppo.routes import route
-from rlhf_core.ppo.utilisation import CoreTimes, Utilisation, idle_cores, padding_share
+from rlhf_core.ppo.utilisation import CoreTimes, Steps, Utilisation, idle_cores, padding_share
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.types import PromptExample
@@ -101,7 +101,7 @@ def fleet() -> Fleet:
 
 
 def measured(utilisation: Utilisation) -> dict[str, float]:
-    return utilisation.measure(10.0, TIMINGS, BATCH, BATCH)
+    return utilisation.measure(Steps(TIMINGS | {"timing/step": 10.0}, [BATCH]), [BATCH])
 
 
 def test_a_step_by_hand(fleet: Fleet) -> None:
@@ -143,9 +143,10 @@ def test_moving_memory_is_neither_idle_nor_wait() -> None:
     engine = ENGINE | {"seconds/sleep": 0.5, "seconds/wake": 1.0}
     policy = POLICY | {"seconds/offload_states": 0.25, "seconds/reload_states": 0.25}
     utilisation = Utilisation(config_from_tree({}, "test"), Fleet(engine=engine, policy=policy))
-    timings = TIMINGS | {"timing/rollout": 4.0, "timing/sync": 1.5}  # 2 s more
-    utilisation.measure(12.0, timings, BATCH, BATCH)
-    found = utilisation.measure(12.0, timings, BATCH, BATCH)
+    more = {"timing/rollout": 4.0, "timing/sync": 1.5, "timing/step": 12.0}  # 2 s more
+    steps = Steps(TIMINGS | more, [BATCH])
+    utilisation.measure(steps, [BATCH])
+    found = utilisation.measure(steps, [BATCH])
     assert found["moving/share"] == pytest.approx(2.0 / 12)
     assert found["data_wait/share"] == pytest.approx(1.0 / 12), "as without"
     assert found["idle/policy"] == pytest.approx(1 - (4.5 + 0.5) / 12)
@@ -219,7 +220,7 @@ def test_padding_by_hand() -> None:
     batch = batch_of([10, 2, 6, 6], prompt=4)
     batch.routes[1] = route(batch, 1, 28, pack=False)
     # Rows of 14 and 10 tokens, then 10 and 6: 2 x 14 + 2 x 10 computed, 40 needed.
-    assert padding_share(batch) == pytest.approx(1 - 40 / 48)
+    assert padding_share([batch]) == pytest.approx(1 - 40 / 48)
     batch.routes[1] = route(batch, 1, 14, pack=False)
-    assert padding_share(batch) == pytest.approx(0.0)
-    assert padding_share(batch_of([3], prompt=1)) == 0.0
+    assert padding_share([batch]) == pytest.approx(0.0)
+    assert padding_share([batch_of([3], prompt=1)]) == 0.0

@@ -108,6 +108,14 @@ def test_the_fastest_candidate_is_written(file: Path, tmp_path: Path) -> None:
         tune(file, [], out)
 
 
+def test_with_more_staleness_whole_groups_of_steps_count(file: Path, tmp_path: Path) -> None:
+    seconds = {f"{name}s2": [9, 9, 1, 3, 2, 6, 0.1, 0.1] for name in ("e1", "e2")}
+    stages = Steps(file, **seconds)
+    tuned = tune(file, ["ppo.staleness=2"], tmp_path / "tuned.yaml", stages.train)
+    assert stages.steps == [8, 8]
+    assert [trial.seconds for trial in tuned.trials] == [3, 3], "the median of 2 and 4"
+
+
 def test_nothing_is_written_if_no_candidate_runs(file: Path, tmp_path: Path) -> None:
     stages = Steps(file, e1s0=[1], e1s1=[1], e2s0=[1], e2s1=[1])
     out = tmp_path / "tuned.yaml"
