@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 
+from rlhf_core.cluster.gpu_usage import GpuSampler, uses_gpu
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied, classified
 from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
@@ -63,6 +64,10 @@ class Usage:
     """Largest resident set size."""
     counters: Mapping[str, float] = field(default_factory=dict)
     """Of an actor, see `Actor.counters`."""
+    gpu_memory: float | None = None
+    """Largest share of the GPU's memory in use, by all processes, since an actor's usage was asked for last;
+    None if it is not known.
+    """
 
 
 def process_usage() -> Usage:
@@ -87,12 +92,14 @@ def rpc(timeout: Literal["start", "stall", "sync"] = "stall") -> Callable[[Calla
             participant: ParticipantSpec = actor.participant
             heartbeat(method.__name__, getattr(participant.timeouts, timeout))
             started = time.monotonic()
+            actor.running = method.__name__
             try:
                 return method(*args, **kwargs)
             except Exception as error:
                 raise classified(error, f"{participant.name}, {method.__name__}") from error
             finally:
                 actor.counters[f"seconds/{method.__name__}"] += time.monotonic() - started
+                actor.running = ""
                 idle()
 
         return run
@@ -109,6 +116,10 @@ imports DeepSpeed and transformers.
 
 class Actor:
     """Base class of all actors. It registers the process with the heartbeat monitor."""
+
+    running = ""
+    """Name of the `rpc` method that runs, or ""."""
+    _gpu: GpuSampler | None = None
 
     def __init__(self, participant: ParticipantSpec) -> None:
         for name in _UNUSED:
@@ -136,8 +147,16 @@ class Actor:
 
     @rpc()
     def usage(self) -> Usage:
-        """Return CPU seconds, peak memory and counters of the actor's process."""
-        return replace(process_usage(), counters=dict(self.counters))
+        """Return CPU seconds, peak memory and counters of the actor's process, and of its GPU if it has one.
+        The first call begins to sample the GPU.
+        """
+        usage = replace(process_usage(), counters=dict(self.counters))
+        if self._gpu is None:
+            # After the start, in which engines capture CUDA graphs.
+            self._gpu = GpuSampler(lambda: self.running) if uses_gpu() else None
+            return usage
+        counters = {**usage.counters, **self._gpu.counters()}
+        return replace(usage, counters=counters, gpu_memory=self._gpu.take_memory())
 
 
 # -- in the caller --

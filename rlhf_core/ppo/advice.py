@@ -68,7 +68,7 @@ class Advice:
         situation = Situation(self._ppo, self._device, metrics)
         for rule in RULES:
             sentence = None
-            if metrics.get(rule.metric, 0.0) >= rule.limit:
+            if metrics.get(rule.metric, -1.0) >= rule.limit:
                 sentence = rule.sentence(situation)
             count = self._in_a_row.get(rule.name, 0) + 1 if sentence else 0
             self._in_a_row[rule.name] = count
@@ -188,6 +188,52 @@ def _sync(situation: Situation) -> str | None:
     return None
 
 
+def _small_buckets(situation: Situation) -> str | None:
+    """Each bucket costs a call of the engines and a synchronization of the ranks."""
+    sync, metrics = situation.ppo.weight_sync, situation.metrics
+    default = sync.model_copy(update={"bucket_mib": None}).bucket_bytes(situation.device)
+    used, present = metrics["sync/link_share"], sync.bucket_bytes(situation.device)
+    few = metrics["sync/bytes"] <= 2 * present
+    if sync.backend == "gloo" or present >= default or few or used > 0.1 or metrics["sync/share"] < 0.05:
+        return None
+    return (
+        f"the weight sync takes {metrics['sync/share']:.0%} of a step and uses {used:.1%} of the link:"
+        f" ppo.weight_sync.bucket_mib={default >> 20} would send"
+        f" {math.ceil(metrics['sync/bytes'] / default)} buckets instead of"
+        f" {math.ceil(metrics['sync/bytes'] / present)}"
+    )
+
+
+def _idle_gpu(situation: Situation) -> str | None:
+    """Small micro-batches leave a GPU waiting for the next kernel."""
+    metrics, present = situation.metrics, situation.ppo.micro_batch_tokens
+    busy, memory = metrics["gpu/utilisation/training"], metrics.get("gpu/memory/policy", 1.0)
+    is_one = metrics.get("tokens/minibatch", 0.0) <= present
+    if busy > 0.6 or memory > 0.6 or is_one or situation.share("training") < 0.3:
+        return None
+    return (
+        f"the GPUs compute {busy:.0%} of the training, and {memory:.0%} of the memory of the policy's is in"
+        f" use: ppo.micro_batch_tokens={2 * present} would give them more at a time"
+    )
+
+
+def _full_gpu(situation: Situation) -> str | None:
+    ppo, found = (
+        situation.ppo,
+        f"{situation.metrics['gpu/memory/policy']:.0%} of the GPU memory of the policy",
+    )
+    if ppo.colocate == "all" and not ppo.engine.sleep_level:
+        share = ppo.engine.gpu_memory_utilization
+        return (
+            f"{found} is in use: ppo.engine.gpu_memory_utilization={share - 0.1:.2g} would leave it a reserve"
+            " for longer responses"
+        )
+    return (
+        f"{found} is in use: ppo.micro_batch_tokens={ppo.micro_batch_tokens // 2} would leave it a reserve"
+        " for longer responses"
+    )
+
+
 def _rewards(situation: Situation) -> str | None:
     """A reward that is computed while the models score costs nothing."""
     ppo, metrics = situation.ppo, situation.metrics
@@ -247,6 +293,10 @@ RULES = (
     Rule("slow_policy", "idle/critic", 0.2, _slow_policy),
     Rule("padding", "padding/share", 0.2, _padding),
     Rule("sync", "sync/share", 0.15, _sync),
+    # Wherever there are figures: the conditions are in the functions.
+    Rule("small_buckets", "sync/link_share", 0.0, _small_buckets),
+    Rule("idle_gpu", "gpu/utilisation/training", 0.0, _idle_gpu),
+    Rule("full_gpu", "gpu/memory/policy", 0.97, _full_gpu),
     Rule("rewards", "data_wait/share", 0.2, _rewards),
     # Whenever an engine has sampled: the conditions are in the function.
     Rule("few_sequences", "rollout/decode_steps", 1.0, _few_sequences),

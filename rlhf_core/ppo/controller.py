@@ -404,11 +404,7 @@ class PPOController:
     def sync(self) -> int:
         """Send the weights to all engines and return the version that they acknowledged."""
         report = self._fleet.sync(self.completed_steps)
-        self._timings |= {
-            "sync/bytes": float(report.bytes),
-            "sync/seconds": report.seconds,
-            "sync/gb_per_s": report.bytes / 1e9 / report.seconds,
-        }
+        self._timings |= self._utilisation.of_sync(report)
         return report.version
 
     def _compare_engines(self) -> None:

@@ -23,8 +23,10 @@ from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.rpc import Usage, process_usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group
+from rlhf_core.planning.hardware import visible_hardware
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.fleet import ENGINES, Fleet
+from rlhf_core.weight_sync.sender import SyncReport
 
 Metrics = dict[str, float]
 Counters = Mapping[str, float]
@@ -66,6 +68,9 @@ class Utilisation:
 
     def __init__(self, config: PipelineConfig, fleet: Fleet) -> None:
         self._epochs = config.ppo.epochs
+        self._shares = config.ppo.minibatches * config.ppo.policy_deepspeed.ranks
+        """Parts of a batch: those of all policy ranks in all minibatches."""
+        self._link = link_speed(fleet.device, fleet.sync_backend)
         self._overlapped = config.ppo.staleness > 0
         self._fleet = fleet
         self._cores: list[int] = []
@@ -109,9 +114,23 @@ class Utilisation:
             **idle_shares(work, groups, seconds),
             **token_rates(work, groups, steps.batches, sampled, self._epochs),
             **engine_metrics(work[ENGINES]),
+            **gpu_metrics(work, usage, groups),
             "padding/share": 0.0 if self._fleet.packs else padding_share(steps.batches),
             "data_wait/share": data_wait(work, steps.timings, overlapped=self._overlapped) / seconds,
+            "tokens/minibatch": _tokens(steps.batches) / len(steps.batches) / self._shares,
         }
+
+    def of_sync(self, report: SyncReport) -> Metrics:
+        """Return the metrics of a weight sync: its size and time, its rate, and what the rate is of the
+        link's.
+        """
+        rate = report.bytes / report.seconds
+        metrics = {
+            "sync/bytes": float(report.bytes),
+            "sync/seconds": report.seconds,
+            "sync/gb_per_s": rate / 1e9,
+        }
+        return metrics if self._link is None else metrics | {"sync/link_share": rate / self._link}
 
     def _idle_cores(
         self, usage: dict[str, list[Usage]] | None, before: dict[str, list[Usage]] | None
@@ -205,7 +224,7 @@ def token_rates(
         sampled: The batches that were sampled in the meantime.
         epochs: Passes over each batch.
     """
-    tokens = sum(int(batch.prompt_lengths_B.sum() + batch.lengths_B.sum()) for batch in batches)
+    tokens = _tokens(batches)
     metrics: Metrics = {}
     if sampled:
         responses = sum(int(batch.lengths_B.sum()) for batch in sampled)
@@ -222,6 +241,10 @@ def token_rates(
                 passes = 2 if "policy" in group.roles else 1
                 metrics |= _rate(role, tokens * passes, ranks, "logprobs")
     return metrics
+
+
+def _tokens(batches: Sequence[RolloutBatch]) -> int:
+    return sum(int(batch.prompt_lengths_B.sum() + batch.lengths_B.sum()) for batch in batches)
 
 
 def _rate(role: str, tokens: int, processes: Sequence[Counters], *methods: str) -> Metrics:
@@ -242,6 +265,49 @@ def engine_metrics(engines: Sequence[Counters]) -> Metrics:
         "rollout/decode_steps": max(engine.get("decode_steps", 0.0) for engine in engines),
         "rollout/engine_balance": fmean(seconds) / max(seconds),
     }
+
+
+def gpu_metrics(
+    work: Mapping[str, Sequence[Counters]], usage: Mapping[str, Sequence[Usage]], groups: Sequence[Group]
+) -> Metrics:
+    """Return `gpu/utilisation/<phase>`, the share of a phase in which the GPUs of its processes run kernels,
+    and `gpu/memory/<role>`, the largest share of a GPU's memory in use. {} where there are no figures.
+
+    Args:
+        work: Counters of the step, of each process by group (`cluster.gpu_usage`).
+        usage: Of each process by group, at the end of the step.
+        groups: All groups of ranks.
+    """
+    processes = [process for group in work.values() for process in group]
+    metrics: Metrics = {}
+    for phase, methods in {"rollout": _SAMPLING, "scoring": _SCORING, "training": _TRAINING}.items():
+        samples = _sum(processes, "gpu_samples", methods)
+        if samples:
+            metrics[f"gpu/utilisation/{phase}"] = _sum(processes, "gpu_busy", methods) / samples
+    roles = {ENGINES: (ENGINES,), **{group.name: group.roles for group in groups}}
+    for name, processes_of_group in usage.items():
+        known = [each.gpu_memory for each in processes_of_group if each.gpu_memory is not None]
+        if known:
+            metrics |= {f"gpu/memory/{role}": max(known) for role in roles[name]}
+    return metrics
+
+
+def _sum(processes: Sequence[Counters], name: str, methods: Sequence[str]) -> float:
+    return sum(process.get(f"{name}/{method}", 0.0) for process in processes for method in methods)
+
+
+def link_speed(device: str, backend: str) -> float | None:
+    """Return the bytes per second of what the weight sync goes through, as `rlhf plan` has them; None where
+    the devices are not known.
+
+    Args:
+        device: "cpu" or "cuda".
+        backend: Of the weight sync. With `ipc`, sender and receiver are on the same GPU.
+    """
+    hardware = visible_hardware() if device == "cuda" and not on_cluster() else None
+    if hardware is None:
+        return None
+    return hardware.device.bandwidth if backend == "ipc" else hardware.device.link
 
 
 def padding_share(batches: Sequence[RolloutBatch]) -> float:

@@ -30,12 +30,14 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
         ppo: Section `ppo`.
         changed: Seconds of the phases: `rollout`, `scoring`, `policy` and `critic` (their updates), `sync`,
             `rewards` (after all models have scored); or `padding`, `checkpoints` (shares of the time),
-            `gb_per_s`, `cores` (share of idle cores).
+            `gb_per_s`, `cores` (share of idle cores), `link` (share of the link's rate), `gpu` (utilisation
+            in the training), `memory` (share of the policy's).
     """
     config = config_from_tree({"ppo": ppo}, "test").ppo
     numbers = {
         "rollout": 4.2, "scoring": 1.5, "policy": 3.0, "critic": 2.9, "sync": 0.1, "rewards": 0.0,
-        "padding": 0.05, "checkpoints": 0.02, "gb_per_s": 5.0, "cores": 0.1, **changed,
+        "padding": 0.05, "checkpoints": 0.02, "gb_per_s": 5.0, "cores": 0.1,
+        "link": 0.3, "gpu": 0.9, "memory": 0.8, **changed,
     }  # fmt: skip
     training = max(numbers["policy"], numbers["critic"])
     phases = {"scoring": numbers["scoring"] + numbers["rewards"], "training": training}
@@ -66,6 +68,11 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
         "sync/gb_per_s": numbers["gb_per_s"],
         "checkpoint/share": numbers["checkpoints"],
         "idle/cores": numbers["cores"],
+        "sync/bytes": 15e9,
+        "sync/link_share": numbers["link"],
+        "gpu/utilisation/training": numbers["gpu"],
+        "gpu/memory/policy": numbers["memory"],
+        "tokens/minibatch": 20000.0,
     }
 
 
@@ -97,6 +104,25 @@ PLANTED: list[tuple[str, dict[str, Any], dict[str, float], list[str]]] = [
         GPU | {"weight_sync": {"backend": "gloo", "senders": 1}, "policy_deepspeed": {"ranks": 4}},
         {"sync": 3.0, "gb_per_s": 0.4},
         ["takes 40% of a step, 0.4 GB/s", "ppo.weight_sync.backend=auto"],
+    ),
+    (
+        "small_buckets",
+        GPU | {"weight_sync": {"bucket_mib": 16}},
+        {"sync": 0.6, "link": 0.012},
+        ["takes 12% of a step", "1.2% of the link", "bucket_mib=512 would send 28 buckets instead of 895"],
+    ),
+    (
+        "idle_gpu",
+        GPU | {"micro_batch_tokens": 4096},
+        {"gpu": 0.16, "memory": 0.3},
+        ["16% of the training", "30% of the memory", "ppo.micro_batch_tokens=8192"],
+    ),
+    ("full_gpu", GPU, {"memory": 0.98}, ["98% of the GPU memory", "ppo.micro_batch_tokens=8192"]),
+    (
+        "full_gpu",
+        SYNCHRONOUS | {"colocate": "all"},
+        {"memory": 0.98},
+        ["98% of the GPU memory", "ppo.engine.gpu_memory_utilization="],
     ),
     (
         "rewards",
@@ -169,6 +195,23 @@ def test_processes_that_share_cores_or_gpus_are_not_idle(caplog: pytest.LogCaptu
     assert given(caplog, GPU, [slow] * 5, "cpu") == []
     together = SYNCHRONOUS | {"colocate": "all"}
     assert given(caplog, together, [step(together, rollout=20.0)] * 5) == []
+
+
+@pytest.mark.parametrize(
+    ("ppo", "changed"),
+    [
+        ({"weight_sync": {"bucket_mib": 512}}, {"sync": 0.6, "link": 0.01}),  # the default
+        ({"weight_sync": {"bucket_mib": 16}}, {"sync": 0.6, "link": 0.5}),  # the link is used
+        ({"weight_sync": {"bucket_mib": 16}}, {"sync": 0.2, "link": 0.01}),  # 3 % of a step
+        ({"micro_batch_tokens": 32768}, {"gpu": 0.16, "memory": 0.3}),  # one micro-batch already
+        ({"micro_batch_tokens": 4096}, {"gpu": 0.16, "memory": 0.7}),  # two could be too many
+        ({"micro_batch_tokens": 4096}, {"gpu": 0.7, "memory": 0.3}),
+    ],
+)
+def test_settings_that_would_not_help_a_gpu_are_not_advised(
+    ppo: dict[str, Any], changed: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert given(caplog, GPU | ppo, [step(GPU | ppo, **changed)] * 5) == []
 
 
 def test_rewards_that_are_computed_during_the_scoring_cost_nothing(caplog: pytest.LogCaptureFixture) -> None:

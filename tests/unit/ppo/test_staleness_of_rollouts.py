@@ -369,7 +369,7 @@ def test_shares_are_measured_from_one_sync_to_the_next(tmp_path: Path) -> None:
         measured.append((len(steps.batches), [batch.replaced for batch in sampled]))
         return {}
 
-    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None)
+    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None, of_sync=lambda _: {})
     run._utilisation = utilisation
     run.run()
     assert measured == [(3, [2, 3, 4]), (3, [5, 6, 7])]

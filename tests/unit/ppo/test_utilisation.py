@@ -6,6 +6,8 @@
 - a process that was replaced counts from 0; without all counters, and if an engine was given up, there are no
   metrics
 - cores that other programs use are not idle
+- the figures of GPUs are shares of phases and of roles; the rate of a sync is a share of the link's where
+  the GPUs are known
 - padded rows cost what their longest row costs; packed rows cost nothing
 """
 
@@ -25,10 +27,19 @@ from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places
 from rlhf_core.ppo.fleet import ENGINES, WorkerGroup
 from rlhf_core.ppo.routes import route
-from rlhf_core.ppo.utilisation import CoreTimes, Steps, Utilisation, idle_cores, padding_share
+from rlhf_core.ppo.utilisation import (
+    CoreTimes,
+    Steps,
+    Utilisation,
+    idle_cores,
+    link_speed,
+    padding_share,
+)
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import PromptExample
+from rlhf_core.weight_sync.sender import SyncReport
 
 
 def batch_of(lengths: list[int], prompt: int) -> RolloutBatch:
@@ -125,8 +136,62 @@ def test_a_step_by_hand(fleet: Fleet) -> None:
             "padding/share": 0.0,
             # Rollout 2.5 - 2, scoring 3 - 2.5, training 4 - 4, sync 1 - 1.
             "data_wait/share": 0.1,
+            "tokens/minibatch": 200 / 4,
         }
     )
+
+
+class GpuFleet(Fleet):
+    """A fleet whose processes have sampled their GPUs."""
+
+    @override
+    def usage_by_group(self) -> dict[str, list[Usage]] | None:
+        found = super().usage_by_group()
+        assert found is not None
+        memory = {ENGINES: [0.9, 0.85], "policy+reference": [0.5], "critic+reward": [None]}
+        gpu = {
+            "policy+reference": {"gpu_samples/update_policy": 8.0, "gpu_busy/update_policy": 2.0},
+            "critic+reward": {
+                "gpu_samples/update_critic": 12.0, "gpu_busy/update_critic": 10.0,
+                "gpu_samples/save_checkpoint": 9.0,
+            },
+        }  # fmt: skip
+        return {
+            name: [
+                Usage(0.0, 0, {**each.counters, **times(gpu.get(name, {}), self.steps)}, share)
+                for each, share in zip(usages, memory[name], strict=True)
+            ]
+            for name, usages in found.items()
+        }
+
+
+def test_gpus_are_counted_by_phase_and_role() -> None:
+    utilisation = Utilisation(config_from_tree({}, "test"), GpuFleet())
+    measured(utilisation)
+    found = {name: value for name, value in measured(utilisation).items() if name.startswith("gpu/")}
+    assert found == {
+        "gpu/utilisation/training": 12 / 20,
+        "gpu/memory/engines": 0.9,
+        "gpu/memory/policy": 0.5,
+        "gpu/memory/reference": 0.5,
+    }
+
+
+def test_a_sync_is_compared_with_the_link_of_known_gpus() -> None:
+    report = SyncReport(version=1, tensors=2, bytes=9_000_000_000, seconds=0.5)
+    rates = {"sync/bytes": 9e9, "sync/seconds": 0.5, "sync/gb_per_s": 18.0}
+
+    def metrics(gpu: str, **fleet: str) -> dict[str, float]:
+        with on_machine(ScriptedMachine(gpus=[gpu])):
+            return Utilisation(config_from_tree({}, "test"), ScriptedFleet(**fleet)).of_sync(report)
+
+    assert metrics("NVIDIA H100 80GB HBM3", device="cpu") == rates
+    assert metrics("Another GPU", device="cuda") == rates
+    # 450 GB/s from GPU to GPU; 3350 GB/s within one.
+    assert metrics("NVIDIA H100 80GB HBM3", device="cuda") == rates | {"sync/link_share": 0.04}
+    assert link_speed("cuda", "ipc") is None
+    with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"])):
+        assert link_speed("cuda", "ipc") == 3.35e12
 
 
 def test_engines_with_a_queue_have_a_rate() -> None:
