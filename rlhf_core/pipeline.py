@@ -194,7 +194,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=5,
+        version=6,
         sections=("register",),
         # Not `dpo`: its policy is never registered.
         inputs=("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -55,6 +55,16 @@ def load_pairs(folder: Path, split: Split) -> list[PairExample]:
 def load_pair_prompts(folder: Path, split: Split) -> list[str]:
     """Return the ids of the prompts of all preference pairs."""
     return [prompt_id for (prompt_id,) in _read(folder, "pairs", split, ("prompt_id",))]
+
+
+def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens before each answer of a demonstration, as `PromptExample.input_ids` has them.
+
+    A conversation has several answers. Plain text has none.
+    """
+    for end in range(1, len(example.loss_mask)):
+        if example.loss_mask[end] and not example.loss_mask[end - 1]:
+            yield example.input_ids[:end]
 
 
 def require_margins(pairs: Sequence[PairExample]) -> None:

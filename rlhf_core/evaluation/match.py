@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.dataset import load_pair_prompts, load_prompts
+from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, classified
 from rlhf_core.evaluation import generate, scoring
@@ -26,6 +26,7 @@ from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets
 from rlhf_core.evaluation.statistics import Answer, Comparison, compare, regression_differences
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.evaluation.trained_prompts import TrainedPrompts, data_of_ancestors
 from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
@@ -72,8 +73,8 @@ class MatchResult:
 class _Champion:
     policy: PolicyFiles
     tokenizer: str
-    trained_prompts: frozenset[str]
-    """Ids of the prompts that it was trained on."""
+    data: tuple[Path, ...]
+    """Data artifacts that it, its judges and the models before it were trained on."""
     template: str
     """`data.template` of its run."""
     reward: Path | None
@@ -90,8 +91,8 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
 
     Raises:
         MatchSkipped: The champion is not in this store, has another tokenizer or template, or is of a kind
-            that cannot be served, or no prompt is left. Lack of memory and other failures of the system are
-            raised as they are.
+            that cannot be served, or too few prompts are left. Lack of memory and other failures of the
+            system are raised as they are.
     """
     from rlhf_core.engines.distributed import resolve_device
 
@@ -101,14 +102,37 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
     tokenizer = tokenizer_digest(context.inputs["ppo"] / "policy")
     if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
         raise MatchSkipped("it has another tokenizer or template")
-    # Equal prompts have equal ids, seeds and answers, so each id counts once.
-    unique = {prompt.prompt_id: prompt for prompt in prompts}
-    prompts = [prompt for name, prompt in unique.items() if name not in opponent.trained_prompts]
-    if not prompts:
-        raise MatchSkipped("it was trained on all held-out prompts")
+    prompts = _untrained_prompts(config, context, opponent)
     device = resolve_device(config.run.device)
     with evaluation_session(config, device, context):
         return _run_match(config, context, prompts, opponent, judge, device)
+
+
+def _untrained_prompts(
+    config: PipelineConfig, context: StageContext, opponent: _Champion
+) -> list[PromptExample]:
+    """Return the prompts of the match, which neither policy was trained on.
+
+    Raises MatchSkipped if too few are left for a test.
+    """
+    data = context.inputs["data"]
+    made = config.model_dump(mode="json", by_alias=True)
+    try:
+        before = data_of_ancestors(config, open_artifacts(config), made)
+    except CorruptArtifact as error:
+        raise MatchSkipped(f"prompts that the candidate was trained on are not known: {error}") from error
+    trained = TrainedPrompts.of([data, *before, *opponent.data])
+    held_out = load_prompts(data, "eval")
+    untrained = [prompt for prompt in held_out if prompt not in trained]
+    # Equal prompts have equal ids, seeds and answers, so each id counts once.
+    unique = {prompt.prompt_id: prompt for prompt in untrained[: config.evaluate.prompts]}
+    least = config.register_.min_prompts
+    if len(untrained) < len(held_out) and len(unique) < least:
+        raise MatchSkipped(
+            f"only {len(unique)} held-out prompts are left that neither policy was trained on, and"
+            f" register.min_prompts={least} are needed"
+        )
+    return list(unique.values())
 
 
 def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champion:
@@ -117,7 +141,7 @@ def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) 
         policy = _artifact(artifacts, "ppo", tags)
         data = _artifact(artifacts, "data", tags)
         made = artifacts.config(policy)
-        train = _training_prompts(artifacts.fetch(data))
+        trained_on = (artifacts.fetch(data), *data_of_ancestors(config, artifacts, made))
         folder = artifacts.fetch(policy)
         sft = partial(_fetched, artifacts, "sft", tags)
         # By the settings of its own run, which decide whether its adapter is loaded separately.
@@ -126,15 +150,9 @@ def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) 
         stage = scoring.MODEL_STAGES.get(own_judge or judge)
         reward = None if stage is None else _reward_model(artifacts, tags, stage)
         tokenizer = tokenizer_digest(folder / "policy")
-        return _Champion(files, tokenizer, train, str(made["data"]["template"]), reward)
+        return _Champion(files, tokenizer, trained_on, str(made["data"]["template"]), reward)
     except (CorruptArtifact, InputError) as error:  # other errors of the store are retried by the pipeline
         raise MatchSkipped(error.message) from error
-
-
-def _training_prompts(data: Path) -> frozenset[str]:
-    """Return the ids of the prompts that the policy or its reward model was trained on."""
-    prompts = [prompt.prompt_id for prompt in load_prompts(data, "train")]
-    return frozenset([*prompts, *load_pair_prompts(data, "train")])
 
 
 def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str], stage: StageName) -> Path | None:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact
+from rlhf_core.evaluation.scoring import MODEL_STAGES
 from rlhf_core.pipeline import STAGES
-from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.store import open_store
-from rlhf_core.system.home import Home
+from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.tracking.champions import POLICY
 from rlhf_core.tracking.gate import Match
 from rlhf_core.types import StageContext
@@ -30,10 +29,11 @@ SAMPLES = "match_samples.jsonl"
 """Pairs of answers of the match, for people."""
 
 
-def match_name(context: StageContext, champion: Mapping[str, str]) -> str:
+def match_name(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> str:
     """Return the name of the file with the match of the candidate in `context` against a champion.
 
-    It contains a digest of what decides the match: the inputs of the stage, the champion and its judge.
+    It contains a digest of what decides the match: the inputs of the stage, among them the candidate's
+    judge, the champion, and its judge if that is a trained model which the store has now.
     """
     inputs = context.lineage.inputs if context.lineage else {}
     identity = {
@@ -41,8 +41,17 @@ def match_name(context: StageContext, champion: Mapping[str, str]) -> str:
         "inputs": {stage: ref.digest for stage, ref in inputs.items()},
         "sources": {name: it for name, it in context.sources.items() if not name.startswith("register.")},
         "champion": [champion.get(POLICY), champion.get("eval.judge")],
+        "judges_of_champion": _judges(open_artifacts(config), champion),
     }
     return f"match-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]}.json"
+
+
+def _judges(artifacts: ArtifactStore, champion: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the digests of trained models that can be the champion's judge; None for a missing one."""
+    own = champion.get("eval.judge")
+    stages = [stage for judge, stage in MODEL_STAGES.items() if own in (judge, None)]
+    found = {stage: artifacts.find_registered(stage, champion) for stage in stages}
+    return {stage: None if ref is None else ref.digest for stage, ref in found.items()}
 
 
 def keep_match(output: Path, name: str, match: Match) -> None:
@@ -57,7 +66,7 @@ def load_match(config: PipelineConfig, name: str, output: Path) -> Match | None:
     """Return the match with this name that an earlier registration kept, and copy its samples to `output`;
     None if there is none.
     """
-    artifacts = ArtifactStore(open_store(config), Home.of(config.run.home).cache)
+    artifacts = open_artifacts(config)
     ref = artifacts.find_file("register", name)
     if ref is None:
         return None

@@ -178,7 +178,7 @@ class _People:
 def _play(
     config: PipelineConfig, context: StageContext, champion: Mapping[str, str], people: _People
 ) -> Match | NoMatch:
-    name, samples = match_name(context, champion), context.output / SAMPLES
+    name, samples = match_name(config, context, champion), context.output / SAMPLES
     match = load_match(config, name, context.output)
     if match is None:
         try:

@@ -250,6 +250,15 @@ class ArtifactStore:
             )
         return dict(manifest.body["config"])
 
+    def parent(self, ref: ArtifactRef, kind: StageName) -> ArtifactRef | None:
+        """Return the artifact of the stage `kind` that an artifact was made from; None if it was made from
+        none, or if this store lacks it.
+        """
+        manifest = self._read(ref.kind, ref.key)
+        made_from = manifest.body["parents"].get(kind) if manifest is not None else None
+        found = self.find(kind, made_from["key"]) if made_from is not None else None
+        return found if found is not None and found.digest == made_from["digest"] else None
+
     def upload_pending(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
         """Upload the artifact of `key` if an earlier attempt made it and could not upload it; else return
         None.
@@ -336,6 +345,8 @@ def _stamp(folder: Path) -> _Stamp:
 
 # `tracking.registry` writes a local path as `local-store://` if MLflow is a server.
 _ADDRESS = re.compile(r"(?:local-store://)?(.+)/artifacts/([a-z]+)/([0-9a-f]{16})(?:/.*)?")
+# Of `bundles.fetch`.
+_COPY = re.compile(r"(.+)/artifacts-([a-z]+)-([0-9a-f]{16})-[0-9a-f]{12}(?:/.*)?")
 
 
 class ArtifactAddress(NamedTuple):
@@ -359,6 +370,14 @@ def parse_artifact_address(address: str) -> ArtifactAddress | None:
     """Return the parts of the address of an artifact, or None for other addresses."""
     found = _ADDRESS.fullmatch(address)
     return None if found is None else ArtifactAddress(*found.groups())
+
+
+def parse_artifact_copy(path: str) -> tuple[str, str] | None:
+    """Return stage and key of the artifact that a local copy from a bucket was made of, or None for other
+    paths.
+    """
+    found = _COPY.fullmatch(path)
+    return None if found is None else (found.group(2), found.group(3))
 
 
 def _find_program(files: tuple[FileEntry, ...]) -> str | None:

@@ -2,7 +2,8 @@
 
 - both answer the prompts of the evaluation, and its judge decides each prompt; a language model is asked in
   both orders
-- prompts that the champion was trained on are left out
+- prompts that one of both, or a model before it, was trained on are left out; if too few are left there is no
+  match
 - the champion is loaded with the settings of its own run (base and adapter, or the merge)
 - the win rate is also given for each data source, up to a number of sources
 - both also answer the prompts of regression sets, which are in the artifact of the evaluation
@@ -22,7 +23,9 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.dataset import write
+from rlhf_core.data.dataset import sft_prompts, write
+from rlhf_core.data.formats import Message
+from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ModelError, StoreError, WorkerDied
 from rlhf_core.evaluation import match
@@ -32,7 +35,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
-from rlhf_core.types import PairExample, PromptExample, StageContext
+from rlhf_core.types import PairExample, PromptExample, SFTExample, StageContext
 from tests.support.chat_server import ChatServer, prefer_longer
 from tests.support.known_models import save_last_token_scorer
 
@@ -90,15 +93,22 @@ Tags = dict[str, str]
 def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path, Tags]]:
     """Publishes one that says something: its folder, and the tags of its version.
 
-    `seen` and `in_pairs` are ids of the prompts that the policy and its reward model were trained on.
+    `seen` and `in_pairs` are ids of the prompts that the policy and its reward model were trained on, `path`
+    is its base model.
     """
 
     def publish(
-        says: str, seen: Sequence[str] = (), in_pairs: Sequence[str] = (), key: str = "c" * 16, **data: str
+        says: str,
+        seen: Sequence[str] = (),
+        in_pairs: Sequence[str] = (),
+        key: str = "c" * 16,
+        path: str | None = None,
+        **data: str,
     ) -> tuple[Path, Tags]:
         store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
         made = config.model_dump(mode="json", by_alias=True)
         made["data"] |= data
+        made["model"]["path"] = path
         tags = {}
         for stage in ("data", "ppo"):
             policy(tmp_path / "out" / "policy", says)
@@ -232,12 +242,74 @@ def test_training_prompts_of_the_champion_are_left_out(
     config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
     tags = champion(BAD, seen=["p0", "p5", "another"], in_pairs=["p6"])[1]
-    result = match.run_match(config, context, tags)
+    result = match.run_match(least(config, 5), context, tags)
     assert result.prompt_ids == ("p1", "p2", "p3", "p4", "p7")
     assert len(result.comparison.preferences) == 5
-    tags = champion(BAD, seen=[f"p{i}" for i in range(len(PROMPTS))], key="d" * 16)[1]
-    with pytest.raises(MatchSkipped, match="it was trained on all held-out prompts"):
-        match.run_match(config, context, tags)
+    words = "only 5 held-out prompts are left that neither policy was trained on, and register.min_prompts=6"
+    with pytest.raises(MatchSkipped, match=words):
+        match.run_match(least(config, 6), context, tags)
+
+
+def least(config: PipelineConfig, prompts: int, **changes: Any) -> PipelineConfig:
+    """Return the configuration with this `register.min_prompts` and other sections."""
+    tree = config.model_dump(mode="json", by_alias=True) | {"register": {"min_prompts": prompts}}
+    return PipelineConfig.model_validate_json(json.dumps(tree | changes))
+
+
+def data_of_run(config: PipelineConfig, folder: Path, key: str, seen: Any, **made: Any) -> Path:
+    """Publish data and the artifact `sample` of a run, and return the folder of the latter.
+
+    `seen` are arguments of `write_data_artifact`, `made` are sections of the configuration of the run.
+    """
+    store = ArtifactStore(Store(config.store_url), folder / "cache")
+    tree = config.model_dump(mode="json", by_alias=True) | made
+    write_data_artifact(folder / key, tokenizer=TOKENIZER, **seen)
+    data = store.publish("data", key, folder / key, Provenance(config=tree))
+    (folder / "out").mkdir()
+    (folder / "out" / "best.jsonl").write_text("{}")
+    provenance = Provenance({"data": data}, config=tree)
+    return store.fetch(store.publish("sample", key, folder / "out", provenance))
+
+
+def test_prompts_of_demonstrations_and_of_the_models_before_are_left_out(
+    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
+) -> None:
+    """The champion began from a model, whose data had samples of another run; the candidate from a third."""
+    held_out = [PromptExample(f"p{i}", text, (1, 10 + i)) for i, text in enumerate(PROMPTS)]
+    write(context.inputs["data"], "prompts", "eval", held_out)
+    demonstrations = [
+        SFTExample((1, 10, 5, 6), (0, 0, 1, 1)),
+        SFTExample((1, 11), (0, 1)),  # its prompt is another one
+        SFTExample((1, 10, 3, 7, 12), (0, 0, 1, 0, 1)),  # of two turns
+    ]
+    sampled = data_of_run(config, tmp_path, "a" * 16, {"sft": demonstrations})
+    source = {"path": str(sampled / "best.jsonl")}
+    data = config.model_dump(mode="json")["data"]
+    prompts = {"prompts": [PromptExample("p3", "", ())]}
+    base = data_of_run(config, tmp_path, "b" * 16, prompts, data=data | {"sft": [source]})
+    third = data_of_run(config, tmp_path, "e" * 16, {"prompts": [PromptExample("p5", "", ())]})
+    tags = champion(BAD, seen=["p7"], path=str(base))[1]
+
+    alone = match.run_match(least(config, 1), context, tags)
+    assert alone.prompt_ids == ("p1", "p2", "p4", "p5", "p6")
+    copy = str(tmp_path / f"artifacts-sample-{'e' * 16}-{'0' * 12}" / "policy")
+    for path in (str(third / "policy"), copy):
+        ours = least(config, 1, model={"path": path})
+        assert match.run_match(ours, context, tags).prompt_ids == ("p1", "p2", "p4", "p6")
+
+    shutil.rmtree(third.parent)
+    with pytest.raises(MatchSkipped, match=f"the data of sample/{'e' * 16}, which it was made from, are not"):
+        match.run_match(ours, context, tags)
+
+
+def test_demonstrations_of_a_conversation_have_the_prompts_of_the_policy() -> None:
+    """A prompt of PPO has the tokens that a conversation has before the answer."""
+    encoder = Encoder(TOKENIZER, "chat", "the test")
+    asked, said = Message("user", PROMPTS[0]), Message("assistant", GOOD)
+    again = Message("user", PROMPTS[1])
+    whole = encoder.conversation([asked, said, again, said])
+    found = list(sft_prompts(SFTExample(whole.ids, whole.mask)))
+    assert found == [encoder.prompt([asked]), encoder.prompt([asked, said, again])]
 
 
 BF16 = {"policy_deepspeed": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}

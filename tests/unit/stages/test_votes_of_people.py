@@ -2,7 +2,8 @@
 
 - with a margin, a candidate waits for votes, and with votes that do not refuse it becomes champion: first
   against its SFT model, then against the champion in a match
-- the match of an earlier registration is used again, and continues its test at the same level
+- the match of an earlier registration is used again, and continues its test at the same level, unless the
+  champion's judge was missing then and is there now, or the reverse
 - a file of another page does not count, nor does one of a match that was not played; a warning says why
 - a file that was changed, is damaged or is no file of votes is refused, before the start where it can be
 - a file without votes is a warning; of two files of one page load the later one counts
@@ -27,6 +28,7 @@ from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.stages import register
+from rlhf_core.stages.earlier_match import match_name
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import open_store
 from rlhf_core.testing import stage_context
@@ -88,6 +90,11 @@ def engines() -> Iterator[list[ScriptedEngine]]:
 
     with scripted_engines(respond) as started:
         yield started
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PipelineConfig:
+    return PipelineConfig.model_validate_json(json.dumps({"run": {"home": str(tmp_path)}}))
 
 
 @pytest.fixture
@@ -211,6 +218,26 @@ def test_votes_count_for_the_match_they_are_about(
     run("three")
     run("three", str(tmp_path / "votes-champion-40.json"))
     assert len(engines) == 4
+
+
+def test_another_match_is_played_when_the_champions_judge_is_found_or_lost(
+    config: PipelineConfig, tmp_path: Path
+) -> None:
+    store = ArtifactStore(open_store(config), tmp_path / "cache")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("")
+    ref = store.publish("reward", "e" * 16, tmp_path / "model", Provenance())
+    context = stage_context(tmp_path)
+    missing = {"rlhf.reward.key": ref.key, "rlhf.reward.digest": "other"}
+    present = missing | {"rlhf.reward.digest": ref.digest}
+
+    def name(judge: str | None, tags: dict[str, str]) -> str:
+        return match_name(config, context, tags if judge is None else tags | {"eval.judge": judge})
+
+    for judge in ("reward_model", None):
+        assert name(judge, missing) != name(judge, present), "other judges answered"
+    assert name("gold", missing) == name("gold", present), "the reward model is no judge"
+    assert name("reward_model", missing) == name("reward_model", {}), "none answered"
 
 
 def test_files_that_are_no_votes_or_were_changed_are_refused(run: Any, tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""The prompts that a policy, its judges and the models before it were trained on.
+
+Every artifact names the artifacts that it was made from, and the configuration of its run. If its base model
+or one of its sources is in an artifact of another run, the data of that run count as well, and so on:
+
+    policy -> data
+           -> base model `champion:NAME` -> its data -> its base model ...
+           -> source `sample/best.jsonl` -> the data of the run that sampled ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.data import SETS
+from rlhf_core.data.dataset import load_pair_prompts, load_prompts, load_sft, sft_prompts
+from rlhf_core.data.tokenizer import tokenizer_digest
+from rlhf_core.errors import CorruptArtifact
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.storage.artifacts import (
+    ArtifactAddress,
+    ArtifactStore,
+    parse_artifact_address,
+    parse_artifact_copy,
+)
+from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.home import Home
+from rlhf_core.types import PromptExample
+
+
+@dataclass(frozen=True)
+class TrainedPrompts:
+    """Prompts of training data."""
+
+    ids: frozenset[str]
+    """Of the prompts of PPO and of the pairs."""
+    tokens: frozenset[str]
+    """Digests of the tokens of the prompts of demonstrations."""
+
+    @classmethod
+    def of(cls, folders: Sequence[Path]) -> TrainedPrompts:
+        """Return the prompts of the training splits of data artifacts.
+
+        Args:
+            folders: Of the data artifacts. The tokens of demonstrations are only used where tokenizer and
+                template are those of the first one.
+
+        Raises:
+            DataError: A file is missing or damaged.
+        """
+        ids: set[str] = set()
+        tokens: set[str] = set()
+        for folder in folders:
+            ids.update(prompt.prompt_id for prompt in load_prompts(folder, "train"))
+            ids.update(load_pair_prompts(folder, "train"))
+            if tokenizer_digest(folder / "tokenizer") == tokenizer_digest(folders[0] / "tokenizer"):
+                for example in load_sft(folder, "train"):
+                    tokens.update(_digest(prompt) for prompt in sft_prompts(example))
+        return cls(frozenset(ids), frozenset(tokens))
+
+    def __contains__(self, prompt: PromptExample) -> bool:
+        return prompt.prompt_id in self.ids or _digest(prompt.input_ids) in self.tokens
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return json_sha256(tuple(tokens))[:16]
+
+
+def data_of_ancestors(
+    config: PipelineConfig, artifacts: ArtifactStore, made: Mapping[str, Any]
+) -> list[Path]:
+    """Return the data artifacts of the runs whose artifacts a run used as base model or as source.
+
+    Args:
+        config: The present configuration, for the access to other stores.
+        artifacts: The store of the run.
+        made: Configuration of the run, without references.
+
+    Raises:
+        CorruptArtifact: One of them is in no store any more, or is damaged.
+    """
+    found: dict[tuple[str, str], Path] = {}
+    waiting = [(artifacts, used) for used in _used(made)]
+    seen: set[tuple[str, str]] = set()
+    while waiting:
+        store, used = waiting.pop()
+        if (used.stage, used.key) in seen:
+            continue
+        seen.add((used.stage, used.key))
+        ref = store.find(used.stage, used.key)
+        if ref is None and used.address is not None:
+            store = used.address.open_store(Home.of(config.run.home), config.store.endpoint)
+            ref = store.find(used.stage, used.key)
+        data = ref if ref is None or used.stage == "data" else store.parent(ref, "data")
+        if ref is None or data is None:
+            raise CorruptArtifact(
+                f"the data of {used.stage}/{used.key}, which it was made from, are not in its store"
+            )
+        found[data.key, data.digest] = store.fetch(data)
+        waiting += [(store, each) for each in _used(store.config(ref))]
+    return [found[identity] for identity in sorted(found)]
+
+
+class _Used(NamedTuple):
+    """An artifact that a configuration names."""
+
+    stage: StageName
+    key: str
+    address: ArtifactAddress | None
+    """None for a local copy from a bucket."""
+
+
+def _used(config: Mapping[str, Any]) -> Iterator[_Used]:
+    paths = [config["model"]["path"]]
+    for name in SETS:
+        paths += [source["path"] for source in config["data"].get(name) or ()]
+    for path in paths:
+        address = parse_artifact_address(path or "")
+        stage_key = parse_artifact_copy(path or "") if address is None else (address.stage, address.key)
+        if stage_key is not None:
+            stage = next((name for name in STAGES if name == stage_key[0]), None)
+            if stage is not None:
+                yield _Used(stage, stage_key[1], address)
