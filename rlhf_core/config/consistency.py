@@ -160,13 +160,12 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"
             " over-optimisation its score rises until the end; add reward.judge={}"
         )
-    every = ppo.evaluation_interval
-    chosen = ppo.evaluate_every is not None or ppo.publish == "best"
-    if chosen and every is not None and ppo.checkpoint_every % every and config.store.keep_best:
+    every, checkpoints = ppo.evaluation_interval, ppo.checkpoint_every
+    if every is not None and checkpoints and checkpoints % every and config.store.keep_best:
         yield (
-            f"ppo.checkpoint_every is {ppo.checkpoint_every}, but the policy is evaluated every {every}"
+            f"ppo.checkpoint_every is {checkpoints}, but the policy is evaluated every {every}"
             " steps. A checkpoint between two evaluations has no score and is not kept as the best one; set"
-            " ppo.checkpoint_every to a multiple of ppo.evaluate_every"
+            " ppo.checkpoint_every to a multiple of ppo.evaluate_every, or leave it out"
         )
     if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
         yield (

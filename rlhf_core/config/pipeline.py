@@ -306,6 +306,13 @@ class PipelineConfig(Section):
         return self.sample is not None and self.sample.judge == "language_model"
 
     @property
+    def judging_stages(self) -> tuple[Literal["sample", "evaluate"], ...]:
+        """The stages that can ask `evaluate.language_model`."""
+        labels: tuple[Literal["sample"], ...] = ("sample",) if self.labels_by_language_model else ()
+        judges = self.evaluate.language_model and self.evaluate.judge in ("auto", "language_model")
+        return (*labels, "evaluate") if judges else labels
+
+    @property
     def experiment(self) -> str:
         return self.tracking.experiment or f"rlhf/{self.run.name}"
 

@@ -235,7 +235,10 @@ class PPOConfig(PackedSection):
         " `kl.target`, or 100 without a target",
     )
     guards: GuardsConfig = execution(GuardsConfig(), "Conditions that indicate a failing training run")
-    checkpoint_every: PositiveInt = execution(10, "Steps between checkpoints")
+    checkpoint_every: PositiveInt | None = execution(
+        None,
+        "Steps between checkpoints; null: about 10, in line with the evaluations, whose scores they have",
+    )
     samples_every: PositiveInt = execution(10, "Steps between tables of sample responses")
 
     @property
@@ -347,9 +350,8 @@ class PPOConfig(PackedSection):
     @property
     def publish_kl_limit(self) -> float:
         """`publish_max_kl`, or the default derived from the target."""
-        if self.publish_max_kl is not None:
-            return self.publish_max_kl
-        return math.inf if self.kl.target is None else 5 * self.kl.target
+        derived = math.inf if self.kl.target is None else 5 * self.kl.target
+        return derived if self.publish_max_kl is None else self.publish_max_kl
 
     @property
     def kl_horizon(self) -> int:

@@ -14,6 +14,7 @@ from rlhf_core.config.base import (
     PositiveInt,
     Range,
     Section,
+    divisors_near,
     result,
 )
 
@@ -120,3 +121,21 @@ def check_staleness(staleness: int, colocate: str, *, filters: bool) -> None:
             " ppo.dynamic_filtering scores each batch before it samples other prompts for it; use"
             " ppo.staleness=1, or leave out ppo.dynamic_filtering"
         )
+
+
+def checkpoint_interval(chosen: int | None, evaluations: int | None) -> int:
+    """Return the steps between checkpoints: `ppo.checkpoint_every` if it was `chosen`, or the default for the
+    steps between evaluations (None: no evaluations).
+
+    The default is 10, or the multiple of `evaluations` that is nearest to it. If evaluations are rarer, it is
+    a divisor from 5 to 20 if there is one.
+    """
+    wanted = 10
+    if chosen is not None:
+        return chosen
+    if evaluations is None:
+        return wanted
+    if evaluations <= wanted:
+        return evaluations * round(wanted / evaluations)
+    near = [steps for steps in divisors_near(evaluations, wanted) if 5 <= steps <= 20]
+    return min(near, key=lambda steps: abs(steps - wanted), default=wanted)

@@ -150,11 +150,12 @@ def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
 def _judge_engine(config: PipelineConfig, device: Device) -> Iterator[Problem]:
     memory, least = judge_memory(config, device), config.max_sequence_tokens
     if memory is not None and memory.tokens < least:
-        text = (
-            f"evaluate: the KV cache of an engine with evaluate.language_model.path holds {memory.tokens}"
-            f" tokens; a question has more than a prompt and a response, which are up to {least}"
-        )
-        yield Problem("evaluate", JUDGE, text)
+        for stage in config.judging_stages:
+            text = (
+                f"{stage}: the KV cache of an engine with evaluate.language_model.path holds {memory.tokens}"
+                f" tokens; a question has more than a prompt and a response, which are up to {least}"
+            )
+            yield Problem(stage, JUDGE, text)
 
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
@@ -285,7 +286,7 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
         if section.lora is None:
             yield f"{problem.stage}.lora", "{r: 16, alpha: 32}", 6.0
         return
-    if problem.stage == "evaluate":
+    if problem.stage in ("sample", "evaluate"):
         ranks, engines = config.evaluate.ranks, config.evaluate.engines
         if problem.what in ("devices", "memory"):
             yield "evaluate.ranks", str(max(1, ranks // 2)), 1.0

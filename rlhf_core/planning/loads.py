@@ -5,7 +5,9 @@ dpo
 ppo             each group of `config.placement`:              load -> score -> backward -> step
                 each GPU of the engines:                       rollout; `colocate: all`: the group's devices
 evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo
-                (on the CPU: sample); a local language model that judges: judge
+                (on the CPU: sample)
+sample,         a local language model that labels or judges:  judge
+evaluate
 """
 
 from __future__ import annotations
@@ -273,7 +275,8 @@ def _judging(config: PipelineConfig, device: Device) -> Iterator[DeviceLoad]:
     if memory is not None:
         devices = config.evaluate.engines * config.ppo.engine.tensor_parallel
         kind = "cpu" if device.is_cpu else "cuda"
-        yield DeviceLoad("evaluate", JUDGE, "judge", devices, engine=memory.bytes, device=kind)
+        for stage in config.judging_stages:
+            yield DeviceLoad(stage, JUDGE, "judge", devices, engine=memory.bytes, device=kind)
 
 
 def ppo_models(

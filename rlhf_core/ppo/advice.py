@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_parts import checkpoint_interval
 from rlhf_core.config.rewards import ExternalReward, LanguageModelReward, RemoteReward
 
 log = logging.getLogger(__name__)
@@ -277,7 +278,8 @@ def _eager(situation: Situation) -> str | None:
 
 def _checkpoints(situation: Situation) -> str | None:
     metrics = situation.metrics
-    every = math.ceil(metrics["checkpoint/share"] / 0.05 * situation.ppo.checkpoint_every)
+    now = checkpoint_interval(situation.ppo.checkpoint_every, situation.ppo.evaluation_interval)
+    every = math.ceil(metrics["checkpoint/share"] / 0.05 * now)
     return (
         f"checkpoints take {metrics['checkpoint/share']:.0%} of the time: ppo.checkpoint_every={every} would"
         " make it 5 %"

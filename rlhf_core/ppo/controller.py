@@ -37,6 +37,7 @@ from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
+from rlhf_core.config.ppo_parts import checkpoint_interval
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.advice import Advice
@@ -145,6 +146,7 @@ class PPOController:
         """Of the last step."""
         self.completed_steps = 0
         """This is also the policy version."""
+        self._checkpoint_every = checkpoint_interval(ppo.checkpoint_every, ppo.evaluation_interval)
         self._last_checkpoint_step = 0
         """Step after which another attempt would continue."""
         self._previous_checkpoint_step = 0
@@ -171,7 +173,7 @@ class PPOController:
                 # Before the checkpoint: an attempt that continues makes a step, as `trained_logprobs` needs.
                 if self._is_finished():
                     break
-                if self.completed_steps % self._ppo.checkpoint_every == 0 or stop.requested:
+                if self.completed_steps % self._checkpoint_every == 0 or stop.requested:
                     self._checkpoint()
                 if stop.requested:
                     log.info("asked to stop: leaving after step %d", self.completed_steps)
@@ -263,7 +265,7 @@ class PPOController:
         """Return the shares of the steps since the last sync that `ppo.advice` looks at. No process works."""
         steps, self._steps_since_sync = self._steps_since_sync, Steps()
         seconds = steps.timings["timing/step"]
-        every = self._ppo.checkpoint_every * seconds / len(steps.batches)
+        every = self._checkpoint_every * seconds / len(steps.batches)
         # The first one was sampled before the last sync.
         sampled = [*steps.batches[1:], *self._ahead.finished] if self._ppo.staleness else steps.batches
         return {

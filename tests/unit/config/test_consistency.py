@@ -15,6 +15,7 @@ import pytest
 from rlhf_core.config.consistency import check_consistency, deepspeed_sections, unusual_settings
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_parts import checkpoint_interval
 from rlhf_core.preflight import check
 
 PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "configs").glob("*.yaml"))
@@ -138,6 +139,11 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"evaluate_every": 5, "checkpoint_every": 10},
     ),
     (
+        {"checkpoint_every": 25},  # steps: 100, an evaluation every 10
+        ("ppo.checkpoint_every is 25", "evaluated every 10 steps", "or leave it out"),
+        {"evaluate_every": 4},
+    ),
+    (
         {"max_new_tokens": 65},
         ("ppo.max_new_tokens: 65", "data.max_response_tokens (64)"),
         {"max_new_tokens": 64},
@@ -233,6 +239,13 @@ def test_the_limit_of_the_kl_follows_its_target() -> None:
         100.0,
         7.0,
     ]
+
+
+def test_checkpoints_line_up_with_evaluations() -> None:
+    every = {3: 9, 4: 8, 5: 10, 6: 12, 7: 7, 10: 10, 11: 11, 16: 8, 25: 5, 30: 10, 34: 17, 10**9: 10}
+    assert {each: checkpoint_interval(None, each) for each in every} == every
+    assert [checkpoint_interval(None, each) for each in (None, 97)] == [10, 10], "there is nothing near"
+    assert checkpoint_interval(10, 4) == 10
 
 
 def test_a_cut_response_pays_where_a_reward_model_scores_it() -> None:

@@ -1,6 +1,7 @@
 """A local language model as judge in `rlhf plan`.
 
-- its engine is a load of the evaluation with the sizes of its own config.json
+- its engine is a load of the evaluation with the sizes of its own config.json, and of the stage `sample` if
+  it labels the answers there
 - a judge that does not fit is a problem, and the changes offered make it fit
 - on a CPU the models of the evaluation are in memory one after the other
 - a judge at an address, or whose config.json is not here, needs nothing
@@ -38,7 +39,9 @@ def small() -> ModelShape:
     return shape
 
 
-def config(language_model: dict[str, Any] | None, **engine: Any) -> PipelineConfig:
+def config(
+    language_model: dict[str, Any] | None, labels: bool = False, judge: str = "auto", **engine: Any
+) -> PipelineConfig:
     sharded = {"ranks": 2, "zero_stage": 3, "dtype": "bfloat16", "gradient_checkpointing": True}
     trained = {"deepspeed": sharded, "micro_batch_tokens": 2048}
     ppo = {"policy_deepspeed": sharded, "critic_deepspeed": sharded, "micro_batch_tokens": 2048}
@@ -47,7 +50,8 @@ def config(language_model: dict[str, Any] | None, **engine: Any) -> PipelineConf
         "sft": trained,
         "reward": trained,
         "ppo": {**ppo, "engine": {"dtype": "bfloat16", "count": 4, **engine}},
-        "evaluate": {"language_model": language_model, "engines": 2},
+        "sample": {"judge": "language_model"} if labels else None,
+        "evaluate": {"language_model": language_model, "engines": 2, "judge": judge},
     }
     return config_from_tree(tree, "test")
 
@@ -68,6 +72,24 @@ def test_the_engine_of_a_local_judge_is_a_load_of_the_evaluation(folder: str) ->
     assert loads(config({"path": f"{folder}/missing"}), hardware) == []
     address = {"url": "https://judge.example/v1", "model": "j", "allowed_hosts": ["judge.example"]}
     assert loads(config(address), hardware) == []
+
+
+def test_a_judge_that_labels_answers_is_a_load_of_the_stage_sample(folder: str) -> None:
+    hardware = parse_gpus("8xA100-80G")
+    both = loads(config({"path": folder}, labels=True), hardware)
+    assert [(load.stage, load.phase, load.devices) for load in both] == [
+        ("sample", "judge", 2),
+        ("evaluate", "judge", 2),
+    ]
+    [load] = loads(config({"path": folder}, labels=True, judge="gold"), hardware)
+    assert load.stage == "sample", "another judge decides the evaluation"
+    small_gpus = parse_gpus("8xRTX4090-24G")
+    configured = config({"path": folder}, labels=True, gpu_memory_utilization=0.6)
+    verdict = judge(configured, small(), small_gpus)
+    assert [problem.stage for problem in verdict.problems] == ["sample", "evaluate"]
+    assert verdict.problems[0].text.startswith("sample: the KV cache of an engine with evaluate.language_")
+    changes = advise(configured, lambda changed: judge(changed, small(), small_gpus))
+    assert changes is not None and any("gpu_memory_utilization" in change for change in changes)
 
 
 def test_a_judge_that_does_not_fit_is_a_problem_with_a_way_out(folder: str) -> None:
