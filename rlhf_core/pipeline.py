@@ -11,8 +11,8 @@ This module imports nothing heavy: the command line and the configuration use it
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhf_core.errors import InputError
@@ -37,6 +37,8 @@ class Stage:
     """Sections of the configuration that affect its result, such as `reward` or `reward.judge`. The first one
     is logged as parameters of its MLflow run.
     """
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The only fields of a section, or of a part of one, that affect its result; by their names."""
     inputs: tuple[StageName, ...] = ()
     """Stages whose artifacts it reads, if they are enabled."""
     sources: tuple[str, ...] = ()
@@ -89,6 +91,9 @@ _TRAINING = ("deepspeed", "pyarrow.parquet", "rlhf_core.cluster.ranks")
 _SCORING = ("rlhf_core.models.policy", "rlhf_core.models.score", "rlhf_core.models.scoring")
 _PLOTS = ("rlhf_core.evaluation.plots",)
 
+_PAIRS = {"reward.judge": ("fraction",)}
+"""Stages that train on the other pairs."""
+
 _TABLE = (
     Stage(
         "data",
@@ -116,6 +121,7 @@ _TABLE = (
         "rlhf_core.stages.reward:run",
         version=6,
         sections=("reward", "model"),
+        fields=_PAIRS,
         inputs=("data", "sft"),
         enabled_by="reward.enabled",
         always_in_key=True,
@@ -130,6 +136,7 @@ _TABLE = (
         version=1,
         sections=("reward", "model"),
         inputs=("data", "sft"),
+        sources=("reward.judge.",),
         enabled_by="reward.judge",
         headline=("accuracy", "margin", "eval_loss"),
         memory_fields=("reward.micro_batch_tokens",),
@@ -142,6 +149,7 @@ _TABLE = (
         version=1,
         # The pairs of the judge train no policy.
         sections=("dpo", "model", "reward.judge"),
+        fields=_PAIRS,
         inputs=("data", "sft"),
         enabled_by="dpo.enabled",
         headline=("accuracy", "margin", "eval_loss"),

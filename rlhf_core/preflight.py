@@ -16,6 +16,7 @@ from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, shown, texts
 from rlhf_core.data.check import check_data
+from rlhf_core.data.judge_base import JUDGE_PATH, check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_language_model, check_votes
 from rlhf_core.models.architectures import check_architecture
@@ -58,6 +59,7 @@ def check(config: PipelineConfig, *further: Part) -> list[str]:
         ("model.path", check_model),
         ("model.path", check_architecture),
         ("lora", check_adapters),
+        (JUDGE_PATH, check_base_of_judge),
         ("ppo.rewards", check_rewards),
         ("evaluate.language_model", check_language_model),
         ("register.votes", check_votes),

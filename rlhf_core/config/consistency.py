@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rlhf_core.config.engine import MAX_ENGINE_RANK
-from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig, section_of
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
@@ -139,7 +139,10 @@ def deepspeed_sections(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfi
     has_critic = ppo.uses_critic or ppo.uses_reward_model
     critic = [("ppo.critic_deepspeed", ppo.critic_deepspeed)] if has_critic else []
     return [
-        *((f"{stage}.deepspeed", section.deepspeed) for stage, section in config.training_sections.items()),
+        *(
+            (f"{section_of(stage)}.deepspeed", section.deepspeed)
+            for stage, section in config.training_sections.items()
+        ),
         ("ppo.policy_deepspeed", ppo.policy_deepspeed),
         *critic,
     ]

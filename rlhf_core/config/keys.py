@@ -72,7 +72,10 @@ def stage_key(
         # checkpoints record them with the versions.
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": {name: _settings(config, name) for name in sections_read(config, stage)},
+        "config": {
+            name: _only(STAGES[stage].fields, name, _settings(config, name))
+            for name in sections_read(config, stage)
+        },
         "inputs": dict(sorted(input_digests.items())),
         "sources": dict(sorted(source_digests.items())),
     }
@@ -83,6 +86,20 @@ def stage_key(
     return json_sha256(payload)[:16]
 
 
+def _only(
+    fields: Mapping[str, tuple[str, ...]], name: str, settings: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the settings of a section without those that do not affect a stage (`Stage.fields`)."""
+    if settings is None:
+        return None
+    if name in fields:
+        return {key: value for key, value in settings.items() if key in fields[name]}
+    return {
+        key: _only(fields, f"{name}.{key}", value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+    }
+
+
 def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
     """Return the settings of `stage` that affect rounding and are not in its key, by their full names."""
     settings: dict[str, str] = {}
@@ -90,7 +107,8 @@ def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str
         section = _section(config, name)
         if section is not None:
             settings.update(_rounding_settings(name, section))
-    return settings
+    parts = STAGES[stage].fields
+    return {name: value for name, value in settings.items() if name.rpartition(".")[0] not in parts}
 
 
 def _rounding_settings(prefix: str, section: Section) -> dict[str, str]:

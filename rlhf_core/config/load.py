@@ -15,13 +15,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
 from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
-from rlhf_core.config.pipeline import PipelineConfig, TrainingStage
+from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
@@ -164,8 +164,9 @@ def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
     default = "float32"
     if uses_gpu(device) and not any(_BEFORE_AMPERE.search(name) for name in machine().gpu_names()):
         default = "bfloat16"
-    for stage in get_args(TrainingStage):
+    for stage in ("sft", "reward", "dpo"):  # the judge has that of the reward model
         _fill(tree, (stage, "deepspeed"), "dtype", default)
+    _complete_judge(tree)
     _fill(tree, ("ppo", "policy_deepspeed"), "dtype", default)
     _fill(tree, ("ppo", "critic_deepspeed"), "dtype", default)
     policy = tree["ppo"].get("policy_deepspeed") if isinstance(tree.get("ppo"), dict) else None
@@ -173,6 +174,17 @@ def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
     # A precision of the policy that is not allowed is reported once, and not also as that of the engines.
     _fill(tree, ("ppo", "engine"), "dtype", dtype if dtype in ("float32", "bfloat16", "float16") else default)
     return tree
+
+
+def _complete_judge(tree: dict[str, Any]) -> None:
+    """Fill what the parts of `reward.judge` leave out with the settings of the reward model."""
+    reward = tree.get("reward")
+    judge = reward.get("judge") if isinstance(reward, dict) else None
+    if isinstance(reward, dict) and isinstance(judge, dict):
+        for part in ("optimizer", "deepspeed", "lora"):
+            own, default = judge.get(part), reward.get(part)
+            if isinstance(own, dict) and isinstance(default, dict):
+                judge[part] = default | own
 
 
 def _fill(tree: dict[str, Any], path: Keys, name: str, value: Any) -> None:

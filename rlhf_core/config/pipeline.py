@@ -249,8 +249,13 @@ class ModelConfig(Section):
     tiny: TinyModel = result(TinyModel(), "Shape of the model from scratch")
 
 
-TrainingStage = Literal["sft", "reward", "dpo"]
+TrainingStage = Literal["sft", "reward", "judge", "dpo"]
 """The stages that train one model."""
+
+
+def section_of(stage: TrainingStage) -> str:
+    """Return the section with the settings of a stage that trains one model."""
+    return "reward.judge" if stage == "judge" else stage
 
 
 class PipelineConfig(Section):
@@ -287,10 +292,15 @@ class PipelineConfig(Section):
 
     @property
     def training_sections(self) -> dict[TrainingStage, SFTConfig | RewardConfig | DPOConfig]:
-        """The sections of the stages that train one model, without those of disabled stages."""
+        """The settings of the stages that train one model, without those of disabled stages, and without the
+        judge if it has none of its own.
+        """
         sections: dict[TrainingStage, SFTConfig | RewardConfig | DPOConfig] = {"sft": self.sft}
         if self.reward.enabled:
             sections["reward"] = self.reward
+        judge = self.reward.judge
+        if self.reward.enabled and judge is not None and (judge.path or judge.own_settings):
+            sections["judge"] = self.reward.of_judge
         if self.dpo.enabled:
             sections["dpo"] = self.dpo
         return sections
@@ -331,7 +341,8 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
-        for name, section in self.training_sections.items():
+        for stage, section in self.training_sections.items():
+            name = section_of(stage)
             if section.deepspeed.ranks > section.batch_size:
                 raise ValueError(
                     f"{name}.deepspeed.ranks must be at most {name}.batch_size ({section.batch_size}); got"

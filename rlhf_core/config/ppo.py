@@ -236,8 +236,7 @@ class PPOConfig(PackedSection):
     )
     guards: GuardsConfig = execution(GuardsConfig(), "Conditions that indicate a failing training run")
     checkpoint_every: PositiveInt | None = execution(
-        None,
-        "Steps between checkpoints; null: about 10, in line with the evaluations, whose scores they have",
+        None, "Steps between checkpoints; null: about 10, in line with evaluations, whose scores they have"
     )
     samples_every: PositiveInt = execution(10, "Steps between tables of sample responses")
 
@@ -336,9 +335,8 @@ class PPOConfig(PackedSection):
     @property
     def kl_limit(self) -> float:
         """`max_kl`, or the default derived from the target."""
-        if self.max_kl is not None:
-            return self.max_kl
-        return 100.0 if self.kl.target is None else 5 * self.kl.target
+        derived = 100.0 if self.kl.target is None else 5 * self.kl.target
+        return derived if self.max_kl is None else self.max_kl
 
     @property
     def evaluation_interval(self) -> int | None:

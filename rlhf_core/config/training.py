@@ -20,6 +20,8 @@ from rlhf_core.config.base import (
     PositiveInt,
     Range,
     Section,
+    UserPath,
+    content,
     execution,
     result,
     rounding,
@@ -205,16 +207,6 @@ class SFTConfig(PackedSection):
     samples: PositiveInt = result(8, "Held-out prompts whose responses are logged at the end")
 
 
-class JudgeConfig(Section):
-    """A second reward model from other pairs, with another seed, which the policy is not trained with."""
-
-    fraction: PositiveFloat = result(
-        0.5,
-        "Share of the prompts whose pairs train the judge; the reward model is trained with the others",
-        within=Range(0.05, 0.95, "both models need pairs"),
-    )
-
-
 Combine = Literal["mean", "worst_case", "uncertainty"]
 """How the scores of several reward models become one (`models.ensemble`)."""
 PENALTY = 0.5
@@ -241,6 +233,43 @@ class EnsembleConfig(Section):
         "Weight of the variance over the members. Only with `combine: uncertainty`",
         within=Range(0, 1000, "the scores have standard deviation 1"),
     )
+
+
+class JudgeConfig(Section):
+    """A second reward model from other pairs, with another seed, which the policy is not trained with.
+
+    A setting of its training that is null is that of the section `reward`. Fields that `optimizer`,
+    `deepspeed` or `lora` leave out are those of the reward model too.
+    """
+
+    fraction: PositiveFloat = result(
+        0.5,
+        "Share of the prompts whose pairs train the judge; the reward model is trained with the others",
+        within=Range(0.05, 0.95, "both models need pairs"),
+    )
+    path: UserPath | None = content(
+        None,
+        "Folder of another base model, in Hugging Face layout and with the same tokens, that the judge starts"
+        " from; null: the SFT model",
+        min_length=1,
+    )
+    optimizer: OptimizerConfig | None = result(None, "AdamW and its schedule", later=True)
+    deepspeed: DeepSpeedConfig | None = result(None, "Ranks, ZeRO, precision", later=True)
+    lora: LoraConfig | None = result(None, "Train adapters and the score head only", later=True)
+    epochs: PositiveInt | None = result(None, "Passes over its pairs", within=PASSES, later=True)
+    batch_size: PositiveInt | None = result(
+        None, "Pairs per optimizer step, over all ranks", within=BATCH, later=True
+    )
+    micro_batch_tokens: PositiveInt | None = rounding(
+        None, "Tokens per forward pass of one rank", within=TOKENS
+    )
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """The settings of its training that are not those of the section `reward`, by fields of it."""
+        names = set(type(self).model_fields) - {"fraction", "path"}
+        values = {name: getattr(self, name) for name in sorted(names)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class RewardConfig(PackedSection):
@@ -272,8 +301,8 @@ class RewardConfig(PackedSection):
     )
     judge: JudgeConfig | None = result(
         None,
-        "Train a second reward model as a judge, with the settings of this section. It judges the evaluations"
-        " during PPO, the stage `evaluate` and the match; null: no second model",
+        "Train a second reward model as a judge, with the settings of this section, or its own. It judges the"
+        " evaluations during PPO, the stage `evaluate` and the match; null: no second model",
         later=True,
     )
     ensemble: EnsembleConfig | None = result(
@@ -288,6 +317,11 @@ class RewardConfig(PackedSection):
         "If the held-out accuracy is below this, the stage fails, because PPO with such a reward model would"
         " optimise noise. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require 0.6",
     )
+
+    @property
+    def of_judge(self) -> RewardConfig:
+        """The settings with which the judge is trained."""
+        return self.model_copy(update=self.judge.own_settings if self.judge is not None else {})
 
     @property
     def members(self) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig
+from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig, section_of
 from rlhf_core.config.redact import shown
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
@@ -552,7 +552,8 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
     """Check that the model has the targets of each adapter, and that its quantization is possible."""
     ppo = config.ppo
     trained: list[tuple[str, LoraConfig | None, list[DeepSpeedConfig]]] = [
-        (stage, section.lora, [section.deepspeed]) for stage, section in config.training_sections.items()
+        (section_of(stage), section.lora, [section.deepspeed])
+        for stage, section in config.training_sections.items()
     ]
     critic = [ppo.critic_deepspeed] if ppo.uses_critic else []
     trained.append(("ppo", ppo.lora, [ppo.policy_deepspeed, *critic]))

@@ -17,6 +17,8 @@ def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
         members = config.reward.members
         several = f"; {members} models one after the other" if members > 1 else ""
         descriptions.append(("reward", _pairs(config, "reward", config.reward) + several))
+    if "judge" in config.training_sections:
+        descriptions.append(("judge", _pairs(config, "judge", config.reward.of_judge)))
     if config.dpo.enabled:
         descriptions.append(("dpo", _pairs(config, "dpo", config.dpo)))
     return [*descriptions, ("ppo", _ppo(config))]

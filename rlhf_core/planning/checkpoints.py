@@ -16,7 +16,7 @@ from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import first_devices, hosts_of
-from rlhf_core.planning.loads import ppo_models
+from rlhf_core.planning.loads import ppo_models, trained_model
 from rlhf_core.planning.memory import Model
 
 HASH_BYTES = 1.5e9
@@ -48,7 +48,7 @@ def checkpoint_sizes(
 ) -> Iterator[CheckpointSize]:
     """Yield the checkpoint of each training stage."""
     for stage, section in config.training_sections.items():
-        model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
+        model = trained_model(config, shape, stage, section.deepspeed)
         best = getattr(section, "early_stop", None) is not None
         size = _size(stage, [(model, model_bytes(model, best=best), 0)], hardware)
         if stage == "reward":

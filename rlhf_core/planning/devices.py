@@ -9,7 +9,7 @@ from typing import Literal
 
 from rlhf_core.config.consistency import deepspeed_sections
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig, section_of
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.models.folder import ModelFolder
@@ -75,7 +75,7 @@ def check_gpu_counts(
 def _ranks_outside_ppo(config: PipelineConfig) -> list[tuple[str, int]]:
     """Return the ranks of the other stages, with the section that sets them."""
     sections = config.training_sections.items()
-    trained = [(f"{stage}.deepspeed", section.deepspeed.ranks) for stage, section in sections]
+    trained = [(f"{section_of(stage)}.deepspeed", section.deepspeed.ranks) for stage, section in sections]
     return [*trained, ("evaluate", config.evaluate.ranks)]
 
 

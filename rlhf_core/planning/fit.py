@@ -12,6 +12,7 @@ from itertools import chain, count
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.pipeline import section_of
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError, ModelError
@@ -275,16 +276,16 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
     """
     trained = config.training_sections
     if problem.stage in trained:
-        section = trained[problem.stage]
+        section, name = trained[problem.stage], section_of(problem.stage)
         if problem.what == "devices":
-            yield f"{problem.stage}.deepspeed.ranks", str(max(1, section.deepspeed.ranks // 2)), 1.0
+            yield f"{name}.deepspeed.ranks", str(max(1, section.deepspeed.ranks // 2)), 1.0
             return
         yield from _smaller_passes(
-            problem.stage, section.micro_batch_tokens, largest_pass(config, problem.stage).longest
+            name, section.micro_batch_tokens, largest_pass(config, problem.stage).longest
         )
-        yield from _trainer(f"{problem.stage}.deepspeed", section.deepspeed)
+        yield from _trainer(f"{name}.deepspeed", section.deepspeed)
         if section.lora is None:
-            yield f"{problem.stage}.lora", "{r: 16, alpha: 32}", 6.0
+            yield f"{name}.lora", "{r: 16, alpha: 32}", 6.0
         return
     if problem.stage in ("sample", "evaluate"):
         ranks, engines = config.evaluate.ranks, config.evaluate.engines

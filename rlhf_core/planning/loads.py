@@ -1,7 +1,7 @@
 """Memory on each device, by phase of a stage.
 
 sft, reward,    one model on `deepspeed.ranks` devices:        load -> backward -> step
-dpo
+judge, dpo
 ppo             each group of `config.placement`:              load -> score -> backward -> step
                 each GPU of the engines:                       rollout; `colocate: all`: the group's devices
 evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo
@@ -23,6 +23,7 @@ from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import Group
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.data.judge_base import shape_of_stage
 from rlhf_core.errors import ModelError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.shape import ModelShape
@@ -121,8 +122,8 @@ def largest_pass(
         budget = config.sft.micro_batch_tokens
         # `auto` counts as packed, which needs more memory (`Model._layer`).
         packed = config.sft.pack is not False
-    elif stage in ("reward", "dpo"):
-        section = config.reward if stage == "reward" else config.dpo
+    elif stage in ("reward", "judge", "dpo"):
+        section = {"reward": config.reward, "judge": config.reward.of_judge, "dpo": config.dpo}[stage]
         longest = data.max_prompt_tokens + data.max_response_tokens
         count = 2 * section.batch_size
         ranks = section.deepspeed.ranks
@@ -145,13 +146,22 @@ def largest_pass(
     return ForwardPass(tokens, longest, packed, config.model.attention)
 
 
+def trained_model(
+    config: PipelineConfig, shape: ModelShape, stage: TrainingStage, deepspeed: DeepSpeedConfig
+) -> Model:
+    """Return the model that a stage trains, with this sharding."""
+    scores, lora = stage in ("reward", "judge"), config.training_sections[stage].lora
+    return Model(shape_of_stage(config, stage, shape), deepspeed, scores=scores, lora=lora)
+
+
 def stage_loads(
     config: PipelineConfig, shape: ModelShape, stage: TrainingStage, kind: str
 ) -> Iterator[DeviceLoad]:
     """Yield the memory of each rank in each phase of a stage that trains one model."""
     section = config.training_sections[stage]
-    if stage == "reward":
+    if stage in ("reward", "judge"):
         what = "reward model"
+        shape = shape_of_stage(config, stage, shape)
         model = Model(shape, section.deepspeed, scores=True, lora=section.lora, device=kind)
     else:
         what = "policy"
@@ -306,7 +316,8 @@ def ppo_models(
             )
     if "reward" in group.roles and config.judge_in_ppo:
         judge = group.deepspeed("judge", ppo)
-        models["judge"] = Model(shape, judge, trained=False, scores=True, device=kind)
+        own = shape_of_stage(config, "judge", shape)
+        models["judge"] = Model(own, judge, trained=False, scores=True, device=kind)
     return models
 
 

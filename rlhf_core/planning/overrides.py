@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.pipeline import TrainingStage
+from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.planning.fit import Changes
 
 
@@ -28,3 +30,15 @@ def with_changes(config: PipelineConfig, changes: Changes) -> PipelineConfig:
     """Return the configuration with these fields changed. Raises ConfigError."""
     tree = config.model_dump(mode="json", by_alias=True)
     return config_from_tree(tree, "plan", [f"{name}={value}" for name, value in changes.items()])
+
+
+def with_section(
+    config: PipelineConfig, stage: TrainingStage, section: SFTConfig | RewardConfig | DPOConfig
+) -> PipelineConfig:
+    """Return the configuration with other settings of a stage that trains one model."""
+    if stage != "judge":
+        return config.model_copy(update={stage: section})
+    assert config.reward.judge is not None
+    own = {"deepspeed": section.deepspeed, "micro_batch_tokens": section.micro_batch_tokens}
+    judge = config.reward.judge.model_copy(update=own)
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"judge": judge})})

@@ -19,7 +19,7 @@ from itertools import product
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import EngineConfig
-from rlhf_core.config.pipeline import TrainingStage
+from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
@@ -37,9 +37,10 @@ from rlhf_core.planning.loads import (
     largest_pass,
     ppo_models,
     stage_loads,
+    trained_model,
 )
-from rlhf_core.planning.memory import ENGINE_CONTEXT, Model, engine_memory
-from rlhf_core.planning.overrides import changed_fields, with_changes
+from rlhf_core.planning.memory import ENGINE_CONTEXT, engine_memory
+from rlhf_core.planning.overrides import changed_fields, with_changes, with_section
 from rlhf_core.planning.speed import (
     PHASES,
     Seconds,
@@ -156,10 +157,10 @@ def _training(
     for ranks in rank_counts(min(hardware.count, section.batch_size), hardware.per_host):
         largest = math.ceil(sequences / ranks) * longest
         for sharding in shardings(section.deepspeed, ranks, hardware, section.lora):
-            model = Model(shape, sharding, scores=stage == "reward", lora=section.lora)
+            model = trained_model(config, shape, stage, sharding)
             for tokens in micro_batches(section.micro_batch_tokens, smallest, largest):
                 candidate = section.model_copy(update={"deepspeed": sharding, "micro_batch_tokens": tokens})
-                changed = config.model_copy(update={stage: candidate})
+                changed = with_section(config, stage, candidate)
                 peak = max(stage_loads(changed, shape, stage, "cuda"), key=lambda load: load.total)
                 if not _fits_hosts([peak], hardware):
                     continue
@@ -172,8 +173,8 @@ def _training(
                 seconds = optimizer_step_time(model, sequences, longest, budget, hardware)
                 # The first of equally fast ones is the simplest.
                 if best is None or seconds.total < best[0].total * (1 - 1e-9):
-                    fields = _trainer_fields(f"{stage}.deepspeed", sharding)
-                    fields[f"{stage}.micro_batch_tokens"] = str(tokens)
+                    fields = _trainer_fields(f"{section_of(stage)}.deepspeed", sharding)
+                    fields[f"{section_of(stage)}.micro_batch_tokens"] = str(tokens)
                     best = (seconds, fields, host_memory([peak], hardware))
                 break
     assert closest is not None, "one rank is always tried"

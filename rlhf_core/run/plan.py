@@ -22,8 +22,7 @@ from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
 from rlhf_core.planning.fit import FitVerdict, advise, host_memory, judge
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import DeviceLoad, largest_pass
-from rlhf_core.planning.memory import Model
+from rlhf_core.planning.loads import DeviceLoad, largest_pass, trained_model
 from rlhf_core.planning.search import NoSplit, Split, fastest
 from rlhf_core.planning.speed import (
     DECODE_BANDWIDTH,
@@ -172,7 +171,7 @@ def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardwa
     for stage, section in config.training_sections.items():
         # The other stages train on pairs.
         sequences = 1 if stage == "sft" else 2
-        model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
+        model = trained_model(config, shape, stage, section.deepspeed)
         batch = largest_pass(config, stage)
         seconds[stage] = optimizer_step_time(
             model, sequences * section.batch_size, batch.longest, batch.tokens, hardware

@@ -25,10 +25,13 @@ from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
+from rlhf_core.data.judge_base import JUDGE_PATH, base_of_judge, require_same_tokens
+from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.exchange import exchange_pairs
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
@@ -64,9 +67,14 @@ def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
 
 
 def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
+    base = base_of_judge(config) if stage == "judge" else None
+    if base is not None:
+        require_same_tokens(base, context.inputs["data"] / "tokenizer")
+        if context.sources.get(JUDGE_PATH, "") != model_digest(str(base), None):
+            raise DataError(f"{JUDGE_PATH}: {base} was changed after the run began; run again")
     metrics = train_on_ranks(
         _train,
-        config.reward,
+        _settings(config, stage),
         config,
         context,
         context.inputs["data"],
@@ -76,6 +84,10 @@ def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> Sta
         stage,
     )
     return finish(config, context, stage, metrics)
+
+
+def _settings(config: PipelineConfig, stage: StageName) -> RewardConfig:
+    return config.reward.of_judge if stage == "judge" else config.reward
 
 
 def finish(
@@ -103,7 +115,7 @@ def _train(
     context: StageContext | None,
 ) -> dict[str, float]:
     """Train the model, or all members of the ensemble. The judge is one model."""
-    reward = config.reward
+    reward = _settings(config, stage)
     train, held_out = training_pairs(config, data, stage), load_pairs(data, "eval")
     if reward.margin == "field":
         require_margins([*train, *held_out])
@@ -135,6 +147,11 @@ class _Inputs:
     train: Sequence[PairExample]
     held_out: Sequence[PairExample]
 
+    @property
+    def own_base(self) -> Path | None:
+        """Folder of the model that the training starts from; None if it is the SFT model."""
+        return base_of_judge(self.config) if self.stage == "judge" else None
+
     def seed(self, number: int, *purpose: str) -> int:
         """Return a seed of the member with this number. Those of the first are the ones without ensemble."""
         member = (number,) if number else ()
@@ -144,12 +161,12 @@ class _Inputs:
 def _train_member(
     rank: Any, inputs: _Inputs, number: int, work: Path, out: Path, context: StageContext | None
 ) -> Member:
-    config, reward = inputs.config, inputs.config.reward
-    data, sft, held_out = inputs.data, inputs.sft, inputs.held_out
+    config, reward = inputs.config, _settings(inputs.config, inputs.stage)
+    data, held_out = inputs.data, inputs.held_out
     folder = member_folder(out / "model", number)
     torch.manual_seed(inputs.seed(number, "init"))  # of the score head and of adapters
     model = load_score_model(
-        sft / "model",
+        inputs.own_base or inputs.sft / "model",
         dtype=reward.deepspeed.dtype,
         attention=config.model.attention,
         device=rank.torch_device,
@@ -175,7 +192,7 @@ def _train_member(
     engine.save_model(folder, model.save)
     engine.save_adapter(
         member_folder(out / "adapter", number),
-        f"{context.artifact_name('sft')}/model" if context is not None else "",
+        _name_of_base(inputs, context) if context is not None else "",
     )
     steps_done = engine.steps_done
     measured = [held_out] if exchanged is None else [held_out, exchanged]
@@ -218,6 +235,10 @@ def _train_member(
         **metrics,
     }
     return Member(metrics, statistics.normalize(scores).flatten().tolist())
+
+
+def _name_of_base(inputs: _Inputs, context: StageContext) -> str:
+    return str(inputs.own_base or f"{context.artifact_name('sft')}/model")
 
 
 def warn_of_rounding(stage: StageName, merge_gap: float, margin: float) -> None:

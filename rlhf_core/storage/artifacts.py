@@ -256,7 +256,9 @@ class ArtifactStore:
         """
         manifest = self._read(ref.kind, ref.key)
         made_from = manifest.body["parents"].get(kind) if manifest is not None else None
-        found = self.find(kind, made_from["key"]) if made_from is not None else None
+        if made_from is None:
+            return None
+        found = self.find(kind, made_from["key"])
         return found if found is not None and found.digest == made_from["digest"] else None
 
     def upload_pending(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:

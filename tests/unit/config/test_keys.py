@@ -87,6 +87,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ),
         ({"reward": {"early_stop": {"every": 9}}}, SECTIONS["reward"]),
         ({"reward": {"judge": {}}}, {"reward", "judge", "dpo"}),
+        ({"reward": {"judge": {"epochs": 1, "lora": {}}}}, {"reward", "judge", "dpo"}),
         ({"reward": {"ensemble": {}}}, SECTIONS["reward"]),
         ({"sft": {"early_stop": {"every": 9}}}, SECTIONS["sft"]),
         ({"sample": {}}, SECTIONS["sample"]),
@@ -97,12 +98,13 @@ def test_setting_changes_only_keys_of_its_stages(tree: dict[str, Any], stages: s
     assert _changed(tree) == stages
 
 
+JUDGE: dict[str, Any] = {"optimizer": {}, "deepspeed": {}, "lora": {}}
 EVERYTHING = {
     "run": {"device": "cpu"},
     "model": {"path": "model"},
     "sft": {"lora": {}, "early_stop": {}},
     "drift": {},
-    "reward": {"lora": {}, "early_stop": {}, "judge": {}, "ensemble": {"combine": "uncertainty"}},
+    "reward": {"lora": {}, "early_stop": {}, "judge": JUDGE, "ensemble": {"combine": "uncertainty"}},
     "dpo": {"enabled": True, "lora": {}},
     "sample": {},
     "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
@@ -135,6 +137,7 @@ EVERYTHING = {
 DEEPSPEEDS = (
     "sft.deepspeed",
     "reward.deepspeed",
+    "reward.judge.deepspeed",
     "dpo.deepspeed",
     "ppo.policy_deepspeed",
     "ppo.critic_deepspeed",
@@ -147,6 +150,7 @@ IN_NO_KEY = {
         "gradient_checkpointing", "hpz", "ranks")),
     "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens", "sft.threads",
     "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy", "reward.threads",
+    "reward.judge.path", "reward.judge.micro_batch_tokens",
     "dpo.checkpoint_every", "dpo.eval_every", "dpo.micro_batch_tokens", "dpo.threads",
     "evaluate.engines", "evaluate.ranks",
     *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "allowed_hosts", "api_key_env",
@@ -201,6 +205,8 @@ def _with_each_field_changed(value: Any, path: str = "") -> Iterator[tuple[str, 
 
 
 def _stages_of(path: str) -> set[str]:
+    if path.startswith("reward.judge.") and path not in {*IN_NO_KEY, *OUTSIDE}:
+        return {"judge"}
     return set() if path in IN_NO_KEY else OUTSIDE.get(path, SECTIONS.get(path.split(".")[0], set()))
 
 

@@ -5,6 +5,7 @@
 - pairs that a model has labelled do not train the judge
 - without a judge, all pairs train the reward model
 - settings that make no sense are refused
+- the judge can have settings of its own, and another base model with the same tokens
 - the parameters of the judge's MLflow run are those of the reward model
 - the judge is not a measure that the policy was trained with, unless it has labelled data
 """
@@ -16,19 +17,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, stage_inputs
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError, DataError, GateFailed
+from rlhf_core.config.training import JudgeConfig
+from rlhf_core.data.judge_base import check_base_of_judge
+from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.errors import ConfigError, DataError, GateFailed, ModelError
 from rlhf_core.evaluation import scoring
+from rlhf_core.models.shape import tiny_shape
 from rlhf_core.pipeline import STAGES
+from rlhf_core.planning.batches import describe_batches
+from rlhf_core.planning.hardware import parse_gpus
+from rlhf_core.planning.loads import device_loads
+from rlhf_core.planning.search import Split, fastest
 from rlhf_core.run.attempt import _params
+from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.run.spec import StageSpec
+from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.pairs import training_pairs
+from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
+from rlhf_core.testing.trainer import scripted_trainers
 from rlhf_core.types import PairExample
+from tests.support.tiny_llama import save_tiny_llama
 
 PAIRS = [PairExample(f"p{i // 2}", "", (1,), (2, i), (3, i)) for i in range(400)]
 
@@ -116,3 +132,83 @@ def test_every_stage_has_the_parameters_of_its_section() -> None:
         params[stage] = _params(StageSpec(stage, "key", config_of({}), {}, None, "pipeline", {}))
     assert params["judge"] == params["reward"]
     assert params["judge"]["reward.judge.fraction"] == 0.5
+
+
+def test_settings_of_the_judge_are_those_of_the_reward_model_unless_given() -> None:
+    reward = {"epochs": 2, "optimizer": {"learning_rate": 1e-4, "weight_decay": 0.1}}
+    own = {"batch_size": 8, "optimizer": {"learning_rate": 1e-3}, "deepspeed": {"ranks": 2}}
+    config = config_from_tree({"reward": {**reward, "judge": own}}, "test").reward
+    trained = config.of_judge
+    assert (trained.epochs, trained.batch_size, trained.deepspeed.ranks) == (2, 8, 2)
+    assert (trained.optimizer.learning_rate, trained.optimizer.weight_decay) == (1e-3, 0.1)
+    assert (config.batch_size, config.deepspeed.ranks, config.optimizer.learning_rate) == (64, 1, 1e-4)
+    assert config.model_copy(update={"judge": JudgeConfig()}).of_judge.optimizer == config.optimizer
+
+
+def test_only_a_judge_with_settings_of_its_own_is_a_row_of_the_plan() -> None:
+    def stages(judge: dict[str, Any]) -> list[str]:
+        config = config_of(judge, model={"tiny": {}})
+        assert [stage for stage, _ in describe_batches(config)][:-1] == list(config.training_sections)
+        hardware = parse_gpus("8xA100-80G")
+        shape = tiny_shape(config.model.tiny)
+        loads = {load.stage for load in device_loads(config, shape, hardware.device)}
+        assert set(config.training_sections) <= loads
+        splits = {split.stage: split for split in fastest(config, shape, hardware)}
+        assert set(config.training_sections) <= set(splits)
+        if "judge" in splits:
+            split = splits["judge"]
+            assert isinstance(split, Split) and split.changes
+            assert all(name.startswith("reward.judge.") for name in split.changes)
+        return list(config.training_sections)
+
+    assert stages({}) == stages({"fraction": 0.3}) == ["sft", "reward"]
+    assert stages({"epochs": 2}) == ["sft", "reward", "judge"]
+    with pytest.raises(ConfigError, match=r"reward.judge.deepspeed.ranks must be at most reward.judge.batch"):
+        config_of({"batch_size": 1, "deepspeed": {"ranks": 2}})
+
+
+def test_the_judge_can_start_from_another_model_with_the_same_tokens(tmp_path: Path) -> None:
+    """Its training begins from this model, and not from the SFT model."""
+    tokenizer, other = train_tokenizer(["some text"] * 9, 300), train_tokenizer([], 0)
+    rows = {"pairs": PAIRS[:40], "eval_pairs": PAIRS[:8]}
+    data = write_data_artifact(tmp_path / "data", tokenizer=tokenizer, **rows)
+    for name, seed, tokens in (("sft/model", 1, tokenizer), ("base", 2, tokenizer), ("other", 2, other)):
+        save_tiny_llama(tmp_path / name, seed, vocab_size=512)
+        tokens.save_pretrained(tmp_path / name)
+
+    def run(path: str | None, **sources: str) -> dict[str, torch.Tensor]:
+        judge = {"path": path and str(tmp_path / path)}
+        tree = {"run": {"device": "cpu"}, "reward": {"judge": judge, "min_accuracy": 0.0}}
+        config = config_from_tree(tree, "test")
+        digests = {name: it for name, it in external_digests(config).items() if name.startswith("reward")}
+        inputs = {"data": data, "sft": tmp_path / "sft"}
+        out = tmp_path / f"{path}-stage"
+        context = stage_context(out, inputs=inputs, sources=digests | sources)
+        with scripted_trainers():
+            reward.run_judge(config, context)
+        return load_file(context.output / "model" / "model.safetensors")
+
+    def embedding(folder: Path) -> torch.Tensor:
+        return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+
+    for path, start in ((None, "sft/model"), ("base", "base")):
+        assert torch.equal(run(path)["model.embed_tokens.weight"], embedding(tmp_path / start))
+    with pytest.raises(ModelError, match=r"reward.judge.path: .*other has other tokens than the policy"):
+        run("other")
+    with pytest.raises(DataError, match=r"reward.judge.path: .* was changed after the run began"):
+        run("base", **{"reward.judge.path": "another"})
+
+
+def test_a_base_model_of_the_judge_that_cannot_be_used_is_found_before_the_start(tmp_path: Path) -> None:
+    def findings(path: str) -> list[str]:
+        config = config_of({"path": str(tmp_path / path)}, model={"path": str(tmp_path / "policy")})
+        return [str(finding) for finding in check_base_of_judge(config)]
+
+    for name, texts in (("policy", ["text"] * 9), ("other", [])):
+        train_tokenizer(texts, 300).save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+    assert findings("policy") == []
+    [missing] = findings("missing")
+    assert missing.startswith("reward.judge.path: must be a folder") and "has no config.json" in missing
+    [tokens] = findings("other")
+    assert "has other tokens than the policy" in tokens
