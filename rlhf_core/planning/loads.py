@@ -123,7 +123,8 @@ def largest_pass(
         # `auto` counts as packed, which needs more memory (`Model._layer`).
         packed = config.sft.pack is not False
     elif stage in ("reward", "judge", "dpo"):
-        section = {"reward": config.reward, "judge": config.reward.of_judge, "dpo": config.dpo}[stage]
+        of_pairs = config.reward.of_judge if stage == "judge" else config.reward
+        section = config.dpo if stage == "dpo" else of_pairs
         longest = data.max_prompt_tokens + data.max_response_tokens
         count = 2 * section.batch_size
         ranks = section.deepspeed.ranks
