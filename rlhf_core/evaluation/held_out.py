@@ -21,9 +21,9 @@ from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.divergence import CORRELATION, CORRELATION_ERROR, KL, correlation
 from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.rollouts import Collector, RewardInputs
+from rlhf_core.ppo.rollouts import Collector, Composer, RewardInputs
 from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
-from rlhf_core.rewards.compose import RewardComposer, source_name, weighted_sum
+from rlhf_core.rewards.compose import source_name, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import PromptExample
 
@@ -48,7 +48,7 @@ class HeldOutEvaluation:
         fleet: Fleet,
         prompts: Sequence[PromptExample],
         decode: Callable[[Sequence[int]], str],
-        composer: RewardComposer,
+        composer: Composer,
     ) -> None:
         # `model_copy` does not validate: an algorithm that compares samples of a prompt needs two of them.
         self._ppo = config.ppo.model_copy(update={"samples_per_prompt": 1})

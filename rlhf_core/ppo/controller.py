@@ -48,7 +48,7 @@ from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.rollout_cache import RolloutCache
-from rlhf_core.ppo.rollouts import Collector, read_responses
+from rlhf_core.ppo.rollouts import Collector, Composer, read_responses
 from rlhf_core.ppo.rollouts_ahead import RolloutsAhead
 from rlhf_core.ppo.selection import HeldOutResult, Selection
 from rlhf_core.ppo.step_checks import StepChecks
@@ -56,7 +56,7 @@ from rlhf_core.ppo.sync_check import SyncCheck
 from rlhf_core.ppo.update import CriticWarmup, Updater
 from rlhf_core.ppo.utilisation import Steps, Utilisation
 from rlhf_core.ppo.worker import ModelWorker
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, weighted_sum
+from rlhf_core.rewards.compose import RewardBatch, clipped_share, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext
@@ -97,7 +97,7 @@ class PPOController:
         fleet: Fleet,
         prompts: Sequence[PromptExample],
         decode: Callable[[Sequence[int]], str],
-        composer: RewardComposer,
+        composer: Composer,
         context: StageContext,
         *,
         demonstrations: Sequence[SFTExample] = (),

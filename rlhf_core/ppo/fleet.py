@@ -31,8 +31,8 @@ from rlhf_core.ppo.device_turns import DeviceTurns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.model_scores import ModelScores, in_batch_order
-from rlhf_core.ppo.placement import Placement, reserve_bundles, use_gpus
-from rlhf_core.ppo.prompt_queue import PromptQueue, start_queue
+from rlhf_core.ppo.placement import Placement, reserve_bundles, start_helper, use_gpus
+from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.ppo.routes import ObjectArguments, Sent, SentBatches, places_of, route
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.system.environment import THREAD_VARIABLES
@@ -45,6 +45,7 @@ from rlhf_core.weight_sync.sender_group import sender_ranks
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+A = TypeVar("A", bound=Actor)
 R = TypeVar("R")
 T = TypeVar("T")
 
@@ -75,17 +76,6 @@ class WorkerGroup:
     ) -> list[Pending[R]]:
         """Start `method` with the same arguments on every rank."""
         return [worker.call(method, *args, **kwargs) for worker in self.workers]
-
-
-def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list[int]]:
-    """Return indices into the concatenation of the micro-batches, where the first element has
-    index `start`.
-    """
-    indices = []
-    for micro_batch in micro_batches:
-        indices.append(list(range(start, start + len(micro_batch))))
-        start += len(micro_batch)
-    return indices
 
 
 class Scattered(Generic[R]):
@@ -387,10 +377,20 @@ class Fleet:
     def start_queue(self) -> RemoteActor[PromptQueue]:
         """Start the queue from which engines take prompts."""
         self._queues += 1
-        return self._start_queue(self._participant(f"prompt queue {self._queues}"))
+        return self.start_helper(PromptQueue, f"prompt queue {self._queues}")
 
-    def _start_queue(self, participant: ParticipantSpec) -> RemoteActor[PromptQueue]:
-        return start_queue(participant)
+    def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
+        """Start an actor; see `placement.start_helper`."""
+        return start_helper(kind, self._participant(name), node)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ids of the nodes of all ranks and engines."""
+        return list(dict.fromkeys(self._placement.node_of_bundle))
+
+    def fetch(self, pending: Sequence[Pending[R]], seconds: float) -> list[R]:
+        """Return results in order; see `ActorClient.fetch`."""
+        return self._client.fetch(pending, seconds)
 
     def usage(self) -> list[Usage]:
         """Return the resources used by each worker and engine."""

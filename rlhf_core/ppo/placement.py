@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.cluster.placement import node_ids, reserve
 from rlhf_core.cluster.ray_cluster import RAY_CLUSTER
-from rlhf_core.cluster.rpc import Pending
+from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
+
+A = TypeVar("A", bound=Actor)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,19 @@ class Placement:
 
         strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+
+def start_helper(kind: type[A], participant: ParticipantSpec, node: str | None = None) -> RemoteActor[A]:
+    """Start an actor that needs no core of its own, on a node by its id; None: the driver's. Ray would give
+    actors without resources to any node of the cluster.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node_id = node or ray.get_runtime_context().get_node_id()
+    place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor = ray.remote(kind).options(num_cpus=0, scheduling_strategy=place)
+    return RemoteActor(actor.remote(participant))
 
 
 def check_engine_size(plan: PlacementPlan, largest: float | None) -> None:

@@ -10,7 +10,7 @@ which all engines have room are divided equally.
 
 from __future__ import annotations
 
-from rlhf_core.cluster.rpc import Actor, ParticipantSpec, RemoteActor, rpc
+from rlhf_core.cluster.rpc import Actor, ParticipantSpec, rpc
 
 
 class PromptQueue(Actor):
@@ -35,15 +35,3 @@ class PromptQueue(Actor):
         count = min(most, self._share[batch])
         self._left[batch] = left[count:]
         return left[:count]
-
-
-def start_queue(participant: ParticipantSpec) -> RemoteActor[PromptQueue]:
-    """Start a queue with Ray, on the driver's node: Ray gives actors without resources to any node of the
-    cluster. It needs no core of its own.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(PromptQueue).options(num_cpus=0, scheduling_strategy=node)
-    return RemoteActor(actor.remote(participant))

@@ -10,7 +10,7 @@ for all engines, and with filtering for the reward workers. The engines work bet
 which the controller can do something else.
 
 The tokens stay in chunks (`ppo.columns`), to which the batch has references. They are fetched one chunk at a
-time, and only for reward sources that read responses, tables of samples and the cache of rollouts.
+time, and only for held-out evaluations, tables of samples and the cache of rollouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import heapq
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypedDict, TypeVar, overload
+from typing import Protocol, TypedDict, TypeVar, overload
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from rlhf_core.ppo.experience import shaped_scores, uniform_groups
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.prompt_queue import PromptQueue
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.rewards.compose import RewardBatch, reward_input
 from rlhf_core.seeds import derive_seed, permutation
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
 
@@ -139,6 +139,14 @@ class Sampling:
         return [tuple(self.order[i] for i in part) for part in taken], header
 
 
+class Composer(Protocol):
+    """Scores batches: `RewardComposer`, or `RewardActors`, which does it in other processes."""
+
+    def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch: ...
+
+    def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]: ...
+
+
 class Collector:
     """Samples and scores rollouts with a started fleet.
 
@@ -157,7 +165,7 @@ class Collector:
         fleet: Fleet,
         prompts: Sequence[PromptExample],
         decode: Callable[[Sequence[int]], str],
-        composer: RewardComposer,
+        composer: Composer,
         seed: int,
     ) -> None:
         self._ppo = ppo
@@ -459,17 +467,18 @@ def read_rollout_logprobs(fleet: Fleet, batch: RolloutBatch) -> list[FloatArray]
 class RewardInputs(Sequence[RewardInput]):
     """The input of the reward sources for each response of a batch.
 
-    Responses are fetched and decoded when a source reads the first one. The reward model does not.
+    Responses are fetched and decoded when the first one is read. The reward model reads none, and
+    `RewardActors` passes references to them.
     """
 
     def __init__(self, fleet: Fleet, batch: RolloutBatch, decode: Callable[[Sequence[int]], str]) -> None:
         self._fleet = fleet
-        self._batch = batch
+        self.batch = batch
         self._decode = decode
         self._inputs: list[RewardInput] | None = None
 
     def __len__(self) -> int:
-        return len(self._batch)
+        return len(self.batch)
 
     @overload
     def __getitem__(self, index: int) -> RewardInput: ...
@@ -483,18 +492,10 @@ class RewardInputs(Sequence[RewardInput]):
 
     def _all(self) -> list[RewardInput]:
         if self._inputs is None:
-            batch = self._batch
+            batch = self.batch
             responses = read_responses(self._fleet, batch, range(len(batch)))
             self._inputs = [
-                RewardInput(
-                    prompt_id=prompt.prompt_id,
-                    prompt=prompt.prompt,
-                    response=self._decode(response_ids),
-                    prompt_ids=prompt.input_ids,
-                    response_ids=tuple(response_ids),
-                    finished=bool(finished),
-                    meta=prompt.meta,
-                )
+                reward_input(prompt, response_ids, bool(finished), self._decode)
                 for prompt, (_, response_ids), finished in zip(
                     batch.prompts, responses, batch.finished_B, strict=True
                 )

@@ -64,6 +64,17 @@ def places_of(shares: Sequence[RankShare]) -> Places:
     return places
 
 
+def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list[int]]:
+    """Return indices into the concatenation of the micro-batches, where the first element has
+    index `start`.
+    """
+    indices = []
+    for micro_batch in micro_batches:
+        indices.append(list(range(start, start + len(micro_batch))))
+        start += len(micro_batch)
+    return indices
+
+
 Sent = tuple[SentShare | int, list[RolloutColumns]]
 """Arguments of a call with a batch: the share of the rank and its chunks, or the number of a batch that the
 rank has.

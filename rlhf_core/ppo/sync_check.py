@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.rollouts import Collector, read_rollout_logprobs
-from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.ppo.rollouts import Collector, Composer, read_rollout_logprobs
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import PromptExample
 
@@ -45,7 +44,7 @@ class SyncCheck:
         fleet: Fleet,
         prompts: Sequence[PromptExample],
         decode: Callable[[Sequence[int]], str],
-        composer: RewardComposer,
+        composer: Composer,
         seed: int,
     ) -> None:
         # With a queue, one engine could take all prompts.

@@ -20,10 +20,10 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Indices
 from rlhf_core.ppo.experience_calls import Experience
-from rlhf_core.ppo.fleet import Fleet, reindex
+from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.loss_step import OptimizerStep
 from rlhf_core.ppo.rank_rows import CriticInputs, Exchange
-from rlhf_core.ppo.routes import ObjectArguments, places_of
+from rlhf_core.ppo.routes import ObjectArguments, places_of, reindex
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.types import SFTExample

@@ -43,24 +43,34 @@ log = logging.getLogger(__name__)
 EPS = 1e-8
 
 
-def reward_inputs(
-    decode: Callable[[Sequence[int]], str], prompts: Sequence[PromptExample], rollouts: Sequence[Rollout]
-) -> list[RewardInput]:
-    """Return the input of the reward sources for each response, (n,).
+def reward_input(
+    prompt: PromptExample,
+    response_ids: Sequence[int],
+    finished: bool,
+    decode: Callable[[Sequence[int]], str],
+) -> RewardInput:
+    """Return the input of the reward sources for one response.
 
     `decode` converts ids to text without special tokens and without the template's blank. It is the same in
     training and evaluation (`Decoder.response`).
     """
+    return RewardInput(
+        prompt_id=prompt.prompt_id,
+        prompt=prompt.prompt,
+        response=decode(response_ids),
+        prompt_ids=prompt.input_ids,
+        response_ids=tuple(response_ids),
+        finished=finished,
+        meta=prompt.meta,
+    )
+
+
+def reward_inputs(
+    decode: Callable[[Sequence[int]], str], prompts: Sequence[PromptExample], rollouts: Sequence[Rollout]
+) -> list[RewardInput]:
+    """Return the input of the reward sources for each response, (n,); see `reward_input`."""
     return [
-        RewardInput(
-            prompt_id=prompt.prompt_id,
-            prompt=prompt.prompt,
-            response=decode(rollout.response_ids),
-            prompt_ids=rollout.prompt_ids,
-            response_ids=rollout.response_ids,
-            finished=rollout.finished,
-            meta=prompt.meta,
-        )
+        reward_input(prompt, rollout.response_ids, rollout.finished, decode)
         for prompt, rollout in zip(prompts, rollouts, strict=True)
     ]
 

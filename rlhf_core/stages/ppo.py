@@ -84,22 +84,22 @@ def _started(
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.evaluation.held_out import HeldOutEvaluation
     from rlhf_core.ppo.controller import PPOController
-    from rlhf_core.rewards.compose import RewardComposer, code_digests
+    from rlhf_core.ppo.reward_actor import RewardSettings, open_rewards
+    from rlhf_core.rewards.compose import code_digests
 
     data, ppo = context.inputs["data"], config.ppo
     prompts = load_prompts(data, "train")
     require_answers(prompts, ppo.rewards)
     processes = plan(ppo).processes
     context.progress("ppo start", 0, processes, "processes")
-    with (
-        RewardComposer(
-            ppo.rewards,
-            code_digests(ppo.rewards, context.sources),
-            score_clip=ppo.score_clip,
-            replies=Home.of(config.run.home).judge,
-        ) as composer,
-        fleet,
-    ):
+    rewards = RewardSettings(
+        ppo.rewards,
+        decoder.response,
+        code_digests(ppo.rewards, context.sources),
+        ppo.score_clip,
+        Home.of(config.run.home).judge,
+    )
+    with fleet, open_rewards(fleet, rewards) as composer:
         context.progress("ppo start", processes, processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
         evaluation = None

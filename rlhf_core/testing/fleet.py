@@ -28,6 +28,7 @@ from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.placement import Placement, assign
 from rlhf_core.ppo.prompt_queue import PromptQueue
+from rlhf_core.ppo.reward_actor import RewardActor
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.system.heartbeat import Monitor, Participant, State
 from rlhf_core.system.overriding import override
@@ -35,6 +36,7 @@ from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.engines import ScriptedEngine
 from rlhf_core.weight_sync.sender import SyncReport
 
+A = TypeVar("A", bound=Actor)
 R = TypeVar("R")
 
 
@@ -245,6 +247,17 @@ class ScriptedQueue(PromptQueue):
         self._share = {}
 
 
+class ScriptedRewards(RewardActor):
+    """An actor that scores with reward sources, without a process."""
+
+    def __init__(self, participant: ParticipantSpec | None = None) -> None:
+        # Not the constructor of the base class, which registers the process.
+        self.participant = participant or _participant("scripted rewards")
+        self.counters = Counter()
+        self._batch = None
+        self._inputs = {}
+
+
 # -- fleet --
 
 
@@ -302,6 +315,10 @@ class ScriptedFleet(Fleet):
         self.engines = ScriptedEnginePool(self._start_engine, settings, self.client)
         self.queues: list[ScriptedQueue] = []
         """Those that were started."""
+        self.node_ids = ["host"]
+        """What `nodes` returns."""
+        self.rewards: list[ScriptedRewards] = []
+        """Actors that score with reward sources, and that were started."""
         self.synced: list[int] = []
         """Version of each sync."""
         self.usages: dict[str, list[Usage]] | None = None
@@ -326,6 +343,11 @@ class ScriptedFleet(Fleet):
         of_rank, of_engine = assign(self._plan, {}, nodes, gpus=gpus)
         return Placement(None, of_rank, of_engine, nodes, {"host": "host"}, self._plan, colocated, gpus)
 
+    @property
+    @override
+    def nodes(self) -> list[str]:
+        return self.node_ids
+
     @override
     def _folders_of(self, group: Group) -> dict[Role, str]:
         return dict.fromkeys(group.roles, "")
@@ -339,9 +361,15 @@ class ScriptedFleet(Fleet):
         return scripted_actor(self.engine_actors[index])
 
     @override
-    def _start_queue(self, participant: ParticipantSpec) -> RemoteActor[PromptQueue]:
-        self.queues.append(ScriptedQueue(participant))
-        return scripted_actor(self.queues[-1])
+    def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
+        helper: Actor
+        if issubclass(kind, PromptQueue):
+            helper = ScriptedQueue(_participant(name))
+            self.queues.append(helper)
+        else:
+            helper = ScriptedRewards(_participant(name))
+            self.rewards.append(helper)
+        return scripted_actor(helper)
 
     # -- calls --
 

@@ -12,7 +12,8 @@ call and per object reference, and added for the number of calls and references 
 agents of all hosts (one real actor answers for all of them), for the whole step. It delays nothing. The first
 row shows what Ray's threads and the monitor need without other hosts.
 
-`--case RANKS RESPONSES TOKENS` measures one case. Each case runs in a process of its own.
+`--rules` adds three rules, whose actors (one for each host) are scripted as well. `--case RANKS RESPONSES
+TOKENS` measures one case. Each case runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,7 +50,8 @@ from rlhf_core.ppo.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.loss_step import OptimizerStep
 from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.rank_rows import ExperienceInputs
-from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.ppo.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
+from rlhf_core.rewards.compose import RewardBatch, source_name
 from rlhf_core.system.heartbeat import Monitor, Participant, register
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.fleet import ScriptedRank
@@ -59,6 +62,11 @@ from tests.support.small_ppo import local_context
 CASES = ((1, 512, 512), (8, 4096, 2048), (64, 16_384, 8192), (1000, 100_000, 8192))
 STEP_SECONDS = 600.0
 PROMPT, SAMPLES = 128, 8
+RULES = (
+    {"type": "keywords", "words": ["thanks"], "weight": 0.1},
+    {"type": "repetition", "weight": 0.1},
+    {"type": "well_formed", "weight": 0.1},
+)
 PROCESSES_PER_HOST = 8
 START_SECONDS, WAIT_SECONDS = 5.0, 20.0
 """The first seconds of a wait, in which all hosts are asked at once, and those that are measured."""
@@ -158,7 +166,27 @@ class _Engines:
         return {index: call.reference for index, call in pending.items()}
 
 
-def configuration(ranks: int, responses: int, tokens: int) -> PipelineConfig:
+class _Rewards:
+    """Scores with rules."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def open(self, settings: RewardSettings, _process: str | None) -> None:
+        self._sources = [source_name(source) for source in settings.sources]
+
+    def read(self, part: ResponseRows, *_chunks: Any) -> None:
+        self._rows += len(part.rows)
+
+    def score(self, _model_scores: Any) -> Scored:
+        values, self._rows = np.random.default_rng(0).normal(size=self._rows).tolist(), 0
+        return Scored(RewardBatch(values, {name: list(values) for name in self._sources}), None, [])
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def configuration(ranks: int, responses: int, tokens: int, *, rules: bool) -> PipelineConfig:
     deepspeed = {"ranks": ranks, "zero_stage": 3}
     return config_from_tree(
         {
@@ -175,16 +203,16 @@ def configuration(ranks: int, responses: int, tokens: int) -> PipelineConfig:
                 "policy_deepspeed": deepspeed,
                 "critic_deepspeed": deepspeed,
                 "engine": {"count": max(1, ranks // 8)},
-                "rewards": [{"type": "model"}],
+                "rewards": [{"type": "model"}, *(RULES if rules else ())],
             },
         },
         "driver_scale",
     )
 
 
-def measure(ranks: int, responses: int, tokens: int) -> dict[str, float]:
+def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str, float]:
     """Return the numbers of one step with scripted ranks and engines."""
-    config = configuration(ranks, responses, tokens)
+    config = configuration(ranks, responses, tokens, rules=rules)
     prompts = [PromptExample(f"p{i}", "", (i % 1000,) * PROMPT) for i in range(responses // SAMPLES)]
     meter = Meter()
     placement = plan(config.ppo)
@@ -196,6 +224,10 @@ def measure(ranks: int, responses: int, tokens: int) -> dict[str, float]:
     fleet.engines = _Engines([RemoteActor(_Handle(meter, engine)) for engine in engines])
     fleet.wait = lambda pending, _what: [call.reference for call in pending]
     fleet.usage_by_group = lambda: None
+    hosts = [f"host {number}" for number in range(-(-placement.processes // PROCESSES_PER_HOST))]
+    fleet._placement = SimpleNamespace(node_of_bundle=hosts)
+    fleet.start_helper = lambda *_args: RemoteActor(_Handle(meter, _Rewards()))
+    fleet.fetch = fleet.wait
 
     def sync(version: int) -> SyncReport:
         for engine in engines:
@@ -203,7 +235,8 @@ def measure(ranks: int, responses: int, tokens: int) -> dict[str, float]:
         return SyncReport(version, 1, 1, 1.0)
 
     fleet.sync = sync
-    with tempfile.TemporaryDirectory() as folder, RewardComposer(config.ppo.rewards) as composer:
+    settings = RewardSettings(config.ppo.rewards, str)
+    with tempfile.TemporaryDirectory() as folder, open_rewards(fleet, settings) as composer:
         controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
         controller._last_checkpoint_step = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads 16 responses
@@ -306,11 +339,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--rules", action="store_true")
     parser.add_argument("--case", type=int, nargs=3, metavar=("RANKS", "RESPONSES", "TOKENS"))
     args = parser.parse_args()
     if args.case:
-        found = measure(*args.case)
-        processes = plan(configuration(*args.case).ppo).processes
+        found = measure(*args.case, rules=args.rules)
+        processes = plan(configuration(*args.case, rules=args.rules).ppo).processes
         print(json.dumps(found | {"waiting": waiting_cost(args.case[0], processes), "processes": processes}))
         return
     per_call, per_reference = ray_costs()
@@ -322,6 +356,7 @@ def main() -> None:
         table.add_column(column, justify="right")
     for case in CASES:
         command = [sys.executable, "-m", "tests.benchmarks.driver_scale", "--case", *map(str, case)]
+        command += ["--rules"] if args.rules else []
         found = json.loads(
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200).stdout
         )

@@ -20,7 +20,7 @@ from rlhf_core.config.placement import Role, plan
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.ppo.reward_actor import RewardSettings, open_rewards
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.tiny_llama import save_tiny_llama
@@ -108,9 +108,10 @@ def small_ppo(
         roles: Model folders of single roles.
     """
     folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
+    rewards = RewardSettings(config.ppo.rewards, str, score_clip=config.ppo.score_clip)
     with (
-        RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
         Fleet(config, plan(config.ppo), config.run.device, folders, 0, monitor) as fleet,
+        open_rewards(fleet, rewards) as composer,
     ):
         controller = PPOController(config, fleet, prompts, str, composer, local_context(work))
         controller.sync()

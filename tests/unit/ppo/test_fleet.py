@@ -30,9 +30,9 @@ from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
 from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch, SentShare
 from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of, row_columns
-from rlhf_core.ppo.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
+from rlhf_core.ppo.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup
 from rlhf_core.ppo.placement import check_engine_size
-from rlhf_core.ppo.routes import places_of, route
+from rlhf_core.ppo.routes import places_of, reindex, route
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank

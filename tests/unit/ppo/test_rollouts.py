@@ -383,7 +383,7 @@ def test_a_batch_is_sent_again_after_a_replacement() -> None:
 
     class Rewards(_Rewards):
         def score(self, inputs: Any, *given: Any) -> Any:
-            numbers.append(inputs._batch.number)
+            numbers.append(inputs.batch.number)
             return super().score(inputs, *given)
 
     batch = collector(_Engines(), Rewards(alike(1)), rounds=1).collect(3, VERSION)

@@ -1,0 +1,192 @@
+"""Rewards that read responses are computed in other processes.
+
+- the same scores as by a composer in one process: with one or several actors, with scores of a reward model,
+  with normalization, and with groups that are replaced
+- the controller receives no tokens for it
+- only sources without a state are divided over several actors
+- the same errors and warnings
+- the process of a source gets the environment of the stage, from a file that only its user can read
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from rlhf_core.cluster.rpc import Pending
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import RolloutColumns
+from rlhf_core.ppo.model_scores import ModelScores
+from rlhf_core.ppo.reward_actor import RewardActors, RewardSettings, open_rewards, shared_process_settings
+from rlhf_core.ppo.rollouts import Collector
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.system.overriding import override
+from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
+from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
+from rlhf_core.types import PromptExample
+
+R = TypeVar("R")
+
+PROMPTS = [PromptExample(f"p{i}", f"prompt {i}", (i, i + 1), {"answer": str(i % 3)}) for i in range(1, 13)]
+RULES: list[dict[str, Any]] = [
+    {"type": "answer", "weight": 2.0, "normalize": "batch"},
+    {"type": "token_share", "below": 6},
+    {"type": "length", "target": 2, "tolerance": 3, "weight": 0.5},
+]
+FUNCTION = """
+import math, os
+
+def score(samples):
+    for sample in samples:
+        if sample.prompt_id == os.environ.get("BAD_PROMPT"):
+            raise ValueError("no score")
+    return [len(sample.response) + math.fsum(sample.response_ids) / len(samples) for sample in samples]
+"""
+
+
+class Mean(ScriptedRank):
+    @override
+    def scores(self, _role: Any, share: Any, *chunks: Any) -> ModelScores:
+        _, responses = self.received(share, chunks).tokens()
+        return ModelScores([float(tokens.mean()) for tokens in responses])
+
+
+class Fleet(ScriptedFleet):
+    """Counts the chunks that the controller receives."""
+
+    received = 0
+
+    @override
+    def wait(self, pending: Sequence[Pending[R]], what: str) -> list[R]:
+        results = super().wait(pending, what)
+        self.received += sum(isinstance(result, RolloutColumns) for result in results)
+        return results
+
+
+def configuration(rewards: Sequence[dict[str, Any]], **ppo: Any) -> PipelineConfig:
+    settings = {"prompts_per_step": 6, "samples_per_prompt": 2, "minibatches": 1, "staleness": 0}
+    return config_from_tree({"ppo": {**settings, "rewards": list(rewards), **ppo}}, "test")
+
+
+def decode(ids: Sequence[int]) -> str:
+    return " ".join(str(token) for token in ids)
+
+
+def scored(
+    config: PipelineConfig, *, nodes: int | None, model: bool = False
+) -> tuple[RewardBatch, RolloutBatch, Fleet]:
+    """Return the rewards of a step. `nodes` is None for a composer in this process."""
+
+    def respond(request: Request) -> Reply:
+        first = request.prompt.input_ids[0]
+        sample = request.sample_index if first % 3 else 0  # all samples of each third prompt are equal
+        return Reply((first, sample, 1)[: 2 + sample])
+
+    engines = [ScriptedEngineActor(ScriptedEngine(respond)) for _ in range(2)]
+    fleet = Fleet(config, ranks={"reward": [Mean(), Mean()]} if model else None, engines=engines)
+    fleet.node_ids = [f"node {number}" for number in range(nodes or 1)]
+    fleet.sync(0)
+    ppo = config.ppo
+    with (
+        RewardComposer(ppo.rewards, score_clip=ppo.score_clip)
+        if nodes is None
+        else open_rewards(fleet, RewardSettings(ppo.rewards, decode, score_clip=ppo.score_clip)) as composer
+    ):
+        collector = Collector(ppo, fleet, PROMPTS, decode, composer, 0)
+        batch = collector.collect(1, 0)
+        rewards = batch.rewards or collector.rewards(batch)
+    return rewards, batch, fleet
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 40])
+@pytest.mark.parametrize("model", [False, True])
+@pytest.mark.parametrize("filtering", [None, {"max_rounds": 2}])
+def test_the_scores_are_those_of_one_process(nodes: int, model: bool, filtering: Any) -> None:
+    rewards = [*RULES, {"type": "model", "weight": 0.1}] if model else RULES
+    options = {"algorithm": "grpo", "dynamic_filtering": filtering} if filtering else {}
+    config = configuration(rewards, score_clip=4.0 if model else None, **options)
+    expected, _, alone = scored(config, nodes=None, model=model)
+    found, batch, fleet = scored(config, nodes=nodes, model=model)
+    assert found == expected and list(found.by_source) == list(expected.by_source)
+    assert len(set(found.total)) > 3 and bool(filtering) == bool(batch.replaced)
+    assert alone.received > 0 and fleet.received == 0
+    assert len(fleet.rewards) == nodes
+
+
+def test_no_actor_is_started_if_no_source_reads_responses() -> None:
+    _, _, fleet = scored(configuration([{"type": "model"}]), nodes=2, model=True)
+    assert fleet.rewards == [] and fleet.received == 0
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> dict[str, Any]:
+    file = tmp_path / "my_rewards.py"
+    file.write_text(FUNCTION)
+    return {"type": "python", "function": "m:score", "file": str(file), "retries": 1}
+
+
+def test_a_function_gets_whole_batches_in_one_process(function: dict[str, Any]) -> None:
+    config = configuration([*RULES, function])
+    expected, _, _ = scored(config, nodes=None)
+    found, _, fleet = scored(config, nodes=3)
+    assert found == expected
+    assert len(fleet.rewards) == 1 and fleet.received == 0
+
+
+@pytest.mark.parametrize("on_error", ["abort", "mask"])
+def test_failures_have_the_same_errors_and_warnings(
+    function: dict[str, Any], on_error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BAD_PROMPT", "p3")
+    config = configuration([{**function, "on_error": on_error}], prompts_per_step=12)
+    seen = []
+    for nodes in (None, 1):
+        caplog.clear()
+        message = ""
+        try:
+            rewards, _, _ = scored(config, nodes=nodes)
+            message = repr(rewards)
+        except RewardError as error:
+            message = error.message
+        seen.append((message, [(r.name, r.levelno, r.getMessage()) for r in caplog.records]))
+    assert seen[0] == seen[1]
+    assert any("try 1 of 2 failed" in text for _, _, text in seen[1][1])
+    assert ("on_error=mask would leave" in seen[1][0]) == (on_error == "abort")
+    assert not logging.getLogger("rlhf_core.rewards").handlers
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_rule_that_cannot_score_a_response_names_its_prompt(nodes: int) -> None:
+    config = configuration([{"type": "answer", "field": "result"}], prompts_per_step=12)
+    with pytest.raises(RewardError) as alone:
+        scored(config, nodes=None)
+    with pytest.raises(RewardError) as found:
+        scored(config, nodes=nodes)
+    assert found.value.message == alone.value.message
+
+
+def test_a_source_that_cannot_be_used_is_an_error_at_the_start(function: dict[str, Any]) -> None:
+    config = configuration([{**function, "function": "m:missing"}])
+    with pytest.raises(ConfigError, match="function must be loadable"):
+        RewardActors(Fleet(config), RewardSettings(config.ppo.rewards, decode))
+
+
+def test_the_settings_of_a_process_are_in_a_file_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_REWARD_TOKEN", "secret")
+    with shared_process_settings() as name:
+        assert stat.S_IMODE(os.stat(name).st_mode) == 0o600
+        settings = json.loads(Path(name).read_text())
+    assert not Path(name).exists()
+    assert settings["environment"]["RLHF_REWARD_TOKEN"] == "secret"
+    assert settings["path"] == sys.path and settings["folder"] == os.getcwd()
