@@ -78,6 +78,7 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             "evaluate.judge: gold supports the demo task only; got other data.prompts; use auto"
         )
+    yield from _kept_requests(ppo)
     stopping = {"sft": config.sft.early_stop, "reward": config.reward.early_stop}
     for name, early_stop in stopping.items():
         if early_stop is not None and config.data.eval_fraction == 0:
@@ -107,6 +108,24 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
             )
+
+
+def _kept_requests(ppo: PPOConfig) -> Iterator[Finding]:
+    if not ppo.weight_sync.keep_requests:
+        return
+    needed = {
+        "ppo.staleness of at least 1": ppo.staleness >= 1,
+        "ppo.engine.dispatch=queue": ppo.engine.dispatch == "queue",
+        "ppo.engine.prefix_caching=false": not ppo.engine.prefix_caching,
+        "ppo.weight_sync.lora=merged": not ppo.syncs_adapter,
+        "ppo.importance other than none": ppo.used_importance != "none",
+        "no ppo.dynamic_filtering": ppo.dynamic_filtering is None,
+    }
+    missing = [setting for setting, is_met in needed.items() if not is_met]
+    if missing:
+        yield ConfigError(
+            f"ppo.weight_sync.keep_requests: needs {' and '.join(missing)}; set this, or keep_requests=false"
+        )
 
 
 def _accumulation(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Finding]:

@@ -323,7 +323,7 @@ class PPOConfig(PackedSection):
     @property
     def sync_every(self) -> int:
         """Steps from one weight sync to the next."""
-        return max(1, self.staleness)
+        return 1 if self.weight_sync.keep_requests else max(1, self.staleness)
 
     @property
     def eos_penalty(self) -> float:

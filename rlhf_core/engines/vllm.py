@@ -15,7 +15,7 @@ from rlhf_core.config.engine import EngineConfig, engine_rank
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, WeightSyncError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.types import PromptExample, Rollout, VersionSpans
 
 CPU_TOKENS_PER_STEP = 4096
 """Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
@@ -73,9 +73,8 @@ class Engine:
         self._stop_ids = list(eos) if isinstance(eos, list) else [eos]
         # By default vLLM starts workers with Ray if it runs in an actor, but the placement group has no
         # bundles for them. The workers of `mp` use the visible devices of this process in order.
-        options: dict[str, Any] = {
-            "distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp"
-        }
+        executor = "uni" if engine.tensor_parallel == 1 else "mp"
+        options: dict[str, Any] = {"distributed_executor_backend": executor}
         if weight_transfer is not None:
             options["weight_transfer_config"] = WeightTransferConfig(backend=f"rlhf_{weight_transfer}")
             options["worker_extension_cls"] = _EXTENSION
@@ -86,8 +85,7 @@ class Engine:
             options["hf_overrides"] = {"head_dtype": "float32"}
         options |= _device_options(engine, device, max_model_len)
         self._sleep_level = sleep_level
-        if sleep_level > 0:
-            options["enable_sleep_mode"] = True
+        options["enable_sleep_mode"] = sleep_level > 0
         try:
             self.llm = LLM(
                 model=str(model),
@@ -113,6 +111,8 @@ class Engine:
                 raise
             raise memory_error from error
 
+        self._kept: dict[str, PromptExample] = {}  # of the requests of `begin` that are not finished
+        self._ended: dict[str, list[Rollout]] = {}  # responses to them that `advance` has not returned
         self._prefix_caching = engine.prefix_caching
         self._max_num_seqs = engine.max_num_seqs
         self.steps = 0
@@ -146,6 +146,24 @@ class Engine:
             policy_version: Is stored in the rollouts.
             adapter: The number with which `SyncExtension.load_adapter` loaded the adapter.
         """
+        if self._kept:
+            # `LLM.generate` would return the responses to the kept requests too.
+            left = list(zip(prompts, seeds, strict=True))
+
+            def take(most: int) -> Sequence[tuple[PromptExample, int]]:
+                taken = left[:most]
+                del left[:most]
+                return taken
+
+            groups = self.generate_from(
+                take,
+                n=n,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                policy_version=policy_version,
+                adapter=adapter,
+            )
+            return [rollout for group in groups for rollout in group]
         outputs = self.llm.generate(
             [_tokens(prompt) for prompt in prompts],
             [self._parameters(n, max_new_tokens, temperature, seed) for seed in seeds],
@@ -191,24 +209,96 @@ class Engine:
                 # One prompt at a time if its samples alone are more than `max_num_seqs`.
                 taken = take(max(1, room))
                 more = len(taken) > 0
-                numbers = self.llm.enqueue(
-                    [_tokens(prompt) for prompt, _ in taken],
-                    [self._parameters(n, max_new_tokens, temperature, seed) for _, seed in taken],
-                    use_tqdm=False,
-                    lora_request=_adapter(adapter),
-                )
-                for number, (prompt, _) in zip(numbers, taken, strict=True):
-                    # vLLM adds a random part to the number of the request: 7-1c9e04f2.
-                    index[number.partition("-")[0]] = len(prompts)
+                names = self._enqueue(taken, n, max_new_tokens, temperature, adapter)
+                for name, (prompt, _) in zip(names, taken, strict=True):
+                    index[name] = len(prompts)
                     prompts.append(prompt)
             # With several processes, a step without requests would wait for ever.
             if len(sampled) == len(prompts):
                 continue
-            for output in self.llm.llm_engine.step():
-                # `enqueue` asks for final outputs, so each one has all samples of its prompt.
+            for output in self._step():
                 i = index[output.request_id]
                 sampled[i] = _rollouts(prompts[i], output, policy_version)
         return [sampled[i] for i in range(len(prompts))]
+
+    def _enqueue(
+        self,
+        prompts: Sequence[tuple[PromptExample, int]],
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        adapter: int | None,
+    ) -> list[str]:
+        """Add a request for each prompt with its seed, and return their names."""
+        numbers = self.llm.enqueue(
+            [_tokens(prompt) for prompt, _ in prompts],
+            [self._parameters(n, max_new_tokens, temperature, seed) for _, seed in prompts],
+            use_tqdm=False,
+            lora_request=_adapter(adapter),
+        )
+        # vLLM adds a random part to the number of the request: 7-1c9e04f2.
+        return [number.partition("-")[0] for number in numbers]
+
+    def _step(self) -> list[Any]:
+        """Make one step, and return what is finished and not kept.
+
+        `enqueue` asks for final outputs, so each one has all samples of its prompt.
+        """
+        outputs = []
+        for output in self.llm.llm_engine.step():
+            prompt = self._kept.pop(output.request_id, None)
+            if prompt is None:
+                outputs.append(output)
+            else:
+                self._ended[output.request_id] = _rollouts(prompt, output, None)
+        return outputs
+
+    # -- requests that are kept during weight updates --
+
+    @property
+    def kept(self) -> int:
+        """Number of the prompts of `begin` that are not finished."""
+        return len(self._kept)
+
+    def begin(
+        self,
+        prompts: Sequence[tuple[PromptExample, int]],
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+    ) -> list[str]:
+        """Begin to sample `n` responses to each prompt with its seed, and return a name for each prompt.
+
+        The requests stay alive during weight updates.
+        """
+        names = self._enqueue(prompts, n, max_new_tokens, temperature, None)
+        self._kept.update(zip(names, (prompt for prompt, _ in prompts), strict=True))
+        return names
+
+    def advance(self) -> dict[str, list[Rollout]]:
+        """Sample one more token of each response, and return the responses to the prompts that are finished.
+
+        vLLM labels each token with the version of the weights (`finish_weight_update`).
+        """
+        # With several processes, a step without requests would wait for ever.
+        if self._kept:
+            self._step()
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def pause(self) -> None:
+        """Stop sampling before a weight update. The requests of `begin` and their KV cache stay."""
+        self.llm.sleep(level=0, mode="keep")
+        # In this process, vLLM may have a step on the device that was not read. It would be labelled with the
+        # new version. With several processes, vLLM reads it before `sleep` returns.
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        while core is not None and core.batch_queue:
+            self._step()
+
+    def resume(self) -> None:
+        """Sample again after a weight update."""
+        self.llm.wake_up(tags=["scheduling"])
 
     def _parameters(self, n: int, max_new_tokens: int, temperature: float, seed: int) -> Any:
         from vllm import SamplingParams
@@ -321,20 +411,27 @@ def _adapter(number: int | None) -> Any:
     return None if number is None else LoRARequest(f"policy-{number}", number, "not-synced")
 
 
-def _rollouts(prompt: PromptExample, output: Any, policy_version: int) -> list[Rollout]:
-    """Return the samples of a finished request in order."""
-    return [
-        Rollout(
+def _rollouts(prompt: PromptExample, output: Any, policy_version: int | None) -> list[Rollout]:
+    """Return the samples of a finished request in order. None: vLLM's labels are the policy versions."""
+    rollouts = []
+    for sample in sorted(output.outputs, key=lambda sample: sample.index):
+        version = policy_version
+        spans: VersionSpans = ()
+        if version is None:
+            spans = tuple((span.start, int(span.version)) for span in sample.weight_versions)
+            version = spans[0][1]
+        rollout = Rollout(
             prompt_id=prompt.prompt_id,
             sample_index=sample.index,
             prompt_ids=tuple(prompt.input_ids),
             response_ids=tuple(sample.token_ids),
             rollout_logprobs=tuple(sample.logprobs.logprobs),
             finished=sample.finish_reason == "stop",
-            policy_version=policy_version,
+            policy_version=version,
+            spans=spans if len(spans) > 1 else (),
         )
-        for sample in sorted(output.outputs, key=lambda sample: sample.index)
-    ]
+        rollouts.append(rollout)
+    return rollouts
 
 
 def _device_options(engine: EngineConfig, device: str, max_model_len: int) -> dict[str, Any]:

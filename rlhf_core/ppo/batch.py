@@ -6,6 +6,7 @@ Axis: `B` responses.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.ppo.columns import Indices, IntArray, Places, RolloutColumns
 from rlhf_core.rewards.compose import RewardBatch
-from rlhf_core.types import PromptExample
+from rlhf_core.types import PromptExample, VersionSpans
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,11 @@ class RolloutBatch:
     from_cache: bool = False
     """Whether an earlier attempt sampled the batch."""
     version: int = 0
-    """Policy version that sampled all responses."""
+    """Policy version that sampled all responses; with `ppo.weight_sync.keep_requests` the oldest one."""
+    versions_B: Indices | None = None
+    """Policy version that sampled the first token of each response; None if the batch was read from files."""
+    spans: Mapping[int, VersionSpans] = field(default_factory=dict)
+    """Of the responses that several policy versions sampled."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)
     """Distribution over ranks by their number, once it is computed (`ppo.routes`)."""
     number: int = field(default_factory=_numbers.__next__)
@@ -96,6 +101,21 @@ class RolloutBatch:
     def token_bytes(self) -> int:
         """Approximate size of the tokens: an id and a log-probability each."""
         return int(4 * self.prompt_lengths_B.sum() + 8 * self.lengths_B.sum())
+
+    def spans_of(self, row: int) -> VersionSpans:
+        """Return first token and policy version of each part of a response."""
+        first = self.version if self.versions_B is None else int(self.versions_B[row])
+        return self.spans.get(row) or ((0, first),)
+
+    def token_staleness(self, version: int) -> float:
+        """Return the mean over all tokens of the number of versions that they are older than `version`."""
+        behind = 0
+        for row, length in enumerate(self.lengths_B.tolist()):
+            spans = self.spans_of(row)
+            ends = [*(start for start, _ in spans[1:]), length]
+            for (start, sampled_by), end in zip(spans, ends, strict=True):
+                behind += (version - sampled_by) * (end - start)
+        return behind / int(self.lengths_B.sum())
 
     def first(self, count: int) -> RolloutBatch:
         """Return the batch of the first `count` responses."""

@@ -13,14 +13,14 @@ Axes: `P` tokens of a prompt, `T` tokens of a response.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.types import Rollout
+from rlhf_core.types import Rollout, VersionSpans
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -70,11 +70,21 @@ class RolloutHeader:
     """Tokens of each response."""
     finished: NDArray[np.bool_]
     versions: Indices
-    """Policy version that sampled each response."""
+    """Policy version that sampled the first token of each response."""
+    spans: Mapping[int, VersionSpans] = field(default_factory=dict)
+    """Of the rows that several policy versions sampled."""
+
+    @property
+    def all_versions(self) -> set[int]:
+        """Every policy version that sampled a token."""
+        return {*self.versions.tolist(), *(version for spans in self.spans.values() for _, version in spans)}
 
     def rows(self, start: int, end: int) -> RolloutHeader:
         """Return the header of some rows."""
-        return RolloutHeader(self.lengths[start:end], self.finished[start:end], self.versions[start:end])
+        spans = {row - start: spans for row, spans in self.spans.items() if start <= row < end}
+        return RolloutHeader(
+            self.lengths[start:end], self.finished[start:end], self.versions[start:end], spans
+        )
 
 
 @dataclass(frozen=True)
@@ -148,4 +158,5 @@ def header_of(rollouts: Sequence[Rollout]) -> RolloutHeader:
         np.array([len(rollout.response_ids) for rollout in rollouts], np.int32),
         np.array([rollout.finished for rollout in rollouts], np.bool_),
         np.array([rollout.policy_version for rollout in rollouts], np.int64),
+        {row: rollout.spans for row, rollout in enumerate(rollouts) if rollout.spans},
     )

@@ -50,6 +50,7 @@ from rlhf_core.ppo.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import Collector, Composer, read_responses
 from rlhf_core.ppo.rollouts_ahead import RolloutsAhead
+from rlhf_core.ppo.rollouts_kept import RolloutsKept
 from rlhf_core.ppo.selection import HeldOutResult, Selection
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.sync_check import SyncCheck
@@ -111,7 +112,8 @@ class PPOController:
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        self._ahead = RolloutsAhead(ppo, fleet, prompts, self._collector)
+        ahead = RolloutsKept if ppo.weight_sync.keep_requests else RolloutsAhead
+        self._ahead = ahead(ppo, fleet, prompts, self._collector)
         self._sync_check: SyncCheck | None = None
         if ppo.staleness and ppo.weight_sync.canary:
             self._sync_check = SyncCheck(ppo, fleet, prompts, decode, composer, seed)
@@ -344,6 +346,9 @@ class PPOController:
         )
         if ppo.staleness:
             experience.metrics["rollout/staleness"] = float(self.completed_steps - batch.version)
+        if ppo.weight_sync.keep_requests:
+            experience.metrics["rollout/token_staleness"] = batch.token_staleness(self.completed_steps)
+            experience.metrics["rollout/mixed_versions"] = len(batch.spans) / len(batch)
         kl = experience.metrics["objective/kl"]
         experience.metrics.update(self._reward_metrics(batch, batch.rewards, kl))
         return experience
@@ -458,6 +463,8 @@ class PPOController:
                     "finished": bool(batch.finished_B[row]),
                 }
             )
+            if self._ppo.weight_sync.keep_requests:
+                rows[-1]["versions"] = json.dumps(batch.spans_of(row))
         self._context.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self) -> None:

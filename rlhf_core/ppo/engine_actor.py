@@ -12,6 +12,7 @@ from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.columns import RolloutColumns, RolloutHeader, columns_of, header_of
+from rlhf_core.ppo.kept_requests import KeptRequests
 from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -53,6 +54,7 @@ class EngineActor(Actor):
         self._version = -1
         """Policy version that was acknowledged last; -1 before the first sync."""
         self._adapter_config: dict[str, Any] | None = None
+        self._kept: KeptRequests | None = None
 
     @rpc("start")
     def load(self) -> None:
@@ -72,6 +74,8 @@ class EngineActor(Actor):
             head_dtype=config.model.head_dtype,
             sleep_level=config.ppo.engine.sleep_level,
         )
+        if config.ppo.weight_sync.keep_requests:
+            self._kept = KeptRequests(self._engine, config.ppo.engine.max_num_seqs)
         # Two tokens now, so that lazy initialization does not slow down the first rollout.
         prompt = PromptExample("warm-up", "", (0,))
         self._engine.generate([prompt], n=1, max_new_tokens=2, temperature=1.0, seeds=[0], policy_version=-1)
@@ -144,12 +148,7 @@ class EngineActor(Actor):
         taken: list[int] = []
 
         def take(most: int) -> list[tuple[PromptExample, int]]:
-            call = queue.call(PromptQueue.take, batch, most)
-            try:
-                indices = self._fetch(call)
-            except (TimeoutError, WorkerDied) as error:
-                # Not WorkerDied: the pool would replace this engine.
-                raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
+            indices = self._ask(queue.call(PromptQueue.take, batch, most))
             taken.extend(indices)
             return [(prompts[i], seeds[i]) for i in indices]
 
@@ -162,12 +161,60 @@ class EngineActor(Actor):
             adapter=None if self._adapter_config is None else self._version + 1,
         )
         self.counters["decode_steps"] = self._engine.steps
-        rollouts = [rollout for group in groups for rollout in group]
-        # Ray needs the number of results before the call, so there are always `parts` chunks, some empty.
-        size = -(-len(taken) // parts)
-        chunks = [taken[part * size : (part + 1) * size] for part in range(parts)]
-        columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
-        return (chunks, header_of(rollouts)), *columns
+        return _in_parts(taken, groups, parts, n)
+
+    @rpc()
+    def open_batch(
+        self, batch: int, prompts: Sequence[PromptExample], seeds: Sequence[int], oldest: int
+    ) -> None:
+        """Hold the prompts of a batch, from which `sample_kept` takes. Batches before `oldest` are over."""
+        assert self._kept is not None, "ppo.weight_sync.keep_requests"
+        self._kept.open(batch, prompts, seeds, oldest)
+
+    @rpc()
+    def sample_kept(
+        self,
+        queue: RemoteActor[PromptQueue],
+        batch: int,
+        parts: int,
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
+        """Sample the prompts of a batch that this engine takes from a queue, until they are finished or the
+        queue is paused (`rlhf_core.ppo.kept_requests`).
+
+        Args:
+            queue: Gives numbers of the prompts of all batches that are open.
+            batch: Number of the batch.
+            parts: Number of chunks.
+            n: Responses to each prompt.
+            max_new_tokens: Length limit.
+            temperature: Of the softmax.
+
+        Returns:
+            As `sample_from`, of the prompts of this batch that are finished and were not returned before.
+        """
+        failpoint("engine.generate")
+        assert self._kept is not None, "ppo.weight_sync.keep_requests"
+        finished = self._kept.sample(
+            batch,
+            lambda most: self._ask(queue.call(PromptQueue.give, self._index, most)),
+            n=n,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+        )
+        self.counters["decode_steps"] = self._engine.steps
+        return _in_parts(list(finished), list(finished.values()), parts, n)
+
+    def _ask(self, call: Pending[R]) -> R:
+        """Return the answer of the queue."""
+        try:
+            return self._fetch(call)
+        except (TimeoutError, WorkerDied) as error:
+            # Not WorkerDied: the pool would replace this engine.
+            raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
 
     def _fetch(self, call: Pending[R]) -> R:
         (result,) = fetch([call], self._config.run.timeouts.sync)
@@ -210,6 +257,8 @@ class EngineActor(Actor):
     @rpc("sync")
     def start_weight_update(self) -> None:
         """Prepare the model for new weights."""
+        if self._kept is not None:
+            self._engine.pause()
         self._engine.llm.start_weight_update()
 
     @rpc("sync")
@@ -225,6 +274,8 @@ class EngineActor(Actor):
         self._engine.forget_prefixes()
         if self._adapter_config is None:
             llm.finish_weight_update(weight_version)
+            if self._kept is not None:
+                self._engine.resume()
             return
         # This removes all adapters from the engine, so the version must be set after the new one is loaded.
         llm.finish_weight_update()
@@ -253,6 +304,20 @@ def _columns(rollouts: Sequence[Rollout], prompts: Sequence[int], n: int) -> lis
         columns.append(columns_of(rollouts[start:end], n))
         start = end
     return columns
+
+
+def _in_parts(
+    taken: Sequence[int], groups: Sequence[Sequence[Rollout]], parts: int, n: int
+) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
+    """Return the responses to the prompts `taken` in `parts` chunks.
+
+    Ray needs the number of results before the call, so some can be empty.
+    """
+    rollouts = [rollout for group in groups for rollout in group]
+    size = -(-len(taken) // parts)
+    chunks = [list(taken[part * size : (part + 1) * size]) for part in range(parts)]
+    columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
+    return (chunks, header_of(rollouts)), *columns
 
 
 class RayEngineClient:

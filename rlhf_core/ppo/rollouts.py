@@ -96,6 +96,11 @@ def reassign(shares: Mapping[int, Sequence[T]], serving: Sequence[int]) -> dict[
     return kept
 
 
+def longest_first(prompts: Sequence[PromptExample], indices: Collection[int]) -> list[int]:
+    """Return the indices of prompts in the order in which engines take them."""
+    return sorted(indices, key=lambda i: (-len(prompts[i].input_ids), i))
+
+
 def cut(share: Sequence[int], samples: int, rows: int) -> list[Chunk]:
     """Cut the prompts of an engine into chunks of about `rows` responses, `samples` to each prompt."""
     size = max(1, rows // samples)
@@ -130,6 +135,13 @@ class Sampling:
     """The prompts that the engines take, with `ppo.engine.dispatch=queue`."""
     calls: dict[int, Pending[Answer]] = field(default_factory=dict)
     tokens: dict[int, list[Pending[RolloutColumns]]] = field(default_factory=dict)
+    sampled: dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]] = field(default_factory=dict)
+    """Tokens and header of each chunk that is sampled."""
+
+    @property
+    def done(self) -> set[int]:
+        """The prompts that are sampled."""
+        return {i for chunk in self.sampled for i in chunk}
 
     def chunks_of(self, engine: int, answer: Answer) -> tuple[list[Chunk], RolloutHeader]:
         """Return the chunks that an engine has sampled, and the header of all their responses."""
@@ -193,6 +205,14 @@ class Collector:
         used = prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
         return self._start([self._prompts[i] for i in used], step, 0, version, ahead=ahead)
 
+    def prepare(self, step: int, version: int) -> Sampling:
+        """Return what `start` would let the engines sample, in the order in which engines take prompts."""
+        used = prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
+        prompts = [self._prompts[i] for i in used]
+        sampling = self._sampling(prompts, step, 0, version, ahead=True)
+        sampling.order = longest_first(prompts, range(len(prompts)))
+        return sampling
+
     def finish(self, sampling: Sampling) -> RolloutBatch:
         """Wait for the responses of a step. With filtering, score them and replace groups.
 
@@ -250,10 +270,7 @@ class Collector:
         self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
     ) -> Sampling:
         """Let the engines sample the responses to these prompts."""
-        # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
-        path = (step,) if round_ == 0 else (step, "round", round_)
-        seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
-        sampling = Sampling(step, prompts, seeds, version, ahead)
+        sampling = self._sampling(prompts, step, round_, version, ahead=ahead)
         if self._ppo.engine.dispatch == "queue":
             self._send_queue(sampling, range(len(prompts)))
             return sampling
@@ -267,6 +284,14 @@ class Collector:
                 )
         self._send(sampling)
         return sampling
+
+    def _sampling(
+        self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
+    ) -> Sampling:
+        # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
+        path = (step,) if round_ == 0 else (step, "round", round_)
+        seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
+        return Sampling(step, prompts, seeds, version, ahead)
 
     def _chunk_rows(self, prompts: int) -> int:
         """Return the number of responses in a chunk of a batch of `prompts` prompts."""
@@ -285,7 +310,7 @@ class Collector:
                 EngineActor.sample,
                 [[prompts[i] for i in chunk] for chunk in chunks],
                 seeds=[sampling.seeds[i] for chunk in chunks for i in chunk],
-                **self._options,
+                **self.options,
             )
             sampling.calls[engine] = call
             sampling.tokens[engine] = tokens
@@ -296,13 +321,11 @@ class Collector:
             self._queue = self._fleet.start_queue()
         serving = self._fleet.engines.serving
         # Answers refer to the order of their round. `collect` has waited for all answers of the round before.
-        sampling.order = sorted(prompts, key=lambda i: (-len(sampling.prompts[i].input_ids), i))
+        sampling.order = longest_first(sampling.prompts, prompts)
         self._batches += 1
         opened = self._queue.call(PromptQueue.open, self._batches, len(prompts), len(serving))
         self._fleet.wait([opened], "the queue of prompts")
-        size = max(1, self._chunk_rows(len(prompts)) // self._ppo.samples_per_prompt)
-        # Chunks of an equal share. Those of an engine that takes more prompts are larger.
-        parts = -(-len(prompts) // (size * len(serving)))
+        parts = self.parts(len(prompts), len(serving))
         sampling.calls.clear()
         for engine in serving:
             sampling.calls[engine], sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
@@ -313,11 +336,16 @@ class Collector:
                 parts,
                 [sampling.prompts[i] for i in sampling.order],
                 seeds=[sampling.seeds[i] for i in sampling.order],
-                **self._options,
+                **self.options,
             )
 
+    def parts(self, prompts: int, engines: int) -> int:
+        """Return the number of chunks of an equal share. Those of an engine that takes more are larger."""
+        size = max(1, self._chunk_rows(prompts) // self._ppo.samples_per_prompt)
+        return -(-prompts // (size * engines))
+
     @property
-    def _options(self) -> SamplingOptions:
+    def options(self) -> SamplingOptions:
         ppo = self._ppo
         return {
             "n": ppo.samples_per_prompt,
@@ -327,16 +355,25 @@ class Collector:
 
     def _finish(self, sampling: Sampling) -> RolloutBatch:
         """Wait for the responses. Raises WeightSyncError if an engine sampled from another policy version."""
-        step, version, n = sampling.step, sampling.version, self._ppo.samples_per_prompt
-        sampled = self._receive(sampling)
+        self._receive(sampling)
+        return self.batch_of(sampling, {sampling.version})
+
+    def batch_of(self, sampling: Sampling, allowed: Collection[int]) -> RolloutBatch:
+        """Return the responses, all of which are sampled.
+
+        Raises:
+            WeightSyncError: An engine sampled from a policy version that is not allowed.
+        """
+        step, sampled, n = sampling.step, sampling.sampled, self._ppo.samples_per_prompt
         # In the order of their prompts, so that the distribution over ranks does not depend on which engine
         # answered first.
         chunks = sorted(sampled)
         header = _in_order(chunks, [sampled[chunk][1] for chunk in chunks], n)
-        stale = set(header.versions.tolist()) - {version}
-        if stale:
+        wrong = header.all_versions - set(allowed)
+        if wrong:
+            expected = " or ".join(str(version) for version in sorted(allowed))
             raise WeightSyncError(
-                f"step {step} was sampled from policy version {sorted(stale)}, not {version}"
+                f"step {step} was sampled from policy version {sorted(wrong)}, not {expected}"
             )
         return RolloutBatch(
             [sampled[chunk][0] for chunk in chunks],
@@ -344,31 +381,35 @@ class Collector:
             header.lengths,
             header.finished,
             [p for p in sampling.prompts for _ in range(n)],
-            version=version,
+            version=int(header.versions.min()),
+            versions_B=header.versions,
+            spans=header.spans,
         )
 
-    def _receive(self, sampling: Sampling) -> dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]]:
-        """Return the tokens and the header of each chunk.
+    def receive(self, sampling: Sampling) -> None:
+        """Wait for the calls of the engines, and add what they have sampled. A lost engine adds nothing."""
+        n, what = self._ppo.samples_per_prompt, f"the rollouts of step {sampling.step}"
+        for engine, answer in self._fleet.engines.collect(sampling.calls, what).items():
+            chunks, header = sampling.chunks_of(engine, answer)
+            start = 0
+            for chunk, pending in zip(chunks, sampling.tokens[engine], strict=True):
+                end = start + len(chunk) * n
+                # From a queue, some are empty.
+                if chunk:
+                    sampling.sampled[chunk] = (pending, header.rows(start, end))
+                start = end
+
+    def _receive(self, sampling: Sampling) -> None:
+        """Wait until all responses are sampled.
 
         The share of an engine that is lost is sampled again as one batch, if possible by the engine that
         replaces it, so that the result is the same. From a queue, all engines take what it had taken.
         """
-        engines, n = self._fleet.engines, self._ppo.samples_per_prompt
-        what = f"the rollouts of step {sampling.step}"
-        sampled: dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]] = {}
+        engines = self._fleet.engines
         while True:
-            for engine, answer in engines.collect(sampling.calls, what).items():
-                chunks, header = sampling.chunks_of(engine, answer)
-                start = 0
-                for chunk, pending in zip(chunks, sampling.tokens[engine], strict=True):
-                    end = start + len(chunk) * n
-                    # From a queue, some are empty.
-                    if chunk:
-                        sampled[chunk] = (pending, header.rows(start, end))
-                    start = end
-            done = {i for chunk in sampled for i in chunk}
-            if len(done) == len(sampling.prompts):
-                return sampled
+            self.receive(sampling)
+            if len(sampling.done) == len(sampling.prompts):
+                return
             if not sampling.ahead:
                 # Restarts the lost engines. The policy still has the weights of this version.
                 self._fleet.sync(sampling.version)
@@ -379,7 +420,7 @@ class Collector:
                     f" step {sampling.step} is sampled (ppo.staleness={self._ppo.staleness})"
                 )
             if self._ppo.engine.dispatch == "queue":
-                self._send_queue(sampling, set(range(len(sampling.prompts))) - done)
+                self._send_queue(sampling, set(range(len(sampling.prompts))) - sampling.done)
             else:
                 sampling.remaining = reassign(sampling.remaining, engines.serving)
                 self._send(sampling)
@@ -434,10 +475,12 @@ def _in_order(chunks: Sequence[Chunk], headers: Sequence[RolloutHeader], samples
     prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
     first_rows = np.argsort(prompts) * samples
     order = (first_rows[:, None] + np.arange(samples)).reshape(-1)
+    spans = [header.spans.get(row, ()) for header in headers for row in range(len(header.lengths))]
     return RolloutHeader(
         np.concatenate([header.lengths for header in headers])[order],
         np.concatenate([header.finished for header in headers])[order],
         np.concatenate([header.versions for header in headers])[order],
+        {row: spans[old] for row, old in enumerate(order.tolist()) if spans[old]},
     )
 
 

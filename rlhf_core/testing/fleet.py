@@ -26,6 +26,7 @@ from rlhf_core.ppo.columns import RolloutColumns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.kept_requests import KeptRequests
 from rlhf_core.ppo.placement import Placement, assign
 from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.ppo.reward_actor import RewardActor
@@ -211,9 +212,12 @@ class ScriptedEngineActor(EngineActor):
 
     Args:
         engine: Samples the responses.
+        index: Of the engine.
     """
 
-    def __init__(self, engine: ScriptedEngine) -> None:
+    _engine: ScriptedEngine
+
+    def __init__(self, engine: ScriptedEngine, index: int = 0) -> None:
         # Not the constructor of the base class, which registers the process.
         self.participant = _participant("scripted engine")
         self.counters = Counter()
@@ -221,10 +225,12 @@ class ScriptedEngineActor(EngineActor):
         self._engine = engine
         self._version = -1
         self._adapter_config = None
+        self._index = index
+        self._kept = KeptRequests(engine, most=2, ask_seconds=0.0)
 
     def receive(self, version: int) -> None:
         """Hold the weights of policy `version`."""
-        self._version = version
+        self._version = self._engine.weight_version = version
 
     @override
     def load(self) -> None:
@@ -245,6 +251,8 @@ class ScriptedQueue(PromptQueue):
         self.counters = Counter()
         self._left = {}
         self._share = {}
+        self._given = {}
+        self._paused = False
 
 
 class ScriptedRewards(RewardActor):
