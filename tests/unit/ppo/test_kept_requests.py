@@ -29,7 +29,7 @@ from rlhf_core.errors import ConfigError, WeightSyncError
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places
 from rlhf_core.ppo.kept_requests import KeptRequests
-from rlhf_core.ppo.prompt_queue import Given
+from rlhf_core.ppo.prompt_queue import Given, PromptQueue
 from rlhf_core.ppo.rollouts import Collector, prompts_of_step
 from rlhf_core.ppo.rollouts_kept import RolloutsKept
 from rlhf_core.system.overriding import override
@@ -166,8 +166,9 @@ class Fleet(ScriptedFleet):
         return super()._start_engine(index, starts_before)
 
     @override
-    def _start_queue(self, participant: Any) -> Any:
-        self.queues.append(Queue(participant))
+    def start_helper(self, kind: Any, name: str, node: str | None = None) -> Any:
+        assert kind is PromptQueue
+        self.queues.append(Queue())
         return scripted_actor(self.queues[-1])
 
 

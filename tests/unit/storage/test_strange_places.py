@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +99,7 @@ RECORDS: dict[str, str] = {
 def test_unreadable_claim_is_not_waited_for(record: str, tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = claim(store, "k")
-    text = RECORDS[record].replace("HOST", fencing.socket.gethostname())
+    text = RECORDS[record].replace("HOST", socket.gethostname())
     (tmp_path / "checkpoints" / "k" / "attempts" / "000002.json").write_bytes(
         text.encode(errors="surrogateescape")
     )
