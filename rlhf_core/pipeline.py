@@ -202,7 +202,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=6,
+        version=7,
         sections=("register",),
         # Not `dpo`: its policy is never registered.
         inputs=("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"),

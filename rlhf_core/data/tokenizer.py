@@ -184,14 +184,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = 
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_OF_LOADING = ("is_local", "local_files_only")
+"""Fields of tokenizer_config.json that transformers adds when a loaded tokenizer is saved."""
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Return the digest of the tokenizer's files and the chat template in a folder."""
+    """Return the digest of the tokenizer's files and the chat template in a folder.
+
+    A tokenizer that is loaded and saved again keeps its digest.
+    """
     digest = hashlib.sha256()
     for name in _TOKENIZER_FILES:
         file = folder / name
-        digest.update(file.read_bytes() if file.exists() else b"")
+        content = file.read_bytes() if file.exists() else b""
+        if content and name == "tokenizer_config.json":
+            fields = json.loads(content)
+            kept = {field: value for field, value in fields.items() if field not in _OF_LOADING}
+            content = json.dumps(kept, sort_keys=True).encode()
+        digest.update(content)
         digest.update(b"\x1f")
     return digest.hexdigest()
 

@@ -127,6 +127,8 @@ def _untrained_prompts(
     # Equal prompts have equal ids, seeds and answers, so each id counts once.
     unique = {prompt.prompt_id: prompt for prompt in untrained[: config.evaluate.prompts]}
     least = config.register_.min_prompts
+    if not unique:
+        raise MatchSkipped("no held-out prompt is left that neither policy was trained on")
     if len(untrained) < len(held_out) and len(unique) < least:
         raise MatchSkipped(
             f"only {len(unique)} held-out prompts are left that neither policy was trained on, and"

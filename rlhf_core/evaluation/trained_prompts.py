@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import SETS
 from rlhf_core.data.dataset import load_pair_prompts, load_prompts, load_sft, sft_prompts
-from rlhf_core.data.tokenizer import tokenizer_digest
-from rlhf_core.errors import CorruptArtifact
+from rlhf_core.errors import CorruptArtifact, StoreError, StoreUnavailable
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage.artifacts import (
     ArtifactAddress,
@@ -46,8 +45,7 @@ class TrainedPrompts:
         """Return the prompts of the training splits of data artifacts.
 
         Args:
-            folders: Of the data artifacts. The tokens of demonstrations are only used where tokenizer and
-                template are those of the first one.
+            folders: Of the data artifacts.
 
         Raises:
             DataError: A file is missing or damaged.
@@ -57,9 +55,8 @@ class TrainedPrompts:
         for folder in folders:
             ids.update(prompt.prompt_id for prompt in load_prompts(folder, "train"))
             ids.update(load_pair_prompts(folder, "train"))
-            if tokenizer_digest(folder / "tokenizer") == tokenizer_digest(folders[0] / "tokenizer"):
-                for example in load_sft(folder, "train"):
-                    tokens.update(_digest(prompt) for prompt in sft_prompts(example))
+            for example in load_sft(folder, "train"):
+                tokens.update(_digest(prompt) for prompt in sft_prompts(example))
         return cls(frozenset(ids), frozenset(tokens))
 
     def __contains__(self, prompt: PromptExample) -> bool:
@@ -81,7 +78,8 @@ def data_of_ancestors(
         made: Configuration of the run, without references.
 
     Raises:
-        CorruptArtifact: One of them is in no store any more, or is damaged.
+        CorruptArtifact: One of them is in no store any more, is damaged, or is in another store that refuses
+            the access.
     """
     found: dict[tuple[str, str], Path] = {}
     waiting = [(artifacts, used) for used in _used(made)]
@@ -94,7 +92,15 @@ def data_of_ancestors(
         ref = store.find(used.stage, used.key)
         if ref is None and used.address is not None:
             store = used.address.open_store(Home.of(config.run.home), config.store.endpoint)
-            ref = store.find(used.stage, used.key)
+            try:
+                ref = store.find(used.stage, used.key)
+            except StoreUnavailable:
+                raise
+            except StoreError as error:  # no bucket, or no permission: later attempts would fail as well
+                raise CorruptArtifact(
+                    f"the data of {used.stage}/{used.key}, which it was made from, cannot be read"
+                    f" ({error.message})"
+                ) from error
         data = ref if ref is None or used.stage == "data" else store.parent(ref, "data")
         if ref is None or data is None:
             raise CorruptArtifact(

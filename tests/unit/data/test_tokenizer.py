@@ -5,6 +5,7 @@ Rules:
 - EOS must exist, and the pad token is another token: chosen from those that are there, or refused with a fix;
 - a trained tokenizer is opened by AutoTokenizer, loses no text, and keeps within the vocabulary;
 - dropout is turned off, also in the files that are saved;
+- a tokenizer that is loaded and saved again keeps its digest; another one has another;
 - a tokenizer that makes long texts, or many tokens, of short texts is refused.
 """
 
@@ -23,6 +24,7 @@ from rlhf_core.config.address import is_hub_model
 from rlhf_core.data.tokenizer import (
     load_tokenizer,
     require_bounded_growth,
+    tokenizer_digest,
     train_tokenizer,
     with_safe_specials,
 )
@@ -153,3 +155,17 @@ def test_the_rules_of_known_tokenizers_are_bounded(byte_tokenizer: Any, sp_token
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
     processors = [byte_level, template("<bos>", "A", "<bos>")]
     require_bounded_growth({"post_processor": {"type": "Sequence", "processors": processors}}, "x")
+
+
+def test_a_tokenizer_that_is_saved_again_keeps_its_digest(tmp_path: Path) -> None:
+    train_tokenizer(TEXTS, 400).save_pretrained(tmp_path / "0")
+    for number in range(2):
+        load_tokenizer(str(tmp_path / f"{number}")).save_pretrained(tmp_path / f"{number + 1}")
+    configs = {(tmp_path / name / "tokenizer_config.json").read_text() for name in "012"}
+    assert len(configs) > 1, "transformers does not write fields of loading any more"
+    assert len({tokenizer_digest(tmp_path / name) for name in "012"}) == 1
+
+    other = load_tokenizer(str(tmp_path / "0"))
+    other.pad_token = other.unk_token
+    other.save_pretrained(tmp_path / "other")
+    assert tokenizer_digest(tmp_path / "other") != tokenizer_digest(tmp_path / "0")

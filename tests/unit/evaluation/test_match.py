@@ -2,8 +2,9 @@
 
 - both answer the prompts of the evaluation, and its judge decides each prompt; a language model is asked in
   both orders
-- prompts that one of both, or a model before it, was trained on are left out; if too few are left there is no
-  match
+- prompts that one of both, or a model before it, was trained on are left out; if too few are left, or the
+  data of a model before cannot be read, there is no match
+- a tokenizer that was loaded and saved again is the same one
 - the champion is loaded with the settings of its own run (base and adapter, or the merge)
 - the win rate is also given for each data source, up to a number of sources
 - both also answer the prompts of regression sets, which are in the artifact of the evaluation
@@ -26,7 +27,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import sft_prompts, write
 from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import Encoder
-from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.errors import ModelError, StoreError, WorkerDied
 from rlhf_core.evaluation import match
 from rlhf_core.evaluation.match import MatchSkipped
@@ -250,6 +251,14 @@ def test_training_prompts_of_the_champion_are_left_out(
         match.run_match(least(config, 6), context, tags)
 
 
+def test_without_a_prompt_that_is_left_there_is_no_match(
+    config: PipelineConfig, context: StageContext, champion: Any
+) -> None:
+    tags = champion(BAD, seen=[f"p{i}" for i in range(len(PROMPTS))])[1]
+    with pytest.raises(MatchSkipped, match="no held-out prompt is left that neither policy was trained on"):
+        match.run_match(least(config, 0), context, tags)
+
+
 def least(config: PipelineConfig, prompts: int, **changes: Any) -> PipelineConfig:
     """Return the configuration with this `register.min_prompts` and other sections."""
     tree = config.model_dump(mode="json", by_alias=True) | {"register": {"min_prompts": prompts}}
@@ -300,6 +309,34 @@ def test_prompts_of_demonstrations_and_of_the_models_before_are_left_out(
     shutil.rmtree(third.parent)
     with pytest.raises(MatchSkipped, match=f"the data of sample/{'e' * 16}, which it was made from, are not"):
         match.run_match(ours, context, tags)
+
+
+def test_match_is_skipped_if_the_store_of_a_model_before_refuses_access(
+    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    old.symlink_to(old)  # too many levels of symbolic links
+    base = str(old / "artifacts" / "ppo" / ("a" * 16))
+    reason = f"the data of ppo/{'a' * 16}, which it was made from, cannot be read .*symbolic links"
+    with pytest.raises(MatchSkipped, match=reason):
+        match.run_match(config, context, champion(BAD, path=base)[1])
+    ours = least(config, 1, model={"path": base})
+    with pytest.raises(MatchSkipped, match=f"the candidate was trained on are not known: {reason}"):
+        match.run_match(ours, context, champion(BAD, key="d" * 16)[1])
+
+
+def test_tokenizers_that_were_saved_again_are_the_same(
+    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
+) -> None:
+    """The base model of the candidate is a policy of an earlier run, whose tokenizer was loaded and saved."""
+    held_out = [PromptExample(f"p{i}", text, (1, 10 + i)) for i, text in enumerate(PROMPTS)]
+    write(context.inputs["data"], "prompts", "eval", held_out)
+    base = data_of_run(config, tmp_path, "a" * 16, {"sft": [SFTExample((1, 12, 5), (0, 0, 1))]})
+    for own in (context.inputs["data"] / "tokenizer", context.inputs["ppo"] / "policy"):
+        load_tokenizer(str(own)).save_pretrained(own)
+    ours = least(config, 1, model={"path": str(base)})
+    result = match.run_match(ours, context, champion(BAD)[1])
+    assert set(result.prompt_ids) == {f"p{i}" for i in range(len(PROMPTS))} - {"p2"}
 
 
 def test_demonstrations_of_a_conversation_have_the_prompts_of_the_policy() -> None:
