@@ -17,6 +17,7 @@ from rlhf_core.config.base import Section, effect_of, is_later
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.training import RewardConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.home import Home
@@ -107,8 +108,14 @@ def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str
         section = _section(config, name)
         if section is not None:
             settings.update(_rounding_settings(name, section))
-    parts = STAGES[stage].fields
-    return {name: value for name, value in settings.items() if name.rpartition(".")[0] not in parts}
+    return {name: value for name, value in settings.items() if _is_read(STAGES[stage].fields, name)}
+
+
+def _is_read(fields: Mapping[str, tuple[str, ...]], name: str) -> bool:
+    """Return whether a setting, such as `reward.judge.deepspeed.hpz`, affects a stage (`Stage.fields`)."""
+    parts = name.split(".")
+    sections = {".".join(parts[:depth]): parts[depth] for depth in range(1, len(parts))}
+    return all(field in fields[section] for section, field in sections.items() if section in fields)
 
 
 def _rounding_settings(prefix: str, section: Section) -> dict[str, str]:
@@ -177,7 +184,7 @@ def result_settings(section: Section) -> dict[str, Any]:
     """Return the settings of a section, as JSON, that affect the result by their value.
 
     A section that is declared as `execution`, such as `ppo.guards`, is left out as a whole, and so is a field
-    declared with `later` while it has its default.
+    declared with `later` while it has its default, and a part of `reward.judge` that equals that of `reward`.
     """
     dump = section.model_dump(mode="json", by_alias=True)
     settings: dict[str, Any] = {}
@@ -194,6 +201,12 @@ def result_settings(section: Section) -> dict[str, Any]:
             settings[key] = [result_settings(item) for item in value]
         else:
             settings[key] = dump[key]
+    if isinstance(section, RewardConfig) and section.judge is not None:
+        settings["judge"] = {
+            name: value
+            for name, value in settings["judge"].items()
+            if name not in settings or value != settings[name]
+        }
     return settings
 
 

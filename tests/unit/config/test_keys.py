@@ -98,6 +98,28 @@ def test_setting_changes_only_keys_of_its_stages(tree: dict[str, Any], stages: s
     assert _changed(tree) == stages
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"deepspeed": {"ranks": 2}},
+        {"deepspeed": {"gradient_checkpointing": True}},
+        {"optimizer": {"learning_rate": 3e-5}},
+        {"lora": {}},
+        {"epochs": 2, "batch_size": 32},
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_judge_that_the_reward_model_has_too_is_in_no_key(part: dict[str, Any]) -> None:
+    reward = {"epochs": 2, "batch_size": 32, "optimizer": {"learning_rate": 3e-5}, "lora": {"r": 4}}
+    plain, same, other = (
+        config_from_tree({"reward": {**reward, "judge": judge}}, "test")
+        for judge in ({"fraction": 0.3}, {"fraction": 0.3, **part}, {"fraction": 0.3, **part, "epochs": 3})
+    )
+    assert stage_key(same, "judge", {}, {}) == stage_key(plain, "judge", {}, {})
+    assert pipeline_key(same, {}) == pipeline_key(plain, {})
+    assert stage_key(other, "judge", {}, {}) != stage_key(plain, "judge", {}, {})
+
+
 JUDGE: dict[str, Any] = {"optimizer": {}, "deepspeed": {}, "lora": {}}
 EVERYTHING = {
     "run": {"device": "cpu"},
@@ -256,6 +278,16 @@ def test_roundings_are_the_rounding_settings_of_the_stage() -> None:
         name.startswith("ppo") for name in names["sft"]
     )
     assert {"ppo.micro_batch_tokens", "ppo.engine.max_num_seqs", "ppo.reward_ranks"} <= names["ppo"]
+
+
+def test_stages_that_do_not_read_the_judges_settings_record_none_of_them() -> None:
+    judge = {"deepspeed": {"gradient_checkpointing": True}, "micro_batch_tokens": 9}
+    config = config_from_tree({"reward": {"judge": judge}, "dpo": {"enabled": True}}, "test")
+    plain = config_from_tree({"reward": {"judge": {}}, "dpo": {"enabled": True}}, "test")
+    for name in ("reward", "dpo"):
+        assert rounding_settings(config, name) == rounding_settings(plain, name)
+    own = {"reward.judge.deepspeed.gradient_checkpointing", "reward.judge.micro_batch_tokens"}
+    assert own <= set(rounding_settings(config, "judge"))
 
 
 def test_another_registry_changes_the_register_key(monkeypatch: pytest.MonkeyPatch) -> None:
