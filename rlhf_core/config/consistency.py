@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.pipeline import PipelineConfig, section_of
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_parts import checkpoint_interval
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import ConfigError, Finding
@@ -182,13 +183,8 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"
             " over-optimisation its score rises until the end; add reward.judge={}"
         )
-    every, checkpoints = ppo.evaluation_interval, ppo.checkpoint_every
-    if every is not None and checkpoints and checkpoints % every and config.store.keep_best:
-        yield (
-            f"ppo.checkpoint_every is {checkpoints}, but the policy is evaluated every {every}"
-            " steps. A checkpoint between two evaluations has no score and is not kept as the best one; set"
-            " ppo.checkpoint_every to a multiple of ppo.evaluate_every, or leave it out"
-        )
+    if config.store.keep_best:
+        yield from _unscored_checkpoints(ppo)
     if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
         yield (
             "ppo.publish is best, but ppo.kl.coef is 0 and ppo.publish_max_kl is null, so nothing counts"
@@ -288,6 +284,23 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
             f"ppo.max_kl: {ppo.kl_limit:g} is far above ppo.kl.target ({kl.target:g}), so a policy far from "
             f"its target is not stopped; leave it out ({5 * kl.target:g})"
         )
+
+
+def _unscored_checkpoints(ppo: PPOConfig) -> Iterator[str]:
+    """Warn about checkpoints between evaluations, unless they come from a default that is a divisor."""
+    every = ppo.evaluation_interval
+    if every is None:
+        return
+    default = checkpoint_interval(None, every)
+    used = checkpoint_interval(ppo.checkpoint_every, every)
+    default_fits = default % every == 0 or every % default == 0
+    if used % every == 0 or (ppo.checkpoint_every is None and default_fits):
+        return
+    yield (
+        f"ppo.checkpoint_every is {used}, but the policy is evaluated every {every} steps. A checkpoint"
+        " between two evaluations has no score and is not kept as the best one; set ppo.checkpoint_every to"
+        f" a multiple of ppo.evaluate_every{', or leave it out' if default_fits else ''}"
+    )
 
 
 def _guards(config: PipelineConfig) -> Iterator[str]:

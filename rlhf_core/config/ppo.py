@@ -236,7 +236,7 @@ class PPOConfig(PackedSection):
     )
     guards: GuardsConfig = execution(GuardsConfig(), "Conditions that indicate a failing training run")
     checkpoint_every: PositiveInt | None = execution(
-        None, "Steps between checkpoints; null: about 10, in line with evaluations, whose scores they have"
+        None, "Steps between checkpoints; null: about 10 (at most 60), in line with evaluations for scores"
     )
     samples_every: PositiveInt = execution(10, "Steps between tables of sample responses")
 

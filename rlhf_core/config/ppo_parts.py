@@ -128,7 +128,7 @@ def checkpoint_interval(chosen: int | None, evaluations: int | None) -> int:
     steps between evaluations (None: no evaluations).
 
     The default is 10, or the multiple of `evaluations` that is nearest to it. If evaluations are rarer, it is
-    a divisor from 5 to 20 if there is one.
+    a divisor from 5 to 20 if there is one, or else `evaluations` if this is at most 60.
     """
     wanted = 10
     if chosen is not None:
@@ -138,4 +138,5 @@ def checkpoint_interval(chosen: int | None, evaluations: int | None) -> int:
     if evaluations <= wanted:
         return evaluations * round(wanted / evaluations)
     near = [steps for steps in divisors_near(evaluations, wanted) if 5 <= steps <= 20]
-    return min(near, key=lambda steps: abs(steps - wanted), default=wanted)
+    otherwise = evaluations if evaluations <= 60 else wanted
+    return min(near, key=lambda steps: abs(steps - wanted), default=otherwise)

@@ -248,6 +248,19 @@ def test_checkpoints_line_up_with_evaluations() -> None:
     assert checkpoint_interval(10, 4) == 10
 
 
+@pytest.mark.parametrize("every", [22, 23, 29, 31, 37, 41, 43, 46, 58, 59, 60])
+def test_checkpoints_have_scores_also_where_no_interval_near_ten_is_in_line(every: int) -> None:
+    assert every % checkpoint_interval(None, every) == 0
+    assert warnings_of({"evaluate_every": every}) == []
+
+
+def test_the_default_interval_is_warned_of_where_it_is_not_in_line() -> None:
+    (warning,) = warnings_of({"evaluate_every": 97})
+    assert "ppo.checkpoint_every is 10, but the policy is evaluated every 97 steps" in warning
+    assert "leave it out" not in warning
+    assert warnings_of({"evaluate_every": 97, "checkpoint_every": 97}) == []
+
+
 def test_a_cut_response_pays_where_a_reward_model_scores_it() -> None:
     rule = [{"type": "relevance"}]
     assert [ppo().eos_penalty, ppo(rewards=rule).eos_penalty, ppo(missing_eos_penalty=0.5).eos_penalty] == [
