@@ -356,8 +356,9 @@ class _PPOSearch:
                     continue
                 send = send_time(self._config, self._shape, self._hardware, where.groups[0], where.engines)
                 engine = {"ppo.engine.count": str(count), "ppo.engine.tensor_parallel": str(ways)}
+                staleness, every = self._config.ppo.staleness, self._config.ppo.sync_every
                 seconds = step_seconds(
-                    rollout.total, chosen[0], send.total, staleness=self._config.ppo.staleness
+                    rollout.total, chosen[0], send.total, staleness=staleness, sync_every=every
                 )
                 yield self._candidate(seconds, {**chosen[1], **engine})
 

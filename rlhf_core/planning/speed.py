@@ -105,11 +105,19 @@ class StepTime:
     sync: Seconds
     staleness: int = 0
     """`ppo.staleness`."""
+    sync_every: int = 1
+    """Steps from one weight sync to the next."""
 
     @property
     def total(self) -> float:
         ranks = self.scoring.total + self.training.total
-        return step_seconds(self.rollout.total, ranks, self.sync.total, staleness=self.staleness)
+        return step_seconds(
+            self.rollout.total,
+            ranks,
+            self.sync.total,
+            staleness=self.staleness,
+            sync_every=self.sync_every,
+        )
 
     @property
     def longest(self) -> Phase:
@@ -120,14 +128,14 @@ class StepTime:
         return found
 
 
-def step_seconds(rollout: float, ranks: float, sync: float, *, staleness: int) -> float:
+def step_seconds(rollout: float, ranks: float, sync: float, *, staleness: int, sync_every: int) -> float:
     """Return the mean seconds of a step from those of the engines, of the ranks and of the sync, which waits
     for both.
 
-    With `ppo.staleness` n the engines sample during scoring and training, and there is a sync in every n-th
-    step. All batches are taken to be equal.
+    With `ppo.staleness` the engines sample during scoring and training, and there is a sync in every
+    `sync_every`-th step (`ppo.sync_every`). All batches are taken to be equal.
     """
-    return max(rollout, ranks) + sync / staleness if staleness else rollout + ranks + sync
+    return max(rollout, ranks) + sync / sync_every if staleness else rollout + ranks + sync
 
 
 def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> StepTime:
@@ -150,6 +158,7 @@ def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> 
         + send_time(config, shape, hardware, where.groups[0], where.engines)
         + turn_time(config, shape, placement.groups[0]),
         staleness=config.ppo.staleness,
+        sync_every=config.ppo.sync_every,
     )
 
 
