@@ -51,7 +51,7 @@ def check_base_of_judge(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def require_same_tokens(folder: Path, tokenizer: Path) -> None:
-    """Raise ModelError unless a model has the tokens of another folder, and can embed them.
+    """Raise ModelError unless a model has the tokens of another folder.
 
     Pairs and responses are stored as tokens, which the judge scores as they are.
 

@@ -70,7 +70,8 @@ def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> Sta
     base = base_of_judge(config) if stage == "judge" else None
     if base is not None:
         require_same_tokens(base, context.inputs["data"] / "tokenizer")
-        if context.sources.get(JUDGE_PATH, "") != model_digest(str(base), None):
+        digest = model_digest(str(base), None)
+        if context.sources.get(JUDGE_PATH, digest) != digest:
             raise DataError(f"{JUDGE_PATH}: {base} was changed after the run began; run again")
     metrics = train_on_ranks(
         _train,

@@ -176,14 +176,14 @@ def test_the_judge_can_start_from_another_model_with_the_same_tokens(tmp_path: P
         save_tiny_llama(tmp_path / name, seed, vocab_size=512)
         tokens.save_pretrained(tmp_path / name)
 
-    def run(path: str | None, **sources: str) -> dict[str, torch.Tensor]:
+    def run(path: str | None, sources: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
         judge = {"path": path and str(tmp_path / path)}
         tree = {"run": {"device": "cpu"}, "reward": {"judge": judge, "min_accuracy": 0.0}}
         config = config_from_tree(tree, "test")
         digests = {name: it for name, it in external_digests(config).items() if name.startswith("reward")}
         inputs = {"data": data, "sft": tmp_path / "sft"}
         out = tmp_path / f"{path}-stage"
-        context = stage_context(out, inputs=inputs, sources=digests | sources)
+        context = stage_context(out, inputs=inputs, sources=digests if sources is None else sources)
         with scripted_trainers():
             reward.run_judge(config, context)
         return load_file(context.output / "model" / "model.safetensors")
@@ -191,12 +191,17 @@ def test_the_judge_can_start_from_another_model_with_the_same_tokens(tmp_path: P
     def embedding(folder: Path) -> torch.Tensor:
         return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
 
-    for path, start in ((None, "sft/model"), ("base", "base")):
-        assert torch.equal(run(path)["model.embed_tokens.weight"], embedding(tmp_path / start))
+    for path, sources, start in (
+        (None, None, "sft/model"),
+        ("base", None, "base"),
+        ("base", {}, "base"),
+    ):
+        trained = run(path, sources)["model.embed_tokens.weight"]
+        assert torch.equal(trained, embedding(tmp_path / start))
     with pytest.raises(ModelError, match=r"reward.judge.path: .*other has other tokens than the policy"):
         run("other")
     with pytest.raises(DataError, match=r"reward.judge.path: .* was changed after the run began"):
-        run("base", **{"reward.judge.path": "another"})
+        run("base", {"reward.judge.path": "another"})
 
 
 def test_a_base_model_of_the_judge_that_cannot_be_used_is_found_before_the_start(tmp_path: Path) -> None:
