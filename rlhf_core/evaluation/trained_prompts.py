@@ -1,7 +1,8 @@
 """The prompts that a policy, its judges and the models before it were trained on.
 
-Every artifact names the artifacts that it was made from, and the configuration of its run. If its base model
-or one of its sources is in an artifact of another run, the data of that run count as well, and so on:
+Every artifact names the artifacts that it was made from, and the configuration of its run. If its base model,
+that of its judge, or one of its sources is in an artifact of another run, the data of that run count as well,
+and so on:
 
     policy -> data
            -> base model `champion:NAME` -> its data -> its base model ...
@@ -70,7 +71,7 @@ def _digest(tokens: Sequence[int]) -> str:
 def data_of_ancestors(
     config: PipelineConfig, artifacts: ArtifactStore, made: Mapping[str, Any]
 ) -> list[Path]:
-    """Return the data artifacts of the runs whose artifacts a run used as base model or as source.
+    """Return the data artifacts of the runs whose artifacts a run used as base models or as sources.
 
     Args:
         config: The present configuration, for the access to other stores.
@@ -117,17 +118,23 @@ class _Used(NamedTuple):
     stage: StageName
     key: str
     address: ArtifactAddress | None
-    """None for a local copy from a bucket."""
+    """None for a local copy whose store is not known."""
 
 
 def _used(config: Mapping[str, Any]) -> Iterator[_Used]:
-    paths = [config["model"]["path"]]
+    paths = [config["model"]["path"], (config["reward"].get("judge") or {}).get("path")]
     for name in SETS:
         paths += [source["path"] for source in config["data"].get(name) or ()]
     for path in paths:
         address = parse_artifact_address(path or "")
-        stage_key = parse_artifact_copy(path or "") if address is None else (address.stage, address.key)
-        if stage_key is not None:
-            stage = next((name for name in STAGES if name == stage_key[0]), None)
-            if stage is not None:
-                yield _Used(stage, stage_key[1], address)
+        copy = parse_artifact_copy(path or "")
+        if address is not None:
+            named, key = address.stage, address.key
+        elif copy is not None:
+            named, key, store = copy
+            address = None if store is None else ArtifactAddress(store, named, key)
+        else:
+            continue
+        stage = next((name for name in STAGES if name == named), None)
+        if stage is not None:
+            yield _Used(stage, key, address)

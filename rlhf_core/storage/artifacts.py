@@ -23,6 +23,7 @@ from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
+from rlhf_core.system.files import exists, write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef, artifact_prefix
 
@@ -188,6 +189,8 @@ class ArtifactStore:
             manifest = self._read(ref.kind, ref.key)
             if manifest is not None and manifest.digest == ref.digest:
                 folder = bundles.fetch(self._store, manifest, self._cache)
+                if not self.is_local:
+                    write_atomic(_store_file(folder), self._store.url)
                 self._verified[identity] = folder, _stamp(folder)
                 return folder
         except CorruptArtifact as error:
@@ -348,7 +351,12 @@ def _stamp(folder: Path) -> _Stamp:
 # `tracking.registry` writes a local path as `local-store://` if MLflow is a server.
 _ADDRESS = re.compile(r"(?:local-store://)?(.+)/artifacts/([a-z]+)/([0-9a-f]{16})(?:/.*)?")
 # Of `bundles.fetch`.
-_COPY = re.compile(r"(.+)/artifacts-([a-z]+)-([0-9a-f]{16})-[0-9a-f]{12}(?:/.*)?")
+_COPY = re.compile(r"(.+/artifacts-([a-z]+)-([0-9a-f]{16})-[0-9a-f]{12})(?:/.*)?")
+
+
+def _store_file(copy: Path) -> Path:
+    """Return the file next to a copy from a bucket that has the URL of its store."""
+    return copy.with_name(f"{copy.name}.store")
 
 
 class ArtifactAddress(NamedTuple):
@@ -374,12 +382,16 @@ def parse_artifact_address(address: str) -> ArtifactAddress | None:
     return None if found is None else ArtifactAddress(*found.groups())
 
 
-def parse_artifact_copy(path: str) -> tuple[str, str] | None:
-    """Return stage and key of the artifact that a local copy from a bucket was made of, or None for other
-    paths.
+def parse_artifact_copy(path: str) -> tuple[str, str, str | None] | None:
+    """Return stage, key and store of the artifact that a local copy from a bucket was made of, or None for
+    other paths. The store is None if it is not known on this host.
     """
     found = _COPY.fullmatch(path)
-    return None if found is None else (found.group(2), found.group(3))
+    if found is None:
+        return None
+    copy, stage, key = found.groups()
+    file = _store_file(Path(copy))
+    return stage, key, file.read_text(encoding="utf-8") if exists(file) else None
 
 
 def _find_program(files: tuple[FileEntry, ...]) -> str | None:

@@ -36,6 +36,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
+from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import PairExample, PromptExample, SFTExample, StageContext
 from tests.support.chat_server import ChatServer, prefer_longer
 from tests.support.known_models import save_last_token_scorer
@@ -306,8 +307,34 @@ def test_prompts_of_demonstrations_and_of_the_models_before_are_left_out(
         ours = least(config, 1, model={"path": path})
         assert match.run_match(ours, context, tags).prompt_ids == ("p1", "p2", "p4", "p6")
 
+    for judge in (str(third / "model"), None):
+        reward = config.model_dump(mode="json")["reward"] | {"judge": judge and {"path": judge}}
+        found = match.run_match(least(config, 1, reward=reward), context, tags)
+        assert ("p5" in found.prompt_ids) is (judge is None)
+
     shutil.rmtree(third.parent)
     with pytest.raises(MatchSkipped, match=f"the data of sample/{'e' * 16}, which it was made from, are not"):
+        match.run_match(ours, context, tags)
+
+
+def test_a_base_model_can_be_a_copy_from_the_bucket_of_another_project(
+    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
+) -> None:
+    """Its data are looked for in the store that it was copied from."""
+    bucket = tmp_path / "bucket"
+    tree = config.model_dump(mode="json", by_alias=True) | {"store": {"url": str(bucket)}}
+    theirs = PipelineConfig.model_validate_json(json.dumps(tree))
+    data_of_run(theirs, tmp_path, "a" * 16, {"prompts": [PromptExample("p3", "", ())]})
+    artifacts = ArtifactStore(ScriptedStore(bucket, remote=True), tmp_path / "copies")
+    ref = artifacts.find("sample", "a" * 16)
+    assert ref is not None
+    path = artifacts.address(ref, "best.jsonl", local=True)
+    assert str(bucket) not in path
+    ours, tags = least(config, 1, model={"path": path}), champion(BAD)[1]
+    assert "p3" not in match.run_match(ours, context, tags).prompt_ids
+    (record,) = (tmp_path / "copies").glob("*.store")
+    record.unlink()
+    with pytest.raises(MatchSkipped, match=f"the data of sample/{'a' * 16}, which it was made from, are not"):
         match.run_match(ours, context, tags)
 
 
