@@ -175,15 +175,18 @@ class Checkpoints(Protocol):
         committed.
         """
 
-    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
+    def prepare(
+        self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
+    ) -> None:
         """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has space.
 
         Args:
             step: Number of the last finished step.
             folder: Where all ranks write, on each host.
-            size: Bytes of the checkpoint.
+            size: Bytes of the checkpoint that the ranks write.
             unsharded: Those of them that only rank 0 writes; all ranks write equal parts of the others. None
                 if that is unknown: perhaps all of them.
+            own: Bytes that this process writes in addition, on its host.
         """
 
     def save(

@@ -119,8 +119,12 @@ class _RemoteCheckpoints(_Remote, Checkpoints):
     def latest(self) -> tuple[int, Path] | None:
         return self._mailbox.call(lambda server: server.context.checkpoints.latest())
 
-    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
-        self._mailbox.call(lambda server: server.context.checkpoints.prepare(step, folder, size, unsharded))
+    def prepare(
+        self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
+    ) -> None:
+        self._mailbox.call(
+            lambda server: server.context.checkpoints.prepare(step, folder, size, unsharded, own=own)
+        )
 
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None

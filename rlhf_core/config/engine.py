@@ -138,7 +138,8 @@ class WeightSyncConfig(Section):
         " sync. They pause, receive the weights, and go on with them. A response can then have tokens of"
         " several policy versions, of which the oldest counts for ppo.staleness. Engines also begin the next"
         " step before the last responses of a step are finished. Results depend on timing: a run that is"
-        " resumed does not end in the same bits",
+        " resumed does not end in the same bits. A batch of several versions gives no checkpoint a score, so"
+        " `store.keep_best` needs evaluations",
         later=True,
     )
     canary: bool = execution(

@@ -38,6 +38,7 @@ def new_checkpoint(
     score: float | None = None,
     *,
     unsharded: int | None = None,
+    own: int = 0,
     known: Mapping[int, float] | None = None,
 ) -> Iterator[Path]:
     """Prepare the local folder of a checkpoint, and commit it if the body fills it without an error.
@@ -46,9 +47,10 @@ def new_checkpoint(
         context: Of the process that commits; None on all other ranks, where only the path is computed.
         scratch: Folder of the attempt, the same path on all hosts.
         step: Number of the last finished step.
-        size: Bytes that the body writes, approximately.
+        size: Bytes that the ranks write, approximately.
         score: Score of the weights, higher is better; None if nothing was measured.
         unsharded: See `Checkpoints.prepare`.
+        own: See `Checkpoints.prepare`.
         known: Scores of earlier checkpoints by step.
 
     Raises:
@@ -57,7 +59,7 @@ def new_checkpoint(
     started = time.monotonic()
     folder = scratch / f"checkpoint-{step:08d}"
     if context is not None:
-        context.checkpoints.prepare(step, folder, size, unsharded)
+        context.checkpoints.prepare(step, folder, size, unsharded, own=own)
     yield folder
     if context is not None:
         # Before the commit: a later attempt continues after this step and does not log its metrics again.

@@ -102,6 +102,11 @@ class RolloutBatch:
         """Approximate size of the tokens: an id and a log-probability each."""
         return int(4 * self.prompt_lengths_B.sum() + 8 * self.lengths_B.sum())
 
+    @property
+    def has_one_version(self) -> bool:
+        """Whether one policy version sampled all tokens."""
+        return not self.spans and (self.versions_B is None or bool((self.versions_B == self.version).all()))
+
     def spans_of(self, row: int) -> VersionSpans:
         """Return first token and policy version of each part of a response."""
         first = self.version if self.versions_B is None else int(self.versions_B[row])

@@ -43,12 +43,11 @@ from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.advice import Advice
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import FloatArray
-from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.rollout_cache import RolloutCache
-from rlhf_core.ppo.rollouts import Collector, Composer, read_responses
+from rlhf_core.ppo.rollouts import Collector, Composer, read_responses, reward_metrics
 from rlhf_core.ppo.rollouts_ahead import RolloutsAhead
 from rlhf_core.ppo.rollouts_kept import RolloutsKept
 from rlhf_core.ppo.selection import HeldOutResult, Selection
@@ -57,7 +56,6 @@ from rlhf_core.ppo.sync_check import SyncCheck
 from rlhf_core.ppo.update import CriticWarmup, Updater
 from rlhf_core.ppo.utilisation import Steps, Utilisation
 from rlhf_core.ppo.worker import ModelWorker
-from rlhf_core.rewards.compose import RewardBatch, clipped_share, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext
@@ -201,7 +199,7 @@ class PPOController:
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._scores = self.selection.scores()
         self._utilisation.begin()
-        self._steps_since_sync = Steps()
+        self._steps_since_sync = Steps(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
         failure = check_divergence(self._ppo.guards, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
@@ -222,7 +220,8 @@ class PPOController:
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
-        self._record_score(experience.metrics, batch.version)
+        if batch.has_one_version:
+            self._record_score(experience.metrics, batch.version)
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
@@ -235,8 +234,8 @@ class PPOController:
             tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
         self._timings["timing/step"] = time.monotonic() - started
-        self._steps_since_sync.add(batch, self._timings)
-        since_sync = self._steps_since_sync.timings
+        since_sync = self._steps_since_sync
+        since_sync.add(batch, self._timings)
         if sync_is_due:
             self._timings |= self._measure()
         metrics = {
@@ -248,8 +247,8 @@ class PPOController:
             "objective/kl_coef": self._kl.coef,  # adapted by `_train`: that of the next step
             **self._timings,
         }
-        if sync_is_due:
-            self._advice.check(metrics | since_sync, step)
+        if sync_is_due and not since_sync.engines_waited:
+            self._advice.check(metrics | since_sync.timings, step)
         return metrics
 
     def _sync_after_step(self) -> None:
@@ -264,8 +263,13 @@ class PPOController:
         self._compare_engines()
 
     def _measure(self) -> Metrics:
-        """Return the shares of the steps since the last sync that `ppo.advice` looks at. No process works."""
+        """Return the shares of the steps since the last sync that `ppo.advice` looks at; {} if the engines
+        waited for an evaluation or a checkpoint in between. No process works.
+        """
         steps, self._steps_since_sync = self._steps_since_sync, Steps()
+        if steps.engines_waited:
+            self._utilisation.begin()
+            return {}
         seconds = steps.timings["timing/step"]
         every = self._checkpoint_every * seconds / len(steps.batches)
         # The first one was sampled before the last sync.
@@ -350,25 +354,8 @@ class PPOController:
             experience.metrics["rollout/token_staleness"] = batch.token_staleness(self.completed_steps)
             experience.metrics["rollout/mixed_versions"] = len(batch.spans) / len(batch)
         kl = experience.metrics["objective/kl"]
-        experience.metrics.update(self._reward_metrics(batch, batch.rewards, kl))
+        experience.metrics.update(reward_metrics(ppo, batch, batch.rewards, kl))
         return experience
-
-    def _reward_metrics(self, batch: RolloutBatch, rewards: RewardBatch, kl: float) -> Metrics:
-        ppo = self._ppo
-        metrics = {f"rewards/{name}": value for name, value in rewards.metrics().items()}
-        clipped = clipped_share(ppo.rewards, rewards.by_source, ppo.score_clip)
-        if clipped is not None:
-            metrics["objective/score_clipfrac"] = clipped
-        if ppo.dynamic_filtering is not None:
-            metrics["rollout/replaced_prompts"] = float(batch.replaced)
-            if batch.scores_before is not None:
-                metrics["objective/scores_before_filtering"] = batch.scores_before
-        # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over
-        # the batch, and the KL counts with the configured coefficient for every `kl.place`.
-        scores = weighted_sum(ppo.rewards, rewards.by_source, len(batch), ppo.score_clip, normalized=False)
-        mean_score = shaped_scores(batch.lengths_B, batch.finished_B, scores, ppo).nanmean().item()
-        metrics["objective/net_score"] = mean_score - ppo.kl.coef * kl
-        return metrics
 
     def _record_score(self, metrics: Metrics, version: int) -> None:
         """Store the score of policy `version`, which sampled the rollouts of this step, if it is that of a
@@ -470,6 +457,7 @@ class PPOController:
     def _checkpoint(self) -> None:
         """Save policy, critic, KL controller and the metrics so far as one checkpoint."""
         self._ahead.finish()
+        self._steps_since_sync.engines_waited |= self.completed_steps % self._ppo.sync_every > 0
         started = time.monotonic()
         fleet, scratch, step = self._fleet, self._context.scratch, self.completed_steps
         sizes = [
@@ -478,7 +466,7 @@ class PPOController:
         size, unsharded = map(sum, zip(*fleet.wait(sizes, "the checkpoint's size"), strict=True))
         tokens = sum(batch.token_bytes for batch in self._ahead.finished)
         with new_checkpoint(
-            self._context, scratch, step, size + tokens, unsharded=unsharded + tokens, known=self._scores
+            self._context, scratch, step, size, unsharded=unsharded, own=tokens, known=self._scores
         ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained:

@@ -33,7 +33,7 @@ from rlhf_core.ppo.experience import shaped_scores, uniform_groups
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.prompt_queue import PromptQueue
-from rlhf_core.rewards.compose import RewardBatch, reward_input
+from rlhf_core.rewards.compose import RewardBatch, clipped_share, reward_input, weighted_sum
 from rlhf_core.seeds import derive_seed, permutation
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
 
@@ -544,3 +544,28 @@ class RewardInputs(Sequence[RewardInput]):
                 )
             ]
         return self._inputs
+
+
+def reward_metrics(ppo: PPOConfig, batch: RolloutBatch, rewards: RewardBatch, kl: float) -> dict[str, float]:
+    """Return the metrics of the rewards of a batch, and `objective/net_score`.
+
+    Args:
+        ppo: Section `ppo`.
+        batch: The responses.
+        rewards: Of these responses.
+        kl: Their mean KL to the reference, in nats per response.
+    """
+    metrics = {f"rewards/{name}": value for name, value in rewards.metrics().items()}
+    clipped = clipped_share(ppo.rewards, rewards.by_source, ppo.score_clip)
+    if clipped is not None:
+        metrics["objective/score_clipfrac"] = clipped
+    if ppo.dynamic_filtering is not None:
+        metrics["rollout/replaced_prompts"] = float(batch.replaced)
+        if batch.scores_before is not None:
+            metrics["objective/scores_before_filtering"] = batch.scores_before
+    # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over the
+    # batch, and the KL counts with the configured coefficient for every `kl.place`.
+    scores = weighted_sum(ppo.rewards, rewards.by_source, len(batch), ppo.score_clip, normalized=False)
+    mean_score = shaped_scores(batch.lengths_B, batch.finished_B, scores, ppo).nanmean().item()
+    metrics["objective/net_score"] = mean_score - ppo.kl.coef * kl
+    return metrics

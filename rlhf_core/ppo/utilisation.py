@@ -49,6 +49,10 @@ class Steps:
     """Sum of each `timing/<phase>`, and `timing/step`."""
     batches: list[RolloutBatch] = field(default_factory=list)
     """That were scored and trained on."""
+    engines_waited: bool = False
+    """Whether an evaluation or a checkpoint between two syncs let the engines finish all batches, so that
+    they are idle until the next sync.
+    """
 
     def add(self, batch: RolloutBatch, timings: Mapping[str, float]) -> None:
         """Add a step."""

@@ -94,7 +94,9 @@ class FolderCheckpoints(Checkpoints):
         return int(folders[-1].name.removeprefix("step-")), folders[-1]
 
     @override
-    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
+    def prepare(
+        self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
+    ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 

@@ -213,11 +213,13 @@ class _MemberCheckpoints(Checkpoints):
     def latest(self) -> tuple[int, Path] | None:
         return self.position
 
-    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
+    def prepare(
+        self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
+    ) -> None:
         finished = self.finished.bytes_in(folder)
         if unsharded is not None:
             unsharded += finished
-        self.inner.prepare(self.offset + step, folder, size + finished, unsharded)
+        self.inner.prepare(self.offset + step, folder, size + finished, unsharded, own=own)
 
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None

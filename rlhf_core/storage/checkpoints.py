@@ -244,10 +244,12 @@ class CheckpointStore:
             "The checkpoint of step %d was made with other versions or threads (%s).", step, described
         )
 
-    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
+    def prepare(
+        self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
+    ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         here = size if self._hosts is None else self._hosts.bytes_here(size, unsharded)
-        bundles.require_free(folder, here, f"The checkpoint of step {step}")
+        bundles.require_free(folder, here + own, f"The checkpoint of step {step}")
         folder.mkdir(parents=True)
         if self._hosts is not None:
             self._hosts.prepare(folder, size, unsharded)

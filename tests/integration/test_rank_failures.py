@@ -193,7 +193,9 @@ class _Drawing(RecordingMetrics):
 
 
 class _FullDisk(FolderCheckpoints):
-    def prepare(self, step: int, folder: Path, size: int, unsharded: int | None = None) -> None:
+    def prepare(
+        self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
+    ) -> None:
         raise StoreError(f"{folder} has too little space for {size} bytes")
 
 

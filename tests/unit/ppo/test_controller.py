@@ -28,6 +28,7 @@ from rlhf_core.errors import GateFailed, NonFiniteError
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places, columns_of, header_of
 from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.rollouts import reward_metrics
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
@@ -208,27 +209,27 @@ def test_a_checkpoint_has_the_score_of_its_own_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["reward", "loss"])
 @pytest.mark.parametrize("normalize", ["none", "batch"])
-def test_the_checkpoint_score_always_includes_the_kl(tmp_path: Path, place: str, normalize: str) -> None:
+def test_the_checkpoint_score_always_includes_the_kl(place: str, normalize: str) -> None:
     ppo: dict[str, Any] = {
         "kl": {"coef": 0.1, "place": place},
         "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0, "normalize": normalize}],
     }
-    controller = Controller(stage_context(tmp_path), **ppo)
+    config = config_from_tree({"ppo": ppo}, "test").ppo
     batch = batch_of(2)
-    metrics = controller._reward_metrics(batch, RewardBatch([0.0, 0.0], {"keywords": [1.0, 4.0]}), 90.0)
+    metrics = reward_metrics(config, batch, RewardBatch([0.0, 0.0], {"keywords": [1.0, 4.0]}), 90.0)
     assert metrics["objective/net_score"] == pytest.approx(2.0 * 2.5 - 0.1 * 90)
 
 
-def test_filtering_and_clipping_are_logged(tmp_path: Path) -> None:
+def test_filtering_and_clipping_are_logged() -> None:
     ppo: dict[str, Any] = {
         "algorithm": "grpo",
         "samples_per_prompt": 2,
         "dynamic_filtering": {},
         "score_clip": 5.0,
     }
-    controller = Controller(stage_context(tmp_path), **ppo)
+    config = config_from_tree({"ppo": ppo}, "test").ppo
     batch = replace(batch_of(2), replaced=3, scores_before=0.165)
-    metrics = controller._reward_metrics(batch, RewardBatch([0.0, 0.0], {"model": [1.0, 9.0]}), 0.0)
+    metrics = reward_metrics(config, batch, RewardBatch([0.0, 0.0], {"model": [1.0, 9.0]}), 0.0)
     assert metrics["objective/scores_before_filtering"] == 0.165
     assert metrics["objective/score_clipfrac"] == 0.5
     assert metrics["objective/net_score"] == pytest.approx((1 + 5) / 2)

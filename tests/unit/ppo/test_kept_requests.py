@@ -8,13 +8,14 @@
 - every step has each response once, also if an engine is lost; no token is older than `ppo.staleness` allows;
   a token of another version ends the run
 - the rollouts have a mean staleness by token
-- a checkpoint has no rollouts
+- a checkpoint has no rollouts, and no score from a batch of several versions
 - other settings that the field needs are named in one sentence; the default is in no key
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from rlhf_core.ppo.prompt_queue import Given, PromptQueue
 from rlhf_core.ppo.rollouts import Collector, prompts_of_step
 from rlhf_core.ppo.rollouts_kept import RolloutsKept
 from rlhf_core.system.overriding import override
+from rlhf_core.testing import stage_context
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedQueue, scripted_actor
-from rlhf_core.types import PromptExample
+from rlhf_core.types import PromptExample, StageContext
+from tests.unit.ppo.test_controller import FORTY, Controller, _Experience
 
 PROMPTS = [PromptExample(f"p{i}", "", (1,) * (3 + i % 4)) for i in range(7)]
 OPTIONS: Any = {"n": 1, "max_new_tokens": 99, "temperature": 1.0}
@@ -270,6 +273,40 @@ def test_the_mean_staleness_counts_tokens() -> None:
     batch.spans = {0: ((0, 3), (3, 5))}
     assert batch.token_staleness(5) == pytest.approx((3 * 2 + 0 + 0) / 6)
     assert [batch.spans_of(row) for row in range(2)] == [((0, 3), (3, 5)), ((0, 5),)]
+
+
+def test_a_batch_of_several_versions_has_no_score(tmp_path: Path) -> None:
+    """The policy of version 3 has a checkpoint and sampled the first token of each of these batches."""
+    versions_B = np.full(len(FORTY), 3)
+    batches = {
+        "of files": replace(FORTY, version=3),
+        "one": replace(FORTY, version=3, versions_B=versions_B),
+        "a later first token": replace(FORTY, version=3, versions_B=np.append(versions_B[1:], 4)),
+        "spans": replace(FORTY, version=3, versions_B=versions_B, spans={0: ((0, 3), (1, 4))}),
+    }
+    scores = {}
+    for name, batch in batches.items():
+        run = Scored(stage_context(tmp_path / name), batch)
+        run.completed_steps, run._last_checkpoint_step = 4, 3
+        run.iterate()
+        scores[name] = run._scores
+    assert scores == {"of files": {3: 0.5}, "one": {3: 0.5}, "a later first token": {}, "spans": {}}
+
+
+class Scored(Controller):
+    """Its next step has this batch."""
+
+    def __init__(self, context: StageContext, batch: RolloutBatch) -> None:
+        super().__init__(context, evaluate_every=0)
+        self.batch = batch
+
+    @override
+    def collect(self) -> RolloutBatch:
+        return self.batch
+
+    @override
+    def score(self, batch: RolloutBatch) -> Any:
+        return _Experience(objective__net_score=0.5)
 
 
 # -- configuration --

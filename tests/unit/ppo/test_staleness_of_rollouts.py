@@ -14,7 +14,9 @@
 - a checkpoint between two syncs has all batches that wait; attempts that are killed after any checkpoint end
   together in the metrics of the run that nobody disturbed, and no batch is sampled twice
 - an evaluation between two syncs waits for all batches, and gets its own sync
-- shares of a step are measured from one sync to the next
+- shares of a step are measured from one sync to the next; there are none, and no advice, if an evaluation
+  or a checkpoint in between let the engines finish all batches
+- the space for stored rollouts is that of the controller, which writes them, and not that of the ranks
 - if an engine dies, the others sample its share of all batches
 """
 
@@ -44,7 +46,7 @@ from rlhf_core.ppo.utilisation import Steps
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
-from rlhf_core.testing import stage_context
+from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample
@@ -373,6 +375,53 @@ def test_shares_are_measured_from_one_sync_to_the_next(tmp_path: Path) -> None:
     run._utilisation = utilisation
     run.run()
     assert measured == [(3, [2, 3, 4]), (3, [5, 6, 7])]
+
+
+@pytest.mark.parametrize("field", ["evaluate_every", "checkpoint_every"])
+@pytest.mark.parametrize(("every", "advised"), [(2, []), (3, [3, 6, 9]), (7, [3, 6]), (9, [3, 6, 9])])
+def test_idle_engines_after_an_evaluation_or_a_checkpoint_give_no_advice(
+    tmp_path: Path, field: str, every: int, advised: list[int]
+) -> None:
+    """Syncs are after steps 3, 6 and 9. Every second version is one between each two of them."""
+    ppo = {"evaluate_every": 99, "checkpoint_every": 99, field: every}
+    run = Scripted(tmp_path / "work", staleness=3, steps=10, **ppo)
+    evaluation: Any = SimpleNamespace(
+        evaluate=lambda _: HeldOutResult({OBJECTIVE: 1.0, "eval/kl": 0.0}, [1.0]),
+        state_dict=dict,
+    )
+    run._evaluation = evaluation
+    measured: list[int] = []
+    checked: list[int] = []
+
+    def measure(steps: Steps, sampled: list[RolloutBatch]) -> dict[str, float]:
+        measured.append(run.completed_steps)
+        return {}
+
+    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None, of_sync=lambda _: {})
+    advice: Any = SimpleNamespace(check=lambda _, step: checked.append(step))
+    run._utilisation, run._advice = utilisation, advice
+    run.run()
+    assert measured == checked == advised
+
+
+def test_the_controller_needs_the_space_for_stored_rollouts(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Checkpoints(FolderCheckpoints):
+        @override
+        def prepare(
+            self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
+        ) -> None:
+            asked.append({"size": size, "unsharded": unsharded, "own": own})
+            super().prepare(step, folder, size, unsharded, own=own)
+
+    run = Scripted(tmp_path / "work", staleness=2)
+    run._context = replace(run._context, checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    run._checkpoint()
+    run._ahead._batches = {2: FORTY, 3: FORTY}
+    run._checkpoint()
+    assert asked[0]["own"] == 0
+    assert asked[1] == {**asked[0], "own": 2 * FORTY.token_bytes}
 
 
 @pytest.mark.parametrize("dispatch", ["fixed", "queue"])

@@ -52,6 +52,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_numbers(store: Stor
             StoreError, match=r"The checkpoint of step 2 needs 1\.20 GB, but /.* has 0\.30 GB free; free some"
         ):
             saver.prepare(2, tmp_path / "two", 1_200_000_000)
+        with pytest.raises(StoreError, match=r"needs 0\.30 GB"):
+            saver.prepare(2, tmp_path / "two", 299_000_000, own=2_000_000)
         saver.prepare(2, tmp_path / "two", 299_000_000)
     assert list((tmp_path / "two").iterdir()) == []
     found = saver.latest()
