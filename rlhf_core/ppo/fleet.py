@@ -3,8 +3,8 @@ ends them.
 
 A group with a model that trains is not replaced: if one of its ranks dies or stalls, the attempt fails, and
 the next one continues from the checkpoint. Processes without state of their own are replaced: a group of
-frozen models (reward, reference), whose call is then repeated, and engines, which serve again after a
-complete sync.
+frozen models (reward, reference), whose call is then repeated, actors of rules (`RewardActors`), and engines,
+which serve again after a complete sync.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -479,7 +479,8 @@ class Fleet:
                     raise
                 for group in unhealthy:
                     log.warning("%s is restarted, and %s is repeated: %s", group.name, what, error)
-                    self._kill(self.groups[group.roles[0]])
+                    workers = enumerate(self.groups[group.roles[0]].workers)
+                    self.kill({_rank_name(group, rank): worker for rank, worker in workers})
                 self._load([self._start_group(group) for group in unhealthy])
         raise AssertionError("the last round raises or returns")
 
@@ -498,8 +499,8 @@ class Fleet:
                     break
         return unhealthy
 
-    def _kill(self, workers: WorkerGroup) -> None:
-        actors = {_rank_name(workers.group, rank): actor for rank, actor in enumerate(workers.workers)}
+    def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
+        """End the processes of actors; see `ActorClient.kill`."""
         self._client.kill(actors)
 
     # -- weight sync --

@@ -7,7 +7,8 @@
 The composer of sources that have a state (connections, processes, kept replies) has one owner, an actor on
 the driver's node, which scores whole batches as `RewardComposer` in one process would. Rules look at one
 response at a time. If there is nothing else, each node of the stage has an actor, and each actor scores an
-equal part of the batch. A batch that fails for several reasons may then be reported with another one.
+equal part of the batch. A batch that fails for several reasons may then be reported with another one. Actors
+of rules alone are started again if one of them dies.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,13 +32,15 @@ from numpy.typing import NDArray
 
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, as_argument, rpc
 from rlhf_core.config.rewards import AnyReward, ExternalReward, ModelReward
-from rlhf_core.errors import RLHFError
+from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, classified
 from rlhf_core.ppo.columns import Indices, Places, RolloutColumns
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import RewardInputs
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_input, weighted_sum
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, RewardInput
+
+log = logging.getLogger(__name__)
 
 _CHUNKS = 64
 """Chunks that one call brings. More would fill the object store of the actor's node."""
@@ -76,6 +80,7 @@ class Scored:
     rewards: RewardBatch | None
     """None after an error."""
     error: RLHFError | None
+    """Its note is the traceback, because pickling loses causes."""
     records: list[logging.LogRecord]
     """Of the log."""
 
@@ -123,17 +128,30 @@ class RewardActor(Actor):
             self._inputs[row] = reward_input(prompt, response_ids, finished, self._decode)
 
     @rpc()
-    def score(self, model_scores: Sequence[float] | None) -> Scored:
-        """Return the scores of the responses that were read, in the order of their rows."""
+    def score(self, batch: int, count: int, model_scores: Sequence[float] | None) -> Scored:
+        """Return the scores of the responses that were read, in the order of their rows.
+
+        Args:
+            batch: `RolloutBatch.number`.
+            count: Number of these responses.
+            model_scores: (count,) or None; see `RewardComposer.score`.
+
+        Raises:
+            InfrastructureError: Other responses were read, because a call of `read` failed.
+        """
         heartbeat("score", math.inf)
-        inputs = [self._inputs[row] for row in range(len(self._inputs))]
+        read = self._inputs if batch == self._batch else {}
+        self._batch, self._inputs = None, {}
+        if len(read) != count:
+            raise InfrastructureError(f"{len(read)} of {count} responses of batch {batch} were read")
+        inputs = [read[row] for row in range(count)]
         with _records() as records:
             try:
                 return Scored(self._composer.score(inputs, model_scores), None, records)
-            except RLHFError as error:
-                return Scored(None, error, records)
-            finally:
-                self._batch, self._inputs = None, {}
+            except Exception as error:
+                found = classified(error, f"{self.participant.name}, score")
+                found.add_note("".join(traceback.format_exception(error)).rstrip())
+                return Scored(None, found, records)
 
     @rpc()
     def close(self) -> None:
@@ -154,16 +172,22 @@ class _Recorder(logging.handlers.QueueHandler):
 
 @contextmanager
 def _records() -> Iterator[list[logging.LogRecord]]:
-    """Yield the list of what the reward sources log, which has no other handler meanwhile."""
-    logger, handler = logging.getLogger("rlhf_core.rewards"), _Recorder()
+    """Yield the list of what the reward sources log. It also goes to stderr, which Ray shows at once: a call
+    with many retries takes long, and its actor may die.
+    """
+    logger, recorder = logging.getLogger("rlhf_core.rewards"), _Recorder()
+    # An actor has no other handler, and Python's handler of last resort is not used besides the recorder.
+    handlers = [recorder, logging.StreamHandler()]
     propagate, level = logger.propagate, logger.level
-    logger.addHandler(handler)
+    for handler in handlers:
+        logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(logging.INFO)
     try:
-        yield handler.records
+        yield recorder.records
     finally:
-        logger.removeHandler(handler)
+        for handler in handlers:
+            logger.removeHandler(handler)
         logger.propagate = propagate
         logger.setLevel(level)
 
@@ -172,12 +196,13 @@ def _records() -> Iterator[list[logging.LogRecord]]:
 
 
 @contextmanager
-def shared_process_settings() -> Iterator[str]:
+def shared_process_settings(folder: Path | None = None) -> Iterator[str]:
     """Yield a file with the environment, the search path and the working folder of this process.
 
-    Only this user can read it. It has the tokens of services, which must not go through Ray.
+    Only this user can read it. It has the tokens of services, which must not go through Ray. The process that
+    takes the settings over removes it. It is in `folder`, by default in that of temporary files.
     """
-    descriptor, name = tempfile.mkstemp(prefix="rlhf-rewards-")
+    descriptor, name = tempfile.mkstemp(prefix="rlhf-rewards-", dir=folder)
     try:
         with os.fdopen(descriptor, "w") as file:
             json.dump({"environment": dict(os.environ), "path": sys.path, "folder": os.getcwd()}, file)
@@ -187,8 +212,13 @@ def shared_process_settings() -> Iterator[str]:
 
 
 def _take_over(file: Path) -> None:
-    """Give this process, and those that it will start, the settings of the process that wrote the file."""
-    settings = json.loads(file.read_text())
+    """Give this process, and those that it will start, the settings of the process that wrote the file.
+
+    It is removed at once: if this or the other process is killed, nothing else removes it.
+    """
+    text = file.read_text()
+    file.unlink()
+    settings = json.loads(text)
     own = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     os.environ.clear()
     os.environ.update(settings["environment"] | own)
@@ -205,31 +235,51 @@ class RewardActors:
     Args:
         fleet: Started; it has the rollouts.
         settings: Of the composers.
+        scratch: Folder of the attempt, for `shared_process_settings`.
 
     Raises:
         ConfigError: A source cannot be used.
     """
 
-    def __init__(self, fleet: Fleet, settings: RewardSettings) -> None:
+    def __init__(self, fleet: Fleet, settings: RewardSettings, scratch: Path | None = None) -> None:
         self._fleet = fleet
         self._settings = settings
-        has_owner = any(isinstance(source, ExternalReward) for source in settings.sources)
-        nodes = [None] if has_owner else fleet.nodes
-        self._actors = [
-            fleet.start_helper(RewardActor, f"rewards {number}", node) for number, node in enumerate(nodes)
-        ]
-        if has_owner:
-            with shared_process_settings() as process:
+        self._has_owner = any(isinstance(source, ExternalReward) for source in settings.sources)
+        if self._has_owner:
+            self._start([None])
+            with shared_process_settings(scratch) as process:
                 self._open(process)
         else:
+            self._start(fleet.nodes)
             self._open(None)
+
+    def _start(self, nodes: Sequence[str | None]) -> None:
+        self._actors = [
+            self._fleet.start_helper(RewardActor, _name(number), node) for number, node in enumerate(nodes)
+        ]
 
     def _open(self, process: str | None) -> None:
         calls = [actor.call(RewardActor.open, self._settings, process) for actor in self._actors]
         self._fleet.wait(calls, "the reward sources")
 
     def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch:
-        """See `RewardComposer.score`."""
+        """See `RewardComposer.score`. It is repeated once if an actor of rules alone dies.
+
+        Raises:
+            WorkerDied: The actor that owns sources has died, or an actor of rules again.
+        """
+        try:
+            return self._score(batch, model_scores)
+        except WorkerDied as error:
+            if self._has_owner:
+                raise
+            log.warning("the actors of the rules are started again, and score the batch again: %s", error)
+        self._fleet.kill({_name(number): actor for number, actor in enumerate(self._actors)})
+        self._start(self._fleet.nodes)
+        self._open(None)
+        return self._score(batch, model_scores)
+
+    def _score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch:
         reading: list[Pending[None]] = []
         scoring: list[Pending[Scored]] = []
         for actor, rows in zip(
@@ -239,7 +289,7 @@ class RewardActors:
                 arguments = [as_argument(chunk) for chunk in chunks]
                 reading.append(actor.call(RewardActor.read, part, *arguments))
             own = None if model_scores is None else [model_scores[row] for row in rows.tolist()]
-            scoring.append(actor.call(RewardActor.score, own))
+            scoring.append(actor.call(RewardActor.score, batch.batch.number, len(rows), own))
         self._fleet.wait(reading, "the responses to be decoded")
         results = self._fleet.wait(scoring, "the rewards")
         for result in results:
@@ -264,18 +314,29 @@ class RewardActors:
         """See `RewardComposer.total`."""
         return weighted_sum(self._settings.sources, by_source, count, self._settings.score_clip)
 
-    def close(self) -> None:
-        """End what the sources have started. The processes of the actors end with the fleet."""
-        closing = [actor.call(RewardActor.close) for actor in self._actors]
-        # An actor that has died, or that still scores, ends with the fleet.
-        with suppress(RLHFError, TimeoutError):
-            self._fleet.fetch(closing, _CLOSE_SECONDS)
+    def close(self, *, wait: bool = True) -> None:
+        """End what the sources have started. The processes of the actors end with the fleet.
+
+        Args:
+            wait: Whether to wait until it has ended, for at most 10 s.
+        """
+        # An actor that has died, or that still scores, ends with the fleet. Errors of Ray's calls have no
+        # common class, and would hide the error of the stage.
+        with suppress(Exception):
+            closing = [actor.call(RewardActor.close) for actor in self._actors]
+            if wait:
+                self._fleet.fetch(closing, _CLOSE_SECONDS)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
+        # After an error, an actor may still score.
+        self.close(wait=error is None)
+
+
+def _name(number: int) -> str:
+    return f"rewards {number}"
 
 
 def _parts(
@@ -297,10 +358,12 @@ def _parts(
         )
 
 
-def open_rewards(fleet: Fleet, settings: RewardSettings) -> RewardActors | RewardComposer:
+def open_rewards(
+    fleet: Fleet, settings: RewardSettings, scratch: Path | None = None
+) -> RewardActors | RewardComposer:
     """Return what scores the batches of PPO: actors, or the composer of this process if no source reads
-    responses.
+    responses. For the arguments, see `RewardActors`.
     """
     if all(isinstance(source, ModelReward) for source in settings.sources):
         return RewardComposer(settings.sources, settings.digests, score_clip=settings.score_clip)
-    return RewardActors(fleet, settings)
+    return RewardActors(fleet, settings, scratch)

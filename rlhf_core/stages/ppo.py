@@ -99,7 +99,7 @@ def _started(
         ppo.score_clip,
         Home.of(config.run.home).judge,
     )
-    with fleet, open_rewards(fleet, rewards) as composer:
+    with fleet, open_rewards(fleet, rewards, context.scratch) as composer:
         context.progress("ppo start", processes, processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
         evaluation = None

@@ -178,7 +178,7 @@ class _Rewards:
     def read(self, part: ResponseRows, *_chunks: Any) -> None:
         self._rows += len(part.rows)
 
-    def score(self, _model_scores: Any) -> Scored:
+    def score(self, _batch: int, _count: int, _model_scores: Any) -> Scored:
         values, self._rows = np.random.default_rng(0).normal(size=self._rows).tolist(), 0
         return Scored(RewardBatch(values, {name: list(values) for name in self._sources}), None, [])
 

@@ -17,14 +17,14 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_core.cluster.rpc import Pending, RemoteActor, Usage
+from rlhf_core.cluster.rpc import Actor, Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
 from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
@@ -107,9 +107,9 @@ class _Restarting(ScriptedFleet):
         return super()._start_group(group)
 
     @override
-    def _kill(self, workers: WorkerGroup) -> None:
-        self.done.append(f"kill {workers.group.name}")
-        super()._kill(workers)
+    def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
+        self.done += [f"kill {name.removesuffix(' rank 0')}" for name in actors]
+        super().kill(actors)
 
 
 @pytest.fixture

@@ -5,7 +5,12 @@
 - the controller receives no tokens for it
 - only sources without a state are divided over several actors
 - the same errors and warnings
-- the process of a source gets the environment of the stage, from a file that only its user can read
+- what the sources log is on stderr at once, and an unexpected error brings the log and its causes
+- actors of rules that die are started again, once for each batch
+- a batch of which a part was not read is not scored
+- the process of a source gets the environment of the stage, from a file that only its user can read, and
+  that it removes
+- after an error, the end does not wait for an actor that still scores
 """
 
 from __future__ import annotations
@@ -13,29 +18,46 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
-from rlhf_core.cluster.rpc import Pending
+from rlhf_core.cluster.rpc import Actor, Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.errors import ConfigError, InfrastructureError, RewardError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch
-from rlhf_core.ppo.columns import RolloutColumns
+from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of
 from rlhf_core.ppo.model_scores import ModelScores
-from rlhf_core.ppo.reward_actor import RewardActors, RewardSettings, open_rewards, shared_process_settings
+from rlhf_core.ppo.reward_actor import (
+    ResponseRows,
+    RewardActors,
+    RewardSettings,
+    Scored,
+    open_rewards,
+    shared_process_settings,
+)
 from rlhf_core.ppo.rollouts import Collector
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
-from rlhf_core.types import PromptExample
+from rlhf_core.testing.fleet import (
+    NEVER,
+    ScriptedEngineActor,
+    ScriptedFleet,
+    ScriptedRank,
+    ScriptedRewards,
+    scripted_actor,
+)
+from rlhf_core.types import PromptExample, Rollout
 
+A = TypeVar("A", bound=Actor)
 R = TypeVar("R")
 
 PROMPTS = [PromptExample(f"p{i}", f"prompt {i}", (i, i + 1), {"answer": str(i % 3)}) for i in range(1, 13)]
@@ -63,9 +85,17 @@ class Mean(ScriptedRank):
 
 
 class Fleet(ScriptedFleet):
-    """Counts the chunks that the controller receives."""
+    """Counts the chunks that the controller receives. The first actors of rewards are those of `first`."""
 
     received = 0
+    first: Sequence[ScriptedRewards] = ()
+
+    @override
+    def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
+        if len(self.rewards) >= len(self.first):
+            return super().start_helper(kind, name, node)
+        self.rewards.append(self.first[len(self.rewards)])
+        return scripted_actor(self.rewards[-1])
 
     @override
     def wait(self, pending: Sequence[Pending[R]], what: str) -> list[R]:
@@ -84,7 +114,11 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def scored(
-    config: PipelineConfig, *, nodes: int | None, model: bool = False
+    config: PipelineConfig,
+    *,
+    nodes: int | None,
+    model: bool = False,
+    first: Sequence[ScriptedRewards] = (),
 ) -> tuple[RewardBatch, RolloutBatch, Fleet]:
     """Return the rewards of a step. `nodes` is None for a composer in this process."""
 
@@ -95,6 +129,7 @@ def scored(
 
     engines = [ScriptedEngineActor(ScriptedEngine(respond)) for _ in range(2)]
     fleet = Fleet(config, ranks={"reward": [Mean(), Mean()]} if model else None, engines=engines)
+    fleet.first = first
     fleet.node_ids = [f"node {number}" for number in range(nodes or 1)]
     fleet.sync(0)
     ppo = config.ppo
@@ -182,6 +217,72 @@ def test_a_source_that_cannot_be_used_is_an_error_at_the_start(function: dict[st
         RewardActors(Fleet(config), RewardSettings(config.ppo.rewards, decode))
 
 
+class Broken(RewardComposer):
+    """Cannot write its replies."""
+
+    @override
+    def score(self, batch: Any, model_scores: Any) -> RewardBatch:
+        logging.getLogger("rlhf_core.rewards.remote").info("try 1 of 2 failed")
+        try:
+            raise KeyError("the cause")
+        except KeyError as error:
+            raise OSError("No space left on device") from error
+
+
+class WithBroken(ScriptedRewards):
+    @override
+    def open(self, settings: RewardSettings, process: str | None) -> None:
+        self._composer = Broken(settings.sources)
+
+
+def test_an_unexpected_error_brings_log_and_causes(capfd: pytest.CaptureFixture[str]) -> None:
+    actor = WithBroken()
+    actor.open(RewardSettings((), decode), None)
+    result = pickle.loads(pickle.dumps(actor.score(1, 0, None)))
+    assert [record.getMessage() for record in result.records] == ["try 1 of 2 failed"]
+    assert type(result.error) is InfrastructureError
+    assert "scripted rewards, score: OSError: No space left on device" in result.error.message
+    assert "KeyError: 'the cause'" in "".join(result.error.__notes__)
+    assert "try 1 of 2 failed" in capfd.readouterr().err
+
+
+class Dying(ScriptedRewards):
+    @override
+    def score(self, batch: int, count: int, model_scores: Sequence[float] | None) -> Scored:
+        raise WorkerDied("rewards: dead")
+
+
+def test_actors_of_rules_are_started_again_once(function: dict[str, Any]) -> None:
+    config = configuration(RULES)
+    expected, _, _ = scored(config, nodes=None)
+    found, _, fleet = scored(config, nodes=2, first=[ScriptedRewards(), Dying()])
+    assert found == expected
+    assert len(fleet.rewards) == 4 and fleet.client.killed == ["rewards 0", "rewards 1"]
+    with pytest.raises(WorkerDied):
+        scored(config, nodes=1, first=[Dying(), Dying()])
+    # The state of the other sources is lost with their actor.
+    with pytest.raises(WorkerDied):
+        scored(configuration([*RULES, function]), nodes=1, first=[Dying()])
+
+
+@pytest.mark.parametrize("batch", [7, 8])
+def test_a_batch_that_was_not_read_as_a_whole_is_not_scored(batch: int) -> None:
+    actor = ScriptedRewards()
+    sources = configuration([{"type": "token_share", "below": 6}]).ppo.rewards
+    actor.open(RewardSettings(sources, decode), None)
+    rollouts = [Rollout(p.prompt_id, 0, p.input_ids, (3, 7), (0.0, 0.0), True, 0) for p in PROMPTS[:2]]
+    rows, places = np.arange(2), Places(np.zeros(2, np.int64), np.arange(2))
+    part = ResponseRows(7, rows, places, np.ones(2, np.bool_), PROMPTS[:2])
+    actor.read(part, columns_of(rollouts, 1))
+    read = 2 if batch == 7 else 0
+    with pytest.raises(InfrastructureError, match=f"{read} of 3 responses of batch {batch} were read"):
+        actor.score(batch, 3, None)
+    # Nothing is left of it.
+    assert actor.score(7, 0, None).rewards == RewardBatch([], {"token_share": []})
+    actor.read(part, columns_of(rollouts, 1))
+    assert actor.score(7, 2, None).rewards == RewardBatch([0.5, 0.5], {"token_share": [0.5, 0.5]})
+
+
 def test_the_settings_of_a_process_are_in_a_file_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_REWARD_TOKEN", "secret")
     with shared_process_settings() as name:
@@ -190,3 +291,33 @@ def test_the_settings_of_a_process_are_in_a_file_of_its_user(monkeypatch: pytest
     assert not Path(name).exists()
     assert settings["environment"]["RLHF_REWARD_TOKEN"] == "secret"
     assert settings["path"] == sys.path and settings["folder"] == os.getcwd()
+
+
+def test_the_actor_removes_the_file_of_settings(tmp_path: Path) -> None:
+    with shared_process_settings(tmp_path) as name:
+        assert list(tmp_path.iterdir()) == [Path(name)]
+        ScriptedRewards().open(RewardSettings((), decode), name)
+        assert list(tmp_path.iterdir()) == []
+
+
+class Busy(ScriptedRewards):
+    @override
+    def close(self) -> Any:
+        return NEVER
+
+
+class Unreachable(ScriptedRewards):
+    @override
+    def close(self) -> None:
+        raise RuntimeError("Ray has ended")
+
+
+@pytest.mark.parametrize("actor", [Busy, Unreachable])
+def test_the_end_does_not_hide_or_delay_an_error(actor: type[ScriptedRewards]) -> None:
+    config = configuration(RULES)
+    fleet = Fleet(config)
+    fleet.first = [actor()]
+    settings = RewardSettings(config.ppo.rewards, decode)
+    with pytest.raises(RewardError, match="of the stage"), RewardActors(fleet, settings):
+        raise RewardError("of the stage")
+    assert fleet.client.seconds == 0.0
