@@ -183,6 +183,13 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"
             " over-optimisation its score rises until the end; add reward.judge={}"
         )
+    for name, chosen in (("evaluate_every", ppo.evaluate_every), ("checkpoint_every", ppo.checkpoint_every)):
+        if chosen and chosen % ppo.sync_every:
+            yield (
+                f"ppo.{name} is {chosen}, but the weights are synced every {ppo.sync_every} steps"
+                " (ppo.staleness), and the engines wait where both do not meet; use a multiple, or leave it"
+                " out"
+            )
     if config.store.keep_best:
         yield from _unscored_checkpoints(ppo)
     if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
@@ -291,8 +298,8 @@ def _unscored_checkpoints(ppo: PPOConfig) -> Iterator[str]:
     every = ppo.evaluation_interval
     if every is None:
         return
-    default = checkpoint_interval(None, every)
-    used = checkpoint_interval(ppo.checkpoint_every, every)
+    default = checkpoint_interval(None, every, ppo.sync_every)
+    used = checkpoint_interval(ppo.checkpoint_every, every, ppo.sync_every)
     default_fits = default % every == 0 or every % default == 0
     if used % every == 0 or (ppo.checkpoint_every is None and default_fits):
         return

@@ -342,7 +342,7 @@ class PPOConfig(PackedSection):
     def evaluation_interval(self) -> int | None:
         """Steps between evaluations on held-out prompts; None if there are none."""
         if self.evaluate_every is None:
-            return max(1, self.steps // 10)
+            return self.sync_every * max(1, math.ceil(self.steps // 10 / self.sync_every))
         return self.evaluate_every or None
 
     @property

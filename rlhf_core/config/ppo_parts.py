@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -123,20 +124,24 @@ def check_staleness(staleness: int, colocate: str, *, filters: bool) -> None:
         )
 
 
-def checkpoint_interval(chosen: int | None, evaluations: int | None) -> int:
+def checkpoint_interval(chosen: int | None, evaluations: int | None, sync_every: int) -> int:
     """Return the steps between checkpoints: `ppo.checkpoint_every` if it was `chosen`, or the default for the
     steps between evaluations (None: no evaluations).
 
     The default is 10, or the multiple of `evaluations` that is nearest to it. If evaluations are rarer, it is
     a divisor from 5 to 20 if there is one, or else `evaluations` if this is at most 60.
+    It is rounded up to a multiple of `sync_every` (`ppo.sync_every`).
     """
-    wanted = 10
     if chosen is not None:
         return chosen
+    wanted = math.ceil(10 / sync_every) * sync_every
     if evaluations is None:
         return wanted
+    evaluations = math.lcm(evaluations, sync_every)
     if evaluations <= wanted:
         return evaluations * round(wanted / evaluations)
-    near = [steps for steps in divisors_near(evaluations, wanted) if 5 <= steps <= 20]
+    near = [
+        steps for steps in divisors_near(evaluations, wanted) if 5 <= steps <= 20 and steps % sync_every == 0
+    ]
     otherwise = evaluations if evaluations <= 60 else wanted
     return min(near, key=lambda steps: abs(steps - wanted), default=otherwise)

@@ -278,7 +278,8 @@ def _eager(situation: Situation) -> str | None:
 
 def _checkpoints(situation: Situation) -> str | None:
     metrics = situation.metrics
-    now = checkpoint_interval(situation.ppo.checkpoint_every, situation.ppo.evaluation_interval)
+    ppo = situation.ppo
+    now = checkpoint_interval(ppo.checkpoint_every, ppo.evaluation_interval, ppo.sync_every)
     every = math.ceil(metrics["checkpoint/share"] / 0.05 * now)
     return (
         f"checkpoints take {metrics['checkpoint/share']:.0%} of the time: ppo.checkpoint_every={every} would"

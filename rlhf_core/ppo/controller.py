@@ -146,7 +146,9 @@ class PPOController:
         """Of the last step."""
         self.completed_steps = 0
         """This is also the policy version."""
-        self._checkpoint_every = checkpoint_interval(ppo.checkpoint_every, ppo.evaluation_interval)
+        self._checkpoint_every = checkpoint_interval(
+            ppo.checkpoint_every, ppo.evaluation_interval, ppo.sync_every
+        )
         self._last_checkpoint_step = 0
         """Step after which another attempt would continue."""
         self._previous_checkpoint_step = 0

@@ -243,14 +243,14 @@ def test_the_limit_of_the_kl_follows_its_target() -> None:
 
 def test_checkpoints_line_up_with_evaluations() -> None:
     every = {3: 9, 4: 8, 5: 10, 6: 12, 7: 7, 10: 10, 11: 11, 16: 8, 25: 5, 30: 10, 34: 17, 10**9: 10}
-    assert {each: checkpoint_interval(None, each) for each in every} == every
-    assert [checkpoint_interval(None, each) for each in (None, 97)] == [10, 10], "there is nothing near"
-    assert checkpoint_interval(10, 4) == 10
+    assert {each: checkpoint_interval(None, each, 1) for each in every} == every
+    assert [checkpoint_interval(None, each, 1) for each in (None, 97)] == [10, 10], "there is nothing near"
+    assert checkpoint_interval(10, 4, 1) == 10
 
 
 @pytest.mark.parametrize("every", [22, 23, 29, 31, 37, 41, 43, 46, 58, 59, 60])
 def test_checkpoints_have_scores_also_where_no_interval_near_ten_is_in_line(every: int) -> None:
-    assert every % checkpoint_interval(None, every) == 0
+    assert every % checkpoint_interval(None, every, 1) == 0
     assert warnings_of({"evaluate_every": every}) == []
 
 
@@ -259,6 +259,22 @@ def test_the_default_interval_is_warned_of_where_it_is_not_in_line() -> None:
     assert "ppo.checkpoint_every is 10, but the policy is evaluated every 97 steps" in warning
     assert "leave it out" not in warning
     assert warnings_of({"evaluate_every": 97, "checkpoint_every": 97}) == []
+
+
+def test_default_intervals_are_multiples_of_the_steps_between_syncs() -> None:
+    assert [ppo(steps=50, staleness=n).evaluation_interval for n in (0, 1, 3, 16)] == [5, 5, 6, 16]
+    assert [checkpoint_interval(None, *each) for each in ((None, 3), (6, 3), (20, 4), (16, 16))] == [
+        12,
+        12,
+        20,
+        16,
+    ]
+    for chosen in ({"evaluate_every": 4}, {"checkpoint_every": 4, "evaluate_every": 0}):
+        warned = [
+            list(unusual_settings(config_from_tree({"ppo": {"staleness": n} | chosen}, "t")))
+            for n in (1, 2, 3)
+        ]
+        assert ["synced every 3 steps" in " ".join(each) for each in warned] == [False, False, True]
 
 
 def test_a_cut_response_pays_where_a_reward_model_scores_it() -> None:
