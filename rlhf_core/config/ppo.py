@@ -61,9 +61,10 @@ class PPOConfig(PackedSection):
     staleness: NonNegativeInt = result(
         0,
         "0: each step is sampled with the weights of the step before. 1: the engines sample the next step"
-        " while the present one is scored and trained, with weights that are one step older. n: they sample n"
-        " batches between two weight syncs, with weights that are at most n steps older. `importance`"
-        " corrects for them. For engines with devices of their own, or CPUs with idle cores",
+        " while the present one is scored and trained, with weights that are one step older. n: weights are"
+        " at most n steps older, and the engines sample n batches between two weight syncs (with"
+        " `weight_sync.keep_requests` there is one after every step). `importance` corrects for them. For"
+        " engines with devices of their own, or CPUs with idle cores",
         within=Range(0, 16, "the rollouts of so many steps are in memory and in checkpoints"),
         later=True,
     )
@@ -164,8 +165,7 @@ class PPOConfig(PackedSection):
         " 2025) if engine or policy is not float32 or with `staleness`, else `none`",
     )
     importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = result(
-        (0.0, 2.0),
-        "Lowest and highest weight that `importance` allows",
+        (0.0, 2.0), "Lowest and highest weight that `importance` allows"
     )
     ptx: PTXConfig | None = result(None, "Pretraining loss in the policy's update; null: none")
     ema_decay: Decay | None = result(
@@ -195,7 +195,7 @@ class PPOConfig(PackedSection):
     evaluate_every: NonNegativeInt | None = result(
         None,
         "Steps between evaluations of the policy on held-out prompts, which also take place before the first"
-        " and after the last step; null: a tenth of the steps; 0: no evaluations",
+        " and after the last step; null: a tenth of the steps, in line with weight syncs; 0: none",
         later=True,
     )
     evaluate_prompts: PositiveInt = result(
