@@ -129,11 +129,14 @@ class StepTime:
 
 
 def step_seconds(rollout: float, ranks: float, sync: float, *, staleness: int, sync_every: int) -> float:
-    """Return the mean seconds of a step from those of the engines, of the ranks and of the sync, which waits
-    for both.
+    """Return the mean seconds of a step. All batches are taken to be equal.
 
-    With `ppo.staleness` the engines sample during scoring and training, and there is a sync in every
-    `sync_every`-th step (`ppo.sync_every`). All batches are taken to be equal.
+    Args:
+        rollout: Seconds of the engines.
+        ranks: Seconds of scoring and training.
+        sync: Seconds of a sync, which waits for both.
+        staleness: `ppo.staleness`. If it is not 0, the engines sample during scoring and training.
+        sync_every: `ppo.sync_every`, the steps from one sync to the next.
     """
     return max(rollout, ranks) + sync / sync_every if staleness else rollout + ranks + sync
 
