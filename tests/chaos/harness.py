@@ -38,9 +38,9 @@ STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "re
 """Those of this configuration."""
 TRACE = "RLHF_FAIL_TRACE"
 MEASURED_IN_SECONDS = (
-    "seconds", "per_s", "timing/", "cpu/", "system/", "sync/gb", "sync/share", "stage/",
-    "idle/", "data_wait/", "padding/", "checkpoint/share", "rollout/token_latency", "rollout/decode_steps",
-    "rollout/engine_balance",
+    "seconds", "per_s", "timing/", "cpu/", "system/", "gpu/", "sync/gb", "sync/share",
+    "sync/link_share", "stage/", "idle/", "data_wait/", "padding/", "checkpoint/share",
+    "rollout/token_latency", "rollout/decode_steps", "rollout/engine_balance", "tokens/minibatch",
 )  # fmt: skip
 COMMANDS = 12
 """How often the command is typed at most."""

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,12 @@ PROMPTS = [PromptExample(f"p{i}", "", tuple(range(3, 5 + i))) for i in range(9)]
 
 
 def sampled(*folders: Path) -> list[list[list[Rollout]]]:
+    # vLLM looks at all modules, and fails at Flask's, which other tests import.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(sampled_here, *folders).result()
+
+
+def sampled_here(*folders: Path) -> list[list[list[Rollout]]]:
     return _sample_here(
         CONFIG,
         [PolicyFiles(folder) for folder in folders],
