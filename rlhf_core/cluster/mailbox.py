@@ -122,6 +122,11 @@ class _RemoteCheckpoints(_Remote, Checkpoints):
     def prepare(
         self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
     ) -> None:
+        """Prepare a checkpoint.
+
+        Args:
+            step, folder, size, unsharded, own: See `Checkpoints.prepare`.
+        """
         self._mailbox.call(
             lambda server: server.context.checkpoints.prepare(step, folder, size, unsharded, own=own)
         )

@@ -97,6 +97,11 @@ class FolderCheckpoints(Checkpoints):
     def prepare(
         self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
     ) -> None:
+        """Prepare a checkpoint.
+
+        Args:
+            step, folder, size, unsharded, own: See `Checkpoints.prepare`.
+        """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 

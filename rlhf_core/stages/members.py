@@ -216,6 +216,11 @@ class _MemberCheckpoints(Checkpoints):
     def prepare(
         self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
     ) -> None:
+        """Prepare a checkpoint.
+
+        Args:
+            step, folder, size, unsharded, own: See `Checkpoints.prepare`.
+        """
         finished = self.finished.bytes_in(folder)
         if unsharded is not None:
             unsharded += finished

@@ -247,6 +247,11 @@ class CheckpointStore:
     def prepare(
         self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
     ) -> None:
+        """Prepare a checkpoint.
+
+        Args:
+            step, folder, size, unsharded, own: See `Checkpoints.prepare`.
+        """
         shutil.rmtree(folder, ignore_errors=True)
         here = size if self._hosts is None else self._hosts.bytes_here(size, unsharded)
         bundles.require_free(folder, here + own, f"The checkpoint of step {step}")
