@@ -36,6 +36,7 @@ from rlhf_core.config.ppo_parts import (
     OverlongConfig,
     PTXConfig,
     check_staleness,
+    default_evaluation_interval,
 )
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import (
@@ -195,7 +196,7 @@ class PPOConfig(PackedSection):
     evaluate_every: NonNegativeInt | None = result(
         None,
         "Steps between evaluations of the policy on held-out prompts, which also take place before the first"
-        " and after the last step; null: a tenth of the steps, in line with weight syncs; 0: none",
+        " and after the last step; null: about a tenth of the steps; 0: none",
         later=True,
     )
     evaluate_prompts: PositiveInt = result(
@@ -235,9 +236,7 @@ class PPOConfig(PackedSection):
         " `kl.target`, or 100 without a target",
     )
     guards: GuardsConfig = execution(GuardsConfig(), "Conditions that indicate a failing training run")
-    checkpoint_every: PositiveInt | None = execution(
-        None, "Steps between checkpoints; null: about 10 (at most 60), in line with evaluations for scores"
-    )
+    checkpoint_every: PositiveInt | None = execution(None, "Steps between checkpoints; null: about 10")
     samples_every: PositiveInt = execution(10, "Steps between tables of sample responses")
 
     @property
@@ -342,7 +341,7 @@ class PPOConfig(PackedSection):
     def evaluation_interval(self) -> int | None:
         """Steps between evaluations on held-out prompts; None if there are none."""
         if self.evaluate_every is None:
-            return self.sync_every * max(1, math.ceil(self.steps // 10 / self.sync_every))
+            return default_evaluation_interval(self.steps, self.sync_every)
         return self.evaluate_every or None
 
     @property

@@ -124,13 +124,22 @@ def check_staleness(staleness: int, colocate: str, *, filters: bool) -> None:
         )
 
 
+def default_evaluation_interval(steps: int, sync_every: int) -> int:
+    """Return the steps between evaluations: a tenth of the `steps` of the run, rounded up to a multiple of
+    `sync_every` (`ppo.sync_every`). Above 10 it is a multiple of 5, so that checkpoints can be in line.
+    """
+    tenth = max(1, steps // 10)
+    if tenth > 10:
+        tenth -= tenth % 5
+    return math.ceil(tenth / sync_every) * sync_every
+
+
 def checkpoint_interval(chosen: int | None, evaluations: int | None, sync_every: int) -> int:
     """Return the steps between checkpoints: `ppo.checkpoint_every` if it was `chosen`, or the default for the
     steps between evaluations (None: no evaluations).
 
     The default is 10, or the multiple of `evaluations` that is nearest to it. If evaluations are rarer, it is
-    a divisor from 5 to 20 if there is one, or else `evaluations` if this is at most 60.
-    It is rounded up to a multiple of `sync_every` (`ppo.sync_every`).
+    a divisor from 5 to 20 if there is one. It is rounded up to a multiple of `sync_every` (`ppo.sync_every`).
     """
     if chosen is not None:
         return chosen
@@ -143,5 +152,4 @@ def checkpoint_interval(chosen: int | None, evaluations: int | None, sync_every:
     near = [
         steps for steps in divisors_near(evaluations, wanted) if 5 <= steps <= 20 and steps % sync_every == 0
     ]
-    otherwise = evaluations if evaluations <= 60 else wanted
-    return min(near, key=lambda steps: abs(steps - wanted), default=otherwise)
+    return min(near, key=lambda steps: abs(steps - wanted), default=wanted)

@@ -62,7 +62,8 @@ class PromptQueue(Actor):
         pause.
         """
         numbers: list[tuple[int, int]] = []
-        for batch in sorted(self._left) if not self._paused else ():
+        open_batches = [] if self._paused else sorted(self._left)
+        for batch in open_batches:
             left = self._left[batch]
             count = min(most - len(numbers), self._share[batch])
             self._left[batch] = left[count:]

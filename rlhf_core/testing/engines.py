@@ -18,6 +18,7 @@ from typing import Any, Literal
 from unittest import mock
 
 from rlhf_core.engines.vllm import Engine
+from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.weight_sync.files import folder_checksums
@@ -267,9 +268,13 @@ class ScriptedEngine(Engine):
 
     @override
     def load_weights(self, folder: Path) -> dict[str, str]:
-        """Let later requests be of the model in `folder`, and return the checksums of its tensors."""
+        """Let later requests be of the model in `folder`, and return the checksums of its tensors. The
+        failpoint `weight_sync.load` drops a tensor, as in the real engine.
+        """
         self._model = folder
-        self.checksums = folder_checksums(folder)
+        checksums = folder_checksums(folder)
+        dropped = {name for name in checksums if failpoint("weight_sync.load", "drop") == "drop"}
+        self.checksums = {name: value for name, value in checksums.items() if name not in dropped}
         return self.received_checksums()
 
     @override

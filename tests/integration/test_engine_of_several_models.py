@@ -2,6 +2,7 @@
 
 - it samples the tokens that an engine started for each model samples, to the same bits of their
   log-probabilities, with tied embeddings and without
+- the same for small models of other architectures (slow set)
 - a tensor that is not loaded ends the sampling
 """
 
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.evaluation.generate import SamplingSettings, _sample_here
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.weight_sync.files import are_interchangeable
+from tests.benchmarks.architectures import tiny_config
 from tests.support.tiny_llama import save_tiny_llama
 
 Result = TypeVar("Result")
@@ -69,6 +74,27 @@ def test_one_engine_samples_what_an_engine_for_each_model_samples(tmp_path: Path
         save_tiny_llama(tmp_path / f"m{seed}", seed, eos_token_id=2, tie_word_embeddings=tied)
         for seed in range(2)
     ]
+    one, two = sampled(*folders)
+    assert [one] == sampled(folders[0]) and [two] == sampled(folders[1])
+    assert one != two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen2", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "phi3", "olmo2", "gpt_neox", "stablelm"],
+)
+def test_other_architectures_use_the_weights_that_replace_the_first(tmp_path: Path, model_type: str) -> None:
+    folders = []
+    for seed in range(2):
+        config = tiny_config(model_type)
+        for name, value in {"hidden_size": 128, "n_embd": 128, "head_dim": 32}.items():  # heads as vLLM needs
+            if hasattr(config, name):
+                setattr(config, name, value)
+        torch.manual_seed(seed)
+        folders.append(tmp_path / f"m{seed}")
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folders[-1])
+    assert are_interchangeable(*folders)
     one, two = sampled(*folders)
     assert [one] == sampled(folders[0]) and [two] == sampled(folders[1])
     assert one != two

@@ -9,26 +9,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.config.placement import plan
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import prompts_of_step
-from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.seeds import derive_seed
-from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
-from rlhf_core.types import StageContext
-from tests.support.checkpoints import keep
-from tests.support.small_ppo import ROLES, Nowhere, save_small_model, small_config, small_prompts
+from tests.support.small_ppo import finished_ppo, save_small_model, small_config, small_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -58,18 +50,9 @@ def attempt(
     model: Path, store: Path, work: Path, **ppo: Any
 ) -> tuple[list[dict[str, Any]], list[RolloutBatch]]:
     """Run the steps that no checkpoint has. Return the metrics of all, and the batches of these."""
-    work.mkdir()
     config = small_config(model, {**KEPT, **ppo})
-    nowhere: Any = Nowhere()
-    checkpoints = CheckpointStore(Store(store), "key", work / "checkpoints", keep(2))
-    context = StageContext({}, work, work, checkpoints, nowhere, nowhere.progress)
-    with (
-        RewardComposer(config.ppo.rewards) as composer,
-        Fleet(config, plan(config.ppo), "cpu", dict.fromkeys(ROLES, model), 0) as fleet,
-    ):
-        controller = Controller(config, fleet, small_prompts(), str, composer, context)
-        controller.run()
-    rows = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+    with finished_ppo(config, model, store, work, Controller) as (controller, rows):
+        pass
     return rows, controller.__dict__["batches"]
 
 

@@ -9,23 +9,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.config.placement import plan
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.storage.bundles import weights_sha256
-from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.store import Store
-from rlhf_core.types import StageContext
-from tests.support.checkpoints import keep
-from tests.support.small_ppo import ROLES, Nowhere, save_small_model, small_config, small_prompts
+from tests.support.small_ppo import finished_ppo, save_small_model, small_config
 
 pytestmark = pytest.mark.slow
 
@@ -36,21 +28,10 @@ def attempt(
     model: Path, store: Path, work: Path, staleness: int, *, canary: bool = True
 ) -> tuple[list[dict[str, Any]], str]:
     """Run the steps that no checkpoint has, and return the metrics of all and the digest of the policy."""
-    work.mkdir()
     ppo = {**STALE, "staleness": staleness, "minibatches": 2}
     ppo |= {"engine": {"max_restarts": 0}, "weight_sync": {"canary": canary}}
-    config = small_config(model, ppo)
-    nowhere: Any = Nowhere()
-    checkpoints = CheckpointStore(Store(store), "key", work / "checkpoints", keep(2))
-    context = StageContext({}, work, work, checkpoints, nowhere, nowhere.progress)
-    with (
-        RewardComposer(config.ppo.rewards) as composer,
-        Fleet(config, plan(config.ppo), "cpu", dict.fromkeys(ROLES, model), 0) as fleet,
-    ):
-        controller = PPOController(config, fleet, small_prompts(), str, composer, context)
-        controller.run()
+    with finished_ppo(small_config(model, ppo), model, store, work, PPOController) as (controller, rows):
         controller.save_policy(work / "policy")
-    rows = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
     return rows, weights_sha256(work / "policy")
 
 

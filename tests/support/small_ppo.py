@@ -5,11 +5,12 @@ It uses the real Ray, vLLM and DeepSpeed, without stages, data, checkpoints or t
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +22,15 @@ from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.reward_actor import RewardSettings, open_rewards
+from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.types import PromptExample, Rollout, StageContext
+from tests.support.checkpoints import keep
 from tests.support.tiny_llama import save_tiny_llama
+
+C = TypeVar("C", bound=PPOController)
 
 VOCABULARY = 101
 TENSORS = 2 * 9 + 2
@@ -104,7 +111,7 @@ def small_ppo(
         model: Model folder of every role that is not in `roles`.
         work: Scratch folder.
         prompts: Training prompts.
-        watch: Process monitor, if the test needs one.
+        monitor: Process monitor, if the test needs one.
         roles: Model folders of single roles.
     """
     folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
@@ -116,6 +123,33 @@ def small_ppo(
         controller = PPOController(config, fleet, prompts, str, composer, local_context(work))
         controller.sync()
         yield controller
+
+
+@contextmanager
+def finished_ppo(
+    config: PipelineConfig, model: Path, store: Path, work: Path, kind: type[C]
+) -> Iterator[tuple[C, list[dict[str, Any]]]]:
+    """Run the steps that no checkpoint has. Yield the controller and the metrics of all steps.
+
+    Args:
+        config: Configuration, usually from `small_config`.
+        model: Model folder of every role.
+        store: Folder of the store with the checkpoints.
+        work: Scratch folder of this attempt; it must not exist.
+        kind: Class of the controller.
+    """
+    work.mkdir()
+    nowhere: Any = Nowhere()
+    checkpoints = CheckpointStore(Store(store), "key", work / "checkpoints", keep(2))
+    context = StageContext({}, work, work, checkpoints, nowhere, nowhere.progress)
+    with (
+        RewardComposer(config.ppo.rewards) as composer,
+        Fleet(config, plan(config.ppo), "cpu", dict.fromkeys(ROLES, model), 0) as fleet,
+    ):
+        controller = kind(config, fleet, small_prompts(), str, composer, context)
+        controller.run()
+        rows = (work / "metrics.jsonl").read_text().splitlines()
+        yield controller, [json.loads(row) for row in rows]
 
 
 def sampled_rollouts(controller: PPOController, batch: RolloutBatch) -> list[Rollout]:

@@ -15,7 +15,7 @@ import pytest
 from rlhf_core.config.consistency import check_consistency, deepspeed_sections, unusual_settings
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.ppo_parts import checkpoint_interval
+from rlhf_core.config.ppo_parts import checkpoint_interval, default_evaluation_interval
 from rlhf_core.preflight import check
 
 PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "configs").glob("*.yaml"))
@@ -248,10 +248,14 @@ def test_checkpoints_line_up_with_evaluations() -> None:
     assert checkpoint_interval(10, 4, 1) == 10
 
 
-@pytest.mark.parametrize("every", [22, 23, 29, 31, 37, 41, 43, 46, 58, 59, 60])
-def test_checkpoints_have_scores_also_where_no_interval_near_ten_is_in_line(every: int) -> None:
-    assert every % checkpoint_interval(None, every, 1) == 0
-    assert warnings_of({"evaluate_every": every}) == []
+def test_checkpoints_have_scores_by_default() -> None:
+    for steps in range(1, 3000):
+        every = default_evaluation_interval(steps, 1)
+        checkpoints = checkpoint_interval(None, every, 1)
+        assert checkpoints % every == 0 or every % checkpoints == 0
+        assert 5 <= checkpoints <= 20
+    found = [default_evaluation_interval(steps, 1) for steps in (9, 100, 119, 199, 239, 1000)]
+    assert found == [1, 10, 10, 15, 20, 100]
 
 
 def test_the_default_interval_is_warned_of_where_it_is_not_in_line() -> None:

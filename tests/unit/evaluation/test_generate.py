@@ -21,7 +21,7 @@ from rlhf_core.errors import WeightSyncError
 from rlhf_core.evaluation.generate import responses_to_sets
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.testing import RecordingProgress, stage_context
-from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
+from rlhf_core.testing.engines import Reply, Request, scripted_engines
 from rlhf_core.testing.ranks import scripted_ranks
 from rlhf_core.types import PromptExample, RewardInput
 from tests.support.tiny_llama import save_tiny_llama
@@ -122,12 +122,7 @@ def test_other_weights_than_those_of_the_files_end_the_stage(
         name: PolicyFiles(save_tiny_llama(tmp_path / f"m{i}", seed=i))
         for i, name in enumerate(("sft", "ppo"))
     }
-
-    def first_again(engine: ScriptedEngine, folder: Path) -> dict[str, str]:
-        return load(engine, models["sft"].model)
-
-    load = ScriptedEngine.load_weights
-    monkeypatch.setattr(ScriptedEngine, "load_weights", first_again)
+    monkeypatch.setenv("RLHF_FAIL", "weight_sync.load:2:drop")
     with scripted_engines(number) as engines, pytest.raises(WeightSyncError, match="tensors differ"):
         sample(tmp_path, models)
     assert len(engines[0].requests) == 5 and engines[0].is_shut_down
