@@ -1,5 +1,5 @@
 """Notifications through Prefect's own blocks: a pipeline finished or failed, its data drifted, a policy was
-promoted or refused.
+promoted or refused, rounds need votes of people.
 
 `RLHF_NOTIFY` is the address of a notification block of the Prefect server, such as `slack-webhook/team`. A
 notification that cannot be sent is logged; it never fails a run.

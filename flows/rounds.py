@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from flows.notify import notify, notify_failure
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
+from rlhf_core.errors import VotesNeeded
 from rlhf_core.run.parameters import DEFAULT_CONFIG
 from rlhf_core.run.rounds import pinned_rounds, round_overrides
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What the flow returns."""
+
+    summaries: list[dict[str, Any]]
+    """Of the finished rounds."""
+    votes_needed: str | None = None
+    """What people must do before the next round; None if all rounds are finished."""
 
 
 @flow(name="rlhf-rounds", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
@@ -20,22 +34,25 @@ def rounds(
     config: File = DEFAULT_CONFIG,
     number: PositiveInt = 2,
     overrides: tuple[Override, ...] = (),
-) -> list[dict[str, Any]]:
+) -> Rounds | State[Rounds]:
     """Run the pipeline several times. The best answers of each policy, and its pairs of best and worst
-    answers, are data of the next round. Finished rounds are reused, an interrupted one is continued.
+    answers, are data of the next round. Finished rounds are reused, an interrupted one is continued. With
+    `sample.judge: people` it ends when votes are needed; start it again when they are recorded.
 
     Args:
         config: YAML file, as the worker sees it.
         number: Number of rounds.
         overrides: Other fields, each as `section.field=value`.
     """
-    return run_rounds_with(rlhf, config, number, overrides)
+    return end_of_rounds(run_rounds_with(rlhf, config, number, overrides))
 
 
 def run_rounds_with(
     pipeline: Callable[..., dict[str, Any]], config: str, number: int, overrides: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    """Call `pipeline` once per round and return the summaries. An error outside a round is a notification."""
+) -> Rounds:
+    """Call `pipeline` once per round, until votes of people are needed. These, and an error outside a round,
+    are a notification.
+    """
     summaries: list[dict[str, Any]] = []
     in_round = False
     try:
@@ -46,8 +63,18 @@ def run_rounds_with(
                 in_round = True
                 summaries.append(pipeline(config=config, overrides=(*overrides, *pins, *own)))
                 in_round = False
+    except VotesNeeded as needed:
+        notify(f"{runtime.flow_run.name} needs votes", needed.message)
+        return Rounds(summaries, needed.message)
     except Exception as error:
         if not in_round:  # the flow of a round sends its own failure
             notify(f"{runtime.flow_run.name} failed", f"{type(error).__name__}: {error}")
         raise
-    return summaries
+    return Rounds(summaries)
+
+
+def end_of_rounds(done: Rounds) -> Rounds | State[Rounds]:
+    """Return the result of the flow, or its last state if votes are needed: `Votes needed`, with the text."""
+    if done.votes_needed is None:
+        return done
+    return Completed(name="Votes needed", message=done.votes_needed, data=done)

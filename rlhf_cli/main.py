@@ -7,6 +7,7 @@ Exit codes:
     0       done
     2       the user's input is wrong
     3       a failure; the same command continues
+    4       `rlhf rounds`: votes of people are needed; the same command continues
     130     interrupted with Ctrl-C
     129, 143    stopped by SIGHUP or SIGTERM
 """

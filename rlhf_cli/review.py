@@ -72,10 +72,11 @@ def _review(arguments: argparse.Namespace) -> int:
 def _print_recorded(opponent: Opponent, done: Recorded) -> None:
     result = done.result
     rate, verdicts = result.win_rate, result.verdicts
+    agreement = "none" if result.judge_agreement is None else f"{result.judge_agreement:.3f}"
     if opponent == "sample":
         print(
             f"{done.votes} votes, {verdicts.ties} of them ties; agreement with the judge of the samples:"
-            f" {result.judge_agreement:.3f}"
+            f" {agreement}"
         )
     else:
         print(
@@ -83,7 +84,7 @@ def _print_recorded(opponent: Opponent, done: Recorded) -> None:
             f" {rate.mean:.3f} [{rate.low:.3f}, {rate.high:.3f}] by {done.votes} votes ({verdicts.wins} wins,"
             f" {verdicts.losses} losses, {verdicts.ties} ties); p = {verdicts.p_value:.2g}"
         )
-        print(f"agreement with the judge of the run: {result.judge_agreement:.3f}")
+        print(f"agreement with the judge of the run: {agreement}")
     left_out = f"; {done.left_out} without, because their prompt is a conversation" if done.left_out else ""
     print(printable(f"{done.rows} preference rows for data.preference: {done.file}{left_out}"))
     print(printable(f"MLflow: run {done.mlflow_run_id}" if done.mlflow_run_id else "not recorded in MLflow"))

@@ -8,9 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.config.redact import printable
+from rlhf_core.errors import EXIT_VOTES
+
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flows.rounds import Rounds
     from rlhf_core.run.checks import CheckedConfig
 
 log = logging.getLogger(__name__)
@@ -70,17 +74,26 @@ def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
 
 
 def _run(config: str, overrides: Sequence[str], number: int, console: Console) -> int:
-    from flows.rounds import rounds
+    from flows.rounds import Rounds, rounds
     from rlhf_core.run.display import Bars, Lines, show_with
 
     display = Bars(console) if console.is_terminal else Lines()
     show_with(display)
     try:
-        summaries = rounds(config=config, number=number, overrides=tuple(overrides))
+        done = rounds(config=config, number=number, overrides=tuple(overrides))
     finally:
         display.close()
-    print_rounds(summaries)
-    return 0
+    assert isinstance(done, Rounds)  # Prefect returns the data of a state
+    return print_end(done)
+
+
+def print_end(done: Rounds) -> int:
+    """Print what the rounds have made, and what people must do. Returns the exit code."""
+    print_rounds(done.summaries)
+    if done.votes_needed is None:
+        return 0
+    print(printable(done.votes_needed))
+    return EXIT_VOTES
 
 
 def print_rounds(summaries: Sequence[dict[str, Any]]) -> None:

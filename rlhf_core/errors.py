@@ -22,7 +22,8 @@
     ├── GateFailed                 a model misses a limit (accuracy, KL, empty answers); not retried
     │   └── DataDrifted            the data have drifted too far from those of the champion
     ├── NonFiniteError             a loss, gradient or reward is NaN or Inf, three times in a row; not retried
-    └── RewardError                a reward source failed or returned something unusable
+    ├── RewardError                a reward source failed or returned something unusable
+    └── VotesNeeded                exit code 4: the next round needs votes of people; no failure
 
 All of them take one message, so they survive pickling through Ray and JSON through a child process
 (`to_record`, `from_record`) with their class intact. `classified` makes one of them of any exception, in the
@@ -36,6 +37,7 @@ from contextlib import contextmanager
 
 EXIT_INPUT = 2
 EXIT_FAULT = 3
+EXIT_VOTES = 4
 
 
 @contextmanager
@@ -170,13 +172,19 @@ class RewardError(RLHFError):
     """A reward source raised an exception, timed out or returned unusable values."""
 
 
+class VotesNeeded(RLHFError):
+    """The next round needs votes of people. The same call goes on when they are recorded."""
+
+    exit_code = EXIT_VOTES
+
+
 _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
         RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError,
         StageFailed, StageTimedOut, WorkerDied, WorkerStuck, OutOfMemory, WeightSyncError, StoreError,
         StoreUnavailable, UnexpectedError, CorruptArtifact, Superseded, GateFailed, DataDrifted,
-        NonFiniteError, RewardError,
+        NonFiniteError, RewardError, VotesNeeded,
     )
 }  # fmt: skip
 

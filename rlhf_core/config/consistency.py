@@ -70,6 +70,11 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             "sample.judge: language_model needs evaluate.language_model; got none; add it, or use reward"
         )
+    if config.labels_by_people and config.sample is not None and config.sample.min_score is not None:
+        yield ConfigError(
+            f"sample.min_score: people give no scores; got {config.sample.min_score:g} with"
+            " sample.judge=people; leave one of them out"
+        )
     if judge == "rules" and not rules:
         yield ConfigError(
             "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or"

@@ -316,6 +316,11 @@ class PipelineConfig(Section):
         return self.sample is not None and self.sample.judge == "language_model"
 
     @property
+    def labels_by_people(self) -> bool:
+        """Whether votes of people label the answers of the stage `sample`, after the run."""
+        return self.sample is not None and self.sample.judge == "people"
+
+    @property
     def judging_stages(self) -> tuple[Literal["sample", "evaluate"], ...]:
         """The stages that can ask `evaluate.language_model`."""
         labels: tuple[Literal["sample"], ...] = ("sample",) if self.labels_by_language_model else ()

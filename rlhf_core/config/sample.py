@@ -29,11 +29,12 @@ class SampleConfig(Section):
     temperature: PositiveFloat | None = result(
         None, "Sampling temperature; null: ppo.temperature", within=TEMPERATURE
     )
-    judge: Literal["reward", "judge_model", "language_model"] = result(
+    judge: Literal["reward", "judge_model", "language_model", "people"] = result(
         "reward",
         "Who scores the answers. `reward`: the rewards of PPO, with their weights; `judge_model`: the second"
         " reward model (`reward.judge`); `language_model`: `evaluate.language_model` compares each answer"
-        " with the first one to the same prompt",
+        " with the first one to the same prompt; `people`: nobody in the stage, and `rlhf rounds` waits for"
+        " [votes](rounds.md#labels-of-people)",
     )
     min_score: FiniteFloat | None = result(
         None,

@@ -69,8 +69,10 @@ class ReviewResult:
     win_rate: Interval
     """Of the policy over its opponent; ties count half."""
     verdicts: Verdicts
-    judge_agreement: float
-    """Share of votes that agree with the judge of the run; half where one of both is a tie."""
+    judge_agreement: float | None
+    """Share of votes that agree with the judge of the run; half where one of both is a tie. None if no judge
+    has scored the answers.
+    """
 
 
 def load_blind_pairs(file: Path, opponent: Opponent) -> list[BlindPair]:
@@ -100,14 +102,16 @@ def load_sampled_pairs(file: Path) -> list[BlindPair]:
         if len(different) < 2:
             continue
         one, other = rng.sample(different, 2)
-        sample = {"prompt_id": prompt.prompt_id, "prompt": prompt.prompt}
+        sample: dict[str, str | None] = {"prompt_id": prompt.prompt_id, "prompt": prompt.prompt}
         samples.append(sample | {"ppo": one.text, "sample": other.text, "winner": _winner(one, other)})
     return blind_pairs(samples, digest, "sample")
 
 
-def _winner(one: SampledAnswer, other: SampledAnswer) -> str:
-    """Return which answer has the higher score."""
-    difference = (one.score or 0.0) - (other.score or 0.0)
+def _winner(one: SampledAnswer, other: SampledAnswer) -> str | None:
+    """Return which answer has the higher score; None if they have none."""
+    if one.score is None or other.score is None:
+        return None
+    difference = one.score - other.score
     if difference == 0:
         return "tie"
     return "ppo" if difference > 0 else "sample"
@@ -179,10 +183,13 @@ def read_votes(file: VoteFile, pairs: Sequence[BlindPair]) -> list[Vote]:
 def count_votes(votes: Sequence[Vote], *, confidence: float) -> ReviewResult:
     """Return the win rate by the votes (n,), at least one, with the interval of `interval_of_votes`."""
     preferences = [vote.preference for vote in votes]
-    by_judge = [{"ppo": 1.0, "tie": 0.5}.get(vote.pair.sample["winner"], 0.0) for vote in votes]
-    same = [1 - abs(person - judge) for person, judge in zip(preferences, by_judge, strict=True)]
+    same = [
+        1 - abs(vote.preference - {"ppo": 1.0, "tie": 0.5}.get(winner, 0.0))
+        for vote in votes
+        if (winner := vote.pair.sample["winner"]) is not None
+    ]
     rate = interval_of_votes(preferences, confidence)
-    return ReviewResult(rate, Verdicts.of(preferences), sum(same) / len(same))
+    return ReviewResult(rate, Verdicts.of(preferences), sum(same) / len(same) if same else None)
 
 
 def interval_of_votes(preferences: Sequence[float], confidence: float) -> Interval:

@@ -28,12 +28,13 @@ from rlhf_core.evaluation.review import (
     count_votes,
     load_blind_pairs,
     load_sampled_pairs,
+    page_digest,
     preference_rows,
     read_votes,
     render_page,
 )
 from rlhf_core.evaluation.sampled import ANSWERS
-from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
+from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, newest_files, parse_votes
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.spec import config_from_json
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
@@ -112,6 +113,27 @@ class Review:
     def pairs_of(self, file: VoteFile) -> list[BlindPair]:
         """Return the pairs of the page that saved a file of votes, if it was one of this run."""
         return self.pairs[: len(file.choices)] if self.opponent == "sample" else self.pairs
+
+    def files_with_rows(self) -> list[Path]:
+        """Return the files of preference rows that `record_votes` has written for pages of these samples, in
+        the order in which their votes were saved.
+
+        Votes that do not count (`newest_files`), and files without rows, are left out.
+        """
+        recorded = []
+        for path in sorted(self.folder.glob("votes-*.json")):
+            content = read_bounded(path, MAX_BYTES).decode("utf-8", "replace")
+            file = parse_votes(content, str(path))
+            if file.page == page_digest(self.pairs_of(file)):
+                recorded.append(file)
+        newest = sorted(newest_files(recorded), key=lambda file: (file.saved, file.name))
+        rows = [_rows_beside(Path(file.name)) for file in newest]
+        return [file for file in rows if file.is_file() and file.stat().st_size > 0]
+
+
+def _rows_beside(votes: Path) -> Path:
+    """Return the file with the preference rows of `votes-<digest>.json`."""
+    return votes.with_name(f"preferences-{votes.stem.removeprefix('votes-')}.jsonl")
 
 
 @dataclass(frozen=True)
@@ -194,7 +216,7 @@ def record_votes(review: Review, path: Path) -> Recorded:
     review.folder.mkdir(parents=True, exist_ok=True)
     kept = review.folder / f"votes-{name}.json"
     write_atomic(kept, content)
-    preferences = review.folder / f"preferences-{name}.jsonl"
+    preferences = _rows_beside(kept)
     write_jsonl(preferences, rows)
     run_id = review.summary.get("mlflow_run_id")
     if run_id is not None:
@@ -207,7 +229,9 @@ def _log(
 ) -> None:
     mlflow = _tracker(review)
     prefix = "review/of_sample" if review.opponent == "sample" else f"review/against_{review.opponent}"
-    metrics = {f"{prefix}/judge_agreement": result.judge_agreement, f"{prefix}/votes": float(count)}
+    metrics = {f"{prefix}/votes": float(count)}
+    if result.judge_agreement is not None:
+        metrics[f"{prefix}/judge_agreement"] = result.judge_agreement
     # Both answers of the stage `sample` are of the policy, so nobody wins.
     if review.opponent != "sample":
         metrics |= {f"{prefix}/win_rate/{part}": value for part, value in result.win_rate.to_json().items()}

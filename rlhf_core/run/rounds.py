@@ -4,7 +4,8 @@
     round k   data.sft         + best.jsonl of the stage `sample` of each earlier round
               data.preference  + pairs.jsonl of the stage `sample` of each earlier round
 
-Both have the mark `labelled_by`, so that the pairs do not train the second reward model.
+Both have the mark `labelled_by`, so that the pairs do not train the second reward model. With
+`sample.judge: people` the rows are those of votes, and have no mark (`rlhf_core.run.round_votes`).
 
 Each round is one run of the pipeline with a key of its own, so finished rounds are reused and an interrupted
 one is continued. Held-out prompts are the same in all rounds.
@@ -12,8 +13,10 @@ one is continued. Held-out prompts are the same in all rounds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
@@ -23,6 +26,7 @@ from rlhf_core.errors import GateFailed, InputError
 from rlhf_core.evaluation.measures import MEASURES
 from rlhf_core.run.api import run_pipeline
 from rlhf_core.run.kept_versions import resolve_kept
+from rlhf_core.run.round_votes import rows_of_votes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,6 +49,8 @@ def run_rounds(
 
     Raises:
         GateFailed: The policy of a round gave nothing for the next one.
+        VotesNeeded: People have not voted on the samples of a round (`sample.judge: people`). The same call
+            continues when they have.
         InputError, RLHFError: See `run_pipeline`.
     """
     check_rounds(rounds)
@@ -88,12 +94,21 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
 
     Raises:
         GateFailed: The policy of the last round gave nothing for the next one.
+        VotesNeeded: People have not voted on the samples of a round.
     """
     overrides = [] if config.sample is not None else ["sample={}"]
     judge = (config.sample or SampleConfig()).judge
     demonstrations, pairs = len(config.data.sft), len(config.data.preference)
     has_pairs = pairs > 0
     for number, summary in enumerate(earlier, start=1):
+        if config.labels_by_people:
+            for file in rows_of_votes(config, number, summary):
+                overrides += _preferred_answers(f"data.sft.{demonstrations}", file)
+                demonstrations += 1
+                if has_pairs:
+                    overrides.append(f"data.preference.{pairs}.path={_text(file)}")
+                    pairs += 1
+            continue
         artifact = f"artifact://sample/{summary['stages']['sample']['key']}"
         rows = summary["sample"]
         if not rows["best"] and not (has_pairs and rows["pairs"]):
@@ -109,6 +124,19 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
             overrides += _source(f"data.preference.{pairs}", f"{artifact}/pairs.jsonl", judge)
             pairs += 1
     return overrides
+
+
+def _preferred_answers(field: str, rows: Path) -> list[str]:
+    """Return the overrides of a source with the answers that people preferred, as demonstrations."""
+    return [
+        f"{field}.path={_text(rows)}",
+        f"{field}.format=completion",
+        f"{field}.rename={{chosen: completion}}",
+    ]
+
+
+def _text(file: Path) -> str:
+    return json.dumps(str(file))
 
 
 def _source(field: str, path: str, judge: str) -> list[str]:

@@ -6,6 +6,7 @@
 
 Only answers that end with EOS take part, have text, and have a score: the data stage puts an EOS after every
 answer, so one that was cut would be an answer that the policy never gave. Held-out prompts are not sampled.
+With `sample.judge: people` no answer has a score, and the first two files are empty.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ _TIE = 0.5
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """One answer and its score. The score is NaN if a reward source failed."""
+    """One answer and its score. The score is NaN if a reward source failed, or if people will label it."""
 
     sample: RewardInput
     score: float
+    by_people: bool = False
 
     @property
     def is_usable(self) -> bool:
-        """Whether the answer has a score and can be a row of data."""
-        return not math.isnan(self.score) and _can_be_data(self.sample)
+        """Whether the answer has a score, or needs none, and can be a row of data."""
+        return (self.by_people or not math.isnan(self.score)) and _can_be_data(self.sample)
 
 
 def _can_be_data(sample: RewardInput) -> bool:
@@ -84,7 +86,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     device = resolve_device(config.run.device)
     files = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
     sampling = SamplingSettings(settings.temperature or config.ppo.temperature, settings.answers, "sample")
-    total = len(prompts) * settings.answers
+    total, by_people = len(prompts) * settings.answers, config.labels_by_people
 
     def report(done: int) -> None:
         context.progress("sample", done, total, "answers")
@@ -101,11 +103,13 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         samples = reward_inputs(decoder.response, repeated, rollouts)
         if judge is not None:
             scores = preferences_over_first(samples, settings.answers, judge.preferences)
+        elif by_people:
+            scores = [math.nan] * total
         else:
             scores = _scores(config, context, samples, pad_id=decoder.pad, device=device)
-    answers = [ScoredAnswer(sample, score) for sample, score in zip(samples, scores, strict=True)]
+    answers = [ScoredAnswer(sample, score, by_people) for sample, score in zip(samples, scores, strict=True)]
     groups = [answers[start : start + settings.answers] for start in range(0, total, settings.answers)]
-    best, pairs = select(groups, settings.min_score)
+    best, pairs = ([], []) if by_people else select(groups, settings.min_score)
     pair_rows = [_pair(*pair) for pair in pairs]
     write_jsonl(context.output / BEST, map(_demonstration, best))
     write_jsonl(context.output / PAIRS, pair_rows)
@@ -114,7 +118,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     metrics["prompts_left_out"] = float(left_out)
     if judge is not None:
         metrics |= judge.metrics()
-    if not best:
+    if not best and not by_people:
         log.warning("no answer of %d is a demonstration: %s is empty", total, BEST)
     context.metrics.log_metrics({f"sample/{name}": value for name, value in metrics.items()}, 0)
     context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])

@@ -1,6 +1,8 @@
 """The flow `rlhf-rounds` and the command `rlhf rounds`.
 
 - each round calls the pipeline with the overrides of the user and those of the round
+- rounds that need votes of people end without an error, with one notification, a state of their own and
+  exit code 4
 - an error before a round is a notification; that of a round is sent by the round's own flow
 - the command checks the configuration of the first round, which reuses the check, and prints the table
 - a number of rounds below 1 is an error before anything starts
@@ -13,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.client.schemas.objects import State
 
 from flows.notify import notify_failure
-from flows.rounds import rounds, run_rounds_with
+from flows.rounds import end_of_rounds, rounds, run_rounds_with
 from rlhf_cli.main import main
-from rlhf_cli.rounds import check_first_round, print_rounds
+from rlhf_cli.rounds import check_first_round, print_end, print_rounds
 from rlhf_core.errors import DataError, RLHFError
+from rlhf_core.evaluation.sampled import AnswersToPrompt, SampledAnswer
 from rlhf_core.run.checks import checked_config
 from tests.support.prefect_api import PrefectApi
+from tests.support.sampled_run import made_run
 
 DEMO = "deployments/configs/demo.yaml"
+NO_ROWS = {"best": 0, "pairs": 0}
 EVALUATION = {"gold_reward": {"sft": {"mean": -2.0}, "ppo": {"mean": -1.0}}, "win_rate": {"mean": 0.7}}
 
 
@@ -43,8 +49,9 @@ def test_each_round_is_a_run_of_the_pipeline() -> None:
         calls.append(parameters)
         return summary_of(len(calls))
 
-    summaries = run_rounds_with(pipeline, DEMO, 2, ("ppo.steps=3",))
-    assert [each["run"] for each in summaries] == ["demo-1", "demo-2"]
+    done = run_rounds_with(pipeline, DEMO, 2, ("ppo.steps=3",))
+    assert end_of_rounds(done) is done
+    assert [each["run"] for each in done.summaries] == ["demo-1", "demo-2"]
     artifact = f"artifact://sample/{1:016x}"
     assert calls == [
         {"config": DEMO, "overrides": ("ppo.steps=3", "sample={}")},
@@ -63,12 +70,34 @@ def test_each_round_is_a_run_of_the_pipeline() -> None:
     assert rounds.on_crashed_hooks == [notify_failure]
 
 
+def test_rounds_that_need_votes_end_without_an_error(
+    tmp_path: Path, api: PrefectApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = (SampledAnswer("red", None, True), SampledAnswer("blue", None, True))
+
+    def pipeline(**_parameters: Any) -> dict[str, Any]:
+        return made_run(
+            tmp_path, "demo-1", [AnswersToPrompt("p", "Name a colour.", answers)], sample=NO_ROWS, where={}
+        )
+
+    done = run_rounds_with(pipeline, DEMO, 2, ("sample.judge=people", f"run.home={tmp_path}"))
+    assert [each["run"] for each in done.summaries] == ["demo-1"]
+    state = end_of_rounds(done)
+    assert isinstance(state, State) and state.is_completed() and state.name == "Votes needed"
+    assert state.data is done and state.message == done.votes_needed
+    assert api.messages == [("demo-seed0-a1 needs votes", done.votes_needed)]
+    assert print_end(done) == 4
+    printed = capsys.readouterr().out
+    assert "demo-1" in printed and done.votes_needed is not None and done.votes_needed in printed
+    assert f"rlhf review demo-1 --home {tmp_path} --of sample --votes FILE" in printed
+
+
 @pytest.mark.parametrize("case", ["configuration", "nothing for the next round", "round"])
 def test_an_error_is_one_notification(case: str, tmp_path: Path, api: PrefectApi) -> None:
     def pipeline(**_parameters: Any) -> dict[str, Any]:
         if case == "round":
             raise DataError("no rows")
-        return summary_of(1) | {"sample": {"best": 0, "pairs": 0}}
+        return summary_of(1) | {"sample": NO_ROWS}
 
     config = str(tmp_path / "none.yaml") if case == "configuration" else DEMO
     with pytest.raises(RLHFError) as error:

@@ -20,7 +20,7 @@ import pytest
 from flows import rounds as rounds_flow
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError, GateFailed, StageHeld
+from rlhf_core.errors import ConfigError, GateFailed, StageHeld, VotesNeeded
 from rlhf_core.run import api, rounds
 from rlhf_core.run.checks import CheckedConfig, check_config
 from rlhf_core.run.kept_versions import resolve_kept
@@ -73,7 +73,7 @@ def attempt(settings: list[str], error: Exception | None = None) -> tuple[str, s
             key = run.spec("data", {}).key
             if error is not None:
                 raise error
-    except (InterruptedError, GateFailed, StageHeld):
+    except (InterruptedError, GateFailed, StageHeld, VotesNeeded):
         assert error is not None
     return checked.reference_tags["rlhf.reference.model.path"].rpartition(" ")[2], key
 
@@ -111,6 +111,14 @@ def test_an_error_that_would_come_again_keeps_nothing(
     assert kept_files(tmp_path) == []
     make_champion("2")
     assert attempt(settings, InterruptedError())[0] == "2"
+
+
+def test_rounds_that_need_votes_continue_with_their_version(
+    settings: list[str], make_champion: Callable[[str], None]
+) -> None:
+    first = attempt(settings, VotesNeeded("vote"))
+    make_champion("2")
+    assert attempt(settings, InterruptedError()) == first
 
 
 def test_a_command_that_is_refused_keeps_the_versions_of_the_run(

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from rlhf_cli import main as cli
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, Row
@@ -24,9 +23,8 @@ from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.review import BlindPair, load_sampled_pairs, page_digest
 from rlhf_core.evaluation.sampled import ANSWERS, AnswersToPrompt, SampledAnswer, write_answers
 from rlhf_core.run.review import open_review
-from rlhf_core.storage.artifacts import ArtifactStore, Provenance
-from rlhf_core.storage.store import Store
 from rlhf_core.tracking.mlflow_client import Mlflow
+from tests.support.sampled_run import made_run, save_votes
 
 NAME = "small-seed0"
 WORDS = ("red", "blue", "green")
@@ -49,21 +47,8 @@ def home(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     uri = f"sqlite:///{database}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     run_id = Mlflow(uri, "review").create_run("small", {}).run_id
-    made_run(tmp_path, PROMPTS, mlflow_run_id=run_id, tracking_uri=uri)
+    made_run(tmp_path, NAME, PROMPTS, mlflow_run_id=run_id, tracking_uri=uri)
     return tmp_path
-
-
-def made_run(home: Path, prompts: list[AnswersToPrompt], **tracking: str | None) -> None:
-    config = PipelineConfig.model_validate({"run": {"home": str(home), "name": "small"}, "sample": {}})
-    store = ArtifactStore(Store(config.store_url), home / "cache")
-    (home / "sample").mkdir()
-    write_answers(home / "sample", prompts)
-    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
-    artifact = store.publish("sample", "c" * 16, home / "sample", made).uri
-    summary = {"run": NAME, "stages": {"sample": {"artifact": artifact}}, **tracking}
-    file = home / "runs" / NAME / "summary.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(summary))
 
 
 def rlhf(*arguments: Any) -> int:
@@ -71,15 +56,7 @@ def rlhf(*arguments: Any) -> int:
 
 
 def saved_votes(home: Path, pairs: list[BlindPair], choices: list[str | None]) -> Path:
-    content = {
-        "format": "rlhf-review-1",
-        "page": page_digest(pairs),
-        "saved": 1700000000000,
-        "votes": choices,
-    }
-    file = home / "votes.json"
-    file.write_text(json.dumps(content))
-    return file
+    return save_votes(home / "votes.json", pairs, choices)
 
 
 def test_two_different_answers_that_can_be_data_to_each_prompt(tmp_path: Path) -> None:
@@ -106,6 +83,14 @@ def test_equal_scores_are_a_tie_of_the_judge(tmp_path: Path) -> None:
     write_answers(tmp_path, [AnswersToPrompt("p", "Name a colour.", answers)])
     [pair] = load_sampled_pairs(tmp_path / ANSWERS)
     assert pair.sample["winner"] == "tie"
+
+
+def test_without_scores_there_is_no_agreement(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unscored = [SampledAnswer(word, None, True) for word in WORDS]
+    made_run(home / "people", NAME, [AnswersToPrompt("p", "Name a colour.", tuple(unscored))])
+    votes = saved_votes(home, open_review(NAME, str(home / "people"), "sample").pairs, ["1"])
+    assert rlhf("review", NAME, "--home", home / "people", "--of", "sample", "--votes", votes) == 0
+    assert "1 votes, 0 of them ties; agreement with the judge of the samples: none" in capsys.readouterr().out
 
 
 def test_votes_become_rows_for_the_next_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,14 +158,14 @@ def test_votes_of_another_page_are_refused(home: Path, capsys: pytest.CaptureFix
 def test_options_that_do_not_fit_together(
     options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made_run(tmp_path, PROMPTS[:5])
+    made_run(tmp_path, NAME, PROMPTS[:5])
     assert rlhf("review", NAME, "--home", tmp_path, *options) == 2
     assert message in capsys.readouterr().err
 
 
 def test_runs_without_such_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_sample = ("review", NAME, "--home", tmp_path, "--of", "sample")
-    made_run(tmp_path, [EQUAL])
+    made_run(tmp_path, NAME, [EQUAL])
     assert rlhf(*of_sample) == 2
     assert "has no prompt with two different answers that can be data" in capsys.readouterr().err
     file = tmp_path / "runs" / NAME / "summary.json"

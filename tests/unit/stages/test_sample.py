@@ -6,6 +6,7 @@
 - only training prompts are sampled, all or some at equal distances, with a seed of their own
 - a prompt that is a conversation is left out and counted
 - the scores are those of PPO's rewards with their weights, or of the second reward model, which must exist
+- with labels by people no answer has a score, and all that can be data are kept for them
 - the same run gives the same bytes
 - answers of several engines come back in the order of the prompts
 """
@@ -245,6 +246,16 @@ def test_scores_are_those_of_all_rewards_or_of_the_judge(
     sample.run(config_of({"judge": "judge_model"}, rewards, **both), context)
     assert rows(context, "best.jsonl")[0] == {
         "prompt": PROMPTS[0], "completion": WORDS[0], "score": pytest.approx(-1.0, rel=1e-4)
+    }  # fmt: skip
+
+
+def test_people_label_after_the_stage(engines: list[ScriptedEngine], context: StageContext) -> None:
+    result = sample.run(config_of({"judge": "people"}), context)
+    assert rows(context, "best.jsonl") == rows(context, "pairs.jsonl") == []
+    answers = read_answers(context.output / ANSWERS)
+    assert answers[1].answers == tuple(SampledAnswer(text, None, True) for text in WORDS[1:])
+    assert result.metrics == {
+        "prompts": 4.0, "prompts_left_out": 0.0, "best": 0.0, "pairs": 0.0, "usable": 1.0, "eos_rate": 1.0
     }  # fmt: skip
 
 

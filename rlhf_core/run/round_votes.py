@@ -1,0 +1,50 @@
+"""Votes of people between two rounds (`sample.judge: people`).
+
+    round k ends -> page of the stage `sample` -> votes -> `rlhf review` -> preference rows -> round k + 1
+
+Nothing waits: the command ends after round k, and goes on when it is started again and finds the rows.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import VotesNeeded
+from rlhf_core.run.review import Review, open_review
+
+
+def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any]) -> list[Path]:
+    """Return the files with the preference rows of people about the samples of a finished round, in the order
+    in which their votes were saved.
+
+    Args:
+        config: The configuration of the rounds.
+        number: Number of the round.
+        summary: Of the round.
+
+    Raises:
+        VotesNeeded: There are no rows. The page is written, and the message has its address and the command
+            that records votes.
+        InputError: The round has no pair of answers that people could compare.
+        CorruptArtifact: The answers are damaged.
+    """
+    review = open_review(summary["run"], config.run.home, "sample", config.store.endpoint)
+    rows = review.files_with_rows()
+    if not rows:
+        page, shown = review.write_page(None)
+        raise VotesNeeded(
+            f"round {number} is finished, and round {number + 1} needs votes of people on {shown} pairs: open"
+            f" {page} in a browser, vote and save the votes, run `{_command(config, review)}`, and start the"
+            " rounds again in the same way"
+        )
+    return rows
+
+
+def _command(config: PipelineConfig, review: Review) -> str:
+    endpoint = "" if config.store.endpoint is None else f" --endpoint {shlex.quote(config.store.endpoint)}"
+    home = shlex.quote(config.run.home)
+    return f"rlhf review {review.name} --home {home}{endpoint}{review.options} --votes FILE"
