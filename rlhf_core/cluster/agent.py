@@ -21,10 +21,11 @@ import functools
 import logging
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from rlhf_core.cluster.space import Space, space_of
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.data.hub import fetch_model
@@ -138,6 +139,11 @@ class NodeAgent:
         files_of = found[1] if self._shares_folders else node_id
         driver = machine().gpu_driver() or ""
         return Started(*here(), files_of, driver)
+
+    @_served
+    def space(self, copies: Mapping[str, int]) -> Space:
+        """Return the space of this host. For `copies`, see `Nodes.copies`."""
+        return space_of(Path(self._config.run.home), copies)
 
     @_served
     def close(self) -> None:

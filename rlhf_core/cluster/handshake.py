@@ -20,6 +20,7 @@ import psutil
 
 from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, fetch, ready
+from rlhf_core.cluster.space import space_of, space_problem
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
@@ -28,7 +29,7 @@ from rlhf_core.planning.devices import check_gpu_counts
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
-from rlhf_core.system.home import Home, home_problem
+from rlhf_core.system.home import home_problem
 from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
 
@@ -36,10 +37,6 @@ log = logging.getLogger(__name__)
 
 MAX_CLOCK_SECONDS = 60.0
 """Difference of clocks that is refused, because a bucket refuses signed requests of another time."""
-MIN_FREE_BYTES = 200_000_000
-"""Free space that a node needs besides the inputs of the stage. Its part of a checkpoint is known when the
-ranks have their nodes and models, and is compared before each checkpoint.
-"""
 _STORE_SECONDS = 5.0
 _NOT_COMPARED = ("git", "gpu_driver")
 """The code digest covers the commit. NCCL works across drivers."""
@@ -202,20 +199,15 @@ def report_node(
         home: `run.home`.
         copies: See `Nodes.copies`.
     """
-    cache = Home.of(home).cache
     interfaces = psutil.net_if_addrs()
     own = [name for name, all_ in interfaces.items() if any(each.address == address for each in all_)]
-    existing = Path(home)
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
     return {
         "versions": dict(versions()),
         "gpus": machine().gpu_names(),
         "cores": machine().cores(),
         "store": _reach_store(probe, node),
         "home": home_problem(Path(home)) or "",
-        "free_bytes": machine().disk(existing).free,
-        "bytes_to_fetch": sum(size for name, size in copies.items() if not (cache / name).exists()),
+        "space": space_of(Path(home), copies),
         "address": address,
         "host": here(),
         "interface": own[0] if own else "",
@@ -246,12 +238,9 @@ def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> 
         found.append(f"store.url={config.store_url}: {report['store']}")
     if report["home"]:
         found.append(f"run.home={config.run.home}: {report['home']}")
-    elif report["free_bytes"] < (needed := MIN_FREE_BYTES + report["bytes_to_fetch"]):
-        found.append(
-            f"run.home={config.run.home}: {report['free_bytes'] / 1e6:.0f} MB free, at least"
-            f" {needed / 1e6:.0f} are needed"
-            + (" with the inputs of the stage" if report["bytes_to_fetch"] else "")
-        )
+    # Its part of a checkpoint is added when its ranks are known (`ClusterNodes.join`).
+    elif too_small := space_problem(config.run.home, report["space"]):
+        found.append(too_small)
     if nodes > 1 and report["address"].startswith("127."):
         found.append(
             f"its address {report['address']} cannot be reached from other hosts; start Ray there with"
@@ -358,6 +347,6 @@ def _name(node: Mapping[str, Any]) -> str:
 def _describe(report: Mapping[str, Any]) -> str:
     devices = f"{len(report['gpus'])} x {report['gpus'][0]}" if report["gpus"] else "no GPU"
     return (
-        f"{devices}, {report['free_bytes'] / 1e9:.1f} GB free, interface {report['interface'] or 'unknown'},"
+        f"{devices}, {report['space'].free / 1e9:.1f} GB free, interface {report['interface'] or 'unknown'},"
         f" code {report['versions']['code']}"
     )

@@ -29,8 +29,16 @@ from rlhf_core.cluster.agent import MARK, NodeAgent, Started, mark_text
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
+from rlhf_core.cluster.space import space_of, space_problem
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
+from rlhf_core.errors import (
+    ConfigError,
+    CorruptArtifact,
+    InfrastructureError,
+    RLHFError,
+    WorkerDied,
+    WorkerStuck,
+)
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
@@ -157,6 +165,11 @@ class ClusterNodes:
         self._monitor = monitor
         self._base_model = base_model
         self.copies = copies or {}
+        self.checkpoint_bytes = (0, 0)
+        """Of the stage, as `planning.checkpoints.checkpoint_bytes` returns them. The first `join` checks the
+        space of each host for its part.
+        """
+        self._has_space = False
         self._cluster = cluster
         self._chunk_bytes = chunk_bytes
         self._hosts: list[_Host] = []
@@ -182,16 +195,21 @@ class ClusterNodes:
             return
         self._own_id = self._cluster.own_id()
         new = [node_id for node_id in sorted(ranks) if node_id not in {self._own_id, *self._files_of}]
-        if new:
-            heartbeat("start agents and fetch inputs", math.inf)  # a download has no time limit
-            self._add_hosts(new)
+        added = self._add_hosts(new) if new else []
         merged: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for node_id, folders in ranks.items():
             for folder, of_node in folders.items():
                 merged[self._files_of.get(node_id, node_id)][folder] |= set(of_node)
         self._ranks = {node_id: dict(folders) for node_id, folders in merged.items()}
+        if not self._has_space:
+            self._check_space()
+            self._has_space = True
+        if added:
+            self._fetch_inputs(added)
 
-    def _add_hosts(self, node_ids: Sequence[str]) -> None:
+    def _add_hosts(self, node_ids: Sequence[str]) -> list[_Host]:
+        """Start the agents, and return the new hosts."""
+        heartbeat("start agents", math.inf)  # each start has its own limit
         # An agent that finds this file shares the folder with the driver.
         (self._work / MARK).write_text(mark_text(self._token, self._own_id))
         added = []
@@ -212,6 +230,31 @@ class ClusterNodes:
         if self._gpu_drivers:
             self.on_gpu_drivers(", ".join(sorted(self._gpu_drivers)))
         self._monitor.include(self)
+        return added
+
+    def _check_space(self) -> None:
+        """Raise ConfigError with a line for each host whose disk is too small for the inputs that it has to
+        fetch and for what its ranks write of a checkpoint.
+        """
+        hosts, home = self._with_files(), self._config.run.home
+        found = self._wait([host.call(NodeAgent.space, self.copies) for host in hosts])
+        spaces = {self._own_id: space_of(Path(home), self.copies)}
+        spaces |= {host.node_id: space for host, space in zip(hosts, found, strict=True)}
+        problems, names = [], self._cluster.node_names()
+        for node_id, space in spaces.items():
+            part = written_bytes(*self.checkpoint_bytes, self._ranks, node_id)
+            if problem := space_problem(home, space, part):
+                problems.append(f"{names[node_id]}: {problem}")
+        if problems:
+            raise ConfigError(
+                f"run.home: {len(problems)} of the {len(spaces)} hosts of the stage have too little space:\n"
+                + "\n".join(problems)
+                + "\nfree some there, or set run.home"
+            )
+
+    def _fetch_inputs(self, added: Sequence[_Host]) -> None:
+        """Have the agents of new hosts fetch and verify what the stage reads."""
+        heartbeat("fetch inputs", math.inf)  # a download has no time limit
         with_files = [host for host in added if host.files_of == host.node_id]
         inputs = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
         fetching = [host.call(NodeAgent.discard_old_parts) for host in with_files]

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import plan
+from rlhf_core.config.pipeline import TrainingStage
+from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
@@ -47,10 +48,9 @@ def checkpoint_sizes(
     config: PipelineConfig, shape: ModelShape, hardware: Hardware
 ) -> Iterator[CheckpointSize]:
     """Yield the checkpoint of each training stage."""
-    for stage, section in config.training_sections.items():
-        model = trained_model(config, shape, stage, section.deepspeed)
-        best = getattr(section, "early_stop", None) is not None
-        size = _size(stage, [(model, model_bytes(model, best=best), 0)], hardware)
+    for stage in config.training_sections:
+        model, own = _saved(config, shape, stage)
+        size = _size(stage, [(model, own, 0)], hardware)
         if stage == "reward":
             # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
             finished = (config.reward.members - 1) * model.size * model.parameters
@@ -61,15 +61,29 @@ def checkpoint_sizes(
     starts = first_devices([group.ranks for group in placement.groups], engines, placement.tensor_parallel)
     models = []
     for group, first in zip(placement.groups, starts, strict=True):
-        for role, model in ppo_models(config, shape, group).items():
-            if model.trained:
-                models.append((model, model_bytes(model, best=keeps_best(config, role)), first))
+        models += [(model, size, first) for model, size in _saved_by_group(config, shape, group)]
     yield _size("ppo", models, hardware)
 
 
+def _saved(config: PipelineConfig, shape: ModelShape, stage: TrainingStage) -> tuple[Model, int]:
+    """Return the model that a stage trains, and the bytes of its checkpoint."""
+    section = config.training_sections[stage]
+    model = trained_model(config, shape, stage, section.deepspeed)
+    return model, model_bytes(model, best=getattr(section, "early_stop", None) is not None)
+
+
+def _saved_by_group(config: PipelineConfig, shape: ModelShape, group: Group) -> list[tuple[Model, int]]:
+    """Return the models that a group of PPO trains, each with the bytes of its checkpoint."""
+    return [
+        (model, model_bytes(model, best=keeps_best(config, role)))
+        for role, model in ppo_models(config, shape, group).items()
+        if model.trained
+    ]
+
+
 def bytes_per_parameter(deepspeed: DeepSpeedConfig, *, average: bool = False, best: bool = False) -> int:
-    """Return the bytes of a trained parameter in a checkpoint: its weight in the precision of training, two
-    moments of Adam, and copies. Weights that are frozen under an adapter are not part of a checkpoint.
+    """Return the bytes of a trained parameter in a checkpoint: its weight in the precision of training, the
+    optimizer's state, and copies. Weights that are frozen under an adapter are not part of a checkpoint.
 
     Args:
         deepspeed: Precision and sharding.
@@ -77,14 +91,41 @@ def bytes_per_parameter(deepspeed: DeepSpeedConfig, *, average: bool = False, be
         best: Whether the best weights so far are kept.
     """
     size = 4 if deepspeed.dtype == "float32" else 2
-    # Without ZeRO, float32 weights have no separate master copy.
-    state = 12 if size == 2 or deepspeed.zero_stage else 8
-    return size + state + 4 * average + size * best
+    return size + _state_bytes(deepspeed) + 4 * average + size * best
+
+
+def _state_bytes(deepspeed: DeepSpeedConfig) -> int:
+    """Return the bytes of a parameter's two moments of Adam, and of its float32 weight if that is separate.
+
+    Without ZeRO, float32 weights have no separate master copy.
+    """
+    return 12 if deepspeed.dtype != "float32" or deepspeed.zero_stage else 8
 
 
 def model_bytes(model: Model, *, best: bool = False) -> int:
     """Return the bytes of a trained model's checkpoint. See `bytes_per_parameter`."""
     return model.trainable * bytes_per_parameter(model.deepspeed, average=model.average, best=best)
+
+
+def unsharded_bytes(model: Model, size: int) -> int:
+    """Return how many of the `size` bytes of a trained model's checkpoint only rank 0 writes: all without
+    ZeRO, weights and copies in stages 1 and 2. All ranks write equal parts of the others.
+    """
+    weights = size - model.trainable * _state_bytes(model.deepspeed)
+    return (size, weights, weights, 0)[model.stage]
+
+
+def checkpoint_bytes(config: PipelineConfig, shape: ModelShape, stage: str) -> tuple[int, int]:
+    """Return the bytes of a checkpoint that all ranks of a stage write, and those of them that only ranks 0
+    write. Both are 0 for a stage without checkpoints.
+    """
+    sections = config.training_sections
+    if stage == "judge" and "judge" not in sections:
+        stage = "reward"  # whose settings it has
+    models = [_saved(config, shape, name) for name in sections if name == stage]
+    if stage == "ppo":
+        models = [each for group in plan(config.ppo).groups for each in _saved_by_group(config, shape, group)]
+    return sum(size for _, size in models), sum(unsharded_bytes(*each) for each in models)
 
 
 def keeps_best(config: PipelineConfig, role: str) -> bool:
@@ -101,7 +142,7 @@ def _size(stage: str, models: list[tuple[Model, int, int]], hardware: Hardware) 
         for host in hosts_of(first, ranks, hardware):
             begin = max(first, host * hardware.per_host)
             end = min(first + ranks, (host + 1) * hardware.per_host)
-            # Without ZeRO, rank 0 writes everything.
-            share = (end - begin) / ranks if model.stage else float(begin == first)
-            parts[host] = parts.get(host, 0.0) + share * size
+            first_writes = unsharded_bytes(model, size)
+            part = (size - first_writes) * (end - begin) / ranks + first_writes * (begin == first)
+            parts[host] = parts.get(host, 0.0) + part
     return CheckpointSize(stage, total, max(parts.values(), default=0.0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,8 +21,10 @@ from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, rounding_settings
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified
+from rlhf_core.errors import ModelError, OutOfMemory, RLHFError, StoreError, Superseded, classified
+from rlhf_core.models.folder import ModelFolder, base_model_shape
 from rlhf_core.pipeline import STAGES
+from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
@@ -39,7 +41,6 @@ from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin
 from rlhf_core.types import (
     ArtifactRef,
     Lineage,
-    Nodes,
     StageContext,
     StageResult,
     artifact_prefix,
@@ -226,12 +227,15 @@ class _Attempt:
         return ref
 
     def _make(
-        self, artifacts: ArtifactStore, checkpoints: CheckpointStore, nodes: Nodes | None
+        self, artifacts: ArtifactStore, checkpoints: CheckpointStore, nodes: ClusterNodes | None
     ) -> ArtifactRef:
         spec = self.spec
         out, scratch = make_attempt_folders(self.work)
+        inputs = {str(stage): artifacts.fetch(ref) for stage, ref in spec.inputs.items()}
+        if nodes is not None:
+            nodes.checkpoint_bytes = _checkpoint_bytes(spec, inputs)
         context = StageContext(
-            inputs={stage: artifacts.fetch(ref) for stage, ref in spec.inputs.items()},
+            inputs=inputs,
             output=out,
             scratch=scratch,
             checkpoints=checkpoints,
@@ -280,6 +284,18 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
     work = spec.work / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)
     return work
+
+
+def _checkpoint_bytes(spec: StageSpec, inputs: Mapping[str, Path]) -> tuple[int, int]:
+    """Return what `checkpoint_bytes` does for the stage; zeros if the model's shape cannot be read."""
+    try:
+        # The base model of the hub may not be on this host after the stage `sft`.
+        sft = inputs.get("sft")
+        shape = base_model_shape(spec.config) if sft is None else ModelFolder(sft / "model").shape
+    except ModelError as error:
+        log.info("the space for checkpoints is not checked before the models are loaded: %s", error.message)
+        return 0, 0
+    return checkpoint_bytes(spec.config, shape, spec.stage)
 
 
 def _params(spec: StageSpec) -> dict[str, Any]:

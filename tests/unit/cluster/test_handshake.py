@@ -27,6 +27,7 @@ from rlhf_core.cluster import handshake
 from rlhf_core.cluster.environment import rank_environment
 from rlhf_core.cluster.handshake import StoreProbe, compare_versions, report_node
 from rlhf_core.cluster.rpc import Pending
+from rlhf_core.cluster.space import Space
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InfrastructureError
@@ -58,7 +59,7 @@ def test_the_same_host_has_no_problem(report: dict[str, Any], probe: StoreProbe)
     assert problems(report) == []
     assert probe.store().read_bytes(probe.key("node-1")) == b"node"
     assert report["interface"] == "lo" and "lo" in report["interfaces"]
-    assert report["free_bytes"] > 0 and abs(report["clock"] - time.time()) < 60
+    assert report["space"].free > 0 and abs(report["clock"] - time.time()) < 60
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,13 @@ def test_the_same_host_has_no_problem(report: dict[str, Any], probe: StoreProbe)
         (lambda r: r["versions"].pop("ray"), ("ray is missing",)),
         (lambda r: r.update(store="denied"), ("store.url", "denied")),
         (lambda r: r.update(home="it is a file"), ("run.home", "it is a file")),
-        (lambda r: r.update(free_bytes=10**6), ("run.home", "1 MB free", "at least 200 are needed")),
         (
-            lambda r: r.update(free_bytes=10**9, bytes_to_fetch=15 * 10**9),
-            ("run.home", "1000 MB free", "at least 15200 are needed with the inputs"),
+            lambda r: r.update(space=Space(10**6, 0)),
+            ("run.home", "1 MB free", "at least 200 are needed: 200 for logs"),
+        ),
+        (
+            lambda r: r.update(space=Space(10**9, 15 * 10**9)),
+            ("run.home", "1000 MB free", "at least 15200 are needed: 15000 for the inputs of the stage, 200"),
         ),
     ],
 )
@@ -87,7 +91,7 @@ def test_inputs_that_a_node_has_need_no_space(probe: StoreProbe, tmp_path: Path)
     home = Home.of(tmp_path / "home")
     (home.cache / "data").mkdir(parents=True)
     found = report_node(probe, "node-1", "127.0.0.1", str(home.path), {"data": 10, "sft": 300})
-    assert found["bytes_to_fetch"] == 300
+    assert found["space"].to_fetch == 300
 
 
 def test_loopback_is_no_address_for_other_hosts(report: dict[str, Any]) -> None:

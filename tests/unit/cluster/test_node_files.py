@@ -1,6 +1,8 @@
 """What each host has of a checkpoint, and what the driver makes of the parts.
 
 - a host needs space for what its ranks write of a checkpoint, and not for all of it
+- before a stage fetches its inputs, each host with too little space for them and for its part of a checkpoint
+  is named, with what is needed for what
 - a rank's own files are fetched only where that rank runs, all files if another number of ranks continues
 - hosts hash and upload their parts at the same time, and one manifest commits them all; without one part
   nothing is committed
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
 from rlhf_core.cluster.nodes import ClusterNodes, needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import ModelState, model_digests, require_same_state
-from rlhf_core.errors import CorruptArtifact, DataError, StoreError
+from rlhf_core.errors import ConfigError, CorruptArtifact, DataError, StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import FileEntry, Manifest
@@ -37,8 +39,10 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.home import Home
+from rlhf_core.system.machine import Disk
 from rlhf_core.testing.actors import LocalObjects
 from rlhf_core.testing.cluster import ScriptedCluster, node
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.other_host import Elsewhere, bucket
@@ -360,13 +364,25 @@ def joined(
     folder: Path, agent: NodeAgent, objects: LocalObjects | None = None, inputs: Sequence[ArtifactRef] = ()
 ) -> ClusterNodes:
     """Return the driver's view of one other host, which copies files in parts of ten bytes."""
+    nodes = two_nodes(folder, agent, objects, inputs)
+    nodes.join({"1": {}, "2": {}})
+    return nodes
+
+
+def two_nodes(
+    folder: Path,
+    agent: NodeAgent,
+    objects: LocalObjects | None = None,
+    inputs: Sequence[ArtifactRef] = (),
+    copies: Mapping[str, int] | None = None,
+) -> ClusterNodes:
+    """Return the driver's view of one other host before the stage has ranks."""
     cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent}, objects=objects)
     work = folder / "work"
     work.mkdir()
     monitor = Monitor(folder / "stacks")
-    nodes = ClusterNodes(PipelineConfig(), work, inputs, monitor, cluster=cluster, chunk_bytes=10)
-    nodes.join({"1": {}, "2": {}})
-    return nodes
+    config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
+    return ClusterNodes(config, work, inputs, monitor, copies=copies, cluster=cluster, chunk_bytes=10)
 
 
 @pytest.fixture
@@ -382,6 +398,40 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere
 @pytest.fixture
 def two_hosts(tmp_path: Path, other: Elsewhere) -> ClusterNodes:
     return joined(tmp_path, other)
+
+
+def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
+    tmp_path: Path, other: Elsewhere
+) -> None:
+    missing = ArtifactRef("data", "k", "0" * 64, "nowhere")  # to fetch it is an error
+    nodes = two_nodes(tmp_path, other, inputs=[missing], copies={"data-k": 50_000_000})
+    (tmp_path / "home" / "cache" / "data-k").mkdir(parents=True)  # the driver has it
+    # Rank 0 writes 100 MB alone; the three ranks write 500 MB each.
+    nodes.checkpoint_bytes = (1_600_000_000, 100_000_000)
+    ranks = {"1": {"": {0}}, "2": {"": {1, 2}}}
+    with (
+        on_machine(ScriptedMachine(disk=Disk(10**10, 1_000_000_000))),
+        pytest.raises(ConfigError) as caught,
+    ):
+        nodes.join(ranks)
+    assert caught.value.message == (
+        "run.home: 1 of the 2 hosts of the stage have too little space:\n"
+        f"two (10.0.0.1): run.home={tmp_path}/home: 1000 MB free, at least 1250 are needed:"
+        " 1000 for its part of a checkpoint, 50 for the inputs of the stage, 200 for logs and other files\n"
+        "free some there, or set run.home"
+    )
+    with (
+        on_machine(ScriptedMachine(disk=Disk(10**10, 799_000_000))),
+        pytest.raises(
+            ConfigError, match=r"2 of the 2 hosts .*\none .* 800 are needed: 600 for its part.*\ntwo"
+        ),
+    ):
+        nodes.join(ranks)
+    with on_machine(ScriptedMachine(disk=Disk(10**10, 1_250_000_000))):
+        nodes.join(ranks)
+    # The checkpoints of the stage may use the space meanwhile.
+    with on_machine(ScriptedMachine(disk=Disk(10**10, 1_000_000))):
+        nodes.join(ranks)
 
 
 def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: ClusterNodes) -> None:

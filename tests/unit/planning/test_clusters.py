@@ -33,7 +33,7 @@ from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.planning.checkpoints import checkpoint_sizes
+from rlhf_core.planning.checkpoints import checkpoint_bytes, checkpoint_sizes
 from rlhf_core.planning.fit import judge
 from rlhf_core.planning.hardware import GIB, Device, Hardware, Network, parse_gpus, parse_link
 from rlhf_core.planning.layout import layout
@@ -298,6 +298,24 @@ def test_a_checkpoint_has_14_bytes_for_each_parameter_in_parts_on_the_hosts_of_i
     adapters = production("ppo.lora={r: 16}")
     [*_, small] = checkpoint_sizes(adapters, shape("llama-3-8b"), parse_gpus("8xH100"))
     assert small.bytes < sizes["ppo"].bytes / 50
+
+
+def test_rank_0_writes_what_is_not_sharded() -> None:
+    of_8b, hardware = shape("llama-3-8b"), parse_gpus("2x8xH100", "400gbit")
+    for zero_stage, alone in ((0, 14), (1, 2), (2, 2), (3, 0)):
+        sharding = f"{{ranks: 16, zero_stage: {zero_stage}, hpz: 1}}"
+        wanted = production(f"sft.deepspeed={sharding}", "sft.deepspeed.dtype=bfloat16")
+        size, unsharded = checkpoint_bytes(wanted, of_8b, "sft")
+        assert (size, unsharded) == (14 * of_8b.parameters, alone * of_8b.parameters)
+        [sft, *_] = checkpoint_sizes(wanted, of_8b, hardware)
+        assert (sft.bytes, sft.per_host) == (size, unsharded + (size - unsharded) / 2)
+    sizes = {size.stage: size.bytes for size in checkpoint_sizes(production(), of_8b, hardware)}
+    for stage in ("sft", "reward", "ppo"):
+        assert checkpoint_bytes(production(), of_8b, stage)[0] == sizes[stage]
+    # A judge without settings of its own has those of the reward model.
+    judged = production("reward.judge={}")
+    assert checkpoint_bytes(judged, of_8b, "judge") == checkpoint_bytes(judged, of_8b, "reward")
+    assert checkpoint_bytes(judged, of_8b, "evaluate") == (0, 0)
 
 
 # -- the fastest split --

@@ -2,6 +2,7 @@
 
 - an attempt that was overtaken commits neither a checkpoint nor an artifact
 - an artifact that another run has made since the flow looked for it is reused
+- on a cluster, the bytes of the stage's checkpoints are known before its ranks are placed
 - the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
   wrote or start from the beginning where all are damaged
 """
@@ -14,8 +15,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
+from rlhf_core.models.shape import tiny_shape
+from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.attempt import execute
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
@@ -97,6 +101,22 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     attempt(body)
     # The newest three, and of the others those with 0.9 and 0.8.
     assert kept == [f"step-0000000{step}" for step in (2, 4, 5, 6, 7)]
+
+
+def test_bytes_of_checkpoints_are_known_before_ranks_are_placed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    attempt = Attempt(tmp_path)
+    found = []
+
+    def body(context: StageContext) -> None:
+        assert isinstance(context.nodes, ClusterNodes)
+        found.append(context.nodes.checkpoint_bytes)
+
+    attempt(body)
+    shape = tiny_shape(attempt.config.model.tiny)
+    assert found == [checkpoint_bytes(attempt.config, shape, "sft")] and found[0][0] > 0
 
 
 def _damaged(attempt: Attempt) -> None:

@@ -1,0 +1,60 @@
+"""The free space that a host needs for a stage: its inputs, its part of a checkpoint, and small files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_core.system.home import Home
+from rlhf_core.system.machine import machine
+
+MIN_FREE_BYTES = 200_000_000
+"""For logs, stacks and other small files."""
+
+
+class Space(NamedTuple):
+    """The disk of one host."""
+
+    free: int
+    """Free bytes in `run.home`."""
+    to_fetch: int
+    """Bytes of the inputs of the stage that the host does not have yet."""
+
+
+def space_of(home: Path, copies: Mapping[str, int]) -> Space:
+    """Return the space of this host.
+
+    Args:
+        home: `run.home`. It need not exist yet.
+        copies: See `Nodes.copies`.
+    """
+    cache = Home.of(home).cache
+    existing = home.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    to_fetch = sum(size for name, size in copies.items() if not (cache / name).exists())
+    return Space(machine().disk(existing).free, to_fetch)
+
+
+def space_problem(home: str, space: Space, part: int = 0) -> str:
+    """Return what is needed for what if a host has too little space, otherwise an empty string.
+
+    Args:
+        home: `run.home`, for the message.
+        space: Of the host.
+        part: Bytes of its part of a checkpoint; 0 as long as its ranks are not known.
+    """
+    needs = {
+        "its part of a checkpoint": part,
+        "the inputs of the stage": space.to_fetch,
+        "logs and other files": MIN_FREE_BYTES,
+    }
+    needed = sum(needs.values())
+    if space.free >= needed:
+        return ""
+    described = ", ".join(f"{size / 1e6:.0f} for {what}" for what, size in needs.items() if size)
+    return (
+        f"run.home={home}: {space.free / 1e6:.0f} MB free, at least {needed / 1e6:.0f} are needed:"
+        f" {described}"
+    )
