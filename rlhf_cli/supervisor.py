@@ -47,10 +47,10 @@ from rlhf_cli.servers import (
     ServerState,
     flow_processes,
 )
-from rlhf_core.config.redact import ScrubbingFormatter
+from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
 from rlhf_core.run.environment import past_proxies
-from rlhf_core.run.logs import LOG_FORMAT, rotate_logs
+from rlhf_core.run.logs import rotate_logs
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 HIDDEN = "(hidden)"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _SECRET_NAME = re.compile(
     r"(^|[_.-])(token|secret|password|passwd|passphrase|pwd|api_?key|access_?key(_id)?|cred(ential)?s?"

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, as_argument, rpc
+from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.config.rewards import AnyReward, ExternalReward, ModelReward
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, classified
 from rlhf_core.ppo.columns import Indices, Places, RolloutColumns
@@ -38,6 +39,7 @@ from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import RewardInputs
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_input, weighted_sum
 from rlhf_core.system.heartbeat import heartbeat
+from rlhf_core.system.relayed import relay
 from rlhf_core.types import PromptExample, RewardInput
 
 log = logging.getLogger(__name__)
@@ -173,11 +175,14 @@ class _Recorder(logging.handlers.QueueHandler):
 @contextmanager
 def _records() -> Iterator[list[logging.LogRecord]]:
     """Yield the list of what the reward sources log. It also goes to stderr, which Ray shows at once: a call
-    with many retries takes long, and its actor may die.
+    with many retries takes long, and its actor may die. The controller does not write it there again
+    (`relay`).
     """
     logger, recorder = logging.getLogger("rlhf_core.rewards"), _Recorder()
     # An actor has no other handler, and Python's handler of last resort is not used besides the recorder.
-    handlers = [recorder, logging.StreamHandler()]
+    shown = logging.StreamHandler()
+    shown.setFormatter(ScrubbingFormatter(LOG_FORMAT))
+    handlers = [recorder, shown]
     propagate, level = logger.propagate, logger.level
     for handler in handlers:
         logger.addHandler(handler)
@@ -293,10 +298,7 @@ class RewardActors:
         self._fleet.wait(reading, "the responses to be decoded")
         results = self._fleet.wait(scoring, "the rewards")
         for result in results:
-            for record in result.records:
-                logger = logging.getLogger(record.name)
-                if logger.isEnabledFor(record.levelno):
-                    logger.handle(record)
+            relay(result.records)
         for result in results:
             if result.error is not None:
                 raise result.error

@@ -11,13 +11,13 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.config.redact import ScrubbingFormatter
+from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.system.home import Home
+from rlhf_core.system.relayed import is_own
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOG_BYTES = 10_000_000
 """Maximum size of a log file before it is rotated. One old file is kept, because `rlhf up` may run for
 months.
@@ -58,6 +58,7 @@ def log_to_stderr() -> None:
     """Log to standard error, without secrets. The parent of the process writes it to a file."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
+    handler.addFilter(is_own)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 

@@ -5,7 +5,8 @@
 - the controller receives no tokens for it
 - only sources without a state are divided over several actors
 - the same errors and warnings
-- what the sources log is on stderr at once, and an unexpected error brings the log and its causes
+- what the sources log is on stderr at once, without secrets, and not again when the controller has it; an
+  unexpected error brings the log and its causes
 - actors of rules that die are started again, once for each batch
 - a batch of which a part was not read is not scored
 - the process of a source gets the environment of the stage, from a file that only its user can read, and
@@ -46,6 +47,7 @@ from rlhf_core.ppo.reward_actor import (
 from rlhf_core.ppo.rollouts import Collector
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.system.overriding import override
+from rlhf_core.system.relayed import is_own
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import (
     NEVER,
@@ -197,6 +199,7 @@ def test_failures_have_the_same_errors_and_warnings(
         seen.append((message, [(r.name, r.levelno, r.getMessage()) for r in caplog.records]))
     assert seen[0] == seen[1]
     assert any("try 1 of 2 failed" in text for _, _, text in seen[1][1])
+    assert not any(is_own(record) for record in caplog.records), "Ray has shown them"
     assert ("on_error=mask would leave" in seen[1][0]) == (on_error == "abort")
     assert not logging.getLogger("rlhf_core.rewards").handlers
 
@@ -222,7 +225,7 @@ class Broken(RewardComposer):
 
     @override
     def score(self, batch: Any, model_scores: Any) -> RewardBatch:
-        logging.getLogger("rlhf_core.rewards.remote").info("try 1 of 2 failed")
+        logging.getLogger("rlhf_core.rewards.remote").info("try 1 of 2 failed: api_key=12345678")
         try:
             raise KeyError("the cause")
         except KeyError as error:
@@ -239,11 +242,12 @@ def test_an_unexpected_error_brings_log_and_causes(capfd: pytest.CaptureFixture[
     actor = WithBroken()
     actor.open(RewardSettings((), decode), None)
     result = pickle.loads(pickle.dumps(actor.score(1, 0, None)))
-    assert [record.getMessage() for record in result.records] == ["try 1 of 2 failed"]
+    assert [record.getMessage() for record in result.records] == ["try 1 of 2 failed: api_key=12345678"]
     assert type(result.error) is InfrastructureError
     assert "scripted rewards, score: OSError: No space left on device" in result.error.message
     assert "KeyError: 'the cause'" in "".join(result.error.__notes__)
-    assert "try 1 of 2 failed" in capfd.readouterr().err
+    shown = capfd.readouterr().err
+    assert "INFO rlhf_core.rewards.remote: try 1 of 2 failed" in shown and "12345678" not in shown
 
 
 class Dying(ScriptedRewards):

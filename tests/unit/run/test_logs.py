@@ -1,7 +1,13 @@
-"""Logs are rotated while their writers keep them open."""
+"""Logs of processes.
+
+- logs are rotated while their writers keep them open
+- a record of another process, whose stderr is shown on that of the stage, is not written there again
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from rlhf_core.run.logs import rotate_logs
@@ -34,3 +40,26 @@ def test_logs_of_runs_are_rotated_too(tmp_path: Path) -> None:
     log.write_bytes(b"text " * 40)
     rotate_logs(tmp_path, max_bytes=100)
     assert log.read_bytes() == b"" and (log.parent / "sft-01.log.1").exists()
+
+
+RELAYED = """
+import logging
+from rlhf_core.run.logs import log_to_stderr
+from rlhf_core.system.relayed import relay
+
+class Shown(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage())
+
+log_to_stderr()
+log = logging.getLogger("rlhf_core.rewards")
+log.addHandler(Shown())
+log.warning("of the stage")
+relay([log.makeRecord(log.name, level, "", 0, "of an actor", (), None) for level in (30, 10)])
+"""
+
+
+def test_records_that_another_process_has_shown_only_reach_other_handlers() -> None:
+    done = subprocess.run([sys.executable, "-c", RELAYED], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["of the stage", "of an actor"]
+    assert "of the stage" in done.stderr and "of an actor" not in done.stderr
