@@ -22,6 +22,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import RewardInputs
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_input, weighted_sum
 from rlhf_core.system.heartbeat import heartbeat
+from rlhf_core.system.machine import machine
 from rlhf_core.system.relayed import relay
 from rlhf_core.types import PromptExample, RewardInput
 
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _CHUNKS = 64
 """Chunks that one call brings. More would fill the object store of the actor's node."""
+_DECODING_THREADS = 8
+"""At most. More would not help: a tenth of the work on a response holds Python's lock."""
 _CLOSE_SECONDS = 10.0
 
 
@@ -125,9 +129,14 @@ class RewardActor(Actor):
         if part.batch != self._batch:
             self._batch, self._inputs = part.batch, {}
         columns = zip(part.rows.tolist(), part.places, part.finished.tolist(), part.prompts, strict=True)
-        for row, (number, place), finished, prompt in columns:
+
+        def decoded(column: tuple[int, tuple[int, int], bool, PromptExample]) -> tuple[int, RewardInput]:
+            row, (number, place), finished, prompt = column
             response_ids = chunks[number].response(place).tolist()
-            self._inputs[row] = reward_input(prompt, response_ids, finished, self._decode)
+            return row, reward_input(prompt, response_ids, finished, self._decode)
+
+        with ThreadPoolExecutor(min(_DECODING_THREADS, machine().cores())) as threads:
+            self._inputs.update(threads.map(decoded, columns))
 
     @rpc()
     def score(self, batch: int, count: int, model_scores: Sequence[float] | None) -> Scored:

@@ -6,6 +6,7 @@ Rules:
 - a trained tokenizer is opened by AutoTokenizer, loses no text, and keeps within the vocabulary;
 - dropout is turned off, also in the files that are saved;
 - a tokenizer that is loaded and saved again keeps its digest; another one has another;
+- other threads run while a response is decoded;
 - a tokenizer that makes long texts, or many tokens, of short texts is refused.
 """
 
@@ -13,15 +14,20 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from data_samples import TEXTS
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.data.tokenizer import (
+    Decoder,
     load_tokenizer,
     require_bounded_growth,
     tokenizer_digest,
@@ -169,3 +175,14 @@ def test_a_tokenizer_that_is_saved_again_keeps_its_digest(tmp_path: Path) -> Non
     other.pad_token = other.unk_token
     other.save_pretrained(tmp_path / "other")
     assert tokenizer_digest(tmp_path / "other") != tokenizer_digest(tmp_path / "0")
+
+
+def test_other_threads_run_while_a_response_is_decoded() -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, "a"))
+    decoding = threading.Thread(target=Decoder(tokenizer, 0, 1, None), args=([1] * 1_000_000,))
+    decoding.start()
+    turns = 0
+    while decoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20, "it takes a third of a second, and `Tokenizer.decode` leaves one turn"

@@ -8,6 +8,7 @@
 - what the sources log is on stderr at once, without secrets, and not again when the controller has it; an
   unexpected error brings the log and its causes
 - actors of rules that die are started again, once for each batch
+- several threads decode the responses of a batch
 - a batch of which a part was not read is not scored
 - the process of a source gets the environment of the stage, from a file that only its user can read, and
   that it removes
@@ -22,6 +23,7 @@ import os
 import pickle
 import stat
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +59,7 @@ from rlhf_core.testing.fleet import (
     ScriptedRewards,
     scripted_actor,
 )
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import PromptExample, Rollout
 
 A = TypeVar("A", bound=Actor)
@@ -285,6 +288,26 @@ def test_a_batch_that_was_not_read_as_a_whole_is_not_scored(batch: int) -> None:
     assert actor.score(7, 0, None).rewards == RewardBatch([], {"token_share": []})
     actor.read(part, columns_of(rollouts, 1))
     assert actor.score(7, 2, None).rewards == RewardBatch([0.5, 0.5], {"token_share": [0.5, 0.5]})
+
+
+def test_responses_are_decoded_at_the_same_time() -> None:
+    both = threading.Barrier(2)
+
+    def decode_together(ids: Sequence[int]) -> str:
+        both.wait(30)  # raises if one response is decoded after the other
+        return decode(ids)
+
+    actor = ScriptedRewards()
+    actor.open(RewardSettings(configuration(RULES[1:]).ppo.rewards, decode_together), None)
+    rollouts = [
+        Rollout(p.prompt_id, 0, p.input_ids, (i, 7), (0.0, 0.0), True, 0) for i, p in enumerate(PROMPTS)
+    ]
+    rows, places = np.arange(12), Places(np.zeros(12, np.int64), np.arange(12))
+    with on_machine(ScriptedMachine(cores=2)):
+        actor.read(ResponseRows(7, rows, places, np.ones(12, np.bool_), PROMPTS), columns_of(rollouts, 1))
+    found = [actor._inputs[row] for row in range(12)]
+    assert [each.response for each in found] == [f"{row} 7" for row in range(12)]
+    assert [each.prompt_id for each in found] == [prompt.prompt_id for prompt in PROMPTS]
 
 
 def test_the_settings_of_a_process_are_in_a_file_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
