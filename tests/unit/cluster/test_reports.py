@@ -18,6 +18,7 @@ import pytest
 
 from rlhf_core.cluster.agent import Started
 from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes, report_seconds, silent_seconds
+from rlhf_core.cluster.space import Space
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError, WorkerDied
 from rlhf_core.system.heartbeat import Monitor, Participant
@@ -43,6 +44,9 @@ class Agent:
     def start(self, _node_id: str, _token: str) -> Started:
         self._fail()
         return Started(self.host, "machine", self._node_id, self._driver)
+
+    def space(self, _copies: object) -> Space:
+        return Space(10**12, 0)
 
     def fetch_artifacts(self, _refs: object) -> list[Path]:
         return []
