@@ -27,10 +27,11 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.cluster.space import Space, space_of
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.base_models import base_of
 from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.sources import model_digests, model_state
+from rlhf_core.data.sources import model_digest, model_state
 from rlhf_core.errors import DataError, InputError, StoreError, classified
+from rlhf_core.pipeline import StageName
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
@@ -188,22 +189,23 @@ class NodeAgent:
         return [artifacts.fetch(ref).absolute() for ref in refs]
 
     @_served
-    def fetch_base_model(self, digest: str) -> None:
-        """Download the base model, or compare a local folder with the `digest` that the driver's has.
+    def fetch_base_model(self, stage: StageName, digest: str) -> None:
+        """Download the base model of a stage, or compare a local folder with the `digest` that the driver's
+        has.
 
         Raises DataError if the folder has other files, and ModelError if there is none.
         """
-        path = self._config.model.path
-        if path is None:
+        base = base_of(self._config, stage)
+        if base is None:
             return
-        if is_hub_model(path):
-            fetch_model(path, self._config.model.revision)
+        if base.is_hub:
+            fetch_model(base.path, base.revision)
             return
-        state = model_state(self._config)
-        if model_digests(self._config)["model"] != digest:
+        state = model_state(self._config, stage)
+        if model_digest(base.path, base.revision) != digest:
             raise DataError(
-                f"model.path={path} has other files on host {socket.gethostname()} than on {self._driver};"
-                " copy the folder to every host"
+                f"{base.field}={base.path} has other files on host {socket.gethostname()} than on"
+                f" {self._driver}; copy the folder to every host"
             )
         # A rank here then need not read all files again.
         state.write(self._work / "scratch")

@@ -39,6 +39,7 @@ from rlhf_core.errors import (
     WorkerDied,
     WorkerStuck,
 )
+from rlhf_core.pipeline import StageName
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
@@ -142,7 +143,7 @@ class ClusterNodes:
         work: Scratch folder of the attempt.
         inputs: Artifacts that the processes of the stage read.
         monitor: The heartbeat monitor of the stage.
-        base_model: Digest of the base model, if the processes of the stage read it.
+        base_model: The stage and the digest of its base model, if its processes read one.
         copies: See `Nodes.copies`.
         cluster: Has the other hosts.
         chunk_bytes: Size of the parts in which files are copied between hosts.
@@ -154,7 +155,7 @@ class ClusterNodes:
         work: Path,
         inputs: Sequence[ArtifactRef],
         monitor: Monitor,
-        base_model: str | None = None,
+        base_model: tuple[StageName, str] | None = None,
         copies: Mapping[str, int] | None = None,
         cluster: RayCluster = RAY_CLUSTER,
         chunk_bytes: int = 32 << 20,
@@ -260,7 +261,7 @@ class ClusterNodes:
         fetching = [host.call(NodeAgent.discard_old_parts) for host in with_files]
         if self._base_model is not None:
             # Also on hosts that share `run.home`, which need not share the base model.
-            fetching += [host.call(NodeAgent.fetch_base_model, self._base_model) for host in added]
+            fetching += [host.call(NodeAgent.fetch_base_model, *self._base_model) for host in added]
         for host, folders in zip(with_files, self._wait(inputs), strict=True):
             host.inputs = folders
         self._wait(fetching)

@@ -249,10 +249,11 @@ class JudgeConfig(Section):
     )
     path: UserPath | None = content(
         None,
-        "Folder of another base model, in Hugging Face layout and with the same tokens, that the judge starts"
-        " from; null: the SFT model",
+        "Another base model, with the same tokens, that the judge starts from: local folder, Hugging Face id"
+        " or [reference](rounds.md#references); null: the SFT model",
         min_length=1,
     )
+    revision: str | None = content(None, "Commit of a hub model in `path`")
     optimizer: OptimizerConfig | None = result(None, "AdamW and its schedule", later=True)
     deepspeed: DeepSpeedConfig | None = result(None, "Ranks, ZeRO, precision", later=True)
     lora: LoraConfig | None = result(None, "Train adapters and the score head only", later=True)
@@ -267,7 +268,7 @@ class JudgeConfig(Section):
     @property
     def own_settings(self) -> dict[str, Any]:
         """The settings of its training that are not those of the section `reward`, by fields of it."""
-        names = set(type(self).model_fields) - {"fraction", "path"}
+        names = set(type(self).model_fields) - {"fraction", "path", "revision"}
         values = {name: getattr(self, name) for name in sorted(names)}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -23,6 +23,7 @@ from tempfile import NamedTemporaryFile
 from typing import IO, Any, TypeVar, cast
 
 from rlhf_core.config.address import AddressKind, is_hub_model, is_reference, parse_address, s3_problem
+from rlhf_core.config.base_models import BASE_STAGES, base_of
 from rlhf_core.config.data import SETS, Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import BadRow, Row, is_data_file, list_files, read_file
@@ -30,6 +31,7 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
+from rlhf_core.pipeline import StageName
 from rlhf_core.storage.s3 import S3_LIMITS, filesystem, run_bounded, s3_endpoint, with_retries
 from rlhf_core.system.files import open_regular, read_json, write_json
 
@@ -178,7 +180,10 @@ def require_unchanged(now: Mapping[str, str], before: Mapping[str, str], config:
 
     Names that are not in `before` are not compared.
     """
-    paths = {"data.chat_template": config.data.chat_template, "model": config.model.path}
+    paths = {"data.chat_template": config.data.chat_template}
+    for stage in BASE_STAGES:
+        if (base := base_of(config, stage)) is not None:
+            paths[base.digest_name] = base.path
     for name, source in (_data_sources(config) | _regression_sources(config)).items():
         paths[name] = source.path
     changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
@@ -201,17 +206,25 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
         )
 
     data: dict[str, Any] = {name: tuple(map(commit_of, getattr(config.data, name))) for name in SETS}
-    model = {}
-    if config.model.path is not None and is_hub_model(config.model.path):
-        model = {"revision": resolve_revision(config.model.path, "model", config.model.revision)}
+    model, judge = _commit_of_base(config, "sft"), config.reward.judge
+    if judge is not None:
+        judge = judge.model_copy(update=_commit_of_base(config, "judge"))
     regression = {"regression": tuple(map(commit_of, config.evaluate.regression))}
     return config.model_copy(
         update={
             "data": config.data.model_copy(update=data),
             "model": config.model.model_copy(update=model),
+            "reward": config.reward.model_copy(update={"judge": judge}),
             "evaluate": config.evaluate.model_copy(update=regression),
         }
     )
+
+
+def _commit_of_base(config: PipelineConfig, stage: StageName) -> dict[str, str]:
+    base = base_of(config, stage)
+    if base is None or not base.is_hub:
+        return {}
+    return {"revision": resolve_revision(base.path, "model", base.revision)}
 
 
 def _contents(source: Source, store: StoreConfig) -> Contents:
@@ -253,16 +266,16 @@ def _state_file(folder: Path, host: str) -> Path:
     return folder / f"base-model-{host}.json"
 
 
-def model_state(config: PipelineConfig) -> ModelState:
-    """Return the state of the base model's files.
+def model_state(config: PipelineConfig, stage: StageName = "sft") -> ModelState:
+    """Return the state of the files of the base model that a stage starts from.
 
     Two equal states mean that no file was written or replaced between them. Unlike the digest this reads no
     file.
     """
-    path = config.model.path
-    if path is None or is_hub_model(path):
+    base = base_of(config, stage)
+    if base is None or base.is_hub:
         return ModelState(socket.gethostname(), ())
-    return ModelState(socket.gethostname(), file_states(Path(path)))
+    return ModelState(socket.gethostname(), file_states(Path(base.path)))
 
 
 def file_states(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
@@ -272,21 +285,32 @@ def file_states(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
 
 
 def require_same_state(
-    before: ModelState, config: PipelineConfig, digests: Mapping[str, str], scratch: Path | None = None
+    before: ModelState,
+    config: PipelineConfig,
+    digests: Mapping[str, str],
+    scratch: Path | None = None,
+    stage: StageName = "sft",
 ) -> None:
-    """Raise DataError if a file of the base model was written since `before`, which `model_state` returned.
+    """Raise DataError if a file of a base model was written since `before`, which `model_state` returned.
 
     Another host has a copy with other times. It is compared with the state that the host's agent has written
-    to `scratch`, and without one by its digest with `digests`.
+    to `scratch`, and without one by its digest.
+
+    Args:
+        before: The state of the same stage.
+        config: The whole configuration.
+        digests: Of the sources of the run.
+        scratch: Scratch folder of the attempt.
+        stage: The stage that starts from the model.
     """
-    now = model_state(config)
+    now, base = model_state(config, stage), base_of(config, stage)
     if now.host != before.host and scratch is not None:
         before = ModelState.read(scratch, now.host) or before
     if now.host == before.host and now != before:
-        raise DataError(f"model: {config.model.path} {_CHANGED.format('its digest was taken')}")
-    if now.host != before.host and config.model.path is not None and now.files:
-        digest = model_digest(config.model.path, config.model.revision)
-        require_unchanged({"model": digest}, digests, config)
+        where = "" if base is None else f"{base.digest_name}: {base.path} "
+        raise DataError(f"{where}{_CHANGED.format('its digest was taken')}")
+    if now.host != before.host and base is not None and now.files:
+        require_unchanged({base.digest_name: model_digest(base.path, base.revision)}, digests, config)
 
 
 def model_digest(path: str, revision: str | None) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.base_models import BaseModelAddress, base_of
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig, section_of
 from rlhf_core.config.redact import shown
@@ -203,24 +204,28 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_model_config(config: PipelineConfig, *, local_only: bool = False) -> dict[str, Any]:
-    """Return the content of the base model's config.json. `model.path` must be set.
+    """Return the content of the config.json of `model.path`, which must be set. See `config_of_base`."""
+    base = base_of(config, "sft")
+    assert base is not None
+    return config_of_base(base, local_only=local_only)
+
+
+def config_of_base(base: BaseModelAddress, *, local_only: bool = False) -> dict[str, Any]:
+    """Return the content of the config.json of a base model.
 
     With `local_only`, that of a hub model is read from the local cache, without a network request. Raises
     ModelError.
     """
-    path = str(config.model.path)
-    if not is_hub_model(path):
-        return ModelFolder(path).config
+    if not base.is_hub:
+        return ModelFolder(base.path).config
     from huggingface_hub import hf_hub_download
 
     try:
-        file = hf_hub_download(
-            path, "config.json", revision=config.model.revision, local_files_only=local_only
-        )
+        file = hf_hub_download(base.path, "config.json", revision=base.revision, local_files_only=local_only)
         return read_json_object(Path(file))
     except Exception as error:  # the hub client raises many unrelated types
         raise ModelError(
-            f"model.path: the config.json of {path} cannot be read from the hub or its cache"
+            f"{base.field}: the config.json of {base.path} cannot be read from the hub or its cache"
             f" ({type(error).__name__}); check the id, the revision and the network"
         ) from error
 
@@ -260,17 +265,13 @@ def base_model_shape(
 
 def check_model(config: PipelineConfig) -> Iterator[Finding]:
     """Check the base model: its address and, for a local model, every file of its folder."""
-    path = config.model.path
-    if path is None:
+    base = base_of(config, "sft")
+    if base is None:
         return
-    if is_hub_model(path):
-        if config.model.revision is None:
-            yield (
-                f"model.path: {path} is no local folder, so it is read from the Hugging Face hub; "
-                "pin model.revision to a commit, or a later run may read another one"
-            )
+    if base.is_hub:
+        yield from base.unpinned()
         return
-    folder = Path(path)
+    path, folder = base.path, Path(base.path)
     if not exists(path):
         yield ModelError(
             f"model.path: model path not found: {path[:200]}; correct it, or give a hub id as owner/name"

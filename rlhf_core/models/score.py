@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError, NonFiniteError
 from rlhf_core.models.batching import TokenBatch
@@ -127,6 +128,7 @@ def load_score_model(
     dtype: str,
     attention: str,
     device: str,
+    revision: str | None = None,
     quantize: str | None = None,
     pack: Packing = "auto",
     shards: Shards | None = None,
@@ -135,10 +137,11 @@ def load_score_model(
     first.
 
     Args:
-        folder: A folder with a causal LM or a score model.
+        folder: A folder with a causal LM or a score model, or a hub id of a causal LM.
         dtype: Data type of the weights, a name of `policy.DTYPES`.
         attention: transformers' name of the implementation.
         device: Where a quantized model is loaded.
+        revision: Commit or branch of a hub id.
         quantize: `nf4` stores linear layers in 4 bits (`models.quantized`).
         pack: Whether rows hold several sequences (`models.selftest`).
         shards: Cuts the parameters while they are read (`models.sharded`); loading is then a collective
@@ -152,12 +155,18 @@ def load_score_model(
     if quantize is not None:
         shards = None
     with model_errors(folder):
-        from_causal = not is_classifier(Path(folder))
-        config = model_config(folder, attention=attention, num_labels=1)
+        from_causal = is_hub_model(str(folder)) or not is_classifier(Path(folder))
+        config = model_config(folder, attention=attention, revision=revision, num_labels=1)
         options = {"dtype": DTYPES[dtype], **loading_options(quantize, DTYPES[dtype], device)}
         new = (_HEAD,) if from_causal else ()
         model = load_pretrained(
-            AutoModelForSequenceClassification, folder, config, new=new, shards=shards, **options
+            AutoModelForSequenceClassification,
+            folder,
+            config,
+            revision=revision,
+            new=new,
+            shards=shards,
+            **options,
         )
     if not hasattr(model, "score") or not hasattr(model, "model"):
         raise ModelError(

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
+from rlhf_core.config.base_models import base_of
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, rounding_settings
 from rlhf_core.config.pipeline import PipelineConfig
@@ -191,7 +192,9 @@ class _Attempt:
         nodes = None
         if on_cluster():
             # Processes of later stages read models from artifacts.
-            base_model = spec.sources.get("model") if spec.stage == "sft" else None
+            base = base_of(spec.config, spec.stage)
+            digest = None if base is None else spec.sources.get(base.digest_name)
+            base_model = None if digest is None else (spec.stage, digest)
             inputs = list(spec.inputs.values())
             copies = artifacts.copies(inputs)
             nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model, copies)

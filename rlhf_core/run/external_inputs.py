@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import parse_address
+from rlhf_core.config.address import is_reference, parse_address
+from rlhf_core.config.base_models import JUDGE_PATH, base_of
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, PythonReward
-from rlhf_core.data.judge_base import JUDGE_PATH, base_of_judge
 from rlhf_core.data.sources import file_states, model_digest, short_name, source_digests, source_marks
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
@@ -38,16 +38,19 @@ def external_marks(config: PipelineConfig) -> dict[str, str]:
     judge = config.evaluate.language_model
     if judge is not None and judge.path is not None:
         marks[FOLDER] = str(file_states(Path(judge.path)))
-    base = base_of_judge(config)
-    if base is not None:
-        marks[JUDGE_PATH] = str(file_states(base))
+    base = base_of(config, "judge")
+    if base is not None and not is_reference(base.path):
+        is_hub = base.is_hub
+        marks[JUDGE_PATH] = (
+            model_digest(base.path, base.revision) if is_hub else str(file_states(Path(base.path)))
+        )
     return marks | _vote_digests(config)
 
 
 def base_of_judge_digest(config: PipelineConfig) -> dict[str, str]:
-    """Return the digest of the folder `reward.judge.path`, if it is set."""
-    base = base_of_judge(config)
-    return {} if base is None else {JUDGE_PATH: model_digest(str(base), None)}
+    """Return the digest of `reward.judge.path`, if it is set."""
+    base = base_of(config, "judge")
+    return {} if base is None else {JUDGE_PATH: model_digest(base.path, base.revision)}
 
 
 def _vote_digests(config: PipelineConfig) -> dict[str, str]:

@@ -113,7 +113,7 @@ def make_plan(
         if gpus is not None and config.run.device == "auto":
             config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA
         if model_config is None:
-            config = resolve(config, only_model=True).config
+            config = resolve(config, only_models=True).config
     hardware = _hardware(config, gpus, link, host_memory_gib)
     with checking(model_config or "model.path"):
         shape = _shape(config, model_config)

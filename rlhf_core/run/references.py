@@ -1,10 +1,12 @@
 """References to what earlier runs made, in place of paths: resolved before stage keys are computed.
 
-    model.path      champion:NAME                           the champion of a registered model
+    models          champion:NAME                           the champion of a registered model
                     registry://NAME/VERSION                 another version, by its number or alias
                     artifact://STAGE/KEY/FOLDER             a model folder in an artifact of the store
     sources         registry://NAME/VERSION/STAGE/FILE      a file of the run that made a version
                     artifact://STAGE/KEY/FILE               a file in an artifact of the store
+
+Models are `model.path` and `reward.judge.path`.
 
 A reference becomes the local path of a verified copy, or for a source in a bucket its s3:// address. Stage
 keys contain digests of contents and no paths, so they change with the champion, and are the same otherwise.
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_reference
+from rlhf_core.config.base_models import BASE_STAGES, JUDGE_PATH, MODEL_PATH, base_of
 from rlhf_core.config.data import SETS
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_MODEL = "model.path"
+_MODELS = (MODEL_PATH, JUDGE_PATH)
 _KEY = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[\w.-]{1,100}")
 _FORMS_OF_MODELS = "champion:NAME, registry://NAME/VERSION or artifact://STAGE/KEY/FOLDER"
@@ -89,7 +92,7 @@ class Resolved:
         tags = {}
         for reference in self.references:
             tags[f"{REFERENCE}{reference.field}"] = f"{reference.text} = {reference.origin}"
-            if reference.field == _MODEL:
+            if reference.field == MODEL_PATH:
                 tags[BASE] = reference.pinned
         return tags
 
@@ -100,13 +103,13 @@ def references_of(config: PipelineConfig) -> dict[str, str]:
 
 
 def resolve(
-    config: PipelineConfig, *, only_model: bool = False, kept: Mapping[str, str] | None = None
+    config: PipelineConfig, *, only_models: bool = False, kept: Mapping[str, str] | None = None
 ) -> Resolved:
     """Return `config` with paths in place of references.
 
     Args:
         config: The configuration.
-        only_model: Resolve only `model.path`.
+        only_models: Resolve only models, and no sources.
         kept: References by their fields that are resolved in place of those of the configuration.
 
     Raises:
@@ -115,8 +118,8 @@ def resolve(
         StoreUnavailable: The store does not answer.
     """
     texts = references_of(config)
-    if only_model:
-        texts = {field: text for field, text in texts.items() if field == _MODEL}
+    if only_models:
+        texts = {field: text for field, text in texts.items() if field in _MODELS}
     if not texts:
         return Resolved(config)
     references = _find_each(texts, kept or {}, _Resolver(config).reference)
@@ -165,9 +168,10 @@ def _find_each(
 
 
 def _addresses(config: PipelineConfig) -> Iterator[tuple[str, str]]:
-    """Yield the address of the model and of each source with its field."""
-    if config.model.path is not None:
-        yield _MODEL, config.model.path
+    """Yield the address of each model and source with its field."""
+    for stage in BASE_STAGES:
+        if (base := base_of(config, stage)) is not None:
+            yield base.field, base.path
     for name, index, source in config.data.sources():
         yield f"data.{name}.{index}.path", source.path
     for index, item in enumerate(config.evaluate.regression):
@@ -183,10 +187,15 @@ def _with_paths(config: PipelineConfig, paths: dict[str, str]) -> PipelineConfig
 
     sets: dict[str, Any] = {name: replaced(f"data.{name}", getattr(config.data, name)) for name in SETS}
     regression = replaced("evaluate.regression", config.evaluate.regression)
-    model = {"path": paths.get(_MODEL, config.model.path)}
+    model = {"path": paths.get(MODEL_PATH, config.model.path)}
+    reward = config.reward
+    if reward.judge is not None:
+        judge = reward.judge.model_copy(update={"path": paths.get(JUDGE_PATH, reward.judge.path)})
+        reward = reward.model_copy(update={"judge": judge})
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
+            "reward": reward,
             "data": config.data.model_copy(update=sets),
             "evaluate": config.evaluate.model_copy(update={"regression": regression}),
         }
@@ -198,28 +207,30 @@ class _Resolver:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
+        self._bases = [base for stage in BASE_STAGES if (base := base_of(config, stage)) is not None]
 
     def reference(self, field: str, text: str) -> Reference:
         """Return what the reference of a field stands for."""
-        return self._model(text) if field == _MODEL else self._source(field, text)
+        return self._model(field, text) if field in _MODELS else self._source(field, text)
 
     def mark(self, field: str, text: str) -> str:
         """Return the mark of a reference, see `reference_marks`."""
         if text.startswith("artifact://"):
-            forms = _FORMS_OF_MODELS if field == _MODEL else _FORMS_OF_SOURCES
+            forms = _FORMS_OF_MODELS if field in _MODELS else _FORMS_OF_SOURCES
             ref, path = self._artifact(open_artifacts(self._config), text, forms)
             return f"{ref.kind}/{ref.key} {ref.digest} {path}"
-        if field == _MODEL:
+        if field in _MODELS:
             name, wanted = _policy(text)
             version, _ = self._find_artifacts(name, wanted)
             return f"{name} {version.version} {version.tags.get(WEIGHTS)}"
         name, version, _, ref, path = self._file_of_version(text)
         return f"{name} {version.version} {ref.digest} {path}"
 
-    def _model(self, text: str) -> Reference:
+    def _model(self, field: str, text: str) -> Reference:
         """Return the model folder that `text` refers to."""
-        if self._config.model.revision is not None:
-            raise InputError("model.revision is a commit of a hub model; leave it out with a reference")
+        if any(base.revision is not None for base in self._bases if base.field == field):
+            revision = field.replace(".path", ".revision")
+            raise InputError(f"{revision} is a commit of a hub model; leave it out with a reference")
         if text.startswith("artifact://"):
             store = open_artifacts(self._config)
             ref, folder = self._artifact(store, text, _FORMS_OF_MODELS)
@@ -242,7 +253,7 @@ class _Resolver:
                 "the model is in a bucket, and stages on other machines (run.executor) need its folder; copy"
                 " it with `rlhf publish` to a folder that every host mounts, and name that"
             )
-        return Reference(_MODEL, text, path, origin, pinned)
+        return Reference(field, text, path, origin, pinned)
 
     def _source(self, field: str, text: str) -> Reference:
         """Return the data file that `text` refers to."""

@@ -23,15 +23,22 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.base_models import BaseModelAddress, base_of
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
-from rlhf_core.data.judge_base import JUDGE_PATH, base_of_judge, require_same_tokens
-from rlhf_core.data.sources import model_digest
+from rlhf_core.data.hub import fetch_model
+from rlhf_core.data.judge_base import require_same_tokens
+from rlhf_core.data.sources import (
+    ModelState,
+    model_digest,
+    model_state,
+    require_same_state,
+    require_unchanged,
+)
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
-from rlhf_core.errors import DataError
 from rlhf_core.evaluation.exchange import exchange_pairs
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
@@ -67,12 +74,16 @@ def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
 
 
 def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
-    base = base_of_judge(config) if stage == "judge" else None
+    base, state = base_of(config, stage), None
     if base is not None:
+        # Before the ranks start, as in SFT: a download, and reading all files, can take longer than their
+        # time limits.
+        if base.is_hub:
+            fetch_model(base.path, base.revision)
         require_same_tokens(base, context.inputs["data"] / "tokenizer")
-        digest = model_digest(str(base), None)
-        if context.sources.get(JUDGE_PATH, digest) != digest:
-            raise DataError(f"{JUDGE_PATH}: {base} was changed after the run began; run again")
+        state = model_state(config, stage)
+        digest = model_digest(base.path, base.revision)
+        require_unchanged({base.digest_name: digest}, context.sources, config)
     metrics = train_on_ranks(
         _train,
         _settings(config, stage),
@@ -83,6 +94,7 @@ def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> Sta
         context.scratch,
         context.output,
         stage,
+        state,
     )
     return finish(config, context, stage, metrics)
 
@@ -113,6 +125,7 @@ def _train(
     work: Path,
     out: Path,
     stage: StageName,
+    state: ModelState | None,
     context: StageContext | None,
 ) -> dict[str, float]:
     """Train the model, or all members of the ensemble. The judge is one model."""
@@ -120,7 +133,7 @@ def _train(
     train, held_out = training_pairs(config, data, stage), load_pairs(data, "eval")
     if reward.margin == "field":
         require_margins([*train, *held_out])
-    inputs = _Inputs(config, data, sft, stage, train, held_out)
+    inputs = _Inputs(config, data, sft, stage, state, train, held_out)
     if reward.ensemble is None or stage != "reward":
         return _train_member(rank, inputs, 0, work, out, context).metrics
     return train_members(
@@ -145,13 +158,15 @@ class _Inputs:
     sft: Path
     """Folder of the SFT artifact."""
     stage: StageName
+    state: ModelState | None
+    """Of the files of `own_base` on the driver's host; None without one."""
     train: Sequence[PairExample]
     held_out: Sequence[PairExample]
 
     @property
-    def own_base(self) -> Path | None:
-        """Folder of the model that the training starts from; None if it is the SFT model."""
-        return base_of_judge(self.config) if self.stage == "judge" else None
+    def own_base(self) -> BaseModelAddress | None:
+        """The model that the training starts from; None if it is the SFT model."""
+        return base_of(self.config, self.stage)
 
     def seed(self, number: int, *purpose: str) -> int:
         """Return a seed of the member with this number. Those of the first are the ones without ensemble."""
@@ -166,15 +181,20 @@ def _train_member(
     data, held_out = inputs.data, inputs.held_out
     folder = member_folder(out / "model", number)
     torch.manual_seed(inputs.seed(number, "init"))  # of the score head and of adapters
+    base = inputs.own_base
     model = load_score_model(
-        inputs.own_base or inputs.sft / "model",
+        inputs.sft / "model" if base is None else base.path,
         dtype=reward.deepspeed.dtype,
         attention=config.model.attention,
         device=rank.torch_device,
+        revision=None if base is None else base.revision,
         quantize=None if reward.lora is None else reward.lora.quantize,
         pack=reward.pack,
         shards=shards_of(reward.deepspeed),
     )
+    if context is not None and inputs.state is not None:
+        # Again, because a file may have changed while the ranks loaded it.
+        require_same_state(inputs.state, config, context.sources, work, inputs.stage)
     # Each rank plans the micro-batches of all ranks, so all must use the same layout.
     reward = reward.model_copy(update={"pack": all_ranks_pack(model, reward.pack, rank, "reward.pack")})
     pad_id = load_decoder(data).pad
@@ -194,6 +214,7 @@ def _train_member(
     engine.save_adapter(
         member_folder(out / "adapter", number),
         _name_of_base(inputs, context) if context is not None else "",
+        None if base is None else base.revision,
     )
     steps_done = engine.steps_done
     measured = [held_out] if exchanged is None else [held_out, exchanged]
@@ -239,7 +260,8 @@ def _train_member(
 
 
 def _name_of_base(inputs: _Inputs, context: StageContext) -> str:
-    return str(inputs.own_base or f"{context.artifact_name('sft')}/model")
+    base = inputs.own_base
+    return f"{context.artifact_name('sft')}/model" if base is None else base.path
 
 
 def warn_of_rounding(stage: StageName, merge_gap: float, margin: float) -> None:

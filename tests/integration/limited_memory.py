@@ -108,7 +108,8 @@ def run_sft(rank: Rank, config: PipelineConfig, folder: Path) -> None:
 def run_reward(rank: Rank, config: PipelineConfig, folder: Path) -> None:
     pairs = [PairExample("", "", prompt, response, response[::-1]) for prompt, response in SEQUENCES]
     vars(reward).update(training_pairs=lambda *_: pairs, load_pairs=lambda *_: pairs)
-    reward._train(rank, config, folder, folder / "sft", folder / "work", folder / "reward", "reward", None)
+    work, out = folder / "work", folder / "reward"
+    reward._train(rank, config, folder, folder / "sft", work, out, "reward", None, None)
 
 
 def run_ppo(rank: Rank, config: PipelineConfig, folder: Path) -> None:

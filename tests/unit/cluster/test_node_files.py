@@ -28,7 +28,7 @@ import pytest
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
 from rlhf_core.cluster.nodes import ClusterNodes, needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.sources import ModelState, model_digests, require_same_state
+from rlhf_core.data.sources import ModelState, model_digest, model_digests, require_same_state
 from rlhf_core.errors import ConfigError, CorruptArtifact, DataError, StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
@@ -503,7 +503,7 @@ def test_a_base_model_that_the_agent_has_verified_is_not_read_again(tmp_path: Pa
     config = PipelineConfig.model_validate(tree, strict=False)
     (tmp_path / "work" / "scratch").mkdir(parents=True)
     agent = NodeAgent(config.model_dump_json(by_alias=True), tmp_path / "work", tmp_path, "driver")
-    agent.fetch_base_model(model_digests(config)["model"])
+    agent.fetch_base_model("sft", model_digests(config)["model"])
     on_driver = ModelState("driver", (("model.safetensors", 1, 2, 3),))
     unread = {"model": "the digest would differ from this"}
     require_same_state(on_driver, config, unread, tmp_path / "work" / "scratch")
@@ -513,4 +513,22 @@ def test_a_base_model_that_the_agent_has_verified_is_not_read_again(tmp_path: Pa
     with pytest.raises(DataError, match="was changed after its digest was taken"):
         require_same_state(on_driver, config, unread, tmp_path / "work" / "scratch")
     with pytest.raises(DataError, match=r"model\.path=.* has other files on host"):
-        agent.fetch_base_model("0")
+        agent.fetch_base_model("sft", "0")
+
+
+def test_the_base_model_of_the_judge_is_compared_as_that_of_the_policy(tmp_path: Path) -> None:
+    model = tmp_path / "judge"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"first")
+    tree = {"reward": {"judge": {"path": str(model)}}, "run": {"home": str(tmp_path)}}
+    config = PipelineConfig.model_validate(tree, strict=False)
+    (tmp_path / "work" / "scratch").mkdir(parents=True)
+    agent = NodeAgent(config.model_dump_json(by_alias=True), tmp_path / "work", tmp_path, "driver")
+    agent.fetch_base_model("judge", model_digest(str(model), None))
+    on_driver = ModelState("driver", (("model.safetensors", 1, 2, 3),))
+    unread = {"reward.judge.path": "the digest would differ from this"}
+    require_same_state(on_driver, config, unread, tmp_path / "work" / "scratch", "judge")
+    with pytest.raises(DataError, match=r"reward\.judge\.path: .* was changed after the run began"):
+        require_same_state(on_driver, config, unread, tmp_path, "judge")
+    with pytest.raises(DataError, match=r"reward\.judge\.path=.* has other files on host"):
+        agent.fetch_base_model("judge", "0")

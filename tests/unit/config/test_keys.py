@@ -172,7 +172,7 @@ IN_NO_KEY = {
         "gradient_checkpointing", "hpz", "ranks")),
     "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens", "sft.threads",
     "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy", "reward.threads",
-    "reward.judge.path", "reward.judge.micro_batch_tokens",
+    "reward.judge.path", "reward.judge.revision", "reward.judge.micro_batch_tokens",
     "dpo.checkpoint_every", "dpo.eval_every", "dpo.micro_batch_tokens", "dpo.threads",
     "evaluate.engines", "evaluate.ranks",
     *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "allowed_hosts", "api_key_env",

@@ -25,7 +25,8 @@ import pytest
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.data import hub
-from rlhf_core.data.sources import pinned, source_digests
+from rlhf_core.data.sources import pinned
+from rlhf_core.run.external_inputs import external_digests, external_marks
 from rlhf_core.testing import stage_context
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -138,10 +139,15 @@ def test_what_is_read_is_pinned_to_the_commits_that_the_digests_name(fresh: Path
         ref.parent.mkdir(parents=True)
         ref.write_text(COMMIT)
     sources = {"sft": [{"path": "org/it"}, {"path": "synthetic"}]}
-    config = pinned(config_from_tree({"model": {"path": "org/it"}, "data": sources}, "test"))
+    judge = {"judge": {"path": "org/it"}}
+    tree = {"model": {"path": "org/it"}, "data": sources, "reward": judge}
+    config = pinned(config_from_tree(tree, "test"))
     assert [source.revision for source in config.data.sft] == [COMMIT, None]
     assert config.model.revision == COMMIT
-    assert COMMIT in source_digests(config)["model"]
+    assert config.reward.judge is not None and config.reward.judge.revision == COMMIT
+    digests = external_digests(config)
+    assert digests["model"] == digests["reward.judge.path"] == f"hub:org/it@{COMMIT}"
+    assert external_marks(config)["reward.judge.path"] == f"hub:org/it@{COMMIT}"
 
 
 @pytest.mark.parametrize(("path", "fetched"), [("org/model", True), ("./model", False), (None, False)])

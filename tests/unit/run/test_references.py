@@ -4,6 +4,7 @@
 - files of artifacts are local paths, or s3:// addresses if the store is a bucket
 - unknown names, versions, stages, keys and files, malformed references and paths that leave the artifact are
   errors that name the field; all are reported at once
+- policy and judge can start from a champion, with the same digests and errors
 - a champion that is an adapter is refused, and one in a bucket for stages on other machines
 - check, Python API, retraining, plan and tune resolve them; the MLflow run has them as tags
 """
@@ -24,8 +25,9 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.run import api, registered, tune
 from rlhf_core.run.checks import CheckedConfig, check_config
+from rlhf_core.run.external_inputs import external_digests, external_marks
 from rlhf_core.run.plan import make_plan
-from rlhf_core.run.references import resolve
+from rlhf_core.run.references import reference_marks, resolve
 from rlhf_core.run.watch import Watch
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
@@ -69,6 +71,10 @@ def with_model(home: Path, text: str, **more: Any) -> PipelineConfig:
     return config_of(home, model={"path": text, **more})
 
 
+def with_judge(home: Path, text: str, **more: Any) -> PipelineConfig:
+    return config_of(home, reward={"judge": {"path": text, **more}})
+
+
 def with_source(home: Path, text: str) -> PipelineConfig:
     return config_of(home, data={"sft": [{"path": "synthetic"}, {"path": text}]})
 
@@ -95,6 +101,46 @@ def test_a_champion_is_its_verified_folder(home: Path, champions: list[str]) -> 
         assert found.overrides == [f'model.path="{found.config.model.path}"']
         pinned = [f'model.path="registry://{MODEL}/2"'] if text.startswith("champion:") else []
         assert found.pins == pinned
+
+
+def test_the_judge_can_start_from_a_champion(home: Path, champions: list[str]) -> None:
+    digests = []
+    for text, number in ((f"champion:{MODEL}", 2), (f"registry://{MODEL}/1", 1)):
+        found = resolve(with_judge(home, text))
+        judge = found.config.reward.judge
+        assert judge is not None and judge.path is not None and found.config.model.path is None
+        assert weights_sha256(Path(judge.path)) == champions[number - 1]
+        assert found.overrides == [f'reward.judge.path="{judge.path}"']
+        assert found.tags == {"rlhf.reference.reward.judge.path": f"{text} = {MODEL} version {number}"}
+        pinned = [f'reward.judge.path="registry://{MODEL}/2"'] if text.startswith("champion:") else []
+        assert found.pins == pinned
+        digests.append(external_digests(found.config)["reward.judge.path"])
+        model = resolve(with_model(home, text)).config
+        assert digests[-1] == model_digests(model)["model"], "the same digest as for model.path"
+    assert digests[0] != digests[1]
+
+
+def test_policy_and_judge_can_start_from_two_versions(home: Path, champions: list[str]) -> None:
+    judge = {"judge": {"path": f"registry://{MODEL}/1"}}
+    found = resolve(config_of(home, model={"path": f"champion:{MODEL}"}, reward=judge))
+    assert [reference.field for reference in found.references] == ["model.path", "reward.judge.path"]
+    assert found.tags["rlhf.base"] == f"registry://{MODEL}/2"
+    digests = external_digests(found.config)
+    assert digests["model"] != digests["reward.judge.path"]
+
+
+def test_a_wrong_judge_is_named(home: Path, champions: list[str]) -> None:
+    for text, problem in (
+        ("champion:nobody", "no registered model 'nobody'"),
+        (f"registry://{MODEL}/1/ppo/policy", "a model must be champion:NAME"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^reward\.judge\.path: .*{problem}"):
+            resolve(with_judge(home, text))
+    with pytest.raises(ConfigError, match=r"reward\.judge\.revision is a commit of a hub model"):
+        resolve(with_judge(home, f"champion:{MODEL}", revision="abc"))
+    both = config_of(home, model={"path": "champion:nobody"}, reward={"judge": {"path": "champion:nobody"}})
+    with pytest.raises(ConfigError, match=r"(?s)^model\.path: .*\nreward\.judge\.path: "):
+        resolve(both)
 
 
 def test_the_digest_changes_with_the_champion_only(home: Path, champions: list[str], database: Path) -> None:
@@ -285,6 +331,14 @@ def test_a_retraining_resolves_its_references_again(home: Path) -> None:
     assert watch.config.data.sft[1].path.startswith(str(home))
 
 
+def test_a_retraining_is_due_after_a_new_judge(home: Path, champions: list[str]) -> None:
+    config = with_judge(home, f"champion:{MODEL}")
+    assert "reward.judge.path" not in external_marks(config)
+    moved = reference_marks(config, {"reward.judge.path": f"registry://{MODEL}/1"})
+    assert reference_marks(config) != moved
+    assert reference_marks(config)["reward.judge.path"].startswith(f"{MODEL} 2 ")
+
+
 def test_the_python_api_resolves(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(home / "store", home)
     seen: list[CheckedConfig] = []
@@ -304,6 +358,9 @@ def test_a_plan_reads_the_shape_of_a_champion_and_no_data(home: Path, champions:
     settings = [f"run.home={home}", "data.sft.1.path=artifact://sample/none/best.jsonl"]
     plan = make_plan("deployments/configs/demo.yaml", [*settings, f'model.path="champion:{MODEL}"'])
     assert plan.config.model.path is not None and Path(plan.config.model.path, "config.json").is_file()
+    plan = make_plan("deployments/configs/demo.yaml", [*settings, f'reward.judge.path="champion:{MODEL}"'])
+    judge = plan.config.reward.judge
+    assert judge is not None and judge.path is not None and Path(judge.path, "config.json").is_file()
 
 
 def test_tune_measures_with_paths(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,7 +256,15 @@ def test_first_member_is_the_model_of_a_run_without_ensemble(tmp_path: Path) -> 
         context = stage_context(tmp_path / name, inputs={"sft": tmp_path / "sft"})
         with single_rank(), scripted_trainers(Noting) as trainers:
             reward._train(
-                Rank(), config, data, tmp_path / "sft", context.scratch, context.output, "reward", context
+                Rank(),
+                config,
+                data,
+                tmp_path / "sft",
+                context.scratch,
+                context.output,
+                "reward",
+                None,
+                context,
             )
         assert isinstance(context.progress, RecordingProgress)
         assert {report[0] for report in context.progress.reports} == {"reward"}

@@ -69,7 +69,7 @@ def test_metrics_of_merged_reward_model_match_saved_weights(tmp_path: Path) -> N
     context = stage_context(tmp_path, inputs={"sft": tmp_path / "sft"}, metrics=logged)
     with single_rank(), scripted_trainers(SmallUpdate) as trainers:
         metrics = reward._train(
-            Rank(), config, data, tmp_path / "sft", tmp_path, tmp_path / "out", "reward", context
+            Rank(), config, data, tmp_path / "sft", tmp_path, tmp_path / "out", "reward", None, context
         )
 
     loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
