@@ -221,11 +221,21 @@ class Nodes(Protocol):
         node and by folder of the checkpoint ("" for its top folder), the training ranks on that node.
         """
 
+    @property
+    def stored(self) -> Mapping[Path, str]:
+        """sha256 of the weights that `gather` has left out, by their path."""
+
     def gather(self, folder: Path) -> None:
-        """Move the files that processes on other hosts have written to `folder` to this host."""
+        """Move the files that processes on other hosts have written to `folder` to this host.
+
+        Weights of the stage's output go from there to the store instead, unless the store is a folder.
+        """
 
     def share(self, folder: Path) -> None:
-        """Copy the files of a folder of this host to the other hosts, unless they have them."""
+        """Copy the files of a folder of this host to the other hosts, unless they have them.
+
+        Weights that are only in the store are fetched by all hosts with processes of the stage.
+        """
 
     def leave(self) -> None:
         """End the agents; to be called before Ray's connection ends."""
@@ -270,6 +280,13 @@ class StageContext:
 
     They must be compared with the files that are read.
     """
+
+    def stored_in(self, folder: Path) -> dict[str, str]:
+        """Return the sha256 of files of a folder of the output that are in the store, by name. They need not
+        be on this host.
+        """
+        stored = {} if self.nodes is None else self.nodes.stored
+        return {path.name: digest for path, digest in stored.items() if path.parent == folder}
 
     def artifact_name(self, stage: StageName) -> str:
         """Return the name of an input artifact in its store, `artifacts/{stage}/{key}`, or outside a pipeline

@@ -9,6 +9,7 @@
     add, upload                           ->  hashes and uploads this host's part of a checkpoint
     fetch                                 ->  what the ranks of this host need of a checkpoint
     listing, read                         ->  files that processes have written here, for the driver
+    upload_files, fetch_files             ->  weights of the stage's output, which the driver has no copy of
     digests, write                        ->  files of the driver that processes here read
 
 An agent is a Ray actor without CPUs. It trains nothing and imports neither torch nor vLLM. It ends with its
@@ -268,6 +269,16 @@ class NodeAgent:
     def fetch(self, manifest: Manifest, work: Path, needed: frozenset[str]) -> None:
         """Fetch and verify the files `needed` of a bundle. Raises CorruptArtifact with the name of a file."""
         bundles.fetch(self._store, manifest, work, needed.__contains__)
+
+    @_served
+    def upload_files(self, folder: Path, files: Sequence[FileEntry], target: str) -> None:
+        """Upload `files` of `folder` to the folder `target` of the store. Raises StoreError if it fails."""
+        bundles.upload(self._store, folder, files, target)
+
+    @_served
+    def fetch_files(self, source: str, files: Sequence[FileEntry], folder: Path) -> None:
+        """Fetch and verify files, see `bundles.fetch_files`."""
+        bundles.fetch_files(self._store, source, files, folder)
 
     # -- files of this host for the driver --
 

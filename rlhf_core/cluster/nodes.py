@@ -3,7 +3,7 @@
     join     one agent per node of the stage other than the driver's; they fetch the inputs
     monitor  asks each agent what its processes do, once per second on a few hosts (`heartbeat.OtherHosts`)
     parts    of checkpoints: each agent hashes, uploads and fetches its own (`checkpoints.HostParts`)
-    gather   moves what processes have written on other hosts to this one
+    gather   moves what processes have written on other hosts to this one, and weights to the store
     share    copies a folder of this host to the others
     leave    ends the agents
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import re
 import secrets
 import socket
 import threading
@@ -26,7 +25,9 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.cluster.agent import MARK, NodeAgent, Started, mark_text
+from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
 from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.output import StoredOutput
 from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.cluster.space import space_of, space_problem
@@ -36,11 +37,12 @@ from rlhf_core.errors import (
     CorruptArtifact,
     InfrastructureError,
     RLHFError,
+    StoreError,
     WorkerDied,
     WorkerStuck,
 )
 from rlhf_core.pipeline import StageName
-from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
+from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, is_weights
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
@@ -63,9 +65,6 @@ _LAST_SECONDS = 15.0
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-
-_SHARD = re.compile(r"(zero_pp_rank_|-rank)(\d+)")
-"""The rank in the names of files that DeepSpeed and `WeightCopy` write."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +144,7 @@ class ClusterNodes:
         monitor: The heartbeat monitor of the stage.
         base_model: The stage and the digest of its base model, if its processes read one.
         copies: See `Nodes.copies`.
+        output: Takes the weights of other hosts; None if they are moved to this host.
         cluster: Has the other hosts.
         chunk_bytes: Size of the parts in which files are copied between hosts.
     """
@@ -157,6 +157,7 @@ class ClusterNodes:
         monitor: Monitor,
         base_model: tuple[StageName, str] | None = None,
         copies: Mapping[str, int] | None = None,
+        output: StoredOutput | None = None,
         cluster: RayCluster = RAY_CLUSTER,
         chunk_bytes: int = 32 << 20,
     ) -> None:
@@ -166,6 +167,7 @@ class ClusterNodes:
         self._monitor = monitor
         self._base_model = base_model
         self.copies = copies or {}
+        self.output = output
         self.checkpoint_bytes = (0, 0)
         """Of the stage, as `planning.checkpoints.checkpoint_bytes` returns them. The first `join` checks the
         space of each host for its part.
@@ -311,18 +313,58 @@ class ClusterNodes:
         for host in hosts:
             host.actor.kill()
 
+    @property
+    def stored(self) -> Mapping[Path, str]:
+        return {} if self.output is None else self.output.digests
+
     def gather(self, folder: Path) -> None:
         for host in self._with_files():
             heartbeat("copy files from other hosts", math.inf)
             found = self._wait([host.call(NodeAgent.listing, folder)])[0]
-            own = self._digests.of(folder)  # what `share` has copied there does not come back
-            new = [entry for entry in found if own.get(entry.path) != entry.sha256]
+            own = self._digests.of(folder)
+            # What `share` has copied there, or the host has fetched from the store, does not come back.
+            known = {**{folder / name: digest for name, digest in own.items()}, **self.stored}
+            new = [entry for entry in found if known.get(folder / entry.path) != entry.sha256]
+            uploaded = self._upload_weights(host, folder, [each for each in new if is_weights(each.path)])
             for entry in new:
-                self._copy(host, folder / entry.path, entry)
+                if entry not in uploaded:
+                    self._copy(host, folder / entry.path, entry)
             if new:
                 self._wait([host.call(NodeAgent.remove, folder)])
 
+    def _upload_weights(self, host: _Host, folder: Path, weights: Sequence[FileEntry]) -> Sequence[FileEntry]:
+        """Have a host put weights of the output into the store. Return those that it has put there."""
+        if self.output is None or not weights or not self.output.includes(folder):
+            return ()
+        target = self.output.key_of(folder)
+        try:
+            self._wait([host.call(NodeAgent.upload_files, folder, weights, target)])
+        except StoreError as error:
+            # The outbox of this host keeps them through a longer outage.
+            log.warning("%s The weights are moved to this host.", error.message)
+            return ()
+        self.output.add(folder, weights)
+        log.info("%s has put %d files with weights into the store", host.name, len(weights))
+        return weights
+
+    def _fetch_stored(self, folder: Path) -> None:
+        """Have all hosts with processes of the stage fetch weights of `folder` that are in the store."""
+        output = self.output
+        if output is None or not output.files_in(folder):
+            return
+        heartbeat("fetch weights from the store", math.inf)
+        hosts, source = self._with_files(), output.key_of(folder)
+        present = self._wait([host.call(NodeAgent.digests, folder) for host in hosts])
+        calls = [
+            host.call(NodeAgent.fetch_files, source, output.lacking(folder, files), folder)
+            for host, files in zip(hosts, present, strict=True)
+        ]
+        if self._own_id in self._ranks:
+            output.fetch(folder, self._digests.of(folder))
+        self._wait(calls)
+
     def share(self, folder: Path) -> None:
+        self._fetch_stored(folder)
         # A host has verified each file of an input against its manifest, as this one has.
         places = {folder.absolute(), *folder.absolute().parents}
         hosts = [host for host in self._with_files() if places.isdisjoint(host.inputs)]
@@ -517,69 +559,6 @@ def report_seconds(hosts: int) -> float:
 def silent_seconds(hosts: int) -> float:
     """Return the time without an answer after which a host is lost: `SILENT_SECONDS`, or three reports."""
     return max(SILENT_SECONDS, 3 * report_seconds(hosts))
-
-
-def written_bytes(
-    size: int, unsharded: int | None, ranks: Mapping[str, Mapping[str, Collection[int]]], node_id: str
-) -> int:
-    """Return how many bytes of a checkpoint the ranks of a node write at most.
-
-    A node without ranks has none but small files.
-
-    Args:
-        size: Bytes of the whole checkpoint.
-        unsharded: Those that only ranks 0 write; None if all ranks 0 may write all of it.
-        ranks: See `ClusterNodes.join`.
-        node_id: The node.
-    """
-    here = ranks.get(node_id, {})
-    has_first = any(0 in of_folder for of_folder in here.values())
-    if has_first and unsharded is None:
-        return size
-    parts = [0.0]
-    for folder, of_folder in here.items():
-        total = sum(len(of_node.get(folder, ())) for of_node in ranks.values())
-        parts.append(len(of_folder) / max(1, total))
-    common = unsharded or 0
-    # The models of PPO differ in size. The largest part of one is counted for all.
-    return common * has_first + int((size - common) * max(parts))
-
-
-def needed_files(
-    paths: Sequence[str], ranks: Mapping[str, Mapping[str, Collection[int]]], node_id: str
-) -> frozenset[str]:
-    """Return the files of a checkpoint that the ranks of a node read.
-
-    A file of one rank is read by that rank only, if as many ranks continue as have saved. All other files are
-    read by all.
-
-    Args:
-        paths: All files of the checkpoint.
-        ranks: See `ClusterNodes.join`.
-        node_id: The node.
-    """
-    shards: defaultdict[str, set[int]] = defaultdict(set)
-    for path in paths:
-        shard = _SHARD.search(path)
-        if shard is not None:
-            shards[_SHARD.sub("", path)].add(int(shard[2]))
-    needed = set()
-    for path in paths:
-        folder = path.split("/")[0]
-        # PPO has a folder for each role. Other stages have their files at the top.
-        if not any(folder in of_node for of_node in ranks.values()):
-            folder = ""
-        present = {rank for of_node in ranks.values() for rank in of_node.get(folder, ())}
-        here = ranks.get(node_id, {}).get(folder, ())
-        shard = _SHARD.search(path)
-        if shard is None:
-            needed.add(path)
-            continue
-        # The sets differ if another number of ranks saved (all files are converted), or if one saved for all.
-        saved_by_these_ranks = shards[_SHARD.sub("", path)] == present
-        if not saved_by_these_ranks or int(shard[2]) in here:
-            needed.add(path)
-    return frozenset(needed)
 
 
 def _await(calls: Sequence[Pending[R]], seconds: float) -> list[bool]:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
+from rlhf_core.cluster.output import StoredOutput
 from rlhf_core.config.base_models import base_of
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, rounding_settings
@@ -28,7 +29,7 @@ from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, acquire, renewed
 from rlhf_core.storage.outbox import Outbox
@@ -36,7 +37,7 @@ from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
-from rlhf_core.system.home import make_attempt_folders
+from rlhf_core.system.home import make_attempt_folders, output_folder
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
 from rlhf_core.types import (
@@ -197,7 +198,10 @@ class _Attempt:
             base_model = None if digest is None else (spec.stage, digest)
             inputs = list(spec.inputs.values())
             copies = artifacts.copies(inputs)
-            nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model, copies)
+            key = attempt_folder(spec.stage, spec.key, self.fence)
+            # A store in a folder may be on this host only.
+            output = None if self.store.is_local else StoredOutput(output_folder(self.work), self.store, key)
+            nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model, copies, output)
             # The host of this process may have no GPU.
             nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
                 self.stage_run.run_id, {"rlhf.gpu_driver": drivers}
@@ -256,7 +260,13 @@ class _Attempt:
         register(self.monitor.folder, spec.stage, spec.config.run.timeouts.stall)
         idle()
         function = self.function or STAGES[spec.stage].load()
-        result = function(spec.config, context)
+        output = None if nodes is None else nodes.output
+        try:
+            result = function(spec.config, context)
+        except BaseException:
+            if output is not None:
+                output.delete()
+            raise
         unregister()
         # Before the artifact exists: from then on the stage is reused, and logs no metrics again.
         self.stage_run.flush()
@@ -276,6 +286,7 @@ class _Attempt:
                 mlflow_run_id=self.stage_run.run_id,
             ),
             fence=self.fence,
+            stored=() if output is None else output.files,
         )
 
 

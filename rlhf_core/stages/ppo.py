@@ -67,12 +67,13 @@ def run(
         context.metrics.log_metrics(published, config.ppo.steps)
         check_gate(config, "ppo", published)
     context.metrics.flush()
+    policy = context.output / "policy"
     last = json.loads((context.output / "metrics.jsonl").read_text().splitlines()[-1])
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
     return StageResult(
         {**metrics, **published, **chosen, "steps": float(steps)},
-        {"weights_sha256": weights_sha256(context.output / "policy")},
+        {"weights_sha256": weights_sha256(policy, context.stored_in(policy))},
     )
 
 

@@ -111,7 +111,13 @@ class ArtifactStore:
         log.warning("%s The artifact is invalid (%s) and will be made again.", reason, record)
 
     def publish(
-        self, kind: StageName, key: str, folder: Path, provenance: Provenance, fence: Fence | None = None
+        self,
+        kind: StageName,
+        key: str,
+        folder: Path,
+        provenance: Provenance,
+        fence: Fence | None = None,
+        stored: Sequence[FileEntry] = (),
     ) -> ArtifactRef:
         """Make the local `folder` the artifact of `key` and delete the folder. An existing artifact is kept.
 
@@ -125,9 +131,13 @@ class ArtifactStore:
             folder: local folder with the files.
             provenance: origin and results.
             fence: the right to commit; None only for a sole writer.
+            stored: further files of the artifact, which are at `attempt_folder` already. Files of `folder`
+                with the same names are copies of them.
         """
-        files = bundles.hash_folder(folder)
-        program = _find_program(files)
+        names = {entry.path for entry in stored}
+        files = bundles.hash_folder(folder, skip=names.__contains__)
+        complete = bundles.merged(files, stored)
+        program = _find_program(complete)
         if program is not None:
             raise InputError(
                 f"{kind} left {program}, a kind of file that may run code when loaded; artifacts hold data"
@@ -147,7 +157,7 @@ class ArtifactStore:
             "versions": versions(),
             "mlflow_run_id": provenance.mlflow_run_id,
         }
-        name = f"{fence.attempt:06d}" if fence is not None else uuid.uuid4().hex[:12]
+        name = _name(fence) if fence is not None else uuid.uuid4().hex[:12]
         prefix = artifact_prefix(kind, key)
 
         def may_commit() -> None:
@@ -156,15 +166,22 @@ class ArtifactStore:
 
         if self._outbox is not None:
             # Before the first request to the store, so that the artifact is not lost if the request fails.
-            self._outbox.add(prefix, folder, files, folder=name, body=body)
+            self._outbox.add(prefix, folder, files, folder=name, body=body, stored=stored)
             manifest = self._outbox.upload(prefix, may_commit)
         else:
             may_commit()
             manifest = bundles.commit(
-                self._store, prefix, folder, files, folder=name, body=body, may_commit=may_commit
+                self._store,
+                prefix,
+                folder,
+                files,
+                folder=name,
+                body=body,
+                may_commit=may_commit,
+                elsewhere=stored,
             )
         ref = self._committed(kind, key, manifest, fence)
-        if ref.digest != bundles.digest_of(files):
+        if ref.digest != bundles.digest_of(complete):
             log.warning(
                 "The artifact %s/%s exists already with other content; the existing one is kept.", kind, key
             )
@@ -271,6 +288,10 @@ class ArtifactStore:
         prefix = artifact_prefix(kind, key)
         if self._outbox is None or not self._outbox.pending(prefix):
             return None
+        if self._outbox.has_lost(prefix):
+            log.error("The store has lost a file of the artifact %s/%s; it is made again.", kind, key)
+            self._outbox.discard(prefix)
+            return None
         log.info("uploading the artifact %s/%s, which an earlier attempt made", kind, key)
         manifest = self._outbox.upload(prefix, fence.check)
         # None: the store has another artifact, or the pending one was damaged and there may be none. Then the
@@ -328,6 +349,15 @@ class ArtifactStore:
             )
         except KeyError as error:
             raise CorruptArtifact(f"The manifest of {manifest.prefix} has no entry {error}.") from error
+
+
+def attempt_folder(kind: StageName, key: str, fence: Fence) -> str:
+    """Return the folder of the store for the files of the artifact that the holder of `fence` publishes."""
+    return f"{artifact_prefix(kind, key)}/{_name(fence)}"
+
+
+def _name(fence: Fence) -> str:
+    return f"{fence.attempt:06d}"
 
 
 def open_artifacts(config: PipelineConfig) -> ArtifactStore:

@@ -149,21 +149,30 @@ def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return list(pool.imap(call, items))
 
 
-def weights_sha256(folder: Path) -> str:
+def weights_sha256(folder: Path, stored: Mapping[str, str] | None = None) -> str:
     """Return the sha256 of a model's weights.
 
-    It is that of the single `*.safetensors` file, or that over the sorted lines `name:sha256` of several.
-    Raises ModelError if there is none.
+    It is that of the single weights file, or that over the sorted lines `name:sha256` of several. `stored`
+    has the sha256 of files that are in the store and need not be in the folder, by name. Raises ModelError if
+    there is no weights file.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    digests = {name: digest for name, digest in (stored or {}).items() if is_weights(name)}
+    for path in folder.glob("*.safetensors"):
+        if path.name not in digests:
+            digests[path.name] = hash_file(path)
+    if not digests:
         raise ModelError(
             f"{folder} has no .safetensors file; a model folder must have its weights in that format."
         )
-    if len(files) == 1:
-        return hash_file(files[0])
-    lines = "".join(f"{path.name}:{hash_file(path)}\n" for path in files)
+    if len(digests) == 1:
+        return next(iter(digests.values()))
+    lines = "".join(f"{name}:{digest}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def is_weights(path: str) -> bool:
+    """Return whether a file has weights of a model. All other files of an artifact are small."""
+    return path.endswith(".safetensors")
 
 
 # -- writing --
@@ -197,9 +206,8 @@ def commit(
         elsewhere: further files of the bundle, which other hosts upload.
         uploaded: waits until they have.
     """
-    # Hosts with a common folder report the same files. The manifest lists each file once.
-    merged = {entry.path: entry for entry in (*elsewhere, *files)}
-    manifest = Manifest(prefix, folder, tuple(merged[path] for path in sorted(merged)), body)
+    # Hosts with a common folder report the same files.
+    manifest = Manifest(prefix, folder, merged(elsewhere, files), body)
     existing = _existing(store, prefix)
     # With the same folder, it was committed before. For example, a kill came before the outbox was emptied.
     if existing is not None:
@@ -234,6 +242,12 @@ def commit(
         return existing
     store.delete_prefix(manifest.data)
     return None
+
+
+def merged(*parts: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
+    """Return the files of all parts, each once, in the order of a manifest."""
+    by_path = {entry.path: entry for part in parts for entry in part}
+    return tuple(by_path[path] for path in sorted(by_path))
 
 
 def _existing(store: Store, prefix: str) -> Manifest | None:
@@ -420,7 +434,7 @@ def _download(store: Store, manifest: Manifest, target: Path, needed: Callable[[
     temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
-        _in_parallel(lambda entry: _download_file(store, manifest, entry, temporary), files)
+        _in_parallel(lambda entry: _download_file(store, manifest.data, entry, temporary), files)
         try:
             verify(temporary, manifest, needed)
         except CorruptArtifact as error:
@@ -437,11 +451,25 @@ def _download(store: Store, manifest: Manifest, target: Path, needed: Callable[[
     return target
 
 
-def _download_file(store: Store, manifest: Manifest, entry: FileEntry, folder: Path) -> None:
+def _download_file(store: Store, source: str, entry: FileEntry, folder: Path) -> None:
     try:
-        store.get_file(f"{manifest.data}/{entry.path}", folder / entry.path, entry.size)
+        store.get_file(f"{source}/{entry.path}", folder / entry.path, entry.size)
     except FileNotFoundError as error:
-        raise CorruptArtifact(f"{store.uri(manifest.data)}/{entry.path} is missing.") from error
+        raise CorruptArtifact(f"{store.uri(source)}/{entry.path} is missing.") from error
+
+
+def fetch_files(store: Store, source: str, files: Sequence[FileEntry], folder: Path) -> None:
+    """Copy `files` of the folder `source` of the store to the local `folder`, and verify them.
+
+    Raises CorruptArtifact with the name of a file that is missing or has other content.
+    """
+    require_free(folder, sum(entry.size for entry in files), f"The copy of {store.uri(source)}")
+
+    def fetch_file(entry: FileEntry) -> None:
+        _download_file(store, source, entry, folder)
+        _verify_file(folder / entry.path, entry)
+
+    _in_parallel(fetch_file, files)
 
 
 # -- damage and deletion --

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from rlhf_core.storage.bundles import MANIFEST, FileEntry, Manifest
 from rlhf_core.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+_STORED = "stored"
+"""Entry of the manifest of a pending bundle: further files, which are in the store."""
 
 
 class Outbox:
@@ -35,7 +39,14 @@ class Outbox:
         return None if store.is_local else cls(store, folder)
 
     def add(
-        self, prefix: str, source: Path, files: Sequence[FileEntry], *, folder: str, body: Mapping[str, Any]
+        self,
+        prefix: str,
+        source: Path,
+        files: Sequence[FileEntry],
+        *,
+        folder: str,
+        body: Mapping[str, Any],
+        stored: Sequence[FileEntry] = (),
     ) -> None:
         """Write a bundle to the disk, replacing a pending one at `prefix`.
 
@@ -45,7 +56,10 @@ class Outbox:
             files: the files of `source`.
             folder: name of the folder for the files below `prefix`.
             body: other entries of the manifest.
+            stored: further files of the bundle, which are in the store already.
         """
+        if stored:
+            body = {**body, _STORED: [asdict(entry) for entry in stored]}
         # `commit` keeps a bundle that is there already.
         self.discard(prefix)
         bundles.commit(
@@ -93,6 +107,7 @@ class Outbox:
         if found is None:
             return None
         manifest, source = found
+        body = {name: value for name, value in manifest.body.items() if name != _STORED}
         try:
             may_commit()  # also before the upload, which would be useless for a superseded attempt
             committed = bundles.commit(
@@ -101,9 +116,9 @@ class Outbox:
                 source,
                 manifest.files,
                 folder=manifest.folder,
-                body=manifest.body,
+                body=body,
                 may_commit=may_commit,
-                elsewhere=elsewhere,
+                elsewhere=(*elsewhere, *_stored(manifest)),
                 uploaded=uploaded,
             )
         except StoreError as error:
@@ -113,6 +128,17 @@ class Outbox:
         # Also if the store has another bundle there: this one cannot be committed any more.
         self.discard(prefix)
         return committed
+
+    def has_lost(self, prefix: str) -> bool:
+        """Return whether the store lacks a file of the pending bundle that it had, so that the bundle can
+        never be complete.
+        """
+        manifest = self.manifest(prefix)
+        stored = () if manifest is None else _stored(manifest)
+        if manifest is None or not stored:
+            return False
+        sizes = self._store.sizes(manifest.data)
+        return any(sizes.get(f"{manifest.data}/{entry.path}") != entry.size for entry in stored)
 
     def _verified(self, prefix: str) -> tuple[Manifest, Path] | None:
         """Return the pending bundle with the folder of its files; None if there is none.
@@ -145,3 +171,7 @@ class Outbox:
     def discard(self, prefix: str) -> None:
         """Delete the pending bundle at `prefix`."""
         bundles.remove(self._pending, prefix)
+
+
+def _stored(manifest: Manifest) -> tuple[FileEntry, ...]:
+    return tuple(FileEntry(**entry) for entry in manifest.body.get(_STORED, ()))

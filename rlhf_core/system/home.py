@@ -45,12 +45,17 @@ def home_problem(folder: Path) -> str | None:
     return None
 
 
+def output_folder(work: Path) -> Path:
+    """Return the folder for the output of an attempt. `work` is the folder of the attempt."""
+    return work / "out"
+
+
 def make_attempt_folders(work: Path) -> tuple[Path, Path]:
     """Create the folders for the output and for the scratch files of an attempt, and return them.
 
     They have the same path on all hosts. `work` is the folder of the attempt.
     """
-    output, scratch = work / "out", work / "scratch"
+    output, scratch = output_folder(work), work / "scratch"
     for folder in (output, scratch):
         folder.mkdir(parents=True)
     return output, scratch

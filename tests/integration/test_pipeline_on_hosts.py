@@ -3,6 +3,7 @@
 - three ranks of ZeRO-3 on two hosts in SFT, reward and PPO give the artifacts of one host, bit for bit, also
   over a link of 20 Mbit/s
 - the engine of PPO is on a host of the policy's ranks
+- a driver on a host without ranks commits the artifacts of one host without a copy of their weights
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ evaluate: {prompts: 4, bootstrap: 20, samples: 1}
 STAGES = ("data", "sft", "reward", "ppo")
 
 
-def _run(host: Host, home: str, store: str, **environment: str) -> dict[str, str]:
+def _run(host: Host, home: str, store: str, *arguments: str, **environment: str) -> dict[str, str]:
     """Run the pipeline, and return the digests of its artifacts."""
     (host.home / "hosts.yaml").write_text(CONFIG)
     settings = (f"run.home=/tmp/home/{home}", f"store.url=s3://rlhf-test/{store}")
     code, output = host.run(
-        *rlhf("run", "/tmp/home/hosts.yaml", *settings), seconds=1500, log=home, **environment
+        *rlhf("run", "/tmp/home/hosts.yaml", *settings, *arguments), seconds=1500, log=home, **environment
     )
     logs = sorted((host.home / home / "logs").rglob("*.log"))
     assert code == 0, output[-3000:] + "".join(log.read_text(errors="replace")[-2000:] for log in logs)
@@ -83,3 +84,23 @@ def test_pipeline_on_two_hosts_computes_the_bits_of_one() -> None:
     for name, stage in zip(there, made, strict=True):
         if stage in STAGES:
             assert there[name] == here[name], stage
+
+
+@pytest.mark.timeout(3600)
+def test_weights_of_other_hosts_do_not_pass_through_the_driver() -> None:
+    until = ("--until", "ppo")
+    with start_hosts(3) as hosts, s3_server(hosts[2]) as store:
+        with ray_cluster(hosts[:2], cpus=4, head_cpus=0, **store) as address:
+            there = _run(hosts[0], "two", "two", *until, RAY_ADDRESS=address, **store)
+            logs = {
+                stage: "".join(
+                    log.read_text() for log in (hosts[0].home / "two" / "logs").rglob(f"{stage}-*")
+                )
+                for stage in STAGES
+            }
+        here = _run(hosts[0], "one", "one", *until, **store)
+    assert there == here
+    uploaded = {
+        stage: "host-2 has put 1 files with weights into the store" in logs[stage] for stage in STAGES
+    }
+    assert uploaded == {"data": False, "sft": True, "reward": True, "ppo": True}

@@ -267,19 +267,23 @@ def s3_server(host: Host) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def ray_cluster(hosts: Sequence[Host], cpus: int = 4, **environment: str) -> Iterator[str]:
+def ray_cluster(
+    hosts: Sequence[Host], cpus: int = 4, head_cpus: int | None = None, **environment: str
+) -> Iterator[str]:
     """Run Ray on the hosts, the first as the head, until all have joined; yield RAY_ADDRESS.
 
     Args:
         hosts: The nodes.
         cpus: CPUs that each node offers. Processes of small models need less than one.
+        head_cpus: Those of the head, if they differ. With 0, no rank or engine runs there.
         environment: Of Ray's processes, and of all that they start.
     """
     address = f"{hosts[0].address}:{RAY_PORT}"
     nodes = []
     try:
-        for host in hosts:
-            nodes.append(start_node(host, None if host is hosts[0] else address, cpus, **environment))
+        nodes.append(start_node(hosts[0], None, cpus if head_cpus is None else head_cpus, **environment))
+        for host in hosts[1:]:
+            nodes.append(start_node(host, address, cpus, **environment))
         count = f"import ray; ray.init(address={address!r}); print('nodes', len(ray.nodes()))"
         deadline = time.monotonic() + 120
         output = ""

@@ -98,6 +98,12 @@ class Elsewhere(NodeAgent):
     def fetch(self, manifest: Manifest, work: Path, needed: frozenset[str]) -> None:
         super().fetch(manifest, self.there(work), needed)
 
+    def upload_files(self, folder: Path, files: Sequence[FileEntry], target: str) -> None:
+        super().upload_files(self.there(folder), files, target)
+
+    def fetch_files(self, source: str, files: Sequence[FileEntry], folder: Path) -> None:
+        super().fetch_files(source, files, self.there(folder))
+
     def listing(self, folder: Path) -> tuple[FileEntry, ...]:
         return super().listing(self.there(folder))
 

@@ -26,7 +26,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
-from rlhf_core.cluster.nodes import ClusterNodes, needed_files, written_bytes
+from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
+from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import ModelState, model_digest, model_digests, require_same_state
 from rlhf_core.errors import ConfigError, CorruptArtifact, DataError, StoreError

@@ -193,6 +193,7 @@ class SharedFolders:
         self.folders: list[Path] = []
         self.have_left = False
         self.copies: Mapping[str, int] = {}
+        self.stored: Mapping[Path, str] = {}
 
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None: ...
 

@@ -1,0 +1,225 @@
+"""Weights that a rank on another host has written, in a store that is a bucket.
+
+- the other host uploads them, and the driver commits an artifact with the manifest of one made on one host
+- the driver's digest of the weights is that of the files, which it does not have
+- processes of the stage that read them afterwards get them from the store, also on the driver's host
+- if the other host cannot upload them, they are moved to the driver, as from a store that is a folder
+- a driver that cannot commit keeps the rest in its outbox, and the next attempt commits; if the store has
+  lost the weights in the meantime, the stage makes them again
+- a stage that fails leaves nothing in the store
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.cluster.nodes import ClusterNodes
+from rlhf_core.cluster.output import StoredOutput
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import CorruptArtifact, InputError, StoreError
+from rlhf_core.storage import bundles
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
+from rlhf_core.storage.fencing import claim
+from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.store import Store
+from rlhf_core.system.heartbeat import Monitor
+from rlhf_core.system.home import output_folder
+from rlhf_core.testing.cluster import ScriptedCluster, node
+from rlhf_core.types import ArtifactRef
+from tests.support.other_host import Elsewhere, backend_of, bucket
+
+WRITTEN = {
+    "policy/config.json": "{}",
+    "policy/model-00001-of-00002.safetensors": "w" * 25,
+    "policy/model-00002-of-00002.safetensors": "v" * 30,
+    "adapter/adapter_model.safetensors": "a",
+}
+WEIGHTS = {name for name in WRITTEN if name.endswith(".safetensors")}
+
+
+def write(folder: Path) -> None:
+    for name, text in WRITTEN.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+class TwoHosts:
+    """A stage whose driver is on one host, and whose rank 0 is on another."""
+
+    def __init__(self, folder: Path, *, there_is_down: bool = False) -> None:
+        self.here, self.there = bucket(folder), bucket(folder, is_down=there_is_down)
+        config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
+        work = folder / "attempts" / "1"
+        self.out = output_folder(work)
+        self.fence = claim(self.here, "k")
+        self.stored = StoredOutput(self.out, self.here, attempt_folder("ppo", "k", self.fence))
+        self.agent = Elsewhere(folder / "two", config, work, self.there)
+        cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": self.agent})
+        self.outbox = Outbox(self.here, folder / "outbox")
+        self.artifacts = ArtifactStore(self.here, folder / "cache", self.outbox)
+        self.out.mkdir(parents=True)
+        monitor = Monitor(folder / "stacks")
+        self.nodes = ClusterNodes(config, work, [], monitor, output=self.stored, cluster=cluster)
+        self.nodes.join({"2": {"": {0}}})
+
+    def gather(self) -> None:
+        """Rank 0 saves the model, and the driver adds the tokenizer."""
+        write(self.agent.there(self.out))
+        for folder in ("policy", "adapter"):
+            self.nodes.gather(self.out / folder)
+        (self.out / "policy" / "tokenizer.json").write_text("{}")
+
+    def publish(self) -> ArtifactRef:
+        return self.artifacts.publish(
+            "ppo", "k", self.out, Provenance(), self.fence, stored=self.stored.files
+        )
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    found = TwoHosts(tmp_path / "two-hosts")
+    yield found
+    found.agent.close()
+
+
+def on_one_host(folder: Path) -> tuple[Store, ArtifactRef]:
+    """Return the same artifact, made by a process that has all files."""
+    store = bucket(folder)
+    write(folder / "out")
+    (folder / "out" / "policy" / "tokenizer.json").write_text("{}")
+    artifacts = ArtifactStore(store, folder / "cache", Outbox(store, folder / "outbox"))
+    return store, artifacts.publish("ppo", "k", folder / "out", Provenance(), claim(store, "k"))
+
+
+def manifest_of(store: Store) -> bundles.Manifest:
+    found = bundles.read(store, "artifacts/ppo/k")
+    assert found is not None
+    return found
+
+
+def names(keys: list[str]) -> set[str]:
+    return {key.removeprefix("artifacts/ppo/k/000001/") for key in keys}
+
+
+def test_other_host_uploads_weights_and_the_driver_commits_the_manifest(
+    tmp_path: Path, hosts: TwoHosts
+) -> None:
+    hosts.gather()
+    assert not list(hosts.out.rglob("*.safetensors")), "the driver has no copy"
+    assert hosts.agent.files_read == [hosts.out / "policy" / "config.json"]
+    ref = hosts.publish()
+    assert names(backend_of(hosts.there).sent) == WEIGHTS
+    assert names(backend_of(hosts.here).sent) == {"policy/config.json", "policy/tokenizer.json"}
+    store, alone = on_one_host(tmp_path / "one-host")
+    assert (ref.digest, ref.attributes) == (alone.digest, alone.attributes)
+    made, expected = manifest_of(hosts.here), manifest_of(store)
+    assert (made.folder, made.files) == (expected.folder, expected.files)
+    assert set(made.body) == set(expected.body)
+    folder = hosts.artifacts.fetch(ref)
+    assert {name: (folder / name).read_text() for name in WRITTEN} == WRITTEN
+
+
+def test_digest_of_weights_needs_no_copy(tmp_path: Path, hosts: TwoHosts) -> None:
+    hosts.gather()
+    write(tmp_path / "out")
+    for name in ("policy", "adapter"):
+        folder = hosts.out / name
+        stored = {path.name: digest for path, digest in hosts.nodes.stored.items() if path.parent == folder}
+        assert bundles.weights_sha256(folder, stored) == bundles.weights_sha256(tmp_path / "out" / name)
+
+
+def test_processes_that_read_the_weights_get_them_from_the_store(hosts: TwoHosts) -> None:
+    hosts.gather()
+    policy = hosts.out / "policy"
+    there = hosts.agent.there(policy)
+    expected = {name.removeprefix("policy/"): text for name, text in WRITTEN.items() if "policy" in name}
+    hosts.nodes.share(policy)
+    assert {name: (there / name).read_text() for name in expected} == expected
+    assert (there / "tokenizer.json").exists(), "what the driver has written is sent"
+    assert not list(policy.glob("*.safetensors")), "no process of the stage is on the driver's host"
+    before = len(backend_of(hosts.there).sent)
+    hosts.nodes.gather(hosts.out)
+    assert len(backend_of(hosts.there).sent) == before, "nothing is new"
+    hosts.nodes.join({"1": {"": {0}}, "2": {"": {1}}})  # one engine on each host
+    hosts.nodes.share(policy)
+    assert {name: (policy / name).read_text() for name in expected} == expected
+    hosts.nodes.share(policy)
+    for store in (hosts.here, hosts.there):
+        assert set(backend_of(store).fetched.values()) == {1}, "by each host once"
+    ref = hosts.publish()
+    assert not names(backend_of(hosts.here).sent) & WEIGHTS
+    assert (hosts.artifacts.fetch(ref) / "policy" / "tokenizer.json").exists()
+
+
+def test_weights_that_the_store_has_changed_are_not_read(hosts: TwoHosts) -> None:
+    hosts.gather()
+    weights = "policy/model-00001-of-00002.safetensors"
+    hosts.here.put_bytes(f"artifacts/ppo/k/000001/{weights}", b"x" * 25)
+    with pytest.raises(CorruptArtifact, match=r"model-00001-of-00002\.safetensors does not have the sha256"):
+        hosts.nodes.share(hosts.out / "policy")
+
+
+def test_weights_that_cannot_be_uploaded_are_moved_to_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    hosts = TwoHosts(tmp_path, there_is_down=True)
+    hosts.gather()
+    assert "The bucket does not answer. The weights are moved to this host." in caplog.text
+    assert {name: (hosts.out / name).read_text() for name in WRITTEN} == WRITTEN
+    assert not hosts.stored.files
+    ref = hosts.publish()
+    assert names(backend_of(hosts.here).sent) > WEIGHTS
+    folder = hosts.artifacts.fetch(ref)
+    assert {name: (folder / name).read_text() for name in WRITTEN} == WRITTEN
+    hosts.agent.close()
+
+
+def refused(hosts: TwoHosts) -> None:
+    """The driver cannot reach the store when it commits."""
+    hosts.gather()
+    backend_of(hosts.here).is_down = True
+    with pytest.raises(StoreError, match="does not answer"):
+        hosts.publish()
+    backend_of(hosts.here).is_down = False
+    assert bundles.read(hosts.here, "artifacts/ppo/k") is None
+
+
+def test_next_attempt_commits_what_the_driver_could_not(tmp_path: Path, hosts: TwoHosts) -> None:
+    refused(hosts)
+    ref = hosts.artifacts.upload_pending("ppo", "k", claim(hosts.here, "k"))
+    store, alone = on_one_host(tmp_path / "one-host")
+    assert ref is not None and ref.digest == alone.digest
+    assert set(manifest_of(hosts.here).body) == set(manifest_of(store).body)
+    assert not hosts.outbox.pending("artifacts")
+
+
+def test_weights_that_the_store_has_lost_are_made_again(
+    hosts: TwoHosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused(hosts)
+    hosts.here.delete_prefix("artifacts/ppo/k/000001/adapter")
+    assert hosts.artifacts.upload_pending("ppo", "k", claim(hosts.here, "k")) is None
+    assert "The store has lost a file of the artifact ppo/k" in caplog.text
+    assert not hosts.outbox.pending("artifacts")
+
+
+def test_failed_stage_leaves_no_weights(hosts: TwoHosts) -> None:
+    hosts.stored.delete()
+    hosts.gather()
+    assert names(hosts.here.list("artifacts/ppo/k")) == WEIGHTS
+    hosts.stored.delete()
+    assert not hosts.here.list("artifacts/ppo/k")
+
+
+def test_programs_among_the_stored_files_are_refused(hosts: TwoHosts) -> None:
+    hosts.gather()
+    hosts.stored.add(hosts.out, [bundles.FileEntry("run.py", 1, "0" * 64)])
+    with pytest.raises(InputError, match=r"left run\.py"):
+        hosts.publish()
+    shutil.rmtree(hosts.out)
