@@ -74,11 +74,25 @@ class Stage:
     samples: bool = False
     """Whether its own process samples with vLLM."""
 
+    ahead: str | None = None
+    """`module:function` that is called with the configuration in a process that waits for the inputs of the
+    stage, after its imports.
+    """
+
     def load(self) -> Callable[..., Any]:
         """Import and return the stage's function."""
-        module, _, function = self.function.partition(":")
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return loaded
+        return _load(self.function)
+
+    def run_ahead(self, config: Any) -> None:
+        """Call `ahead`, if there is one."""
+        if self.ahead is not None:
+            _load(self.ahead)(config)
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, _, function = path.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return loaded
 
 
 _ENGINE_MEMORY = (
@@ -167,6 +181,7 @@ _TABLE = (
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet", "ray"),
+        ahead="rlhf_core.ppo.ahead:start_ahead",
     ),
     Stage(
         "sample",

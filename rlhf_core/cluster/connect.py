@@ -24,7 +24,8 @@ def connect(
     config: PipelineConfig | None = None,
     copies: Mapping[str, int] | None = None,
 ) -> None:
-    """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1.
+    """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1 if this process has not
+    started it before.
 
     `ray.shutdown()` ends the connection, and what was started.
 
@@ -68,6 +69,8 @@ def connect(
             ) from error
         if config is not None:
             check_nodes(config, copies or {})
+        return
+    if ray.is_initialized():
         return
     # Ray's default is a token in a file that every user of this host can read.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -25,6 +25,7 @@ from rlhf_core.config.constants import MAX_AUTO_SENDERS
 from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.errors import InfrastructureError
+from rlhf_core.ppo.actor_environment import actor_environment, environment_option
 from rlhf_core.ppo.batch import RankShare, RolloutBatch
 from rlhf_core.ppo.columns import FloatArray, Places, RolloutColumns, RowColumns
 from rlhf_core.ppo.device_turns import DeviceTurns
@@ -35,9 +36,7 @@ from rlhf_core.ppo.placement import Placement, reserve_bundles, start_helper, us
 from rlhf_core.ppo.prompt_queue import PromptQueue
 from rlhf_core.ppo.routes import ObjectArguments, Sent, SentBatches, places_of, route
 from rlhf_core.ppo.worker import ModelWorker
-from rlhf_core.system.environment import THREAD_VARIABLES
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
-from rlhf_core.system.machine import machine
 from rlhf_core.types import Nodes
 from rlhf_core.weight_sync.sender import SyncReport
 from rlhf_core.weight_sync.sender_group import sender_ranks
@@ -271,7 +270,7 @@ class Fleet:
             # Numbered, because the name of a dead actor is only free after a moment.
             "name": f"{group.name}-{rank}.{starts_before}",
             "max_concurrency": 1,
-            "runtime_env": {"env_vars": self._environment()["worker"]},
+            **environment_option(self._environment()["worker"]),
             **self._placement.rank_options(group, rank),
         }
         config_json = self._config.model_dump_json(by_alias=True)
@@ -292,7 +291,7 @@ class Fleet:
         options = {
             "name": f"engine-{index}.{starts_before}",
             "max_concurrency": 1,
-            "runtime_env": {"env_vars": environment},
+            **environment_option(environment),
             **self._placement.engine_options(index),
         }
         config_json = self._config.model_dump_json(by_alias=True)
@@ -326,28 +325,9 @@ class Fleet:
         self.wait(layouts, "all ranks to choose the layout of rows")
 
     def _environment(self) -> dict[str, dict[str, str]]:
-        """Return the environment of workers and engines. The trainers share all cores, and so do the engines,
-        because trainers and engines compute in turns. With `ppo.staleness` they compute at the same time.
-        """
-        if self._device == "cuda":
-            return self._gpu_environment()
-        threads = self._config.run.threads or machine().cores()
-        ranks = max(1, self._plan.processes - self._plan.engines)
-        return {
-            "worker": _threads(max(1, threads // ranks)) | {"DS_ACCELERATOR": "cpu"},
-            "engine": _threads(max(1, threads // self._plan.engines)),
-        }
-
-    def _gpu_environment(self) -> dict[str, dict[str, str]]:
-        # On a cluster, the cores of other hosts are not known; `rank_environment` has `run.threads`.
-        threads: dict[str, str] = {}
-        if self._local:
-            cores = self._config.run.threads or machine().cores()
-            threads = _threads(max(1, cores // self._plan.processes))
-        # Weights in expandable segments cannot be shared, and vLLM allocates engines that sleep otherwise.
-        fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-        worker = threads | fixed if self.sync_backend == "ipc" else threads
-        return {"worker": worker, "engine": threads | fixed}
+        """Return the environment of workers and engines."""
+        shares_weights = self._device == "cuda" and self.sync_backend == "ipc"
+        return actor_environment(self._config, self._plan, self._device, shares_weights=shares_weights)
 
     # -- calls --
 
@@ -594,7 +574,3 @@ def _rank_name(group: Group, rank: int) -> str:
 
 def _trains(group: Group) -> bool:
     return bool({"policy", "critic"} & set(group.roles))
-
-
-def _threads(count: int) -> dict[str, str]:
-    return dict.fromkeys(THREAD_VARIABLES, str(count))

@@ -1,4 +1,4 @@
-"""The imports of a stage, for a process that waits for the inputs of its stage.
+"""The imports of a stage, and what else it can start, for a process that waits for the inputs of its stage.
 
 Most of these imports are inside functions, so that errors are reported before the seconds that they take.
 """
@@ -15,7 +15,9 @@ from rlhf_core.tracking.tracker import open_tracking
 
 
 def import_for(stage: StageName, config: PipelineConfig) -> None:
-    """Import what `stage` needs under this configuration, and open the tracker."""
+    """Import what `stage` needs under this configuration, open the tracker, and start what needs no
+    inputs.
+    """
     row = STAGES[stage]
     row.load()
     open_tracking(config).warm_up()
@@ -28,3 +30,4 @@ def import_for(stage: StageName, config: PipelineConfig) -> None:
     if row.samples:
         device = "cuda" if runs_on_gpu(config) else "cpu"
         import_vllm(config.ppo.engine, device, config.model.tiny.vocab_size if from_scratch else None)
+    row.run_ahead(config)

@@ -1,6 +1,7 @@
 """What the process of an actor does not import.
 
-- packages that only DeepSpeed's autotuner and assisted generation would use are not found
+- packages that only DeepSpeed's autotuner, assisted generation and losses of object detection would use are
+  not found
 - both libraries find nothing missing without them
 """
 
@@ -18,8 +19,9 @@ from rlhf_core.config.pipeline import TimeoutsConfig
 Actor(ParticipantSpec("rank", Path(sys.argv[1]), TimeoutsConfig()))
 """
 LIBRARIES = """
-import deepspeed.launcher.runner, transformers.generation.candidate_generator
-print(sorted({"mlflow", "sklearn"} & {name for name, module in sys.modules.items() if module is not None}))
+import deepspeed.launcher.runner, transformers.generation.candidate_generator, transformers.loss.loss_utils
+unused = {"mlflow", "sklearn", "scipy"}
+print(sorted(unused & {name for name, module in sys.modules.items() if module is not None}))
 """
 
 
