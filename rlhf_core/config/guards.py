@@ -72,7 +72,7 @@ class GuardsConfig(Section):
     overoptimization: GuardAction = execution(
         "warn",
         "On the held-out prompts, the scores of the reward model and the judge (`reward.judge`) no longer"
-        " agree, and the policy still moves away from the SFT model",
+        " agree, and the policy still moves away from the SFT model, in two consecutive evaluations",
     )
     overoptimization_ratio: Fraction = execution(
         0.65,

@@ -12,7 +12,8 @@ judge by Cov(judge, r) for each unit of t, and that of the reward model by Var(r
 rise of the judge's mean for each rise of the reward model's mean that more training brings, both in standard
 deviations. It falls before the judge's mean does, and one evaluation measures it, where a difference of two
 means has the noise of both. It also falls in a sound run, after the policy has learned what both models agree
-on. But there the KL penalty holds the policy, and it moves more slowly than before.
+on. But there the KL penalty holds the policy, and it moves more slowly than before. Both conditions must
+hold in two consecutive evaluations, because the KL between two of them is noisy.
 
 Both scores are those of one reward model each, normalised in the same way, without weights and penalties.
 """
@@ -62,7 +63,15 @@ def correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def divergence(evaluations: Evaluations, ratio: float) -> Divergence | None:
-    """Return what the last evaluation shows, or None if it shows no over-optimisation.
+    """Return what the last evaluation shows, or None if it or the one before shows no over-optimisation."""
+    *before, _ = sorted(evaluations) or [0]
+    if _shown({version: evaluations[version] for version in before}, ratio) is None:
+        return None
+    return _shown(evaluations, ratio)
+
+
+def _shown(evaluations: Evaluations, ratio: float) -> Divergence | None:
+    """Return what the last evaluation shows by itself, or None.
 
     Its correlation must be below `ratio` times that of the SFT model's responses by more than one standard
     error, and the policy must not move more slowly than before. None also without a reward model or judge,

@@ -43,8 +43,7 @@ def alarm(name: str, text: str) -> None:
 
 
 def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
-    """Check the guard `overoptimization` after an evaluation. It has no counter, because each evaluation has
-    many responses.
+    """Check the guard `overoptimization` after an evaluation. Its counter are the evaluations themselves.
 
     Adds `guards/overoptimization` to `metrics`. Returns a sentence if the guard must end the run.
     """

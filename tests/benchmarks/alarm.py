@@ -54,6 +54,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 COLUMNS = ("reward_model", "judge", "gold", "kl", "length")
 LEVEL = 0.05
 """Probability of an alarm in a whole run without a fall, for the rules that are tests."""
+GAIN_ERRORS = (0.0, 1.0, 2.0, 3.0)
+"""Numbers of standard errors that a better version must exceed, for comparison."""
 LARGEST_FALL, SMALLEST_SHARE = 0.1, 0.8
 """An alarm is in time up to this fall. A published version is good from this share."""
 
@@ -289,16 +291,19 @@ class Result:
 
 def judge_rule(run: Run, rule: Rule) -> Result:
     """Replay the evaluations in order."""
+    alarms = [version for version in run.versions[1:] if rule(run.until(version))]
+    return Result(run, published(run), alarms)
+
+
+def published(run: Run, gain_errors: float | None = None) -> int | None:
+    """Return the version that `publish: best` chooses; with another number of standard errors if given."""
     ppo = load_config(CONFIG, overrides(run.kind, run.seed)).ppo
-    selection, price = Selection(ppo), ppo.kl.coef
-    alarms = []
+    selection = Selection(ppo) if gain_errors is None else Selection(ppo, gain_errors)
     for version in run.versions:
         columns = run.columns[version]
-        found = HeldOutResult(run.metrics[version], (columns["judge"] - price * columns["kl"]).tolist())
-        selection.add(version, found)
-        if version > run.versions[0] and rule(run.until(version)):
-            alarms.append(version)
-    return Result(run, selection.best, alarms)
+        objectives = (columns["judge"] - ppo.kl.coef * columns["kl"]).tolist()
+        selection.add(version, HeldOutResult(run.metrics[version], objectives))
+    return selection.best
 
 
 def table_of_over(results: Sequence[Result]) -> str:
@@ -333,6 +338,21 @@ def table_of_sound(results: Sequence[Result]) -> str:
         chosen = "none" if result.chosen is None else f"{result.chosen}: {run.share(result.chosen):.2f}"
         warnings = ", ".join(map(str, result.alarms)) or "none"
         lines.append(f"| {run.seed} | {run.gain:.2f} | {chosen} | {warnings} |")
+    return "\n".join(lines)
+
+
+def table_of_gains(runs: Sequence[Run]) -> str:
+    """Markdown: the published step and its share, by the standard errors that a gain must exceed."""
+    lines = [
+        f"| run | {' | '.join(f'{errors:g}' for errors in GAIN_ERRORS)} |",
+        "|---" * (1 + len(GAIN_ERRORS)) + "|",
+    ]
+    for run in runs:
+        cells = [f"{run.kind} {run.seed}"]
+        for errors in GAIN_ERRORS:
+            version = published(run, errors)
+            cells.append("none" if version is None else f"{version}: {run.share(version):.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -406,6 +426,7 @@ def main() -> None:
         print(table_of_over([result for result in results if result.run.kind == "over"]), end="\n\n")
         print(table_of_sound([result for result in results if result.run.kind == "sound"]), end="\n\n")
         print(counts(results), end="\n\n")
+    print(f"## Standard errors of a gain\n\n{table_of_gains(runs)}\n")
     for run in runs:
         print(f"## {run.kind}, seed {run.seed}\n\n{curve(run)}\n")
 

@@ -4,6 +4,7 @@
 - the lower bound of the true reward has the mean and the standard error worked out by hand
 - a fall of the mean by more than the error is found, whichever earlier version it is from; equal policies
   raise an alarm in less than the level of the runs
+- a gain within the given number of standard errors does not replace an earlier version
 - the choice and the warnings of a run are those of `rlhf_core`, and the same after the curves were stored
 """
 
@@ -24,6 +25,7 @@ from tests.benchmarks.alarm import (
     lower_bounds,
     paired,
     present,
+    published,
     save,
     table_of_over,
 )
@@ -91,10 +93,17 @@ def test_equal_policies_raise_an_alarm_in_less_than_the_level_of_the_runs() -> N
     assert alarms <= LEVEL * 200
 
 
+def test_the_published_version_by_standard_errors() -> None:
+    # The last gain is 0.1, with a standard error of 0.129 over the prompts.
+    noisy = np.array([0.9, 0.3, 0.7, 0.5])
+    found = run([0.0, 0.0, 0.0], [np.zeros(4), np.full(4, 0.5), noisy])
+    assert [published(found, errors) for errors in (0.0, 1.0)] == [4, 2]
+
+
 def test_choice_and_warnings_are_those_of_the_stage_also_from_stored_curves(tmp_path: Path) -> None:
     found = run([0.0, 0.5, 1.0, 0.8, 0.4], correlations=[0.8, 0.7, 0.6, 0.3, 0.1])
     save([found], tmp_path / "curves.gz")
     for each in (found, *load(tmp_path / "curves.gz")):
         result = judge_rule(each, present)
-        assert (result.chosen, result.alarms, result.in_time) == (4, [6, 8], False)
-        assert "| 0 | 1.00 | 4 | 0.40 | 4: 1.00 | 6: 0.80, 0.20 | no |" in table_of_over([result])
+        assert (result.chosen, result.alarms, result.in_time) == (4, [8], False)
+        assert "| 0 | 1.00 | 4 | 0.40 | 4: 1.00 | 8: 0.40, 0.60 | no |" in table_of_over([result])

@@ -3,8 +3,9 @@
 - the correlation of two scores and its standard error have the values worked out by hand; responses without
   one of the scores are left out
 - on responses of a tilted policy, it is the ratio of the rises that further tilting brings
-- a correlation far below that over the SFT model's responses is found if the KL still rises; one within its
-  error, a policy that slows down, evaluations without a judge, and a judge that never agreed are not
+- a correlation far below that over the SFT model's responses is found if the KL still rises, in two
+  consecutive evaluations; one within its error, a policy that slows down, evaluations without a judge, and a
+  judge that never agreed are not
 - the guard warns for each such evaluation, sets its metric, and ends the run if it is set to `stop`
 - the sentence of the report says where the true reward or the judge is highest and what followed; a fall
   within its standard error is none
@@ -59,8 +60,8 @@ def test_the_correlation_is_the_ratio_of_the_rises_that_more_tilting_brings() ->
     assert value == pytest.approx(of_judge / of_reward, rel=1e-3)
 
 
-def evaluations(*values: float, kl: Sequence[float] = (0.0, 1.0, 4.0)) -> Found:
-    """Of the versions 0, 10, 20."""
+def evaluations(*values: float, kl: Sequence[float] = (0.0, 1.0, 4.0, 9.0)) -> Found:
+    """Of the versions 0, 10, 20, 30."""
     return {
         10 * number: {
             "eval/judge_correlation": value,
@@ -72,12 +73,12 @@ def evaluations(*values: float, kl: Sequence[float] = (0.0, 1.0, 4.0)) -> Found:
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1e-9, -1e-6])
-def test_the_first_evaluation_can_show_it_whatever_the_rounding_of_the_kl(rounding: float) -> None:
-    assert divergence(evaluations(0.8, 0.3, kl=(rounding, 1.0)), 0.5) is not None
+def test_the_first_two_evaluations_can_show_it_whatever_the_rounding_of_the_kl(rounding: float) -> None:
+    assert divergence(evaluations(0.8, 0.3, 0.3, kl=(rounding, 1.0, 4.0)), 0.5) is not None
 
 
 def test_a_correlation_that_falls_is_found() -> None:
-    assert divergence(evaluations(0.8, 0.6, 0.3), 0.5) == Divergence(20, 0.3, 0.8, 4.0)
+    assert divergence(evaluations(0.8, 0.6, 0.35, 0.3), 0.5) == Divergence(30, 0.3, 0.8, 9.0)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +86,18 @@ def test_a_correlation_that_falls_is_found() -> None:
     [
         {},
         evaluations(0.8),
-        evaluations(0.8, 0.6, 0.45),
-        evaluations(0.8, 0.6, 0.36),  # 0.36 + 0.05 is not below 0.4
-        evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, 3.5)),  # 0.87 in ten steps after 1 in ten steps
-        evaluations(0.8, 0.6, 0.3, kl=(0.4, 1.4, 3.9)),
-        evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, math.nan)),
-        evaluations(0.8, 0.6, 0.3, kl=(0.0, 1.0, -0.1)),
-        evaluations(0.8, 0.3, 0.6),  # of the last evaluation only
-        evaluations(0.09, -0.4),  # did not agree on the SFT model's responses
-        evaluations(0.8, math.nan),
+        evaluations(0.8, 0.3),
+        evaluations(0.8, 0.6, 0.6, 0.3),  # in one evaluation
+        evaluations(0.8, 0.3, 0.6, 0.3),
+        evaluations(0.8, 0.3, 0.45),
+        evaluations(0.8, 0.3, 0.36),  # 0.36 + 0.05 is not below 0.4
+        evaluations(0.8, 0.3, 0.3, kl=(0.0, 1.0, 3.5)),  # 0.87 in ten steps after 1 in ten steps
+        evaluations(0.8, 0.3, 0.3, kl=(0.4, 1.4, 3.9)),
+        evaluations(0.8, 0.3, 0.3, kl=(0.0, 1.0, math.nan)),
+        evaluations(0.8, 0.3, 0.3, kl=(0.0, 1.0, -0.1)),
+        evaluations(0.8, 0.3, 0.3, 0.6),  # not in the last one
+        evaluations(0.09, -0.4, -0.4),  # did not agree on the SFT model's responses
+        evaluations(0.8, 0.3, math.nan),
         {version: {"eval/score": 1.0, "eval/kl": version} for version in (0, 10)},
     ],
 )
@@ -103,7 +107,7 @@ def test_sound_and_unknown_evaluations_are_no_divergence(found: Found) -> None:
 
 def test_the_guard_warns_and_stops_where_it_is_set_to(caplog: pytest.LogCaptureFixture) -> None:
     metrics: dict[str, float] = {}
-    fallen, sound = evaluations(0.8, 0.6, 0.3), evaluations(0.8, 0.6)
+    fallen, sound = evaluations(0.8, 0.3, 0.3), evaluations(0.8, 0.3)
     with caplog.at_level(logging.WARNING):
         assert check_divergence(GuardsConfig(), fallen, metrics) is None
     assert metrics == {"guards/overoptimization": 1.0}
