@@ -15,7 +15,6 @@ from rlhf_core.config.base import (
     PositiveInt,
     Range,
     Section,
-    divisors_near,
     result,
 )
 
@@ -149,7 +148,5 @@ def checkpoint_interval(chosen: int | None, evaluations: int | None, sync_every:
     evaluations = math.lcm(evaluations, sync_every)
     if evaluations <= wanted:
         return evaluations * round(wanted / evaluations)
-    near = [
-        steps for steps in divisors_near(evaluations, wanted) if 5 <= steps <= 20 and steps % sync_every == 0
-    ]
+    near = [steps for steps in range(5, 21) if evaluations % steps == 0 and steps % sync_every == 0]
     return min(near, key=lambda steps: abs(steps - wanted), default=wanted)
