@@ -64,13 +64,13 @@ def correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 def divergence(evaluations: Evaluations, ratio: float) -> Divergence | None:
     """Return what the last evaluation shows, or None if it or the one before shows no over-optimisation."""
-    *before, _ = sorted(evaluations) or [0]
-    if _shown({version: evaluations[version] for version in before}, ratio) is None:
+    before = sorted(evaluations)[:-1]
+    if divergence_of_last({version: evaluations[version] for version in before}, ratio) is None:
         return None
-    return _shown(evaluations, ratio)
+    return divergence_of_last(evaluations, ratio)
 
 
-def _shown(evaluations: Evaluations, ratio: float) -> Divergence | None:
+def divergence_of_last(evaluations: Evaluations, ratio: float) -> Divergence | None:
     """Return what the last evaluation shows by itself, or None.
 
     Its correlation must be below `ratio` times that of the SFT model's responses by more than one standard

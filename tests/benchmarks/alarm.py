@@ -34,7 +34,14 @@ import numpy as np
 
 from rlhf_core.config.load import load_config
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.divergence import CORRELATION, CORRELATION_ERROR, KL, correlation, divergence
+from rlhf_core.ppo.divergence import (
+    CORRELATION,
+    CORRELATION_ERROR,
+    KL,
+    correlation,
+    divergence,
+    divergence_of_last,
+)
 from rlhf_core.ppo.selection import HeldOutResult, Selection, paired_change
 
 CONFIG = Path(__file__).parents[2] / "deployments" / "configs" / "demo.yaml"
@@ -172,6 +179,11 @@ def present(run: Run) -> bool:
     return divergence(run.metrics, PPOConfig().guards.overoptimization_ratio) is not None
 
 
+def one_evaluation(run: Run) -> bool:
+    """The present rule, but its conditions in one evaluation are enough."""
+    return divergence_of_last(run.metrics, PPOConfig().guards.overoptimization_ratio) is not None
+
+
 def falls(run: Run, values: Callable[[Run, int], np.ndarray]) -> bool:
     """Whether the mean of `values`, of each prompt, is lower in the last evaluation than in an earlier one of
     a trained policy: one-sided tests, paired by prompt.
@@ -258,6 +270,7 @@ def partial_correlation(columns: Mapping[str, np.ndarray], given: str) -> tuple[
 
 RULES: Mapping[str, Rule] = {
     "present": present,
+    "one_evaluation": one_evaluation,
     "agreement": agreement,
     "paired": paired,
     "bound": bound,
