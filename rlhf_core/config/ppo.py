@@ -209,7 +209,7 @@ class PPOConfig(PackedSection):
         "last",
         "The policy that the stage publishes: that of the last step, the best evaluated one, or the moving"
         " average at the last step (`ema_decay`). A version replaces the best one if its mean score on the"
-        " held-out prompts minus `kl.coef` times the KL is higher by more than two standard errors",
+        " held-out prompts minus `kl.coef` times the KL is higher by more than one standard error",
         later=True,
     )
     publish_max_kl: PositiveFloat | None = result(

@@ -125,12 +125,12 @@ def check_staleness(staleness: int, colocate: str, *, filters: bool) -> None:
 
 def default_evaluation_interval(steps: int, sync_every: int) -> int:
     """Return the steps between evaluations: a tenth of the `steps` of the run, rounded up to a multiple of
-    `sync_every` (`ppo.sync_every`). Above 10 it is a multiple of 5, so that checkpoints can be in line.
+    `sync_every` (`ppo.sync_every`). Above 10 it is a multiple of such a multiple of 5 or more, so that
+    checkpoints can be in line.
     """
-    tenth = max(1, steps // 10)
-    if tenth > 10:
-        tenth -= tenth % 5
-    return math.ceil(tenth / sync_every) * sync_every
+    every = math.ceil(max(1, steps // 10) / sync_every) * sync_every
+    unit = math.ceil(5 / sync_every) * sync_every
+    return every - every % unit if every > 10 and every >= unit else every
 
 
 def checkpoint_interval(chosen: int | None, evaluations: int | None, sync_every: int) -> int:

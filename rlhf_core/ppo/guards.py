@@ -43,7 +43,8 @@ def alarm(name: str, text: str) -> None:
 
 
 def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
-    """Check the guard `overoptimization` after an evaluation. Its counter are the evaluations themselves.
+    """Check the guard `overoptimization` after an evaluation. `divergence` looks at two of them, so it has no
+    counter.
 
     Adds `guards/overoptimization` to `metrics`. Returns a sentence if the guard must end the run.
     """

@@ -1,13 +1,13 @@
 """Which version of the policy is the best, by its evaluations during training, and when training ends early.
 
-    candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`, before the first one that
-                 over-optimises the reward model (`ppo.publish_min_agreement`, see `rlhf_core.ppo.divergence`)
+    candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`, before the evaluation that
+                 raises the guard `overoptimization` (`ppo.publish_min_agreement`, `rlhf_core.ppo.divergence`)
     objective    mean score of the judge if there is one, otherwise of the training reward with its penalties,
                  minus `ppo.kl.coef` x KL
-    best         a candidate replaces the best one so far if its objective is higher by more than two standard
-                 errors of the difference, over the same prompts
+    best         a candidate replaces the best one so far if its objective is higher by more than the standard
+                 error of the difference, over the same prompts
 
-The standard errors count because the highest of many noisy means is too late: under over-optimisation the
+The standard error counts because the highest of many noisy means is too late: under over-optimisation the
 objective hardly changes for many steps, and of equal policies the earlier one has the lower KL.
 After a policy has moved to responses on which reward model and judge do not agree, a higher score of the
 judge is no evidence of a better policy. They may agree again later, on responses that both score too high.
@@ -61,14 +61,8 @@ def paired_change(before: Column, after: Column) -> tuple[float, float]:
 class Selection:
     """The evaluations so far. They are part of the checkpoint."""
 
-    def __init__(self, ppo: PPOConfig, gain_errors: float = 2.0) -> None:
-        """
-        Args:
-            ppo: The section `ppo` of the configuration.
-            gain_errors: Standard errors by which a better version must be better.
-        """
+    def __init__(self, ppo: PPOConfig) -> None:
         self._ppo = ppo
-        self._gain_errors = gain_errors
         self.evaluations: dict[int, dict[str, float]] = {}
         """Metrics of each evaluation by policy version, in order."""
         self.best: int | None = None
@@ -98,10 +92,10 @@ class Selection:
         self.evaluations = {int(version): dict(found) for version, found in state["evaluations"].items()}
         self.best, self._without_gain = state["best"], int(state["without_gain"])
         self._best_objectives = [float(value) for value in state["best_objectives"]]
-        # A checkpoint of an earlier release has none.
-        highest = state.get("highest", {})
-        self._highest = {name: [float(value) for value in values] for name, values in highest.items()}
-        self._columns = {int(version): columns for version, columns in state.get("columns", {}).items()}
+        self._highest = {
+            name: [float(value) for value in values] for name, values in state["highest"].items()
+        }
+        self._columns = {int(version): columns for version, columns in state["columns"].items()}
         self._has_diverged = bool(state["has_diverged"])
 
     def is_due(self, version: int) -> bool:
@@ -153,7 +147,7 @@ class Selection:
         if self._has_diverged:
             return False
         gain, error = paired_change(self._best_objectives, found.objectives)
-        return gain > self._gain_errors * error
+        return gain > error
 
     @property
     def is_finished(self) -> bool:

@@ -14,6 +14,9 @@ The code of `rlhf_core` decides about the present rule; `RULES` has others for c
     gain          largest rise of the true reward over that of the SFT model's responses
     share         rise of the true reward at a version, divided by the gain
     fall          fall of the true reward from its largest value so far, divided by the gain
+
+With fewer evaluations or prompts (`--every`, and the table of sizes) these three remain those of all
+evaluations and prompts, because they are what the policies are and not what the rules see.
 """
 
 from __future__ import annotations
@@ -61,8 +64,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 COLUMNS = ("reward_model", "judge", "gold", "kl", "length")
 LEVEL = 0.05
 """Probability of an alarm in a whole run without a fall, for the rules that are tests."""
-GAIN_ERRORS = (0.0, 1.0, 2.0, 3.0)
-"""Numbers of standard errors that a better version must exceed, for comparison."""
+SIZES = tuple((prompts, every) for prompts in (400, 128, 64) for every in (1, 2, 3, 5))
+"""(held-out prompts, steps between evaluations) of the table of sizes."""
 LARGEST_FALL, SMALLEST_SHARE = 0.1, 0.8
 """An alarm is in time up to this fall. A published version is good from this share."""
 
@@ -75,27 +78,29 @@ class Run:
     seed: int
     metrics: dict[int, dict[str, float]]
     columns: dict[int, dict[str, np.ndarray]]
+    whole: Run | None = None
+    """The run with all evaluations and prompts; None: this one."""
 
     @property
     def versions(self) -> list[int]:
         return sorted(self.metrics)
 
     def gold(self, version: int) -> float:
-        return float(np.nanmean(self.columns[version]["gold"]))
+        return float(np.nanmean((self.whole or self).columns[version]["gold"]))
 
     @property
     def gain(self) -> float:
-        return max(map(self.gold, self.versions)) - self.gold(self.versions[0])
+        return self.gold(self.peak) - self.gold(self.versions[0])
 
     @property
     def peak(self) -> int:
-        return max(self.versions, key=lambda version: (self.gold(version), -version))
+        return max((self.whole or self).versions, key=lambda version: (self.gold(version), -version))
 
     def share(self, version: int) -> float:
         return (self.gold(version) - self.gold(self.versions[0])) / self.gain
 
     def fall(self, version: int) -> float:
-        until = [self.gold(other) for other in self.versions if other <= version]
+        until = [self.gold(other) for other in (self.whole or self).versions if other <= version]
         return (max(until) - self.gold(version)) / self.gain
 
     def until(self, version: int) -> Run:
@@ -106,12 +111,30 @@ class Run:
         """Return the run with fewer evaluations, which do not change the training."""
         return self._keep([v for v in self.versions if v % steps == 0 or v == self.versions[-1]])
 
+    def parts(self, prompts: int) -> list[Run]:
+        """Return the runs that evaluations with fewer prompts would have recorded, one for each part."""
+        count = len(self.columns[self.versions[0]]["gold"])
+        return [self._part(slice(first, first + prompts)) for first in range(0, count - prompts + 1, prompts)]
+
+    def _part(self, prompts: slice) -> Run:
+        columns = {
+            version: {name: values[prompts] for name, values in found.items()}
+            for version, found in self.columns.items()
+        }
+        metrics = {}
+        for version, found in columns.items():
+            value, error = correlation(found["reward_model"].tolist(), found["judge"].tolist())
+            measured = {KL: float(np.nanmean(found["kl"])), CORRELATION: value, CORRELATION_ERROR: error}
+            metrics[version] = {**self.metrics[version], **measured}
+        return Run(self.kind, self.seed, metrics, columns, self.whole or self)
+
     def _keep(self, kept: Sequence[int]) -> Run:
         return Run(
             self.kind,
             self.seed,
             {other: self.metrics[other] for other in kept},
             {other: self.columns[other] for other in kept},
+            self.whole or self,
         )
 
 
@@ -288,7 +311,7 @@ RULES: Mapping[str, Rule] = {
 class Result:
     run: Run
     chosen: int | None
-    """Version that `publish: best` chooses."""
+    """Version that `publish: best` chooses, if the rule takes the place of the guard."""
     alarms: list[int]
     """Versions whose evaluation raises the alarm."""
 
@@ -305,17 +328,22 @@ class Result:
 def judge_rule(run: Run, rule: Rule) -> Result:
     """Replay the evaluations in order."""
     alarms = [version for version in run.versions[1:] if rule(run.until(version))]
-    return Result(run, published(run), alarms)
+    return Result(run, published(run, min(alarms, default=None)), alarms)
 
 
-def published(run: Run, gain_errors: float | None = None) -> int | None:
-    """Return the version that `publish: best` chooses; with another number of standard errors if given."""
-    ppo = load_config(CONFIG, overrides(run.kind, run.seed)).ppo
-    selection = Selection(ppo) if gain_errors is None else Selection(ppo, gain_errors)
+def published(run: Run, first_alarm: int | None) -> int | None:
+    """Return the version that `publish: best` chooses with this alarm in place of the guard."""
+    own = [*overrides(run.kind, run.seed), "ppo.publish_min_agreement=0"]
+    ppo = load_config(CONFIG, own).ppo
+    selection = Selection(ppo)
     for version in run.versions:
+        if version == first_alarm and selection.best is not None:
+            break
         columns = run.columns[version]
         objectives = (columns["judge"] - ppo.kl.coef * columns["kl"]).tolist()
         selection.add(version, HeldOutResult(run.metrics[version], objectives))
+        if version == first_alarm:
+            break
     return selection.best
 
 
@@ -354,28 +382,42 @@ def table_of_sound(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def table_of_gains(runs: Sequence[Run]) -> str:
-    """Markdown: the published step and its share, by the standard errors that a gain must exceed."""
-    lines = [
-        f"| run | {' | '.join(f'{errors:g}' for errors in GAIN_ERRORS)} |",
-        "|---" * (1 + len(GAIN_ERRORS)) + "|",
+def table_of_sizes(runs: Sequence[Run]) -> str:
+    """Markdown: the same runs with fewer prompts and evaluations, for two rules.
+
+    Columns: how often the published policy has less than `SMALLEST_SHARE` of the gain; how often the warning
+    is in time without a KL penalty; how often a sound run has one.
+    """
+    rules = ("present", "one_evaluation")
+    named = [
+        f"{rule}: {what}" for rule in rules for what in ("published too low", "in time", "sound with warning")
     ]
-    for run in runs:
-        cells = [f"{run.kind} {run.seed}"]
-        for errors in GAIN_ERRORS:
-            version = published(run, errors)
-            cells.append("none" if version is None else f"{version}: {run.share(version):.2f}")
+    lines = [f"| prompts | every | {' | '.join(named)} |", "|---" * (2 + len(named)) + "|"]
+    for prompts, every in SIZES:
+        parts = [part.every(every) for run in runs for part in run.parts(prompts)]
+        cells = [f"{prompts}", f"{every}"]
+        for rule in rules:
+            results = [judge_rule(part, RULES[rule]) for part in parts]
+            over = [result for result in results if result.run.kind == "over"]
+            sound = [result for result in results if result.run.kind == "sound"]
+            low = [result for result in results if not is_good(result)]
+            cells.append(f"{len(low)} of {len(results)}")
+            cells.append(f"{sum(result.in_time for result in over)} of {len(over)}")
+            cells.append(f"{sum(bool(result.alarms) for result in sound)} of {len(sound)}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def is_good(result: Result) -> bool:
+    """Return whether the published policy has enough of the gain."""
+    return result.chosen is not None and result.run.share(result.chosen) >= SMALLEST_SHARE
 
 
 def counts(results: Sequence[Result]) -> str:
     """Describe how often the aims are met."""
     over = [result for result in results if result.run.kind == "over"]
     sound = [result for result in results if result.run.kind == "sound"]
-    good = sum(
-        result.chosen is not None and result.run.share(result.chosen) >= SMALLEST_SHARE for result in over
-    )
+    good = sum(map(is_good, over))
     worse = sum(result.run.share(result.run.versions[-1]) < 1 for result in over)
     return (
         f"Without KL: the last policy is worse than the best in {worse} of {len(over)} runs; the published"
@@ -432,6 +474,7 @@ def main() -> None:
         runs = [train(args.home, kind, seed) for kind, seed in wanted]
         args.curves.parent.mkdir(parents=True, exist_ok=True)
         save(runs, args.curves)
+    print(f"## Sizes\n\n{table_of_sizes(runs)}\n")
     runs = [run.every(args.every) for run in runs]
     for name, rule in RULES.items():
         results = [judge_rule(run, rule) for run in runs]
@@ -439,7 +482,6 @@ def main() -> None:
         print(table_of_over([result for result in results if result.run.kind == "over"]), end="\n\n")
         print(table_of_sound([result for result in results if result.run.kind == "sound"]), end="\n\n")
         print(counts(results), end="\n\n")
-    print(f"## Standard errors of a gain\n\n{table_of_gains(runs)}\n")
     for run in runs:
         print(f"## {run.kind}, seed {run.seed}\n\n{curve(run)}\n")
 

@@ -4,7 +4,7 @@
 - the lower bound of the true reward has the mean and the standard error worked out by hand
 - a fall of the mean by more than the error is found, whichever earlier version it is from; equal policies
   raise an alarm in less than the level of the runs
-- a gain within the given number of standard errors does not replace an earlier version
+- the published version is from before the alarm; gain and falls are those of all evaluations and prompts
 - the choice and the warnings of a run are those of `rlhf_core`, and the same after the curves were stored
 """
 
@@ -93,11 +93,20 @@ def test_equal_policies_raise_an_alarm_in_less_than_the_level_of_the_runs() -> N
     assert alarms <= LEVEL * 200
 
 
-def test_the_published_version_by_standard_errors() -> None:
-    # The last gain is 0.1, with a standard error of 0.129 over the prompts.
-    noisy = np.array([0.9, 0.3, 0.7, 0.5])
-    found = run([0.0, 0.0, 0.0], [np.zeros(4), np.full(4, 0.5), noisy])
-    assert [published(found, errors) for errors in (0.0, 1.0)] == [4, 2]
+def test_the_published_version_is_from_before_the_alarm() -> None:
+    found = run([0.0, 0.5, 1.0, 1.5])
+    assert [published(found, alarm) for alarm in (None, 6, 4, 2)] == [6, 4, 2, 2]
+
+
+def test_gain_and_falls_are_those_of_all_evaluations_and_prompts() -> None:
+    found = run([0.0, 1.0, 0.5, 0.8])
+    few = found.every(4)
+    assert (few.versions, few.gain, few.peak, few.fall(4)) == ([0, 4, 6], 1.0, 2, 0.5)
+    found.columns[2]["gold"] = np.array([2.0, 2.0, 0.0, 0.0])
+    first, second = found.parts(2)
+    assert first.columns[2]["gold"].tolist() == [2.0, 2.0]
+    assert first.share(2) == second.share(2) == 1.0
+    assert first.metrics[2]["eval/kl"] == 1.0 and first.until(4).fall(4) == 0.5
 
 
 def test_choice_and_warnings_are_those_of_the_stage_also_from_stored_curves(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -249,10 +250,11 @@ def test_checkpoints_line_up_with_evaluations() -> None:
 
 
 def test_checkpoints_have_scores_by_default() -> None:
-    for steps in range(1, 3000):
-        every = default_evaluation_interval(steps, 1)
-        checkpoints = checkpoint_interval(None, every, 1)
+    for steps, sync_every in itertools.product(range(1, 3000), (1, 2, 3, 4, 7, 16)):
+        every = default_evaluation_interval(steps, sync_every)
+        checkpoints = checkpoint_interval(None, every, sync_every)
         assert checkpoints % every == 0 or every % checkpoints == 0
+        assert every % sync_every == checkpoints % sync_every == 0
         assert 5 <= checkpoints <= 20
     found = [default_evaluation_interval(steps, 1) for steps in (9, 100, 119, 199, 239, 1000)]
     assert found == [1, 10, 10, 15, 20, 100]
