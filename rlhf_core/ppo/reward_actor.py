@@ -63,6 +63,8 @@ class RewardSettings:
     digests: Mapping[str, str] = field(default_factory=dict)
     score_clip: float | None = None
     replies: Path | None = None
+    threads: int = 0
+    """Limit of the threads that decode; 0: the cores of the actor's host."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class RewardActor(Actor):
         if process is not None:
             _take_over(Path(process))
         self._decode = settings.decode
+        self._threads = settings.threads
         self._composer = RewardComposer(
             settings.sources, settings.digests, score_clip=settings.score_clip, replies=settings.replies
         )
@@ -135,7 +138,7 @@ class RewardActor(Actor):
             response_ids = chunks[number].response(place).tolist()
             return row, reward_input(prompt, response_ids, finished, self._decode)
 
-        with ThreadPoolExecutor(min(_DECODING_THREADS, machine().cores())) as threads:
+        with ThreadPoolExecutor(min(_DECODING_THREADS, self._threads or machine().cores())) as threads:
             self._inputs.update(threads.map(decoded, columns))
 
     @rpc()
@@ -184,8 +187,8 @@ class _Recorder(logging.handlers.QueueHandler):
 @contextmanager
 def _records() -> Iterator[list[logging.LogRecord]]:
     """Yield the list of what the reward sources log. It also goes to stderr, which Ray shows at once: a call
-    with many retries takes long, and its actor may die. The controller does not write it there again
-    (`relay`).
+    with many retries takes long, and its actor may die. The controller writes it there again only after an
+    error.
     """
     logger, recorder = logging.getLogger("rlhf_core.rewards"), _Recorder()
     # An actor has no other handler, and Python's handler of last resort is not used besides the recorder.
@@ -306,8 +309,10 @@ class RewardActors:
             scoring.append(actor.call(RewardActor.score, batch.batch.number, len(rows), own))
         self._fleet.wait(reading, "the responses to be decoded")
         results = self._fleet.wait(scoring, "the rewards")
+        # After an error, Ray may end before it has shown the last lines of its actors.
+        shown = all(result.error is None for result in results)
         for result in results:
-            relay(result.records)
+            relay(result.records, shown=shown)
         for result in results:
             if result.error is not None:
                 raise result.error

@@ -99,6 +99,7 @@ def _started(
         code_digests(ppo.rewards, context.sources),
         ppo.score_clip,
         Home.of(config.run.home).judge,
+        config.run.threads,
     )
     with fleet, open_rewards(fleet, rewards, context.scratch) as composer:
         context.progress("ppo start", processes, processes, "processes")

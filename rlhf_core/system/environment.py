@@ -38,6 +38,8 @@ STAGE_PROCESS = {
     "PYTHONFAULTHANDLER": "1",  # a crash in C code writes stacks to the log
     "PYTHONHASHSEED": "0",  # the same order of sets in all processes
     "PYTHONUNBUFFERED": "1",  # what a process prints before it is killed is in the log
+    # Ray merges lines of several processes that differ in digits only, but not those of reward sources.
+    "RAY_DEDUP_LOGS_ALLOW_REGEX": r" rlhf_core\.rewards",
     "TOKENIZERS_PARALLELISM": "false",
     # A pickle can run code. This also holds where DeepSpeed calls torch.load with weights_only=False.
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",

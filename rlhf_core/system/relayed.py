@@ -8,18 +8,22 @@ from collections.abc import Iterable
 _RELAYED = "relayed"
 
 
-def relay(records: Iterable[logging.LogRecord]) -> None:
-    """Log records that another process has already written to its stderr.
+def relay(records: Iterable[logging.LogRecord], *, shown: bool) -> None:
+    """Log records that another process has written to its stderr.
 
-    A handler of this process that writes to stderr has `is_own` as a filter, so that no line is there twice.
+    Args:
+        records: Of the other process.
+        shown: Whether its lines will certainly be shown. A handler of this process that writes to stderr has
+            `is_own` as a filter and then leaves them out, so that no line is there twice.
     """
     for record in records:
-        setattr(record, _RELAYED, True)
+        if shown:
+            setattr(record, _RELAYED, True)
         logger = logging.getLogger(record.name)
         if logger.isEnabledFor(record.levelno):
             logger.handle(record)
 
 
 def is_own(record: logging.LogRecord) -> bool:
-    """Return whether a record was not given to `relay`."""
+    """Return whether stderr does not show a record of another process already."""
     return not hasattr(record, _RELAYED)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.run.environment import stage_environment
 
 
@@ -41,3 +43,20 @@ def test_memory_of_gpus_is_in_segments_that_grow() -> None:
 def test_zero_threads_means_all_available_cores() -> None:
     child = stage_environment(PipelineConfig(), {})
     assert child["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+
+
+def test_ray_does_not_merge_the_lines_of_reward_sources() -> None:
+    from ray._private.ray_logging import LogDeduplicator
+
+    allowed = stage_environment(PipelineConfig(), {})["RAY_DEDUP_LOGS_ALLOW_REGEX"]
+    shown: dict[str, int] = {}
+    for name in ("rlhf_core.rewards.rules", "vllm"):
+        line = ScrubbingFormatter(LOG_FORMAT).format(
+            logging.LogRecord(name, logging.WARNING, "", 0, "an answer is empty", (), None)
+        )
+        ray = LogDeduplicator(5, allowed, None)
+        batches = [
+            batch for pid in ("1", "2") for batch in ray.deduplicate({"ip": "", "pid": pid, "lines": [line]})
+        ]
+        shown[name] = sum(len(batch["lines"]) for batch in batches)
+    assert shown == {"rlhf_core.rewards.rules": 2, "vllm": 1}

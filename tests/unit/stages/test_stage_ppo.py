@@ -1,6 +1,7 @@
 """What the stage `ppo` leaves, with a worker whose model is scripted (the integration tests use real ones).
 
 - the critic starts from the reward model only where that gives the rewards
+- rewards that read responses have the threads of the stage
 - `policy` has the weights of the last step and `policy_ema` their average if there is one, or `policy` has
   the average with `publish: average`; both with the tokenizer
 """
@@ -80,6 +81,16 @@ def test_rewards_read_text_as_the_reward_model_was_trained_on_it(context: StageC
     config, decoder = configured(), load_decoder(context.inputs["data"])
     with ppo._started(config, context, decoder, ScriptedFleet(config)) as controller:
         assert controller._decode([7, 8]) == '!"'
+
+
+def test_rewards_that_read_responses_have_the_threads_of_the_stage(context: StageContext) -> None:
+    rewards = [{"type": "format", "pattern": "a"}]
+    config = config_from_tree(
+        {"run": {"device": "cpu", "threads": 3}, "ppo": {"evaluate_every": 0, "rewards": rewards}}, "test"
+    )
+    fleet = ScriptedFleet(config)
+    with ppo._started(config, context, load_decoder(context.inputs["data"]), fleet):
+        assert [actor._threads for actor in fleet.rewards] == [3]
 
 
 @pytest.mark.parametrize(
