@@ -12,10 +12,12 @@ from prefect.states import Completed
 
 from flows.notify import notify, notify_failure
 from flows.rlhf import File, Override, rlhf, run_name
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import VotesNeeded
 from rlhf_core.run.parameters import DEFAULT_CONFIG
+from rlhf_core.run.round_votes import number_of_rows
 from rlhf_core.run.rounds import pinned_rounds, round_overrides
 
 
@@ -27,6 +29,8 @@ class Rounds:
     """Of the finished rounds."""
     votes_needed: str | None = None
     """What people must do before the next round; None if all rounds are finished."""
+    labels: list[int | None] | None = None
+    """With `sample.judge: people`, the number of rows of the votes on each round; None if it is not known."""
 
 
 @flow(name="rlhf-rounds", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
@@ -65,12 +69,17 @@ def run_rounds_with(
                 in_round = False
     except VotesNeeded as needed:
         notify(f"{runtime.flow_run.name} needs votes", needed.message)
-        return Rounds(summaries, needed.message)
+        return Rounds(summaries, needed.message, _labels(first, summaries))
     except Exception as error:
         if not in_round:  # the flow of a round sends its own failure
             notify(f"{runtime.flow_run.name} failed", f"{type(error).__name__}: {error}")
         raise
-    return Rounds(summaries)
+    return Rounds(summaries, labels=_labels(first, summaries))
+
+
+def _labels(first: PipelineConfig, summaries: list[dict[str, Any]]) -> list[int | None] | None:
+    """Return the number of rows of people about each round; None if people do not label."""
+    return [number_of_rows(first, summary) for summary in summaries] if first.labels_by_people else None
 
 
 def end_of_rounds(done: Rounds) -> Rounds | State[Rounds]:

@@ -89,20 +89,20 @@ def _run(config: str, overrides: Sequence[str], number: int, console: Console) -
 
 def print_end(done: Rounds) -> int:
     """Print what the rounds have made, and what people must do. Returns the exit code."""
-    print_rounds(done.summaries)
+    print_rounds(done.summaries, done.labels)
     if done.votes_needed is None:
         return 0
     print(printable(done.votes_needed))
     return EXIT_VOTES
 
 
-def print_rounds(summaries: Sequence[dict[str, Any]]) -> None:
+def print_rounds(summaries: Sequence[dict[str, Any]], labels: Sequence[int | None] | None = None) -> None:
     """Print the table of the rounds, and where their reports are."""
     from rich.console import Console
 
     from rlhf_core.run.rounds import rounds_table
 
-    Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(summaries))
+    Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(summaries, labels))
     for summary in summaries:
         if "report" in summary["where"]:
             print(f"report of {summary['run']}: {summary['where']['report']}")

@@ -70,11 +70,7 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             "sample.judge: language_model needs evaluate.language_model; got none; add it, or use reward"
         )
-    if config.labels_by_people and config.sample is not None and config.sample.min_score is not None:
-        yield ConfigError(
-            f"sample.min_score: people give no scores; got {config.sample.min_score:g} with"
-            " sample.judge=people; leave one of them out"
-        )
+    yield from _labels_of_people(config)
     if judge == "rules" and not rules:
         yield ConfigError(
             "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or"
@@ -114,6 +110,22 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
             )
+
+
+def _labels_of_people(config: PipelineConfig) -> Iterator[Finding]:
+    if config.sample is None or not config.labels_by_people:
+        return
+    if config.sample.min_score is not None:
+        yield ConfigError(
+            f"sample.min_score: people give no scores; got {config.sample.min_score:g} with"
+            " sample.judge=people; leave one of them out"
+        )
+    executor = config.run.executor_of("data")
+    if executor != "local":
+        yield ConfigError(
+            "sample.judge: people needs the stage data on this machine, because votes are recorded in its"
+            f" run.home; got run.executor={executor}; set run.resources.data.executor=local"
+        )
 
 
 def _kept_requests(ppo: PPOConfig) -> Iterator[Finding]:

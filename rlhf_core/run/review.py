@@ -3,14 +3,16 @@
 {folder of the run}/review/  against-sft.html  votes-<digest>.json  preferences-<digest>.jsonl
 
 The page has samples of the evaluation or of the match, or pairs of answers of the stage `sample`. The digest
-is that of the file of votes, so that several people can vote and the same file counts once.
+is that of the file of votes, so that several people can vote and the same file counts once. A file of votes
+is recorded if its name has its digest and its rows are beside it. Rows are written first.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,21 +116,38 @@ class Review:
         """Return the pairs of the page that saved a file of votes, if it was one of this run."""
         return self.pairs[: len(file.choices)] if self.opponent == "sample" else self.pairs
 
-    def files_with_rows(self) -> list[Path]:
-        """Return the files of preference rows that `record_votes` has written for pages of these samples, in
-        the order in which their votes were saved.
+    def labels(self) -> list[dict[str, str]]:
+        """Return the recorded votes as rows for `data.preference`: of each pair one row with the answer that
+        more people preferred, in the order of the page. A pair that is tied has none.
 
-        Votes that do not count (`newest_files`), and files without rows, are left out.
+        Of several votes of one page load on a pair the one that was saved last counts.
+
+        Raises InputError if a recorded file cannot be read.
         """
-        recorded = []
+        by_pair: dict[int, dict[str, float]] = {}
+        for file in sorted(newest_files(self._recorded()), key=lambda file: (file.saved, file.digest)):
+            for vote in read_votes(file, self.pairs_of(file)):
+                # By identity, because a pair contains a dict and has no hash.
+                by_pair.setdefault(id(vote.pair), {})[file.session or file.digest] = vote.preference
+        means = {pair: math.fsum(votes.values()) / len(votes) for pair, votes in by_pair.items()}
+        return preference_rows([Vote(pair, means[id(pair)]) for pair in self.pairs if id(pair) in means])
+
+    def _recorded(self) -> Iterator[VoteFile]:
+        """Yield the files of votes that `record_votes` has written for pages of these samples."""
         for path in sorted(self.folder.glob("votes-*.json")):
-            content = read_bounded(path, MAX_BYTES).decode("utf-8", "replace")
-            file = parse_votes(content, str(path))
+            if not _rows_beside(path).is_file():
+                continue
+            content = _read(path)
+            if path.name != _name(content):
+                continue  # such as a copy with the name of the download
+            file = parse_votes(content.decode("utf-8", "replace"), str(path))
             if file.page == page_digest(self.pairs_of(file)):
-                recorded.append(file)
-        newest = sorted(newest_files(recorded), key=lambda file: (file.saved, file.name))
-        rows = [_rows_beside(Path(file.name)) for file in newest]
-        return [file for file in rows if file.is_file() and file.stat().st_size > 0]
+                yield file
+
+
+def _name(content: bytes) -> str:
+    """Return the name of a recorded file of votes."""
+    return f"votes-{hashlib.sha256(content).hexdigest()[:8]}.json"
 
 
 def _rows_beside(votes: Path) -> Path:
@@ -201,10 +220,7 @@ def record_votes(review: Review, path: Path) -> Recorded:
     Raises InputError if the file has no votes of this run's page, and InfrastructureError if MLflow does not
     accept them.
     """
-    try:
-        content = read_bounded(path, MAX_BYTES)
-    except OSError as error:
-        raise InputError(f"--votes: cannot read {path}: {error.strerror or error}") from error
+    content = _read(path, "--votes: ")
     file = parse_votes(content.decode("utf-8", "replace"), f"--votes: {path}")
     votes = read_votes(file, review.pairs_of(file))
     if not votes:
@@ -212,16 +228,23 @@ def record_votes(review: Review, path: Path) -> Recorded:
     result = count_votes(votes, confidence=review.config.evaluate.confidence)
     usable = _with_one_message(review, votes)
     rows = preference_rows(usable)
-    name = hashlib.sha256(content).hexdigest()[:8]
     review.folder.mkdir(parents=True, exist_ok=True)
-    kept = review.folder / f"votes-{name}.json"
-    write_atomic(kept, content)
+    kept = review.folder / _name(content)
     preferences = _rows_beside(kept)
     write_jsonl(preferences, rows)
+    write_atomic(kept, content)  # last: votes without rows are not recorded
     run_id = review.summary.get("mlflow_run_id")
     if run_id is not None:
         _log(review, run_id, result, len(votes), file.saved, [kept, preferences])
     return Recorded(result, len(votes), len(rows), len(votes) - len(usable), preferences, run_id)
+
+
+def _read(path: Path, option: str = "") -> bytes:
+    """Return the content of a file of votes. Raises InputError, whose message begins with `option`."""
+    try:
+        return read_bounded(path, MAX_BYTES)
+    except OSError as error:
+        raise InputError(f"{option}cannot read {path}: {error.strerror or error}") from error
 
 
 def _log(

@@ -7,19 +7,22 @@ Nothing waits: the command ends after round k, and goes on when it is started ag
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import VotesNeeded
+from rlhf_core.errors import RLHFError, VotesNeeded
 from rlhf_core.run.review import Review, open_review
+from rlhf_core.system.files import write_jsonl
 
 
-def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any]) -> list[Path]:
-    """Return the files with the preference rows of people about the samples of a finished round, in the order
-    in which their votes were saved.
+def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any]) -> Path:
+    """Write the labels of people about the samples of a finished round (`Review.labels`) and return the file:
+    {folder of the run}/review/labels-<digest of the rows>.jsonl.
 
     Args:
         config: The configuration of the rounds.
@@ -32,8 +35,8 @@ def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any
         InputError: The round has no pair of answers that people could compare.
         CorruptArtifact: The answers are damaged.
     """
-    review = open_review(summary["run"], config.run.home, "sample", config.store.endpoint)
-    rows = review.files_with_rows()
+    review = _review(config, summary)
+    rows = review.labels()
     if not rows:
         page, shown = review.write_page(None)
         raise VotesNeeded(
@@ -41,7 +44,23 @@ def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any
             f" {page} in a browser, vote and save the votes, run `{_command(config, review)}`, and start the"
             " rounds again in the same way"
         )
-    return rows
+    file = review.folder / f"labels-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:8]}.jsonl"
+    write_jsonl(file, rows)
+    return file
+
+
+def number_of_rows(config: PipelineConfig, summary: Mapping[str, Any]) -> int | None:
+    """Return the number of rows that the votes on the samples of a finished round give; None if there are no
+    rows, or if it cannot be found out.
+    """
+    try:
+        return len(_review(config, summary).labels()) or None
+    except RLHFError:
+        return None
+
+
+def _review(config: PipelineConfig, summary: Mapping[str, Any]) -> Review:
+    return open_review(summary["run"], config.run.home, "sample", config.store.endpoint)
 
 
 def _command(config: PipelineConfig, review: Review) -> str:

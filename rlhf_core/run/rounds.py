@@ -102,12 +102,12 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
     has_pairs = pairs > 0
     for number, summary in enumerate(earlier, start=1):
         if config.labels_by_people:
-            for file in rows_of_votes(config, number, summary):
-                overrides += _preferred_answers(f"data.sft.{demonstrations}", file)
-                demonstrations += 1
-                if has_pairs:
-                    overrides.append(f"data.preference.{pairs}.path={_text(file)}")
-                    pairs += 1
+            file = rows_of_votes(config, number, summary)
+            overrides += _preferred_answers(f"data.sft.{demonstrations}", file)
+            demonstrations += 1
+            if has_pairs:
+                overrides.append(f"data.preference.{pairs}.path={_text(file)}")
+                pairs += 1
             continue
         artifact = f"artifact://sample/{summary['stages']['sample']['key']}"
         rows = summary["sample"]
@@ -143,8 +143,14 @@ def _source(field: str, path: str, judge: str) -> list[str]:
     return [f"{field}.path={path}", f"{field}.labelled_by={judge}"]
 
 
-def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """Return one line per round: its scores, its win rate and its new rows."""
+def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | None] | None = None) -> Table:
+    """Return one line per round: its scores, its win rate and its new rows.
+
+    Args:
+        summaries: Of the rounds.
+        labels: With `sample.judge: people`, the number of rows of the votes on each round, which are both
+            pairs and demonstrations; None if it is not known.
+    """
     from rich.table import Table
 
     measure = _measure(summaries[0].get("evaluate", {}))
@@ -154,6 +160,8 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for number, summary in enumerate(summaries, start=1):
         evaluation, rows = summary.get("evaluate", {}), summary["sample"]
+        if labels is not None:
+            rows = dict.fromkeys(("pairs", "best"), labels[number - 1] or "-")
         scores = evaluation.get(measure, {})
         table.add_row(
             str(number),

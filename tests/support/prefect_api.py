@@ -1,6 +1,7 @@
-"""A part of Prefect's API on loopback: artifacts, and a notification block whose webhook is the same server.
+"""A part of Prefect's API on loopback: artifacts, the states of a flow run, and a notification block whose
+webhook is the same server.
 
-A run of a flow needs the real server. This one is for functions of a flow that send messages and pages.
+It accepts every state, and knows one flow run and no tasks; others need the real server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import prefect
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 BLOCK = "custom-webhook/team"
 """Address of the block, for RLHF_NOTIFY."""
@@ -33,6 +34,9 @@ class PrefectApi(ThreadingHTTPServer):
         self.messages: list[tuple[str, str]] = []
         """Subject and body."""
         self.artifacts: list[dict[str, Any]] = []
+        self.states: list[dict[str, Any]] = []
+        """Of flow runs, in the order in which they were set."""
+        self._flow_run: dict[str, Any] = {}
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
@@ -53,10 +57,24 @@ class PrefectApi(ThreadingHTTPServer):
         if path == "/api/artifacts/":
             self.artifacts.append(content)
             return {**content, "id": str(uuid.uuid4())}
+        if path.startswith("/api/flow"):
+            return self._run_of_a_flow(path.removeprefix("/api"), content)
         if path == "/webhook":
             self.messages.append((content["subject"], content["body"]))
             return {}
         return None
+
+    def _run_of_a_flow(self, path: str, content: Any) -> Any:
+        if path == "/flows/":
+            return {**content, "id": str(uuid.uuid4())}
+        if path == "/flow_runs/":
+            self._flow_run = {**content, "id": str(uuid.uuid4()), "name": "run"}
+        elif path.endswith("/set_state"):
+            state = {**content["state"], "id": str(uuid.uuid4())}
+            self._flow_run["state"] = state
+            self.states.append(state)
+            return {"state": state, "status": "ACCEPT", "details": {"type": "accept_details"}}
+        return self._flow_run
 
     def _block(self, name: str) -> dict[str, Any]:
         block = CustomWebhookNotificationBlock(
@@ -94,8 +112,10 @@ def prefect_api() -> Iterator[PrefectApi]:
     """Start the server, and make it the server of Prefect's clients."""
     EventsWorker.set_client_override(NullEventsClient)  # they need a websocket
     try:
-        with PrefectApi() as api, temporary_settings({PREFECT_API_URL: f"{api.url}/api"}):
-            yield api
+        with PrefectApi() as api:
+            settings = {PREFECT_API_URL: f"{api.url}/api", PREFECT_LOGGING_TO_API_ENABLED: False}
+            with temporary_settings(settings):
+                yield api
     finally:
         EventsWorker.set_client_override(None)
 
@@ -108,6 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null"))
+
+    do_PATCH = do_POST
 
     def _answer(self, content: Any) -> None:
         answer = self.server.answer(self.path.partition("?")[0], content)

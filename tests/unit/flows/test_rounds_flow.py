@@ -2,7 +2,7 @@
 
 - each round calls the pipeline with the overrides of the user and those of the round
 - rounds that need votes of people end without an error, with one notification, a state of their own and
-  exit code 4
+  exit code 4; Prefect returns what the flow has made, and the table has the rows of the votes
 - an error before a round is a notification; that of a round is sent by the round's own flow
 - the command checks the configuration of the first round, which reuses the check, and prints the table
 - a number of rounds below 1 is an error before anything starts
@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.client.schemas.objects import State
 
+from flows import rounds as rounds_flow
 from flows.notify import notify_failure
-from flows.rounds import end_of_rounds, rounds, run_rounds_with
+from flows.rounds import Rounds, end_of_rounds, rounds, run_rounds_with
 from rlhf_cli.main import main
 from rlhf_cli.rounds import check_first_round, print_end, print_rounds
 from rlhf_core.errors import DataError, RLHFError
 from rlhf_core.evaluation.sampled import AnswersToPrompt, SampledAnswer
 from rlhf_core.run.checks import checked_config
+from rlhf_core.run.review import open_review, record_votes
 from tests.support.prefect_api import PrefectApi
-from tests.support.sampled_run import made_run
+from tests.support.sampled_run import made_run, save_votes
 
 DEMO = "deployments/configs/demo.yaml"
 NO_ROWS = {"best": 0, "pairs": 0}
@@ -71,25 +72,37 @@ def test_each_round_is_a_run_of_the_pipeline() -> None:
 
 
 def test_rounds_that_need_votes_end_without_an_error(
-    tmp_path: Path, api: PrefectApi, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, api: PrefectApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = (SampledAnswer("red", None, True), SampledAnswer("blue", None, True))
+    prompts = [AnswersToPrompt(f"p{number}", f"Prompt {number}", answers) for number in range(3)]
+    summaries = [
+        made_run(tmp_path, f"demo-{number}", prompts, f"{number:016x}", sample=NO_ROWS, where={})
+        for number in (1, 2)
+    ]
+    calls: list[tuple[str, ...]] = []
 
-    def pipeline(**_parameters: Any) -> dict[str, Any]:
-        return made_run(
-            tmp_path, "demo-1", [AnswersToPrompt("p", "Name a colour.", answers)], sample=NO_ROWS, where={}
-        )
+    def pipeline(config: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+        calls.append(overrides)
+        return summaries[len(calls) - 1]
 
-    done = run_rounds_with(pipeline, DEMO, 2, ("sample.judge=people", f"run.home={tmp_path}"))
-    assert [each["run"] for each in done.summaries] == ["demo-1"]
-    state = end_of_rounds(done)
-    assert isinstance(state, State) and state.is_completed() and state.name == "Votes needed"
-    assert state.data is done and state.message == done.votes_needed
+    review = open_review("demo-1", str(tmp_path), "sample")
+    record_votes(review, save_votes(tmp_path / "votes.json", review.pairs, ["1", "2", "tie"]))
+    monkeypatch.setattr(rounds_flow, "rlhf", pipeline)
+    done = rounds(DEMO, 3, ("sample.judge=people", f"run.home={tmp_path}"))  # a run of Prefect's engine
+    assert isinstance(done, Rounds) and len(calls) == 2
+    assert [each["run"] for each in done.summaries] == ["demo-1", "demo-2"] and done.labels == [2, None]
+    assert [state["type"] for state in api.states] == ["RUNNING", "COMPLETED"]
+    assert (api.states[-1]["name"], api.states[-1]["message"]) == ("Votes needed", done.votes_needed)
     assert api.messages == [("demo-seed0-a1 needs votes", done.votes_needed)]
+    capsys.readouterr()
     assert print_end(done) == 4
     printed = capsys.readouterr().out
-    assert "demo-1" in printed and done.votes_needed is not None and done.votes_needed in printed
-    assert f"rlhf review demo-1 --home {tmp_path} --of sample --votes FILE" in printed
+    cells = [line.split("│")[5:8] for line in printed.splitlines() if line.startswith("│")]
+    rows = [[cell.strip() for cell in row] for row in cells]
+    assert rows == [["2", "2", "demo-1"], ["-", "-", "demo-2"]], printed
+    assert done.votes_needed is not None and done.votes_needed in printed
+    assert f"rlhf review demo-2 --home {tmp_path} --of sample --votes FILE" in printed
 
 
 @pytest.mark.parametrize("case", ["configuration", "nothing for the next round", "round"])

@@ -3,15 +3,21 @@
 - after a round without votes the rounds end, with the page and the command that records votes
 - the same call after that command reuses the finished round, and the next one has the rows of the votes as
   demonstrations and as pairs; the data stage reads them
-- ties, votes of other pages and earlier files of the same page load do not count; files of several people are
-  several sources
+- ties, votes of other pages and earlier files of the same page load do not count
+- several people give one row for each pair, that of the majority; the same votes give the same file
+- files that `rlhf review` has not recorded do not count, and cannot hide the recorded ones
+- a recording that was interrupted does not count, and changes nothing
+- another machine for the stage `data` is refused, because it has not the rows
 - the last round needs no votes
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +33,10 @@ from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Record
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import ConfigError, InputError, VotesNeeded
+from rlhf_core.evaluation.review import BlindPair, page_digest
 from rlhf_core.evaluation.sampled import AnswersToPrompt, SampledAnswer
-from rlhf_core.run.review import open_review
+from rlhf_core.run.review import open_review, record_votes
+from rlhf_core.run.round_votes import number_of_rows
 from rlhf_core.run.rounds import round_overrides, run_rounds
 from tests.support.sampled_run import made_run, save_votes
 
@@ -114,30 +122,84 @@ def test_ties_and_votes_on_the_evaluation_are_no_labels(tmp_path: Path) -> None:
     command = rounds.needed(2).split("`")[1]
     record(command, rounds.vote("small-1", ["tie"] * 3))
     review = open_review("small-1", str(tmp_path), "sample")
-    other = list(reversed(review.pairs))
-    save_votes(review.folder / "votes-00000000.json", other, ["1"] * 3)
-    (review.folder / "preferences-00000000.jsonl").write_text('{"prompt": "held out"}\n')
+    other = replace(review, pairs=review.pairs[::-1])
+    record_votes(other, save_votes(tmp_path / "votes.json", other.pairs, ["1"] * 3))
+    assert len(list(review.folder.glob("votes-*.json"))) == 2
     assert "round 2 needs votes of people" in rounds.needed(2)
 
 
-def test_every_person_counts_once_and_pages_of_any_size_count(tmp_path: Path) -> None:
+def in_session(file: Path, session: str) -> Path:
+    """Write the file of votes as one of a page load."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"session": session}))
+    return file
+
+
+def test_the_majority_of_all_votes_on_a_pair_is_its_label(tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
     command = rounds.needed(2).split("`")[1]
+    record(command, in_session(rounds.vote("small-1", ["1", "1", "2"], saved=30), "first person"))
+    record(command, in_session(rounds.vote("small-1", ["2", "1", "2"], saved=20), "first person"))
+    record(command, in_session(rounds.vote("small-1", ["1", "2", "1"], saved=10), "second person"))
+    review = open_review("small-1", str(tmp_path), "sample")
+    first, second, _ = review.pairs
 
-    def saved_again(saved: int, choices: list[str | None]) -> Path:
-        file = rounds.vote("small-1", choices, saved)
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"session": "first person"}))
-        return file
+    def label(text: str, other: str, pair: BlindPair) -> dict[str, str]:
+        return {"prompt": pair.prompt, "chosen": text, "rejected": other}
 
-    record(command, saved_again(30, ["1", "1", None]))
-    record(command, saved_again(20, ["1", None, None]))
-    record(command, rounds.vote("small-1", ["2", "2"], saved=10, pairs=2))
-    assert rounds.run(2) == ["small-1", "small-3"], "two sources more"
-    other, first = rounds.made["small-3"].data.preference[1:]
-    assert len(records(other, "preference")) == len(records(first, "preference")) == 2
-    shown = open_review("small-1", str(tmp_path), "sample").pairs[:2]
-    assert [each.response for each in records(first, "preference")] == [pair.first for pair in shown]
-    assert [each.response for each in records(other, "preference")] == [pair.second for pair in shown]
+    agreed = label(first.first, first.second, first)
+    assert review.labels() == [agreed], "both prefer the first answer, and disagree on the others"
+    record(command, in_session(rounds.vote("small-1", ["2", "1"], saved=40, pairs=2), "third person"))
+    # The same page load again, on a smaller page: its last votes on these pairs count, once.
+    for saved in (50, 51):
+        record(command, in_session(rounds.vote("small-1", ["1", "2"], saved, pairs=2), "second person"))
+    rows = [agreed, label(second.first, second.second, second)]
+    assert review.labels() == rows
+    assert number_of_rows(rounds.config, {"run": "small-1"}) == 2
+
+    assert rounds.run(2) == ["small-1", "small-2"], "one source more"
+    [file] = review.folder.glob("labels-*.jsonl")
+    data = rounds.made["small-2"].data
+    assert [data.sft[1].path, data.preference[1].path] == [str(file)] * 2
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+    record(command, in_session(rounds.vote("small-1", ["tie", "tie", "tie"], saved=60), "fourth person"))
+    assert rounds.run(2) == ["small-1", "small-2"]
+    assert list(review.folder.glob("labels-*.jsonl")) == [file], "the same rows are the same file"
+
+
+def test_only_recorded_files_count(tmp_path: Path) -> None:
+    rounds = Rounds(tmp_path)
+    command = rounds.needed(2).split("`")[1]
+    votes = in_session(rounds.vote("small-1", ["1", "1", "1"]), "first person")
+    later = in_session(rounds.vote("small-1", ["2", "2", "2"], saved=2), "first person")
+    review = open_review("small-1", str(tmp_path), "sample")
+    download = review.folder / f"votes-{page_digest(review.pairs)[:8]}.json"
+    shutil.copy(later, download)
+    (review.folder / "votes-notes.json").write_text("not of a page")
+    shutil.copy(later, review.folder / f"votes-{hashlib.sha256(later.read_bytes()).hexdigest()[:8]}.json")
+    assert "round 2 needs votes of people" in rounds.needed(2)
+    record(command, votes)
+    liked = [pair.first for pair in review.pairs]
+    assert [row["chosen"] for row in review.labels()] == liked
+    [rows] = review.folder.glob("preferences-*.jsonl")
+    shutil.copy(rows, download.with_name(f"preferences-{download.stem[6:]}.jsonl"))
+    assert [row["chosen"] for row in review.labels()] == liked, "its name is not that of its content"
+
+
+def test_a_recording_that_is_interrupted_changes_nothing(tmp_path: Path) -> None:
+    rounds = Rounds(tmp_path)
+    record(rounds.needed(2).split("`")[1], in_session(rounds.vote("small-1", ["1"] * 3), "a person"))
+    review = open_review("small-1", str(tmp_path), "sample")
+    before = review.labels(), set(review.folder.glob("votes-*.json"))
+    later = in_session(rounds.vote("small-1", ["2"] * 3, saved=2), "a person")
+    digest = hashlib.sha256(later.read_bytes()).hexdigest()[:8]
+    obstacle = review.folder / f"preferences-{digest}.jsonl"
+    obstacle.mkdir()  # the rows cannot be written
+    with pytest.raises(OSError, match=obstacle.name):
+        record_votes(review, later)
+    assert (review.labels(), set(review.folder.glob("votes-*.json"))) == before
+    obstacle.rmdir()
+    record_votes(review, later)
+    assert [row["chosen"] for row in review.labels()] == [pair.second for pair in review.pairs]
 
 
 def test_without_pairs_the_votes_are_demonstrations_only(tmp_path: Path) -> None:
@@ -163,3 +225,22 @@ def test_people_give_no_scores() -> None:
     assert errors == [
         "sample.min_score: people give no scores; got 1 with sample.judge=people; leave one of them out"
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        (["run.executor=slurm"], "slurm"),
+        (["run.resources.data.executor=ray"], "ray"),
+        (["run.executor=slurm", "run.resources.data.executor=local"], None),
+        (["run.executor=slurm", "sample.judge=reward"], None),
+    ],
+)
+def test_the_stage_data_must_have_the_votes(settings: list[str], refused: str | None) -> None:
+    config = load_config(DEMO, ["sample.judge=people", *settings])
+    errors = [str(each) for each in check_consistency(config) if isinstance(each, ConfigError)]
+    expected = (
+        "sample.judge: people needs the stage data on this machine, because votes are recorded in its"
+        f" run.home; got run.executor={refused}; set run.resources.data.executor=local"
+    )
+    assert errors == ([] if refused is None else [expected])
