@@ -32,8 +32,8 @@ from rlhf_core.stages import reward, sft
 from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, limit_gathered_parameters, torchrun_rank
 
-FILE_SIZE = "100MB"
-LIVE_SHARE = 0.1
+FILE_SIZE = "50MB"
+LIVE_SHARE = 0.03
 """Share of the parameters that ZeRO-3 holds gathered at a time, at most. DeepSpeed's limit of 1e9 is more
 than this model has, so that every rank would gather all of it. 1e9 is that share of a model with 1e10.
 """

@@ -4,8 +4,8 @@ All of them are slow.
 
 - a rank holds its shards and single tensors while a model is loaded and tested, never the whole model
 - SFT, reward model and the ranks of PPO train, save checkpoints, evaluate and save the result on four
-  ranks (PPO: eight) whose address space is limited to the baseline and less than the weights of one model;
-  models that are loaded whole do not fit that limit
+  ranks whose address space is limited to the baseline and less than the weights of one model; models that are
+  loaded whole do not fit that limit
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from tests.integration.limited_memory import make_model
 MIB = 1 << 20
 LIMIT = 0.9
 """Memory that a rank may use beyond its baseline, as a share of the weights of one model in float32."""
-RANKS = {"sft": 4, "reward": 4, "ppo": 8}
+RANKS = 4
 """A rank of PPO has shards of three models: policy (with the reference), critic and reward model. On four
-ranks these are 0.75 of the weights of one model, and what a rank needs in addition is more than the
-0.15 that `LIMIT` leaves: on eight ranks it is 0.43, the measured peak of 0.81 without the shards' 0.375.
+ranks these are 0.75 of the weights of one model.
 """
 
 
@@ -43,7 +42,7 @@ def run(ranks: int, folder: Path, *arguments: str) -> tuple[int, str]:
         env={**os.environ, **TORCHRUN, "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=3000,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -71,14 +70,14 @@ def test_a_rank_never_holds_the_whole_model_while_loading(tmp_path: Path) -> Non
 def test_a_model_larger_than_the_memory_of_a_rank_is_trained(
     tmp_path: Path, summary_lines: list[str]
 ) -> None:
-    weights = make_model(tmp_path, layers=14, hidden=1024)
+    weights = make_model(tmp_path, layers=24, hidden=1024)
     limit = str(int(LIMIT * weights) // MIB)
-    for stage, ranks in RANKS.items():
-        code, output = run(ranks, tmp_path, stage, "whole", limit)
+    for stage in ("sft", "reward", "ppo"):
+        code, output = run(RANKS, tmp_path, stage, "whole", limit)
         assert code != 0 and "memory" in output, output[-3000:]
-        code, output = run(ranks, tmp_path, stage, "sharded", limit)
+        code, output = run(RANKS, tmp_path, stage, "sharded", limit)
         assert code == 0, (stage, [line for line in output.splitlines() if "Error" in line])
-        assert len(results(tmp_path, f"{stage}-sharded")) == ranks
+        assert len(results(tmp_path, f"{stage}-sharded")) == RANKS
         peaks = [rank["peak"] - rank["baseline"] for rank in results(tmp_path, f"{stage}-sharded")]
         summary_lines.append(
             f"{stage}: memory of a rank: {max(peaks) / weights:.2f} times one model's weights"

@@ -608,7 +608,7 @@ BROKEN_CHECKS = {
         "data: {sft: [{path: ./a.jsonl}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),
-    "rlhf_core.models.folder.is_hub_model": (
+    "rlhf_core.config.base_models.is_hub_model": (
         "model: {path: ./x}",
         "model.path: cannot be checked (RecursionError: ",
     ),
