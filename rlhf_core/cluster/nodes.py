@@ -337,6 +337,7 @@ class ClusterNodes:
         if self.output is None or not weights or not self.output.includes(folder):
             return ()
         target = self.output.key_of(folder)
+        self.output.begin()
         try:
             self._wait([host.call(NodeAgent.upload_files, folder, weights, target)])
         except StoreError as error:

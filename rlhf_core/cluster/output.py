@@ -29,6 +29,7 @@ class StoredOutput:
         self._store = store
         self._key = key
         self._files: dict[Path, FileEntry] = {}
+        self._has_begun = False
 
     def includes(self, folder: Path) -> bool:
         """Return whether a folder is the output, or a part of it."""
@@ -37,6 +38,10 @@ class StoredOutput:
     def key_of(self, folder: Path) -> str:
         """Return the folder of the store for `folder`, which the output includes."""
         return "/".join((self._key, *folder.relative_to(self._folder).parts))
+
+    def begin(self) -> None:
+        """Record that an upload begins. If it fails, the store may have some of its files."""
+        self._has_begun = True
 
     def add(self, folder: Path, files: Sequence[FileEntry]) -> None:
         """Record files of `folder` that are at `key_of(folder)`. Their folders are created on this host."""
@@ -71,8 +76,8 @@ class StoredOutput:
         return [entry for entry in self.files_in(folder) if present.get(entry.path) != entry.sha256]
 
     def delete(self) -> None:
-        """Delete the files from the store: there will be no artifact with them."""
-        if not self._files:
+        """Delete from the store what uploads have put there: there will be no artifact with it."""
+        if not self._has_begun:
             return
         try:
             self._store.delete_prefix(self._key)

@@ -23,7 +23,15 @@ from rlhf_core.config.base_models import base_of
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, rounding_settings
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.errors import ModelError, OutOfMemory, RLHFError, StoreError, Superseded, classified
+from rlhf_core.errors import (
+    InputError,
+    ModelError,
+    OutOfMemory,
+    RLHFError,
+    StoreError,
+    Superseded,
+    classified,
+)
 from rlhf_core.models.folder import ModelFolder, base_model_shape
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.checkpoints import checkpoint_bytes
@@ -261,21 +269,14 @@ class _Attempt:
         idle()
         function = self.function or STAGES[spec.stage].load()
         output = None if nodes is None else nodes.output
+        is_complete = False
         try:
             result = function(spec.config, context)
-        except BaseException:
-            if output is not None:
-                output.delete()
-            raise
-        unregister()
-        # Before the artifact exists: from then on the stage is reused, and logs no metrics again.
-        self.stage_run.flush()
-        failpoint("stage.made")
-        return artifacts.publish(
-            spec.stage,
-            spec.key,
-            out,
-            Provenance(
+            unregister()
+            # Before the artifact exists: from then on the stage is reused, and logs no metrics again.
+            self.stage_run.flush()
+            failpoint("stage.made")
+            provenance = Provenance(
                 parents=spec.inputs,
                 metrics=result.metrics,
                 attributes={
@@ -284,10 +285,16 @@ class _Attempt:
                 },
                 config=spec.config.model_dump(mode="json", by_alias=True),
                 mlflow_run_id=self.stage_run.run_id,
-            ),
-            fence=self.fence,
-            stored=() if output is None else output.files,
-        )
+            )
+            is_complete = True
+            stored = () if output is None else output.files
+            return artifacts.publish(spec.stage, spec.key, out, provenance, fence=self.fence, stored=stored)
+        except Exception as error:
+            # Not at a stop (SystemExit), whose time is needed for the last checkpoint. `publish` raises
+            # InputError if it refuses the artifact; after other errors the outbox may have the artifact.
+            if output is not None and (not is_complete or isinstance(error, InputError)):
+                output.delete()
+            raise
 
 
 def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:

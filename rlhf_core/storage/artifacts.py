@@ -74,7 +74,11 @@ class ArtifactStore:
             manifest = self._read(kind, key)
             if manifest is None:
                 if self._store.list(prefix):
-                    log.warning("%s has files but no manifest; they are not used.", self._store.uri(prefix))
+                    log.info(
+                        "%s has files but no manifest. They are not used: an attempt is uploading them, or an"
+                        " earlier one has left them.",
+                        self._store.uri(prefix),
+                    )
                 return None
             damage = bundles.find_damage(self._store, manifest)
             if damage:

@@ -6,7 +6,7 @@ bundles.
                                 dead cannot change a byte of what its successor has committed
     {prefix}/damaged-*.json     the manifest of a bundle that was found damaged, with the reason
 
-Files without a manifest are leftovers and do not exist for readers.
+Files without a manifest do not exist for readers. They are leftovers, or an attempt is uploading them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """One attempt at one stage of a cluster, with an S3 server as its store.
 
 - it commits the weights that another host has put into the store, and has no copy of them
-- if the stage fails, they are deleted from the store
+- if the stage or a later step before the commit fails, they are deleted from the store
+- at a stop they stay, and the next attempt that commits deletes them
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,59 +15,98 @@ import pytest
 
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import GateFailed
+from rlhf_core.errors import GateFailed, InputError
 from rlhf_core.run.attempt import execute
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import open_store
-from rlhf_core.types import StageContext, StageResult
+from rlhf_core.testing.cluster import ScriptedCluster, node
+from rlhf_core.types import ArtifactRef, StageContext, StageResult
+from tests.support.other_host import Elsewhere
 
 KEY = "0" * 16
+FOLDER = f"artifacts/sft/{KEY}"
 WEIGHTS = "model/model.safetensors"
 
 
-def test_attempt_commits_weights_of_another_host_and_deletes_those_of_a_failure(
-    s3_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Attempt:
+    """At the stage `sft`, whose rank 0 is on another host than the driver."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        tree = {
+            "run": {"home": str(folder / "home")},
+            "store": {"url": url},
+            "tracking": {"system_metrics": False},
+        }
+        self._folder = folder
+        self.config = PipelineConfig.model_validate(tree)
+        self.store = open_store(self.config)
+
+    def __call__(self, end: Callable[[StageContext], None] = lambda context: None) -> ArtifactRef:
+        """Run an attempt. `end` is called after the model is gathered."""
+
+        def stage(_config: PipelineConfig, context: StageContext) -> StageResult:
+            self._train(context)
+            end(context)
+            return StageResult({})
+
+        return execute(StageSpec("sft", KEY, self.config), Events(None), function=stage)
+
+    def _train(self, context: StageContext) -> None:
+        assert isinstance(context.nodes, ClusterNodes) and context.monitor is not None
+        work, model = context.output.parent, context.output / "model"
+        agent = Elsewhere(self._folder / "other-host", self.config, work, self.store)
+        cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent})
+        output = context.nodes.output
+        nodes = ClusterNodes(self.config, work, [], context.monitor, output=output, cluster=cluster)
+        nodes.join({"2": {"": {0}}})
+        agent.there(model).mkdir(parents=True)
+        (agent.there(model) / "model.safetensors").write_text("weights")
+        (agent.there(model) / "config.json").write_text("{}")
+        nodes.gather(model)
+        nodes.leave()
+        assert [path.name for path in model.iterdir()] == ["config.json"], "the driver has no copy"
+        assert list(context.stored_in(model)) == ["model.safetensors"]
+        assert [key for key in self.store.list("artifacts") if key.endswith(WEIGHTS)]
+
+
+@pytest.fixture
+def attempt(s3_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    tree = {
-        "run": {"home": str(tmp_path / "home")},
-        "store": {"url": f"{s3_server.url}/attempt"},
-        "tracking": {"system_metrics": False},
-    }
-    config = PipelineConfig.model_validate(tree)
-    store = open_store(config)
-    there = tmp_path / "other-host" / "model"
-    there.mkdir(parents=True)
-    (there / "model.safetensors").write_text("weights")
+    return Attempt(tmp_path, f"{s3_server.url}/{tmp_path.name}")
 
-    def train(context: StageContext) -> None:
-        """Do what `ClusterNodes.gather` does for the weights of another host."""
-        assert isinstance(context.nodes, ClusterNodes) and context.nodes.output is not None
-        output, folder = context.nodes.output, context.output / "model"
-        files = bundles.hash_folder(there)
-        bundles.upload(store, there, files, output.key_of(folder))
-        output.add(folder, files)
-        assert context.stored_in(folder) == {"model.safetensors": files[0].sha256}
-        (folder / "config.json").write_text("{}")
 
-    def failing(_config: PipelineConfig, context: StageContext) -> StageResult:
-        train(context)
-        assert store.list("artifacts") == [f"artifacts/sft/{KEY}/000001/{WEIGHTS}"]
-        raise GateFailed("the model is not good enough")
-
-    def stage(_config: PipelineConfig, context: StageContext) -> StageResult:
-        train(context)
-        return StageResult({})
-
-    spec = StageSpec("sft", KEY, config)
-    with pytest.raises(GateFailed):
-        execute(spec, Events(None), function=failing)
-    assert store.list("artifacts") == []
-    ref = execute(spec, Events(None), function=stage)
-    folder = ArtifactStore(store, tmp_path / "cache").fetch(ref)
+def test_stopped_attempt_keeps_weights_until_the_next_one_commits(attempt: Attempt, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        attempt(lambda context: context.stop.exit())
+    assert attempt.store.list("artifacts") == [f"{FOLDER}/000001/{WEIGHTS}"]
+    ref = attempt()
+    assert sorted(attempt.store.list("artifacts")) == [
+        f"{FOLDER}/000002/{name}" for name in ("model/config.json", WEIGHTS)
+    ] + [f"{FOLDER}/manifest.json"]
+    folder = ArtifactStore(attempt.store, tmp_path / "cache").fetch(ref)
     assert (folder / WEIGHTS).read_text() == "weights"
     assert (folder / "model" / "config.json").exists()
+
+
+def _fail(_context: StageContext) -> None:
+    raise GateFailed("the model is not good enough")
+
+
+def _leave_a_program(context: StageContext) -> None:
+    (context.output / "run.py").write_text("")
+
+
+def test_failed_attempt_deletes_weights(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GateFailed):
+        attempt(_fail)
+    assert attempt.store.list("artifacts") == []
+    with pytest.raises(InputError, match=r"left run\.py"):
+        attempt(_leave_a_program)
+    assert attempt.store.list("artifacts") == []
+    monkeypatch.setenv("RLHF_FAIL", "stage.made:1:raise")
+    with pytest.raises(OSError, match=r"stage\.made"):
+        attempt()
+    assert attempt.store.list("artifacts") == []

@@ -6,13 +6,14 @@
 - if the other host cannot upload them, they are moved to the driver, as from a store that is a folder
 - a driver that cannot commit keeps the rest in its outbox, and the next attempt commits; if the store has
   lost the weights in the meantime, the stage makes them again
-- a stage that fails leaves nothing in the store
+- a stage that fails leaves nothing in the store, also of an upload that failed or whose host was lost
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.output import StoredOutput
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import CorruptArtifact, InputError, StoreError
+from rlhf_core.errors import CorruptArtifact, InputError, RLHFError, StoreError, WorkerDied
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
 from rlhf_core.storage.fencing import claim
@@ -29,6 +30,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.home import output_folder
 from rlhf_core.testing.cluster import ScriptedCluster, node
+from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
 from tests.support.other_host import Elsewhere, backend_of, bucket
 
@@ -50,8 +52,8 @@ def write(folder: Path) -> None:
 class TwoHosts:
     """A stage whose driver is on one host, and whose rank 0 is on another."""
 
-    def __init__(self, folder: Path, *, there_is_down: bool = False) -> None:
-        self.here, self.there = bucket(folder), bucket(folder, is_down=there_is_down)
+    def __init__(self, folder: Path, there: Store | None = None) -> None:
+        self.here, self.there = bucket(folder), there or bucket(folder)
         config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
         work = folder / "attempts" / "1"
         self.out = output_folder(work)
@@ -168,7 +170,7 @@ def test_weights_that_cannot_be_uploaded_are_moved_to_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    hosts = TwoHosts(tmp_path, there_is_down=True)
+    hosts = TwoHosts(tmp_path, bucket(tmp_path, is_down=True))
     hosts.gather()
     assert "The bucket does not answer. The weights are moved to this host." in caplog.text
     assert {name: (hosts.out / name).read_text() for name in WRITTEN} == WRITTEN
@@ -210,11 +212,29 @@ def test_weights_that_the_store_has_lost_are_made_again(
 
 
 def test_failed_stage_leaves_no_weights(hosts: TwoHosts) -> None:
-    hosts.stored.delete()
     hosts.gather()
     assert names(hosts.here.list("artifacts/ppo/k")) == WEIGHTS
     hosts.stored.delete()
     assert not hosts.here.list("artifacts/ppo/k")
+
+
+@pytest.mark.parametrize("error", [StoreError("503"), WorkerDied("The agent is gone.")])
+def test_failed_stage_leaves_nothing_of_an_upload_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RLHFError
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    first, second = sorted(name for name in WEIGHTS if name.startswith("policy/"))
+    there = ScriptedStore(tmp_path / "bucket", remote=True)
+    there.before("put_file", error, key=second)
+    hosts = TwoHosts(tmp_path, there)
+    write(hosts.agent.there(hosts.out))
+    with nullcontext() if isinstance(error, StoreError) else pytest.raises(WorkerDied):
+        hosts.nodes.gather(hosts.out / "policy")
+    assert names(hosts.here.list("artifacts/ppo/k")) == {first}
+    assert not hosts.stored.files
+    hosts.stored.delete()
+    assert not hosts.here.list("artifacts/ppo/k")
+    hosts.agent.close()
 
 
 def test_programs_among_the_stored_files_are_refused(hosts: TwoHosts) -> None:

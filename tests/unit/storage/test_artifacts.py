@@ -4,11 +4,13 @@
 - damage is named and marked, and the artifact is made again
 - the first publisher wins; a superseded attempt cannot publish; interrupted publishing leaves nothing visible
 - programs and links are refused; leftovers of dead attempts are deleted
+- files that an attempt is uploading are no artifact, and no reason for a warning
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -297,3 +299,14 @@ def test_the_digest_of_weights_covers_every_shard(tmp_path: Path) -> None:
     two = weights_sha256(tmp_path)
     (tmp_path / "b.safetensors").write_bytes(b"3")
     assert len({two, weights_sha256(tmp_path), "6b86"}) == 3
+
+
+def test_files_of_an_upload_are_no_artifact_and_no_reason_for_a_warning(
+    artifacts: ArtifactStore, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put_bytes(f"artifacts/ppo/{KEY}/000001/policy/model.safetensors", b"weights")
+    with caplog.at_level(logging.INFO, "rlhf_core"):
+        assert artifacts.find("ppo", KEY) is None
+    [record] = caplog.records
+    assert record.levelno == logging.INFO
+    assert "They are not used: an attempt is uploading them" in record.message
