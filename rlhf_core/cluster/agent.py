@@ -2,8 +2,8 @@
 
     driver (`rlhf_core.cluster.nodes`)        agent, one per other host
     ------------------------------------      ------------------------------------------------------------
-    join                                  ->  fetches and verifies the stage's inputs, once per host; deletes
-                                              old parts of checkpoints
+    join                                  ->  deletes old parts of checkpoints; fetches and verifies the
+                                              stage's inputs, once per host
     at intervals: report                  ->  last observations of the monitor of this host
     save_stacks, kill                     ->  of the processes of this host
     add, upload                           ->  hashes and uploads this host's part of a checkpoint
@@ -143,9 +143,16 @@ class NodeAgent:
         return Started(*here(), files_of, driver)
 
     @_served
-    def space(self, copies: Mapping[str, int]) -> Space:
-        """Return the space of this host. For `copies`, see `Nodes.copies`."""
-        return space_of(Path(self._config.run.home), copies)
+    def space(self, copies: Mapping[str, int], checkpoints: str) -> Space:
+        """Return the space of this host.
+
+        Args:
+            copies: See `Nodes.copies`.
+            checkpoints: Prefix of the stage's checkpoints. Pending parts of them do not count against the
+                host.
+        """
+        home = Home.of(self._config.run.home)
+        return space_of(home.path, copies, home.parts / checkpoints)
 
     @_served
     def close(self) -> None:

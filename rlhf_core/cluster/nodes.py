@@ -94,6 +94,11 @@ class _Host:
     pending: Pending[list[Participant]] | None = None
     lost: bool = False
 
+    @property
+    def has_files(self) -> bool:
+        """Whether it has files of its own."""
+        return self.files_of == self.node_id
+
     def call(
         self, method: Callable[Concatenate[NodeAgent, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> _Call[R]:
@@ -172,6 +177,8 @@ class ClusterNodes:
         """Of the stage, as `planning.checkpoints.checkpoint_bytes` returns them. The first `join` checks the
         space of each host for its part.
         """
+        self.checkpoint_prefix = ""
+        """Of the stage, as `types.checkpoint_prefix` returns it."""
         self._has_space = False
         self._cluster = cluster
         self._chunk_bytes = chunk_bytes
@@ -204,6 +211,7 @@ class ClusterNodes:
             for folder, of_node in folders.items():
                 merged[self._files_of.get(node_id, node_id)][folder] |= set(of_node)
         self._ranks = {node_id: dict(folders) for node_id, folders in merged.items()}
+        self._wait([host.call(NodeAgent.discard_old_parts) for host in added if host.has_files])
         if not self._has_space:
             self._check_space()
             self._has_space = True
@@ -239,9 +247,9 @@ class ClusterNodes:
         """Raise ConfigError with a line for each host whose disk is too small for the inputs that it has to
         fetch and for what its ranks write of a checkpoint.
         """
-        hosts, home = self._with_files(), self._config.run.home
-        found = self._wait([host.call(NodeAgent.space, self.copies) for host in hosts])
-        spaces = {self._own_id: space_of(Path(home), self.copies)}
+        hosts, home, prefix = self._with_files(), self._config.run.home, self.checkpoint_prefix
+        found = self._wait([host.call(NodeAgent.space, self.copies, prefix) for host in hosts])
+        spaces = {self._own_id: space_of(Path(home), self.copies, Home.of(home).outbox / prefix)}
         spaces |= {host.node_id: space for host, space in zip(hosts, found, strict=True)}
         problems, names = [], self._cluster.node_names()
         for node_id, space in spaces.items():
@@ -252,15 +260,16 @@ class ClusterNodes:
             raise ConfigError(
                 f"run.home: {len(problems)} of the {len(spaces)} hosts of the stage have too little space:\n"
                 + "\n".join(problems)
-                + "\nfree some there, or set run.home"
+                + f"\nfree some there, or set run.home; {home}/parts has parts of checkpoints of other stages"
+                " that were not uploaded"
             )
 
     def _fetch_inputs(self, added: Sequence[_Host]) -> None:
         """Have the agents of new hosts fetch and verify what the stage reads."""
         heartbeat("fetch inputs", math.inf)  # a download has no time limit
-        with_files = [host for host in added if host.files_of == host.node_id]
+        with_files = [host for host in added if host.has_files]
         inputs = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
-        fetching = [host.call(NodeAgent.discard_old_parts) for host in with_files]
+        fetching = []
         if self._base_model is not None:
             # Also on hosts that share `run.home`, which need not share the base model.
             fetching += [host.call(NodeAgent.fetch_base_model, *self._base_model) for host in added]
@@ -407,7 +416,7 @@ class ClusterNodes:
 
     def _with_files(self) -> list[_Host]:
         """Return the hosts that have files of their own."""
-        return [host for host in self._hosts if host.files_of == host.node_id]
+        return [host for host in self._hosts if host.has_files]
 
     def _wait(self, calls: Sequence[_Call[R]]) -> list[R]:
         """Return the answers of agents, however long they take. Raises WorkerDied if a host is lost, and

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhf_core.system.files import existing_parent
 from rlhf_core.system.home import Home
 from rlhf_core.system.machine import machine
 
@@ -17,24 +18,26 @@ class Space(NamedTuple):
     """The disk of one host."""
 
     free: int
-    """Free bytes in `run.home`."""
+    """Free bytes in `run.home`, and those of `pending` (see `space_of`)."""
     to_fetch: int
     """Bytes of the inputs of the stage that the host does not have yet."""
 
 
-def space_of(home: Path, copies: Mapping[str, int]) -> Space:
+def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None) -> Space:
     """Return the space of this host.
 
     Args:
         home: `run.home`. It need not exist yet.
         copies: See `Nodes.copies`.
+        pending: Folder with what an earlier attempt could not upload, and what this one uploads or deletes
+            before it writes a checkpoint. It need not exist.
     """
     cache = Home.of(home).cache
-    existing = home.absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
     to_fetch = sum(size for name, size in copies.items() if not (cache / name).exists())
-    return Space(machine().disk(existing).free, to_fetch)
+    free = machine().disk(existing_parent(home)).free
+    if pending is not None:
+        free += sum(file.stat().st_size for file in pending.rglob("*") if file.is_file())
+    return Space(free, to_fetch)
 
 
 def space_problem(home: str, space: Space, part: int = 0) -> str:

@@ -30,6 +30,7 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter, trained_head_name
 from rlhf_core.models.quantized import dequantized, shape, value_dtype
 from rlhf_core.models.saving import WeightStream, as_in_checkpoint, unquantized
+from rlhf_core.planning.checkpoints import state_bytes, unsharded_bytes
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 
@@ -437,8 +438,7 @@ class TrainingEngine:
     @property
     def checkpoint_bytes(self) -> tuple[int, int]:
         """Approximate bytes of a checkpoint of all ranks (see `planning.checkpoints`), and those that rank 0
-        alone writes: all without ZeRO, weights and copies in stages 1 and 2. Frozen weights under an adapter
-        are left out.
+        alone writes. Frozen weights under an adapter are left out.
         """
         copies = sum(copy.bytes_per_parameter for copy in self._copies)
         weights = states = 0
@@ -446,8 +446,8 @@ class TrainingEngine:
             if p.requires_grad or self.lora is None:
                 weight, size = p.element_size(), getattr(p, "ds_numel", p.numel())
                 weights += size * (weight + copies * p.requires_grad)
-                states += size * p.requires_grad * (12 if self.zero_stage > 0 or weight < 4 else 8)
-        return weights + states, (weights + states, weights, weights, 0)[self.zero_stage]
+                states += size * p.requires_grad * state_bytes(weight, self.zero_stage)
+        return weights + states, unsharded_bytes(weights, states, self.zero_stage)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Save trained weights, optimizer and counters to `folder`. This is a collective operation.

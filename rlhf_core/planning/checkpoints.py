@@ -91,15 +91,19 @@ def bytes_per_parameter(deepspeed: DeepSpeedConfig, *, average: bool = False, be
         best: Whether the best weights so far are kept.
     """
     size = 4 if deepspeed.dtype == "float32" else 2
-    return size + _state_bytes(deepspeed) + 4 * average + size * best
+    return size + state_bytes(size, deepspeed.zero_stage) + 4 * average + size * best
 
 
-def _state_bytes(deepspeed: DeepSpeedConfig) -> int:
+def state_bytes(size: int, zero_stage: int) -> int:
     """Return the bytes of a parameter's two moments of Adam, and of its float32 weight if that is separate.
 
     Without ZeRO, float32 weights have no separate master copy.
+
+    Args:
+        size: Bytes of the weight itself.
+        zero_stage: The ZeRO stage.
     """
-    return 12 if deepspeed.dtype != "float32" or deepspeed.zero_stage else 8
+    return 12 if size < 4 or zero_stage else 8
 
 
 def model_bytes(model: Model, *, best: bool = False) -> int:
@@ -107,12 +111,22 @@ def model_bytes(model: Model, *, best: bool = False) -> int:
     return model.trainable * bytes_per_parameter(model.deepspeed, average=model.average, best=best)
 
 
-def unsharded_bytes(model: Model, size: int) -> int:
-    """Return how many of the `size` bytes of a trained model's checkpoint only rank 0 writes: all without
-    ZeRO, weights and copies in stages 1 and 2. All ranks write equal parts of the others.
+def unsharded_bytes(weights: int, states: int, zero_stage: int) -> int:
+    """Return how many bytes of a trained model's checkpoint only rank 0 writes. All ranks write equal parts
+    of the others.
+
+    Args:
+        weights: Bytes of the weights and of their copies.
+        states: Bytes of the optimizer's state.
+        zero_stage: The ZeRO stage.
     """
-    weights = size - model.trainable * _state_bytes(model.deepspeed)
-    return (size, weights, weights, 0)[model.stage]
+    return (weights + states, weights, weights, 0)[zero_stage]
+
+
+def _unsharded(model: Model, size: int) -> int:
+    """Return `unsharded_bytes` for the `size` bytes of a trained model's checkpoint."""
+    states = model.trainable * state_bytes(model.size, model.stage)
+    return unsharded_bytes(size - states, states, model.stage)
 
 
 def checkpoint_bytes(config: PipelineConfig, shape: ModelShape, stage: str) -> tuple[int, int]:
@@ -125,7 +139,7 @@ def checkpoint_bytes(config: PipelineConfig, shape: ModelShape, stage: str) -> t
     models = [_saved(config, shape, name) for name in sections if name == stage]
     if stage == "ppo":
         models = [each for group in plan(config.ppo).groups for each in _saved_by_group(config, shape, group)]
-    return sum(size for _, size in models), sum(unsharded_bytes(*each) for each in models)
+    return sum(size for _, size in models), sum(_unsharded(*each) for each in models)
 
 
 def keeps_best(config: PipelineConfig, role: str) -> bool:
@@ -142,7 +156,7 @@ def _size(stage: str, models: list[tuple[Model, int, int]], hardware: Hardware) 
         for host in hosts_of(first, ranks, hardware):
             begin = max(first, host * hardware.per_host)
             end = min(first + ranks, (host + 1) * hardware.per_host)
-            first_writes = unsharded_bytes(model, size)
+            first_writes = _unsharded(model, size)
             part = (size - first_writes) * (end - begin) / ranks + first_writes * (begin == first)
             parts[host] = parts.get(host, 0.0) + part
     return CheckpointSize(stage, total, max(parts.values(), default=0.0))

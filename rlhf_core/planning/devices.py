@@ -15,6 +15,7 @@ from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.shape import tiny_shape
 from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
+from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 
 _MIN_FREE_BYTES = 30_000_000
@@ -171,9 +172,7 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
 
 def check_disk(config: PipelineConfig) -> Iterator[Finding]:
     """Check the free space of `run.home`. An error only if there is hardly any."""
-    folder = Path(config.run.home).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = existing_parent(Path(config.run.home))
     copies = 1
     if config.store_folder is not None:
         # One more, because the new checkpoint is committed before an old one is deleted.

@@ -32,7 +32,8 @@ from rlhf_core.errors import (
     Superseded,
     classified,
 )
-from rlhf_core.models.folder import ModelFolder, base_model_shape
+from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_base
+from rlhf_core.models.shape import shape_from_config
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.events import Events
@@ -249,6 +250,7 @@ class _Attempt:
         inputs = {str(stage): artifacts.fetch(ref) for stage, ref in spec.inputs.items()}
         if nodes is not None:
             nodes.checkpoint_bytes = _checkpoint_bytes(spec, inputs)
+            nodes.checkpoint_prefix = checkpoint_prefix(spec.key)
         context = StageContext(
             inputs=inputs,
             output=out,
@@ -309,10 +311,17 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
 
 def _checkpoint_bytes(spec: StageSpec, inputs: Mapping[str, Path]) -> tuple[int, int]:
     """Return what `checkpoint_bytes` does for the stage; zeros if the model's shape cannot be read."""
+    judge = base_of(spec.config, "judge") if spec.stage == "judge" else None
+    sft = inputs.get("sft")
     try:
-        # The base model of the hub may not be on this host after the stage `sft`.
-        sft = inputs.get("sft")
-        shape = base_model_shape(spec.config) if sft is None else ModelFolder(sft / "model").shape
+        if judge is not None:
+            # Not `shape_of_stage`, which has the shape of the policy for a judge that cannot be read.
+            shape = shape_from_config(config_of_base(judge))
+        elif sft is not None:
+            # The base model of the hub may not be on this host after the stage `sft`.
+            shape = ModelFolder(sft / "model").shape
+        else:
+            shape = base_model_shape(spec.config)
     except ModelError as error:
         log.info("the space for checkpoints is not checked before the models are loaded: %s", error.message)
         return 0, 0

@@ -27,7 +27,7 @@ from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
 from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.files import TEMPORARY
+from rlhf_core.system.files import TEMPORARY, existing_parent
 from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
@@ -541,7 +541,7 @@ def require_free(folder: Path, size: int, what: str) -> None:
 
     `folder` need not exist yet. `what` is the beginning of the message, such as "The checkpoint of step 8".
     """
-    existing = _existing_parent(folder)
+    existing = existing_parent(folder)
     free = machine().disk(existing).free
     if free < size:
         raise StoreError(
@@ -552,14 +552,7 @@ def require_free(folder: Path, size: int, what: str) -> None:
 
 def on_one_disk(one: Path, other: Path) -> bool:
     """Return whether a file of one folder can be linked into the other. The folders need not exist yet."""
-    return _existing_parent(one).stat().st_dev == _existing_parent(other).stat().st_dev
-
-
-def _existing_parent(folder: Path) -> Path:
-    path = folder.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
+    return existing_parent(one).stat().st_dev == existing_parent(other).stat().st_dev
 
 
 def _readable(size: int) -> str:

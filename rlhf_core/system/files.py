@@ -107,13 +107,19 @@ def exists(path: Path | str) -> bool:
         return False
 
 
+def existing_parent(folder: Path) -> Path:
+    """Return `folder` as an absolute path if it exists, otherwise the first of its parents that does."""
+    path = folder.absolute()
+    while not exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
 def unwritable(folder: Path) -> str | None:
     """Return the reason for which `folder` cannot be created or written to, or None."""
     if "\0" in str(folder):
         return "a path has no NUL character"
-    existing = folder.absolute()
-    while not exists(existing) and existing != existing.parent:
-        existing = existing.parent
+    existing = existing_parent(folder)
     if not existing.is_dir():
         return f"{existing} is a file"
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -2,7 +2,8 @@
 
 - a host needs space for what its ranks write of a checkpoint, and not for all of it
 - before a stage fetches its inputs, each host with too little space for them and for its part of a checkpoint
-  is named, with what is needed for what
+  is named, with what is needed for what; before that, old parts are deleted, and those that this stage will
+  upload are not counted
 - a rank's own files are fetched only where that rank runs, all files if another number of ranks continues
 - hosts hash and upload their parts at the same time, and one manifest commits them all; without one part
   nothing is committed
@@ -419,7 +420,8 @@ def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
         "run.home: 1 of the 2 hosts of the stage have too little space:\n"
         f"two (10.0.0.1): run.home={tmp_path}/home: 1000 MB free, at least 1250 are needed:"
         " 1000 for its part of a checkpoint, 50 for the inputs of the stage, 200 for logs and other files\n"
-        "free some there, or set run.home"
+        f"free some there, or set run.home; {tmp_path}/home/parts has parts of checkpoints of other stages"
+        " that were not uploaded"
     )
     with (
         on_machine(ScriptedMachine(disk=Disk(10**10, 799_000_000))),
@@ -433,6 +435,32 @@ def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
     # The checkpoints of the stage may use the space meanwhile.
     with on_machine(ScriptedMachine(disk=Disk(10**10, 1_000_000))):
         nodes.join(ranks)
+
+
+def test_parts_of_earlier_attempts_take_no_space_from_a_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    store, config = bucket(tmp_path), PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
+    agent = Elsewhere(tmp_path / "two", config, tmp_path / "attempts" / "1", store)
+    parts = Outbox(store, agent.there(tmp_path / "home") / "parts")
+    for key in ("finished", "k", "other"):
+        part = tmp_path / "part"
+        agent.there(part).mkdir(parents=True)
+        (agent.there(part) / "rank1").write_bytes(bytes(1_000_000))
+        agent.add(f"checkpoints/{key}/step-00000003", part, "000001-a")
+    store.put_bytes("artifacts/sft/finished/manifest.json", b"{}")
+    nodes = two_nodes(tmp_path, agent)
+    nodes.checkpoint_bytes, nodes.checkpoint_prefix = (300_000_000, 0), "checkpoints/k"
+    ranks = {"1": {}, "2": {"": {0}}}
+    try:
+        with on_machine(ScriptedMachine(disk=Disk(10**10, 498_500_000))), pytest.raises(ConfigError):
+            nodes.join(ranks)
+        assert [prefix.split("/")[1] for prefix in parts.pending("checkpoints")] == ["k", "other"]
+        with on_machine(ScriptedMachine(disk=Disk(10**10, 499_500_000))):
+            nodes.join(ranks)  # with the part of "k", 500.5 MB
+    finally:
+        agent.close()
 
 
 def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: ClusterNodes) -> None:

@@ -2,14 +2,16 @@
 
 - an attempt that was overtaken commits neither a checkpoint nor an artifact
 - an artifact that another run has made since the flow looked for it is reused
-- on a cluster, the bytes of the stage's checkpoints are known before its ranks are placed
+- on a cluster, the bytes of the stage's checkpoints are known before its ranks are placed; those of a judge
+  only if the config.json of its own base model can be read
 - the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
   wrote or start from the beginning where all are damaged
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import pytest
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
-from rlhf_core.models.shape import tiny_shape
+from rlhf_core.models.shape import shape_from_config, tiny_shape
+from rlhf_core.pipeline import StageName
 from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.attempt import execute
 from rlhf_core.run.events import Events
@@ -29,6 +32,15 @@ from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.support.corruption import set_versions
 
 KEY = "0" * 16
+JUDGE = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
+"""The config.json of a judge's base model."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +49,15 @@ def tracked(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Attempt:
-    """At the stage `sft`, which is what `body` does."""
+    """At a stage, which is what `body` does."""
 
-    def __init__(self, home: Path, **settings: Any) -> None:
+    def __init__(
+        self, home: Path, stage: StageName = "sft", reward: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
+        self.stage = stage
         sections = {
             "run": {"home": str(home)},
+            "reward": reward or {},
             "store": settings,
             "tracking": {"system_metrics": False},
         }
@@ -54,7 +70,7 @@ class Attempt:
             (context.output / "numbers.json").write_text("{}")
             return StageResult({})
 
-        return execute(StageSpec("sft", KEY, self.config), Events(None), function=stage)
+        return execute(StageSpec(self.stage, KEY, self.config), Events(None), function=stage)
 
     def saved(self) -> list[str]:
         """Checkpoints of which there is any file."""
@@ -117,6 +133,30 @@ def test_bytes_of_checkpoints_are_known_before_ranks_are_placed(
     attempt(body)
     shape = tiny_shape(attempt.config.model.tiny)
     assert found == [checkpoint_bytes(attempt.config, shape, "sft")] and found[0][0] > 0
+
+
+def test_a_judge_of_the_hub_that_is_not_here_has_no_known_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    commit = "c" * 40
+    reward = {"judge": {"path": "org/judge", "revision": commit}}
+    found = []
+
+    def body(context: StageContext) -> None:
+        assert isinstance(context.nodes, ClusterNodes)
+        found.append(context.nodes.checkpoint_bytes)
+
+    Attempt(tmp_path / "first", "judge", reward)(body)
+    snapshot = tmp_path / "hub" / "models--org--judge" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(JUDGE))
+    second = Attempt(tmp_path / "second", "judge", reward)
+    second(body)
+    known = checkpoint_bytes(second.config, shape_from_config(JUDGE), "judge")
+    assert found == [(0, 0), known] and known[0] > 0
 
 
 def _damaged(attempt: Attempt) -> None:
