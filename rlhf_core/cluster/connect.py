@@ -24,8 +24,8 @@ def connect(
     config: PipelineConfig | None = None,
     copies: Mapping[str, int] | None = None,
 ) -> None:
-    """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1 if this process has not
-    started it before.
+    """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1, unless this process has
+    started it before and it is still alive.
 
     `ray.shutdown()` ends the connection, and what was started.
 
@@ -71,7 +71,9 @@ def connect(
             check_nodes(config, copies or {})
         return
     if ray.is_initialized():
-        return
+        if _is_alive():
+            return
+        ray.shutdown()
     # Ray's default is a token in a file that every user of this host can read.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(
@@ -84,3 +86,13 @@ def connect(
         _node_ip_address="127.0.0.1",
         job_config=job,
     )
+
+
+def _is_alive() -> bool:
+    """Return whether the Ray that this process has started has a node that is alive."""
+    import ray
+
+    try:
+        return any(node["Alive"] for node in ray.nodes())
+    except Exception:  # its server does not answer
+        return False

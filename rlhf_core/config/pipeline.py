@@ -113,7 +113,8 @@ class RunConfig(Section):
     prepare_next: bool = execution(
         True,
         "While a stage runs, start the process of the next one and import its libraries, which needs up to"
-        " 1 GiB of host memory; for PPO also Ray, which needs about 50 MiB more for each core",
+        " 1 GiB of host memory; for PPO on the CPU also Ray, which needs about 370 MiB more, and 50 MiB for"
+        " each core",
     )
 
     @field_validator("env")
