@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines import sharding
 from rlhf_core.engines.distributed import Rank, join
-from rlhf_core.models import saving
+from rlhf_core.models import policy, saving, score
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import Batches, sequence_logprobs, sequence_scores, sequence_values
@@ -116,9 +117,8 @@ def run_ppo(rank: Rank, config: PipelineConfig, folder: Path) -> None:
     """What the ranks of policy, reference, critic and reward model compute in a step of PPO."""
     ranks: Any = worker.ModelWorker.__new__(worker.ModelWorker)
     ranks._config, ranks._rank, ranks._roles = config, rank, ("policy", "reference", "critic", "reward")
-    score = str(folder / "reward" / "model")
-    policy = str(folder / "sft" / "model")
-    ranks._folders = {"policy": policy, "reference": policy, "critic": score, "reward": score}
+    scorer, base = str(folder / "reward" / "model"), str(folder / "sft" / "model")
+    ranks._folders = {"policy": base, "reference": base, "critic": scorer, "reward": scorer}
     ranks._models = {}
     for role in ranks._roles:
         torch.manual_seed(0)
@@ -149,8 +149,8 @@ def run_ppo(rank: Rank, config: PipelineConfig, folder: Path) -> None:
     update_critic(ranks._models["critic"], samples, [step], config.ppo, 0, clip_values=False)
     for role in ("policy", "critic"):
         ranks._models[role].save_checkpoint(folder / "work" / role)
-    policy = ranks._models["policy"]
-    policy.save_model(folder / "ppo" / "policy", policy.module.save, dtype=torch.float32)
+    trained = ranks._models["policy"]
+    trained.save_model(folder / "ppo" / "policy", trained.module.save, dtype=torch.float32)
 
 
 def run_load(config: PipelineConfig) -> dict[str, int]:
@@ -180,7 +180,8 @@ def main() -> None:
     import peft  # noqa: F401  # part of what a rank has before it loads a model
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    saving.FILE_SIZE = FILE_SIZE
+    for module in (policy, score):
+        vars(module).update(save_model=partial(saving.save_model, file_size=FILE_SIZE))
     if how == "whole":
         for module in (sft, reward, sharding):
             vars(module).update(shards_of=lambda _: None)
