@@ -42,7 +42,7 @@ def run(ranks: int, folder: Path, *arguments: str) -> tuple[int, str]:
         env={**os.environ, **TORCHRUN, "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(Path.cwd())},
         capture_output=True,
         text=True,
-        timeout=3000,
+        timeout=1800,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -65,7 +65,7 @@ def test_a_rank_never_holds_the_whole_model_while_loading(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(5400)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_a_model_larger_than_the_memory_of_a_rank_is_trained(
     tmp_path: Path, summary_lines: list[str]
