@@ -79,7 +79,9 @@ def run_rounds_with(
 
 def _labels(first: PipelineConfig, summaries: list[dict[str, Any]]) -> list[int | None] | None:
     """Return the number of rows of people about each round; None if people do not label."""
-    return [number_of_rows(first, summary) for summary in summaries] if first.labels_by_people else None
+    if not first.labels_by_people:
+        return None
+    return [number_of_rows(first, summary) for summary in summaries]
 
 
 def end_of_rounds(done: Rounds) -> Rounds | State[Rounds]:

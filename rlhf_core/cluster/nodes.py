@@ -260,8 +260,8 @@ class ClusterNodes:
             raise ConfigError(
                 f"run.home: {len(problems)} of the {len(spaces)} hosts of the stage have too little space:\n"
                 + "\n".join(problems)
-                + f"\nfree some there, or set run.home; {home}/parts has parts of checkpoints of other stages"
-                " that were not uploaded"
+                + f"\nfree some there, or set run.home; {home}/parts may have parts of checkpoints of other"
+                " stages that were not uploaded"
             )
 
     def _fetch_inputs(self, added: Sequence[_Host]) -> None:

@@ -183,13 +183,21 @@ def read_votes(file: VoteFile, pairs: Sequence[BlindPair]) -> list[Vote]:
 def count_votes(votes: Sequence[Vote], *, confidence: float) -> ReviewResult:
     """Return the win rate by the votes (n,), at least one, with the interval of `interval_of_votes`."""
     preferences = [vote.preference for vote in votes]
-    same = [
-        1 - abs(vote.preference - {"ppo": 1.0, "tie": 0.5}.get(winner, 0.0))
-        for vote in votes
-        if (winner := vote.pair.sample["winner"]) is not None
-    ]
     rate = interval_of_votes(preferences, confidence)
-    return ReviewResult(rate, Verdicts.of(preferences), sum(same) / len(same) if same else None)
+    return ReviewResult(rate, Verdicts.of(preferences), _agreement_with_judge(votes))
+
+
+def _agreement_with_judge(votes: Sequence[Vote]) -> float | None:
+    """Return `ReviewResult.judge_agreement`."""
+    by_winner = {"ppo": 1.0, "tie": 0.5}
+    same = []
+    for vote in votes:
+        winner = vote.pair.sample["winner"]
+        if winner is not None:
+            same.append(1 - abs(vote.preference - by_winner.get(winner, 0.0)))
+    if not same:
+        return None
+    return sum(same) / len(same)
 
 
 def interval_of_votes(preferences: Sequence[float], confidence: float) -> Interval:

@@ -40,10 +40,10 @@ def external_marks(config: PipelineConfig) -> dict[str, str]:
         marks[FOLDER] = str(file_states(Path(judge.path)))
     base = base_of(config, "judge")
     if base is not None and not is_reference(base.path):
-        is_hub = base.is_hub
-        marks[JUDGE_PATH] = (
-            model_digest(base.path, base.revision) if is_hub else str(file_states(Path(base.path)))
-        )
+        if base.is_hub:
+            marks[JUDGE_PATH] = model_digest(base.path, base.revision)
+        else:
+            marks[JUDGE_PATH] = str(file_states(Path(base.path)))
     return marks | _vote_digests(config)
 
 

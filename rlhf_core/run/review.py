@@ -3,8 +3,9 @@
 {folder of the run}/review/  against-sft.html  votes-<digest>.json  preferences-<digest>.jsonl
 
 The page has samples of the evaluation or of the match, or pairs of answers of the stage `sample`. The digest
-is that of the file of votes, so that several people can vote and the same file counts once. A file of votes
-is recorded if its name has its digest and its rows are beside it. Rows are written first.
+is that of the file of votes, so that several people can vote and the same file counts once. `record_votes`
+writes the preference rows first. A file of votes without them, or with another digest than in its name, is
+not recorded.
 """
 
 from __future__ import annotations

@@ -335,15 +335,19 @@ def published(run: Run, first_alarm: int | None) -> int | None:
     """Return the version that `publish: best` chooses with this alarm in place of the guard."""
     own = [*overrides(run.kind, run.seed), "ppo.publish_min_agreement=0"]
     ppo = load_config(CONFIG, own).ppo
+    before = [version for version in run.versions if first_alarm is None or version < first_alarm]
+    if len(before) < 2:
+        before = run.versions[:2]  # the first trained version is the best also if it raises the alarm
+    return best_of(run, before, ppo)
+
+
+def best_of(run: Run, versions: Sequence[int], ppo: PPOConfig) -> int | None:
+    """Return the version that `Selection` chooses of these evaluations."""
     selection = Selection(ppo)
-    for version in run.versions:
-        if version == first_alarm and selection.best is not None:
-            break
+    for version in versions:
         columns = run.columns[version]
         objectives = (columns["judge"] - ppo.kl.coef * columns["kl"]).tolist()
         selection.add(version, HeldOutResult(run.metrics[version], objectives))
-        if version == first_alarm:
-            break
     return selection.best
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlhf_core.config.ppo import PPOConfig
 from tests.benchmarks.alarm import (
     LEVEL,
     Run,
+    best_of,
     falls,
     judge_rule,
     load,
@@ -115,4 +117,5 @@ def test_choice_and_warnings_are_those_of_the_stage_also_from_stored_curves(tmp_
     for each in (found, *load(tmp_path / "curves.gz")):
         result = judge_rule(each, present)
         assert (result.chosen, result.alarms, result.in_time) == (4, [8], False)
+        assert best_of(each, each.versions, PPOConfig(publish="best")) == 4
         assert "| 0 | 1.00 | 4 | 0.40 | 4: 1.00 | 8: 0.40, 0.60 | no |" in table_of_over([result])

@@ -420,8 +420,8 @@ def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
         "run.home: 1 of the 2 hosts of the stage have too little space:\n"
         f"two (10.0.0.1): run.home={tmp_path}/home: 1000 MB free, at least 1250 are needed:"
         " 1000 for its part of a checkpoint, 50 for the inputs of the stage, 200 for logs and other files\n"
-        f"free some there, or set run.home; {tmp_path}/home/parts has parts of checkpoints of other stages"
-        " that were not uploaded"
+        f"free some there, or set run.home; {tmp_path}/home/parts may have parts of checkpoints of other"
+        " stages that were not uploaded"
     )
     with (
         on_machine(ScriptedMachine(disk=Disk(10**10, 799_000_000))),
