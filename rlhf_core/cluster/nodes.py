@@ -276,7 +276,8 @@ class ClusterNodes:
         for host, folders in zip(with_files, self._wait(inputs), strict=True):
             host.inputs = folders
         self._wait(fetching)
-        log.info("hosts of the stage: this one, %s", ", ".join(host.name for host in self._hosts))
+        names = sorted(host.name for host in self._hosts)
+        log.info("hosts of the stage: this one, %s", ", ".join(names))
 
     def _started(self, host: _Host) -> Started:
         """Return what the agent returns when it has started."""
