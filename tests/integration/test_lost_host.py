@@ -78,7 +78,7 @@ reward:
 ppo:
   algorithm: grpo
   samples_per_prompt: 2
-  steps: 8
+  steps: 30
   prompts_per_step: 4
   minibatches: 1
   max_new_tokens: 16
