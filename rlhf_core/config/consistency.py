@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rlhf_core.config.engine import MAX_ENGINE_RANK
+from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.pipeline import PipelineConfig, section_of
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.ppo_parts import checkpoint_interval
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import ConfigError, Finding
