@@ -1,4 +1,4 @@
-"""What works on this machine, in 15 minutes: `python -m tests.gpu.first_run`.
+"""What works on this machine, in 20 minutes: `python -m tests.gpu.first_run`.
 
 The parts are ordered from the cheapest check to the dearest. Each runs in a process of its own with a time
 limit, and its result is written at once to `.rlhf/first_run/first_run.json`:
