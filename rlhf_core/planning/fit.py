@@ -65,12 +65,12 @@ class FitVerdict:
         return not self.problems
 
 
-def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> FitVerdict:
+def compare_memory(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> FitVerdict:
     """Compare the memory of every phase with that of the devices."""
     device = hardware.device
     loads = device_loads(config, shape, device)
     tokens = engine_memory(shape, config.ppo.engine, device, config.model.head_dtype).tokens
-    engines = [*_engine(config, tokens), *_judge_engine(config, device)]
+    engines = [*_engine(config, tokens), *_language_model_engine(config, device)]
     if device.is_cpu:
         problems = [*_in_shared_memory(loads, hardware), *engines]
     else:
@@ -95,13 +95,13 @@ def check_memory(config: PipelineConfig) -> None:
         shape = base_model_shape(config, local_only=True)
     except ModelError:
         return
-    verdict = judge(config, shape, hardware)
+    verdict = compare_memory(config, shape, hardware)
     if not verdict.fits:
         changes = None
         # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no
         # setting helps.
         if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
-            changes = advise(config, lambda changed: judge(changed, shape, hardware))
+            changes = advise(config, lambda changed: compare_memory(changed, shape, hardware))
         other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
         fix = f"it fits with {shlex.join(changes)}" if changes else other
         raise ConfigError("\n".join(problem.text for problem in verdict.problems) + f"; {fix}")
@@ -148,7 +148,7 @@ def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
         yield Problem("ppo", "engine", text)
 
 
-def _judge_engine(config: PipelineConfig, device: Device) -> Iterator[Problem]:
+def _language_model_engine(config: PipelineConfig, device: Device) -> Iterator[Problem]:
     memory, least = judge_memory(config, device), config.max_sequence_tokens
     if memory is not None and memory.tokens < least:
         for stage in config.judging_stages:
@@ -203,7 +203,7 @@ def host_memory(loads: Iterable[DeviceLoad], hardware: Hardware) -> float:
 # -- search --
 
 
-def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], FitVerdict]) -> tuple[str, ...] | None:
+def advise(config: PipelineConfig, compare: Callable[[PipelineConfig], FitVerdict]) -> tuple[str, ...] | None:
     """Return overrides with which the configuration fits, or None if none of those tried is enough.
 
     The problems are solved one after the other, each by the cheapest changes (`_moves`) that solve it and add
@@ -217,10 +217,10 @@ def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], FitVerdict
             candidate = config_from_tree(tree, "plan", overrides)
         except InputError:
             return None
-        return candidate, judged(candidate)
+        return candidate, compare(candidate)
 
     changes: Changes = {}
-    now = (config, judged(config))
+    now = (config, compare(config))
     while now[1].problems:
         more = _solve(changes, now, changed)
         if more is None:

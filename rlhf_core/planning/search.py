@@ -6,7 +6,7 @@
 
 A split changes nothing that the training depends on: neither batches nor lengths, precision or adapters. The
 phases of a PPO step depend on different parts of a split, so that each part is computed once and not once for
-every combination. The result is checked by `fit.judge` as any other configuration.
+every combination. The result is checked by `fit.compare_memory` as any other configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import InputError
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.planning.fit import Changes, host_memory, judge
+from rlhf_core.planning.fit import Changes, compare_memory, host_memory
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import Layout, arrange, colocated_engines
 from rlhf_core.planning.loads import (
@@ -250,7 +250,7 @@ class _PPOSearch:
                 changed = with_changes(self._config, changes)
             except InputError:
                 continue
-            verdict = judge(changed, self._shape, self._hardware)
+            verdict = compare_memory(changed, self._shape, self._hardware)
             if any(problem.stage == "ppo" for problem in verdict.problems):
                 continue
             changes |= self._evaluation(changes)
@@ -267,7 +267,9 @@ class _PPOSearch:
             *rank_counts(self._hardware.count, self._hardware.per_host),
         ):
             more = {} if ranks == self._config.evaluate.ranks else {"evaluate.ranks": str(ranks)}
-            verdict = judge(with_changes(self._config, {**changes, **more}), self._shape, self._hardware)
+            verdict = compare_memory(
+                with_changes(self._config, {**changes, **more}), self._shape, self._hardware
+            )
             # A local judge runs in engines, and more ranks do not help it.
             problems = [each for each in verdict.problems if each.what != JUDGE]
             if not any(problem.stage == "evaluate" for problem in problems):

@@ -20,7 +20,7 @@ from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
-from rlhf_core.planning.fit import FitVerdict, advise, host_memory, judge
+from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass, trained_model
 from rlhf_core.planning.search import NoSplit, Split, fastest
@@ -117,10 +117,10 @@ def make_plan(
     hardware = _hardware(config, gpus, link, host_memory_gib)
     with checking(model_config or "model.path"):
         shape = _shape(config, model_config)
-    verdict = judge(config, shape, hardware)
+    verdict = compare_memory(config, shape, hardware)
     advice = None
     if not verdict.fits:
-        advice = advise(config, lambda changed: judge(changed, shape, hardware))
+        advice = advise(config, lambda changed: compare_memory(changed, shape, hardware))
     splits: tuple[Split | NoSplit, ...] = ()
     if not hardware.device.is_cpu:
         splits = fastest(config, shape, hardware)

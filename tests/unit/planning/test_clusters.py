@@ -34,7 +34,7 @@ from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.checkpoints import checkpoint_bytes, checkpoint_sizes
-from rlhf_core.planning.fit import judge
+from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, Network, parse_gpus, parse_link
 from rlhf_core.planning.layout import layout
 from rlhf_core.planning.loads import device_loads
@@ -130,7 +130,7 @@ def test_engines_are_next_to_the_policy_and_inside_one_host() -> None:
 
 def test_an_engine_that_would_span_hosts_is_refused() -> None:
     wanted = production("ppo.engine.count=1", "ppo.engine.tensor_parallel=16")
-    [problem] = judge(wanted, shape("llama-3-8b"), parse_gpus("4x8xH200", "400gbit")).problems
+    [problem] = compare_memory(wanted, shape("llama-3-8b"), parse_gpus("4x8xH200", "400gbit")).problems
     assert problem.text.startswith("ppo: the 16 GPUs of an engine must be in one host of 8;")
 
 
@@ -255,7 +255,7 @@ def test_a_model_too_large_for_one_device_is_evaluated_on_several() -> None:
     model, hardware = shape("llama-3-70b"), parse_gpus("4x8xH200", "400gbit")
 
     def evaluation(*overrides: str) -> list[str]:
-        found = judge(production(*overrides), model, hardware).problems
+        found = compare_memory(production(*overrides), model, hardware).problems
         return [problem.text for problem in found if problem.stage == "evaluate"]
 
     [alone] = evaluation()
@@ -273,7 +273,9 @@ def test_state_that_is_offloaded_must_fit_the_memory_of_a_host() -> None:
     texts = [
         [
             problem.text
-            for problem in judge(wanted, shape("llama-3-8b"), parse_gpus("8xH100", None, gib)).problems
+            for problem in compare_memory(
+                wanted, shape("llama-3-8b"), parse_gpus("8xH100", None, gib)
+            ).problems
         ]
         for gib in (None, 64, 512)
     ]
@@ -359,7 +361,7 @@ def test_no_training_stage_of_a_grid_is_faster_than_the_split_found() -> None:
             tried = config_from_tree(tree, "test", overrides)
         except InputError:
             continue
-        if any(problem.stage == "sft" for problem in judge(tried, model, hardware).problems):
+        if any(problem.stage == "sft" for problem in compare_memory(tried, model, hardware).problems):
             continue
         fitting += 1
         sharded = Model(model, tried.sft.deepspeed)
@@ -398,7 +400,7 @@ def test_no_ppo_step_of_a_grid_is_faster_than_the_split_found() -> None:
             tried = config_from_tree(tree, "test", overrides)
         except InputError:
             continue
-        if not any(problem.stage == "ppo" for problem in judge(tried, model, hardware).problems):
+        if not any(problem.stage == "ppo" for problem in compare_memory(tried, model, hardware).problems):
             fitting.append(way)
             assert found.seconds <= step_time(tried, model, hardware).total * (1 + 1e-9), overrides
     assert fitting.count("pairs") > 30 and fitting.count("all") > 0 and len(fitting) < 200
@@ -425,7 +427,7 @@ def test_the_split_found_fits_in_the_time_that_it_states(model: str, gpus: str, 
     if not fitting:
         return
     pasted = changed(wanted, *found.values())
-    assert judge(pasted, shape(model), hardware).problems == ()
+    assert compare_memory(pasted, shape(model), hardware).problems == ()
     assert isinstance(found["ppo"], Split)
     assert step_time(pasted, shape(model), hardware).total == pytest.approx(found["ppo"].seconds)
     assert found["ppo"].seconds == pytest.approx(sum(s.total for s in found["ppo"].phases.values()))
@@ -441,7 +443,7 @@ def test_a_method_without_critic_splits_policy_and_reward_model() -> None:
     hardware = parse_gpus("8xH100-80G")
     found = splits(wanted, shape("llama-3-8b"), hardware)["ppo"]
     assert isinstance(found, Split)
-    assert judge(changed(wanted, found), shape("llama-3-8b"), hardware).problems == ()
+    assert compare_memory(changed(wanted, found), shape("llama-3-8b"), hardware).problems == ()
 
 
 def test_missing_memory_is_given_in_gigabytes() -> None:

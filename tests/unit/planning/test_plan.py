@@ -34,7 +34,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.batches import describe_batches
-from rlhf_core.planning.fit import advise, check_memory, judge
+from rlhf_core.planning.fit import advise, check_memory, compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.memory import Model, engine_memory
@@ -251,7 +251,7 @@ def test_an_engine_holds_as_many_tokens_as_its_cache_has_room_for(
 
 
 def problems(configured: PipelineConfig, gpus: str) -> list[str]:
-    return [problem.text for problem in judge(configured, eight_b(), parse_gpus(gpus)).problems]
+    return [problem.text for problem in compare_memory(configured, eight_b(), parse_gpus(gpus)).problems]
 
 
 def test_too_little_memory_too_few_devices_and_no_room_for_one_sequence_are_named() -> None:
@@ -274,12 +274,12 @@ def test_too_little_memory_too_few_devices_and_no_room_for_one_sequence_are_name
 def test_the_changes_offered_make_it_fit_and_none_could_be_left_out(gpus: str) -> None:
     hardware, shape = parse_gpus(gpus), eight_b()
     wanted = config()
-    changes = advise(wanted, lambda changed: judge(changed, shape, hardware))
+    changes = advise(wanted, lambda changed: compare_memory(changed, shape, hardware))
     assert changes
     tree = wanted.model_dump(mode="json", by_alias=True)
 
     def fits(overrides: list[str]) -> bool:
-        return judge(config_from_tree(tree, "test", overrides), shape, hardware).fits
+        return compare_memory(config_from_tree(tree, "test", overrides), shape, hardware).fits
 
     assert fits(list(changes))
     for change in changes:
@@ -298,12 +298,15 @@ def test_a_small_change_is_enough_for_a_small_problem() -> None:
         sft={"deepspeed": {"ranks": 4, "zero_stage": 3, "dtype": "bfloat16"}, "micro_batch_tokens": 16384}
     )
     wanted = wanted.model_copy(update={"ppo": load_config(CONFIGS / "production.yaml").ppo})
-    found = advise(wanted, lambda changed: judge(changed, eight_b(), parse_gpus("8xA100-80G")))
+    found = advise(wanted, lambda changed: compare_memory(changed, eight_b(), parse_gpus("8xA100-80G")))
     assert found == ("sft.deepspeed.gradient_checkpointing=true",)
 
 
 def test_without_any_way_out_none_is_offered() -> None:
-    assert advise(config(), lambda changed: judge(changed, eight_b(), parse_gpus("RTX4090-24G"))) is None
+    assert (
+        advise(config(), lambda changed: compare_memory(changed, eight_b(), parse_gpus("RTX4090-24G")))
+        is None
+    )
 
 
 # -- time --
@@ -473,11 +476,11 @@ def test_on_a_cpu_the_engines_of_the_evaluation_share_its_memory() -> None:
     tree = {"run": {"device": "cpu"}, "ppo": {"engine": {"kv_cache_gib": 4.0}}}
     wanted = config_from_tree(tree, "test", ["evaluate.engines=16"])
     shape = base_model_shape(wanted)
-    verdict = judge(wanted, shape, hardware)
+    verdict = compare_memory(wanted, shape, hardware)
     assert [(problem.stage, problem.what) for problem in verdict.problems] == [("evaluate", "memory")]
     [load] = [load for load in verdict.loads if (load.stage, load.phase) == ("evaluate", "sample")]
     assert (load.devices, load.engine.cache) == (16, 4 * GIB)
-    assert advise(wanted, lambda changed: judge(changed, shape, hardware)) == ("evaluate.engines=4",)
+    assert advise(wanted, lambda changed: compare_memory(changed, shape, hardware)) == ("evaluate.engines=4",)
 
 
 # -- the command --
@@ -560,7 +563,7 @@ def test_on_the_cpu_the_demo_is_judged_by_the_memory_of_the_machine(
 def test_processes_that_share_one_memory_are_added_up() -> None:
     cores = Hardware(2, parse_gpus("A100-40G").device)
     cpu = Hardware(2, type(cores.device)("CPU", 3 * GIB, 1e12, 1e10, 1e9))
-    verdict = judge(
+    verdict = compare_memory(
         load_config(CONFIGS / "demo.yaml"), base_model_shape(load_config(CONFIGS / "demo.yaml")), cpu
     )
     assert [(p.stage, p.what) for p in verdict.problems] == [("ppo", "memory")]
@@ -580,7 +583,7 @@ def test_a_profile_fits_the_hardware_that_it_names(name: str) -> None:
     text = (CONFIGS / name).read_text()
     assert f"rlhf plan deployments/configs/{name} --gpus {gpus} " in text
     profile = load_config(CONFIGS / name)
-    assert judge(profile, base_model_shape(profile, shape), parse_gpus(gpus)).problems == ()
+    assert compare_memory(profile, base_model_shape(profile, shape), parse_gpus(gpus)).problems == ()
     assert "bfloat16" in (profile.sft.deepspeed.dtype, profile.ppo.engine.dtype)
 
 

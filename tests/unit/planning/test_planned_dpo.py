@@ -10,7 +10,7 @@ from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.devices import check_gpu_counts
-from rlhf_core.planning.fit import judge
+from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.search import Split, fastest
 
@@ -30,7 +30,7 @@ def test_the_plan_has_dpo_only_if_it_is_enabled() -> None:
     # A pair has as many tokens as for the reward model, and the model has as many weights as in SFT.
     batches = dict(describe_batches(wanted))
     assert batches["dpo"].split(";")[0] == batches["reward"].split(";")[0]
-    verdict = judge(wanted, shape, HARDWARE)
+    verdict = compare_memory(wanted, shape, HARDWARE)
     loads = {load.stage: load.total for load in verdict.loads if load.phase == "load"}
     assert loads["dpo"] == loads["sft"]
     assert "dpo: needs 4 devices; there are 2" in [problem.text for problem in verdict.problems]
@@ -39,7 +39,7 @@ def test_the_plan_has_dpo_only_if_it_is_enabled() -> None:
     errors = [str(error) for error in check_gpu_counts(wanted, 2)]
     assert any("dpo.deepspeed.ranks: must be at most the 2 visible GPUs; got 4" in error for error in errors)
 
-    plain = judge(config(), shape, HARDWARE)
+    plain = compare_memory(config(), shape, HARDWARE)
     assert "dpo" not in {load.stage for load in plain.loads} | {problem.stage for problem in plain.problems}
     assert not any("dpo" in str(error) for error in check_gpu_counts(config(), 2))
 
@@ -52,4 +52,4 @@ def test_the_fastest_split_of_dpo_fits() -> None:
     tree = config(enabled=True).model_dump(mode="json", by_alias=True)
     overrides = [f"{name}={value}" for name, value in split.changes.items()]
     changed = config_from_tree(tree, "test", overrides)
-    assert "dpo" not in {problem.stage for problem in judge(changed, shape, HARDWARE).problems}
+    assert "dpo" not in {problem.stage for problem in compare_memory(changed, shape, HARDWARE).problems}

@@ -19,7 +19,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.planning.fit import advise, judge
+from rlhf_core.planning.fit import advise, compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
 from rlhf_core.planning.search import Split, fastest
 
@@ -57,7 +57,7 @@ def config(
 
 
 def loads(configured: PipelineConfig, hardware: Hardware) -> list[Any]:
-    found = judge(configured, small(), hardware).loads
+    found = compare_memory(configured, small(), hardware).loads
     return [load for load in found if load.what == "language model"]
 
 
@@ -85,26 +85,26 @@ def test_a_judge_that_labels_answers_is_a_load_of_the_stage_sample(folder: str) 
     assert load.stage == "sample", "another judge decides the evaluation"
     small_gpus = parse_gpus("8xRTX4090-24G")
     configured = config({"path": folder}, labels=True, gpu_memory_utilization=0.6)
-    verdict = judge(configured, small(), small_gpus)
+    verdict = compare_memory(configured, small(), small_gpus)
     assert [problem.stage for problem in verdict.problems] == ["sample", "evaluate"]
     assert verdict.problems[0].text.startswith("sample: the KV cache of an engine with evaluate.language_")
-    changes = advise(configured, lambda changed: judge(changed, small(), small_gpus))
+    changes = advise(configured, lambda changed: compare_memory(changed, small(), small_gpus))
     assert changes is not None and any("gpu_memory_utilization" in change for change in changes)
 
 
 def test_a_judge_that_does_not_fit_is_a_problem_with_a_way_out(folder: str) -> None:
     hardware = parse_gpus("8xRTX4090-24G")
-    assert judge(config(None, gpu_memory_utilization=0.6), small(), hardware).fits
+    assert compare_memory(config(None, gpu_memory_utilization=0.6), small(), hardware).fits
     configured = config({"path": folder}, gpu_memory_utilization=0.6)
-    verdict = judge(configured, small(), hardware)
+    verdict = compare_memory(configured, small(), hardware)
     assert [(problem.stage, problem.what) for problem in verdict.problems] == [("evaluate", "language model")]
     assert verdict.problems[0].text.startswith(
         "evaluate: the KV cache of an engine with evaluate.language_model.path holds 0 tokens; a question"
     )
-    changes = advise(configured, lambda changed: judge(changed, small(), hardware))
+    changes = advise(configured, lambda changed: compare_memory(changed, small(), hardware))
     assert changes is not None
     tree = configured.model_dump(mode="json", by_alias=True)
-    assert judge(config_from_tree(tree, "test", changes), small(), hardware).fits
+    assert compare_memory(config_from_tree(tree, "test", changes), small(), hardware).fits
     split = fastest(configured, small(), hardware)[-1]
     assert isinstance(split, Split) and "evaluate.ranks" not in split.changes
 
@@ -112,13 +112,13 @@ def test_a_judge_that_does_not_fit_is_a_problem_with_a_way_out(folder: str) -> N
 def test_on_a_cpu_the_models_of_the_evaluation_are_in_memory_one_after_the_other(folder: str) -> None:
     def problems(gib: float) -> list[str]:
         hardware = Hardware(4, Device("CPU", gib * GIB, 0.15e12, 10e9, 1e9))
-        verdict = judge(config({"path": folder}), small(), hardware)
+        verdict = compare_memory(config({"path": folder}), small(), hardware)
         return [problem.text for problem in verdict.problems if problem.stage == "evaluate"]
 
     hardware = Hardware(4, Device("CPU", 1000 * GIB, 0.15e12, 10e9, 1e9))
     totals = {
         load.what: load.total * load.devices / GIB
-        for load in judge(config({"path": folder}), small(), hardware).loads
+        for load in compare_memory(config({"path": folder}), small(), hardware).loads
         if load.stage == "evaluate"
     }
     largest = max(totals.values())

@@ -21,7 +21,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.planning.fit import judge
+from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
 from rlhf_core.planning.layout import layout
 from rlhf_core.planning.loads import device_loads
@@ -61,7 +61,7 @@ def found_split(configured: PipelineConfig, model: str, hardware: Hardware) -> S
     *_, split = fastest(configured, shape(model), hardware)
     assert isinstance(split, Split), split.reason
     changed = with_changes(configured, split.changes)
-    problems = judge(changed, shape(model), hardware).problems
+    problems = compare_memory(changed, shape(model), hardware).problems
     assert not [problem.text for problem in problems if problem.stage == "ppo"]
     return split
 
@@ -173,7 +173,7 @@ def test_a_colocated_engine_is_on_ranks_of_one_host(
     wanted = colocated(ranks, engines, ways)
     found = layout(plan(wanted.ppo), HOSTS)
     assert (found and found.engines) == hosts
-    problems = [problem.text for problem in judge(wanted, shape("qwen3-0.6b"), HOSTS).problems]
+    problems = [problem.text for problem in compare_memory(wanted, shape("qwen3-0.6b"), HOSTS).problems]
     expected = (
         f"ppo: the {ways} GPUs of an engine must be in one host of 8; the training ranks are on too few"
     )
@@ -202,4 +202,4 @@ def test_engines_of_several_gpus_are_found_where_they_are_faster(model: str, gpu
     if ways > 1:
         # With one GPU for each engine and the same ranks, the model has no room.
         alone = {**found.changes, "ppo.engine.tensor_parallel": "1", "ppo.engine.count": "32"}
-        assert judge(with_changes(config(), alone), shape(model), hardware).problems
+        assert compare_memory(with_changes(config(), alone), shape(model), hardware).problems

@@ -31,7 +31,7 @@ from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import WorkerDied
 from rlhf_core.evaluation.held_out import HeldOutEvaluation, HeldOutResult
 from rlhf_core.models.known_shapes import known_shape
-from rlhf_core.planning.fit import judge
+from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.search import Split, fastest
 from rlhf_core.planning.speed import step_time
@@ -283,7 +283,7 @@ def test_the_plan_counts_each_phase_and_finds_the_split() -> None:
     for level in (0, 1, 2):
         changes = [f"ppo.engine.sleep_level={level}", "ppo.engine.gpu_memory_utilization=0.7"]
         config = load_config(PRODUCTION, changes)
-        verdict = judge(config, shape, hardware)
+        verdict = compare_memory(config, shape, hardware)
         loads[level] = {load.phase: load for load in verdict.loads if load.stage == "ppo"}
         seconds[level] = step_time(config, shape, hardware)
         assert any(problem.stage == "ppo" for problem in verdict.problems) is (level == 0)
