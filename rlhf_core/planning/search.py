@@ -223,7 +223,7 @@ class _Option:
 
 
 @dataclass(order=True)
-class _Candidate:
+class _SplitCandidate:
     seconds: float
     order: int
     fields: Changes = field(compare=False)
@@ -308,7 +308,7 @@ class _PPOSearch:
         share = self._share("pairs")
         return [ways for ways in self._tensor_parallel() if self._rollout(1, ways, share) is not None]
 
-    def _candidates(self) -> Iterator[_Candidate]:
+    def _candidates(self) -> Iterator[_SplitCandidate]:
         # With staleness, the engines need devices of their own.
         colocations = ("pairs",) if self._config.ppo.staleness else ("pairs", "all")
         for colocate in colocations:
@@ -325,7 +325,7 @@ class _PPOSearch:
 
     def _with_ranks(
         self, colocate: str, groups: tuple[Group, ...], ranks: tuple[int, ...]
-    ) -> Iterator[_Candidate]:
+    ) -> Iterator[_SplitCandidate]:
         """Yield the fastest settings of the groups with every number of engines."""
         if colocate == "all":
             alone = arrange(ranks, 0, 1, self._hardware)
@@ -391,7 +391,7 @@ class _PPOSearch:
 
     def _colocated(
         self, engine: EngineConfig, tokens: int, option: _Option, hosts: tuple[int, ...]
-    ) -> Iterator[_Candidate]:
+    ) -> Iterator[_SplitCandidate]:
         """Yield engines on the devices of the ranks, with the memory that is left there."""
         memory = self._hardware.device.memory
         share = math.floor(100 * (memory - option.peak.total - ENGINE_CONTEXT) / memory) / 100
@@ -407,7 +407,7 @@ class _PPOSearch:
 
     def _in_turns(
         self, engine: EngineConfig, tokens: int, option: _Option, hosts: tuple[int, ...]
-    ) -> Iterator[_Candidate]:
+    ) -> Iterator[_SplitCandidate]:
         """Yield engines that sleep while the ranks compute (`ppo.engine.sleep_level`)."""
         ppo, memory = self._config.ppo, self._hardware.device.memory
         if option.sharding.zero_stage == 0 or option.sharding.offload != "none":
@@ -439,9 +439,9 @@ class _PPOSearch:
         moving = send.total + turn_time(changed, self._shape, group).total
         yield self._candidate(_longest_of((option,)) + rollout.total + moving, fields)
 
-    def _candidate(self, seconds: float, fields: Changes) -> _Candidate:
+    def _candidate(self, seconds: float, fields: Changes) -> _SplitCandidate:
         self._tried += 1
-        return _Candidate(seconds, self._tried, fields)
+        return _SplitCandidate(seconds, self._tried, fields)
 
     def _group(
         self, colocate: str, roles: tuple[str, ...], ranks: int, tokens: int, spans: bool

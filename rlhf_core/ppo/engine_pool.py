@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 @dataclass
-class _Engine:
+class _PoolMember:
     index: int
     actor: RemoteActor[EngineActor]
     state: Literal["stale", "serving", "dead"] = "stale"
@@ -62,7 +62,7 @@ class EnginePool:
         self._start = start
         self._config = config
         self._client = client
-        self._engines = [_Engine(index, start(index, 0)) for index in range(config.count)]
+        self._engines = [_PoolMember(index, start(index, 0)) for index in range(config.count)]
 
     @property
     def actors(self) -> list[RemoteActor[EngineActor]]:
@@ -161,7 +161,7 @@ class EnginePool:
 
     # -- one engine --
 
-    def _load(self, engine: _Engine) -> bool:
+    def _load(self, engine: _PoolMember) -> bool:
         """Return whether a restarted engine has loaded its model."""
         try:
             self._client.wait([engine.actor.call(EngineActor.load)], f"{engine.name} to be restarted")
@@ -173,14 +173,14 @@ class EnginePool:
         log.info("%s has been restarted, restart %d", engine.name, engine.starts - 1)
         return True
 
-    def _can_restart(self, engine: _Engine) -> bool:
+    def _can_restart(self, engine: _PoolMember) -> bool:
         return engine.restarts < self._config.max_restarts
 
-    def _remaining(self) -> list[_Engine]:
+    def _remaining(self) -> list[_PoolMember]:
         """Return the engines that live or can be restarted."""
         return [engine for engine in self._engines if engine.state != "dead" or self._can_restart(engine)]
 
-    def _is_stalled(self, engine: _Engine, what: str, suspended: set[int]) -> bool:
+    def _is_stalled(self, engine: _PoolMember, what: str, suspended: set[int]) -> bool:
         """Mark the engine dead if it is stalled.
 
         A suspended engine is only logged until its limit has passed.
@@ -198,7 +198,7 @@ class EnginePool:
             log.warning("%s; the timeout is %g s", participant.describe(), participant.stall_after)
         return False
 
-    def _is_unhealthy(self, engine: _Engine, *, after_error: bool) -> bool:
+    def _is_unhealthy(self, engine: _PoolMember, *, after_error: bool) -> bool:
         participant = self._client.monitor.participant(engine.name)
         if participant is not None:
             if participant.state == "dead" or participant.stalled:
@@ -207,7 +207,7 @@ class EnginePool:
                 return True
         return after_error and bool(self._client.dead_actors([engine.actor]))
 
-    def _mark_dead(self, engine: _Engine, reason: str) -> None:
+    def _mark_dead(self, engine: _PoolMember, reason: str) -> None:
         """Kill what is left of an engine. Raises WorkerDied if too few engines remain."""
         if engine.state == "dead":
             return  # With `ppo.staleness` of more than 1, an engine has calls of several steps.
