@@ -118,7 +118,7 @@ def _compiled(shared: str, own: str) -> str:
     folder = os.path.join(shared, f"rlhf-compiled-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         os.makedirs(folder, mode=0o700)
-    if is_own(folder):
+    if is_private_folder(folder):
         return folder
     sys.stderr.write(
         f"{folder} is not a folder of this user alone: what torch compiles is not kept; remove it\n"
@@ -126,7 +126,7 @@ def _compiled(shared: str, own: str) -> str:
     return os.path.join(own, "compiled")
 
 
-def is_own(folder: str) -> bool:
+def is_private_folder(folder: str) -> bool:
     """Return whether `folder` is a real folder that no other user can write to or replace."""
     own, above = os.lstat(folder), os.stat(os.path.dirname(folder))
     return (

@@ -33,7 +33,7 @@ class OwnAddressOnly:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or is_own(scope["headers"]):
+        if scope["type"] == "lifespan" or has_own_origin(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -44,7 +44,7 @@ class OwnAddressOnly:
             await send({"type": "http.response.body", "body": _REFUSED})
 
 
-def is_own(headers: list[tuple[bytes, bytes]]) -> bool:
+def has_own_origin(headers: list[tuple[bytes, bytes]]) -> bool:
     """Return whether the headers name a loopback host and no other origin."""
     hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]

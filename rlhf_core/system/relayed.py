@@ -14,7 +14,7 @@ def relay(records: Iterable[logging.LogRecord], *, shown: bool) -> None:
     Args:
         records: Of the other process.
         shown: Whether its lines will certainly be shown. A handler of this process that writes to stderr has
-            `is_own` as a filter and then leaves them out, so that no line is there twice.
+            `is_from_this_process` as a filter and then leaves them out, so that no line is there twice.
     """
     for record in records:
         if shown:
@@ -24,6 +24,6 @@ def relay(records: Iterable[logging.LogRecord], *, shown: bool) -> None:
             logger.handle(record)
 
 
-def is_own(record: logging.LogRecord) -> bool:
+def is_from_this_process(record: logging.LogRecord) -> bool:
     """Return whether stderr does not show a record of another process already."""
     return not hasattr(record, _RELAYED)

@@ -50,7 +50,7 @@ from rlhf_core.ppo.reward_actor import (
 from rlhf_core.ppo.rollouts import Collector
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.system.overriding import override
-from rlhf_core.system.relayed import is_own
+from rlhf_core.system.relayed import is_from_this_process
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import (
     NEVER,
@@ -204,7 +204,7 @@ def test_failures_have_the_same_errors_and_warnings(
     assert seen[0] == seen[1]
     assert any("try 1 of 2 failed" in text for _, _, text in seen[1][1])
     # After an error, Ray may end before it shows them.
-    assert {is_own(record) for record in caplog.records} == {on_error == "abort"}
+    assert {is_from_this_process(record) for record in caplog.records} == {on_error == "abort"}
     assert ("on_error=mask would leave" in seen[1][0]) == (on_error == "abort")
     assert not logging.getLogger("rlhf_core.rewards").handlers
 
