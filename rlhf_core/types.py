@@ -234,6 +234,9 @@ class Nodes(Protocol):
     def share(self, folder: Path) -> None:
         """Copy the files of a folder of this host to the other hosts, unless they have them.
 
+        A folder outside `run.home` is the user's: nothing is written to it. Raises DataError if it has other
+        files on another host.
+
         Weights that are only in the store are fetched by all hosts with processes of the stage.
         """
 

@@ -10,7 +10,7 @@
     fetch                                 ->  what the ranks of this host need of a checkpoint
     listing, read                         ->  files that processes have written here, for the driver
     upload_files, fetch_files             ->  weights of the stage's output, which the driver has no copy of
-    digests, write                        ->  files of the driver that processes here read
+    digests, write                        ->  files of the driver below run.home that processes here read
 
 An agent is a Ray actor without CPUs. It trains nothing and imports neither torch nor vLLM. It ends with its
 driver.
@@ -40,7 +40,7 @@ from rlhf_core.storage.checkpoints import discard_old_parts
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
-from rlhf_core.system.home import Home, make_attempt_folders
+from rlhf_core.system.home import Home, is_below, make_attempt_folders
 from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef
@@ -308,7 +308,8 @@ class NodeAgent:
 
     @_served
     def write(self, file: Path, offset: int, data: bytes) -> None:
-        """Write a part of a file. Parts come in their order."""
+        """Write a part of a file below `run.home`. Parts come in their order."""
+        self._require_below_home(file)
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab" if offset else "wb") as opened:
             opened.write(data)
@@ -320,6 +321,15 @@ class NodeAgent:
 
     @_served
     def remove(self, folder: Path) -> None:
-        """Delete the files below `folder`, which the driver has read."""
+        """Delete the files below `folder`, which the driver has read and which is below `run.home`."""
+        self._require_below_home(folder)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+
+    def _require_below_home(self, path: Path) -> None:
+        """Raise InputError for a path that may have files of the user, also through a link."""
+        home = Path(self._config.run.home)
+        if not is_below(path, home):
+            raise InputError(
+                f"{path} is not below run.home={home} on host {socket.gethostname()}; nothing was changed"
+            )

@@ -4,7 +4,7 @@
     monitor  asks each agent what its processes do, once per second on a few hosts (`heartbeat.OtherHosts`)
     parts    of checkpoints: each agent hashes, uploads and fetches its own (`checkpoints.HostParts`)
     gather   moves what processes have written on other hosts to this one, and weights to the store
-    share    copies a folder of this host to the others
+    share    copies a folder below `run.home` to the others, and compares other folders
     leave    ends the agents
 
 Nodes that share the folder of the run (`run.home` on NFS) have one part of the files: the first of them.
@@ -20,21 +20,22 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.cluster.agent import MARK, NodeAgent, Started, mark_text
 from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
 from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.other_host import POLL_SECONDS, Host, HostCall, await_calls, of_host
 from rlhf_core.cluster.output import StoredOutput
 from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
-from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
+from rlhf_core.cluster.rpc import RemoteActor, fetch
 from rlhf_core.cluster.space import space_of, space_problem
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import (
     ConfigError,
     CorruptArtifact,
+    DataError,
     InfrastructureError,
     RLHFError,
     StoreError,
@@ -45,7 +46,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, is_weights
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
-from rlhf_core.system.home import Home
+from rlhf_core.system.home import Home, is_below
 from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef
@@ -54,7 +55,6 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 30.0
 """A host whose agent has not answered for this long is lost, if there are at most a hundred."""
-_POLL_SECONDS = 0.05
 _WAIT_SECONDS = 1.0
 """How often a wait looks whether a host is lost."""
 _FRESH_SECONDS = 3.0
@@ -65,78 +65,6 @@ _LAST_SECONDS = 15.0
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-
-
-@dataclass(frozen=True)
-class _Call(Pending[R_co]):
-    """A call of the agent on `host`."""
-
-    host: _Host = field(kw_only=True)
-
-
-@dataclass
-class _Host:
-    """One node other than the driver's."""
-
-    node_id: str
-    actor: RemoteActor[NodeAgent]
-    name: str
-    files_of: str = ""
-    """The id of the node whose files it has: its own, unless hosts share the folder of the run."""
-    inputs: list[Path] = field(default_factory=list)
-    """Folders of the stage's inputs there, which it has verified."""
-    participants: list[Participant] = field(default_factory=list)
-    """As of now: their seconds go on after the report."""
-    silent: float = 0.0
-    """Seconds since the last report."""
-    asked: float = math.inf
-    """Seconds since the last request for a report."""
-    pending: Pending[list[Participant]] | None = None
-    lost: bool = False
-
-    @property
-    def has_files(self) -> bool:
-        """Whether it has files of its own."""
-        return self.files_of == self.node_id
-
-    def call(
-        self, method: Callable[Concatenate[NodeAgent, P], R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> _Call[R]:
-        call = self.actor.call(method, *args, **kwargs)
-        return _Call(call.reference, call.objects, host=self)
-
-    def ask(self) -> None:
-        """Request a report, unless one is under way."""
-        if self.pending is None and not self.lost:
-            self.pending, self.asked = self.call(NodeAgent.report), 0.0
-
-    def take(self, participants: list[Participant]) -> None:
-        """Replace what is known by a report."""
-        self.participants, self.silent, self.pending = participants, 0.0, None
-
-    def receive(self, report: Pending[list[Participant]]) -> None:
-        """Take a report that has come."""
-        try:
-            self.take(fetch([report], _POLL_SECONDS)[0])
-        except TimeoutError:
-            return  # the next time
-        except RLHFError as error:
-            log.warning("host %s is lost: %s", self.name, error)
-            self.lose()
-
-    def advance(self, seconds: float) -> None:
-        """Count the time since the last report, also for the participants."""
-        self.silent += seconds
-        self.asked += seconds
-        # In place: there may be thousands of them, twice per second.
-        for participant in self.participants:
-            participant.seconds += seconds
-
-    def lose(self) -> None:
-        """Take the host for lost, and with it its participants. It stays so."""
-        self.lost = True
-        for participant in self.participants:
-            participant.state = "lost"
 
 
 class ClusterNodes:
@@ -182,7 +110,7 @@ class ClusterNodes:
         self._has_space = False
         self._cluster = cluster
         self._chunk_bytes = chunk_bytes
-        self._hosts: list[_Host] = []
+        self._hosts: list[Host] = []
         self._ranks: dict[str, dict[str, set[int]]] = {}
         """See `join`, with the ranks of nodes that share their files at one of them."""
         self._files_of: dict[str, str] = {}
@@ -218,14 +146,14 @@ class ClusterNodes:
         if added:
             self._fetch_inputs(added)
 
-    def _add_hosts(self, node_ids: Sequence[str]) -> list[_Host]:
+    def _add_hosts(self, node_ids: Sequence[str]) -> list[Host]:
         """Start the agents, and return the new hosts."""
         heartbeat("start agents", math.inf)  # each start has its own limit
         # An agent that finds this file shares the folder with the driver.
         (self._work / MARK).write_text(mark_text(self._token, self._own_id))
         added = []
         names = self._cluster.node_names()
-        for host in [_Host(node_id, self._start(node_id), names[node_id]) for node_id in node_ids]:
+        for host in [Host(node_id, self._start(node_id), names[node_id]) for node_id in node_ids]:
             # In turn: the first of those that share a folder has its files.
             started = self._started(host)
             host.name, host.files_of = started.hostname, started.files_of
@@ -264,7 +192,7 @@ class ClusterNodes:
                 " stages that were not uploaded"
             )
 
-    def _fetch_inputs(self, added: Sequence[_Host]) -> None:
+    def _fetch_inputs(self, added: Sequence[Host]) -> None:
         """Have the agents of new hosts fetch and verify what the stage reads."""
         heartbeat("fetch inputs", math.inf)  # a download has no time limit
         with_files = [host for host in added if host.has_files]
@@ -279,7 +207,7 @@ class ClusterNodes:
         names = sorted(host.name for host in self._hosts)
         log.info("hosts of the stage: this one, %s", ", ".join(names))
 
-    def _started(self, host: _Host) -> Started:
+    def _started(self, host: Host) -> Started:
         """Return what the agent returns when it has started."""
         limit = self._config.run.timeouts.start
         call = host.call(NodeAgent.start, host.node_id, self._token)
@@ -290,7 +218,7 @@ class ClusterNodes:
                 f"the agent on host {host.name} did not start within {limit:g} s (run.timeouts.start)"
             ) from None
         except InfrastructureError as error:
-            raise _of_host(error, [call]) from error
+            raise of_host(error, [call]) from error
 
     def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
         store = self._config.store
@@ -319,7 +247,7 @@ class ClusterNodes:
         self._monitor.include(None)
         with self._lock:  # the monitor may be in the middle of a poll
             hosts, self._hosts, self._ranks, self._files_of = self._hosts, [], {}, {}
-        _await([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
+        await_calls([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
         for host in hosts:
             host.actor.kill()
 
@@ -342,7 +270,7 @@ class ClusterNodes:
             if new:
                 self._wait([host.call(NodeAgent.remove, folder)])
 
-    def _upload_weights(self, host: _Host, folder: Path, weights: Sequence[FileEntry]) -> Sequence[FileEntry]:
+    def _upload_weights(self, host: Host, folder: Path, weights: Sequence[FileEntry]) -> Sequence[FileEntry]:
         """Have a host put weights of the output into the store. Return those that it has put there."""
         if self.output is None or not weights or not self.output.includes(folder):
             return ()
@@ -378,19 +306,29 @@ class ClusterNodes:
         self._fetch_stored(folder)
         # A host has verified each file of an input against its manifest, as this one has.
         places = {folder.absolute(), *folder.absolute().parents}
-        hosts = [host for host in self._with_files() if places.isdisjoint(host.inputs)]
+        is_users = not is_below(folder, Path(self._config.run.home))
+        # Hosts that share `run.home` need not share other folders.
+        hosts = [
+            host
+            for host in (self._hosts if is_users else self._with_files())
+            if places.isdisjoint(host.inputs)
+        ]
         if not hosts:
             return
-        heartbeat("copy files to other hosts", math.inf)
+        heartbeat("compare files with other hosts" if is_users else "copy files to other hosts", math.inf)
         asked = [host.call(NodeAgent.digests, folder) for host in hosts]
         own = self._digests.of(folder)
         there = self._wait(asked)
+        if is_users:
+            for host, files in zip(hosts, there, strict=True):
+                _require_same(folder, own, files, host.name)
+            return
         for name, digest in own.items():
             lacking = [host for host, files in zip(hosts, there, strict=True) if files.get(name) != digest]
             if lacking:
                 self._send(folder / name, digest, lacking)
 
-    def _send(self, file: Path, expected: str, hosts: Sequence[_Host]) -> None:
+    def _send(self, file: Path, expected: str, hosts: Sequence[Host]) -> None:
         size = file.stat().st_size
         objects = hosts[0].actor.objects
         with file.open("rb") as opened:
@@ -404,7 +342,7 @@ class ClusterNodes:
             if digest != expected:
                 raise CorruptArtifact(f"{file} changed on its way to host {host.name}.")
 
-    def _copy(self, host: _Host, file: Path, entry: FileEntry) -> None:
+    def _copy(self, host: Host, file: Path, entry: FileEntry) -> None:
         digest = hashlib.sha256()
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as copy:
@@ -415,11 +353,11 @@ class ClusterNodes:
         if digest.hexdigest() != entry.sha256:
             raise CorruptArtifact(f"{file} of host {host.name} changed on its way to this host.")
 
-    def _with_files(self) -> list[_Host]:
+    def _with_files(self) -> list[Host]:
         """Return the hosts that have files of their own."""
         return [host for host in self._hosts if host.has_files]
 
-    def _wait(self, calls: Sequence[_Call[R]]) -> list[R]:
+    def _wait(self, calls: Sequence[HostCall[R]]) -> list[R]:
         """Return the answers of agents, however long they take. Raises WorkerDied if a host is lost, and
         other errors with the name of the host.
         """
@@ -427,7 +365,7 @@ class ClusterNodes:
             try:
                 return fetch(calls, _WAIT_SECONDS)
             except InfrastructureError as error:
-                raise _of_host(error, calls) from error
+                raise of_host(error, calls) from error
             except TimeoutError:
                 lost = [host.name for host in self._hosts if host.lost]
                 if lost:
@@ -442,7 +380,7 @@ class ClusterNodes:
         with self._lock:
             for host in self._hosts:
                 host.advance(passed)
-            self._receive_reports(_POLL_SECONDS)
+            self._receive_reports(POLL_SECONDS)
             interval, limit = report_seconds(len(self._hosts)), silent_seconds(len(self._hosts))
             for host in self._hosts:
                 if host.pending is not None and host.silent > limit and not host.lost:
@@ -459,11 +397,11 @@ class ClusterNodes:
     def _receive_reports(self, seconds: float) -> None:
         """Take the reports that come within this time."""
         asked = [(host, host.pending) for host in self._hosts if host.pending is not None and not host.lost]
-        ended = _await([report for _, report in asked], seconds)
+        ended = await_calls([report for _, report in asked], seconds)
         come = [pair for pair, has_ended in zip(asked, ended, strict=True) if has_ended]
         try:  # at once, which costs much less
             for (host, _), participants in zip(
-                come, fetch([report for _, report in come], _POLL_SECONDS), strict=True
+                come, fetch([report for _, report in come], POLL_SECONDS), strict=True
             ):
                 host.take(participants)
         except (TimeoutError, RLHFError):
@@ -491,10 +429,10 @@ class ClusterNodes:
         hosts = [host for host in self._hosts if not host.lost]
         calls = [host.call(method, *args, **kwargs) for host in hosts]
         answers = []
-        _await(calls, _LAST_SECONDS)
+        await_calls(calls, _LAST_SECONDS)
         for host, call in zip(hosts, calls, strict=True):
             try:
-                answers += fetch([call], _POLL_SECONDS)
+                answers += fetch([call], POLL_SECONDS)
             except (InfrastructureError, TimeoutError) as error:
                 log.warning("host %s, %s: %s", host.name, method.__name__, error)
         return answers
@@ -541,23 +479,22 @@ class ClusterNodes:
     def _needed(self, manifest: Manifest, node_id: str) -> frozenset[str]:
         return needed_files([entry.path for entry in manifest.files], self._ranks, node_id)
 
-    def _parts(self, calls: Sequence[_Call[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
+    def _parts(self, calls: Sequence[HostCall[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
         return [part for part in self._wait(calls) if part]
 
 
-def _of_host(error: InfrastructureError, calls: Sequence[_Call[Any]]) -> InfrastructureError:
-    """Return the error of one of several calls with the name of its host. Ray's own errors have none."""
-    for call, has_ended in zip(calls, _await(calls, _POLL_SECONDS), strict=True):
-        if not has_ended:
-            continue
-        try:
-            fetch([call], _POLL_SECONDS)
-        except InfrastructureError as own:
-            named = f"host {call.host.name}"
-            return own if named in own.message else type(own)(f"{named}: {own.message}")
-        except (TimeoutError, RLHFError):
-            continue
-    return error
+def _require_same(folder: Path, own: Mapping[str, str], there: Mapping[str, str], host: str) -> None:
+    """Raise DataError if a folder of the user has other files on another host. Hidden files do not count."""
+    differing = [
+        name
+        for name, _ in own.items() ^ there.items()
+        if not any(part.startswith(".") for part in Path(name).parts)
+    ]
+    if differing:
+        raise DataError(
+            f"{folder} has other files on host {host} than on {socket.gethostname()}, for example"
+            f" {min(differing)}; copy the folder to every host"
+        )
 
 
 def report_seconds(hosts: int) -> float:
@@ -570,11 +507,6 @@ def report_seconds(hosts: int) -> float:
 def silent_seconds(hosts: int) -> float:
     """Return the time without an answer after which a host is lost: `SILENT_SECONDS`, or three reports."""
     return max(SILENT_SECONDS, 3 * report_seconds(hosts))
-
-
-def _await(calls: Sequence[Pending[R]], seconds: float) -> list[bool]:
-    """Return for each call whether it has ended; `ready` needs at least one."""
-    return ready(calls, seconds) if calls else []
 
 
 def _nothing(_answers: object) -> None:

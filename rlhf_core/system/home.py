@@ -45,6 +45,11 @@ def home_problem(folder: Path) -> str | None:
     return None
 
 
+def is_below(path: Path, home: Path) -> bool:
+    """Return whether a path, its links followed, is below the folder `home`."""
+    return home.resolve() in path.resolve().parents
+
+
 def output_folder(work: Path) -> Path:
     """Return the folder for the output of an attempt. `work` is the folder of the attempt."""
     return work / "out"

@@ -36,7 +36,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_core.cluster.nodes import ClusterNodes, _Host
+from rlhf_core.cluster.nodes import ClusterNodes
+from rlhf_core.cluster.other_host import Host
 from rlhf_core.cluster.rpc import ActorClient, Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
@@ -320,7 +321,7 @@ def waiting_cost(ranks: int, processes: int) -> float:
             nodes = ClusterNodes(PipelineConfig(), Path(folder), [], monitor)
             hosts = -(-processes // PROCESSES_PER_HOST) - 1
             nodes._hosts = [
-                _Host(str(number), RemoteActor(agent), f"host-{number}") for number in range(hosts)
+                Host(str(number), RemoteActor(agent), f"host-{number}") for number in range(hosts)
             ]
             monitor.include(nodes)
             register(monitor.folder, "controller", math.inf)

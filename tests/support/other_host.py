@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.cluster.agent import NodeAgent
+from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.store import Store
+from rlhf_core.system.heartbeat import Monitor
+from rlhf_core.testing.actors import LocalObjects
+from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef
 
 
@@ -123,3 +127,19 @@ class Elsewhere(NodeAgent):
 
     def remove(self, folder: Path) -> None:
         super().remove(self.there(folder))
+
+
+def two_nodes(
+    folder: Path,
+    agent: NodeAgent,
+    objects: LocalObjects | None = None,
+    inputs: Sequence[ArtifactRef] = (),
+    copies: Mapping[str, int] | None = None,
+) -> ClusterNodes:
+    """Return the driver's view of one other host before the stage has ranks."""
+    cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent}, objects=objects)
+    work = folder / "work"
+    work.mkdir()
+    monitor = Monitor(folder / "stacks")
+    config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
+    return ClusterNodes(config, work, inputs, monitor, copies=copies, cluster=cluster, chunk_bytes=10)

@@ -12,42 +12,35 @@
 - a part on a host that runs the driver later is not taken for a checkpoint
 - an agent deletes parts of finished stages, of steps that were passed, and old ones
 - hosts share a folder only if its mark is of the same attempt; what a killed attempt has left is deleted
-- inputs and a base model that a host has verified are not read again
-- a folder is copied to another host, and back, in parts; a file that changes on its way is noticed
+- a base model that a host has verified is not read again
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
 from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
-from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import ModelState, model_digest, model_digests, require_same_state
-from rlhf_core.errors import ConfigError, CorruptArtifact, DataError, StoreError
+from rlhf_core.errors import ConfigError, DataError, StoreError
 from rlhf_core.storage import bundles
-from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
-from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.home import Home
 from rlhf_core.system.machine import Disk
-from rlhf_core.testing.actors import LocalObjects
-from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
-from tests.support.other_host import Elsewhere, bucket
+from tests.support.other_host import Elsewhere, bucket, two_nodes
 
 ZERO_3 = [
     "policy/latest",
@@ -355,38 +348,6 @@ def test_a_mark_of_a_killed_attempt_is_not_of_a_shared_folder(tmp_path: Path) ->
         first.close()
 
 
-class Damaging(LocalObjects):
-    """Objects that change on their way."""
-
-    def put(self, value: Any) -> Any:
-        return super().put(value.replace(b"w", b"x"))
-
-
-def joined(
-    folder: Path, agent: NodeAgent, objects: LocalObjects | None = None, inputs: Sequence[ArtifactRef] = ()
-) -> ClusterNodes:
-    """Return the driver's view of one other host, which copies files in parts of ten bytes."""
-    nodes = two_nodes(folder, agent, objects, inputs)
-    nodes.join({"1": {}, "2": {}})
-    return nodes
-
-
-def two_nodes(
-    folder: Path,
-    agent: NodeAgent,
-    objects: LocalObjects | None = None,
-    inputs: Sequence[ArtifactRef] = (),
-    copies: Mapping[str, int] | None = None,
-) -> ClusterNodes:
-    """Return the driver's view of one other host before the stage has ranks."""
-    cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent}, objects=objects)
-    work = folder / "work"
-    work.mkdir()
-    monitor = Monitor(folder / "stacks")
-    config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
-    return ClusterNodes(config, work, inputs, monitor, copies=copies, cluster=cluster, chunk_bytes=10)
-
-
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
     """The agent of another host, whose files are below `two`."""
@@ -395,11 +356,6 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere
     agent = Elsewhere(tmp_path / "two", config, tmp_path / "attempts" / "1", Store(tmp_path / "store"))
     yield agent
     agent.close()
-
-
-@pytest.fixture
-def two_hosts(tmp_path: Path, other: Elsewhere) -> ClusterNodes:
-    return joined(tmp_path, other)
 
 
 def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
@@ -461,67 +417,6 @@ def test_parts_of_earlier_attempts_take_no_space_from_a_stage(
             nodes.join(ranks)  # with the part of "k", 500.5 MB
     finally:
         agent.close()
-
-
-def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: ClusterNodes) -> None:
-    folder = tmp_path / "one" / "model"
-    (folder / "parts").mkdir(parents=True)
-    content = {"parts/weights": "w" * 25, "config.json": "{}", "empty": ""}
-    for name, text in content.items():
-        (folder / name).write_text(text)
-    two_hosts.share(folder)
-    there = tmp_path / "two" / folder.relative_to("/")
-    assert {name: (there / name).read_text() for name in content} == content
-    # Files that are there already are not sent again.
-    before = (there / "config.json").stat().st_mtime_ns
-    (folder / "more").write_text("more")
-    two_hosts.share(folder)
-    assert (there / "more").read_text() == "more"
-    assert (there / "config.json").stat().st_mtime_ns == before
-    # Another content of the same size is found.
-    (there / "parts/weights").write_text("v" * 25)
-    two_hosts.share(folder)
-    assert (there / "parts/weights").read_text() == "w" * 25
-    shutil.rmtree(folder)
-    two_hosts.gather(folder)
-    assert {name: (folder / name).read_text() for name in content} == content
-    assert list(there.iterdir()) == [], "moved"
-
-
-def test_shared_files_do_not_come_back(tmp_path: Path, two_hosts: ClusterNodes, other: Elsewhere) -> None:
-    folder = tmp_path / "one"
-    folder.mkdir()
-    (folder / "weights").write_text("w" * 25)
-    two_hosts.share(folder)
-    there = other.there(folder)
-    two_hosts.gather(folder)
-    assert not other.files_read and (there / "weights").exists(), "and the next call finds them there"
-    (there / "log").write_text("new")
-    two_hosts.gather(folder)
-    assert other.files_read == [folder / "log"]
-    assert (folder / "log").read_text() == "new"
-
-
-def test_file_that_changes_on_its_way_is_noticed(tmp_path: Path, other: Elsewhere) -> None:
-    folder = tmp_path / "one"
-    folder.mkdir()
-    (folder / "weights").write_text("w" * 25)
-    with pytest.raises(CorruptArtifact, match="weights changed on its way to host"):
-        joined(tmp_path, other, Damaging()).share(folder)
-
-
-def test_inputs_that_a_host_has_verified_are_not_read_again(tmp_path: Path, other: Elsewhere) -> None:
-    artifacts = ArtifactStore(Store(tmp_path / "store"), tmp_path / "cache")
-    (tmp_path / "out" / "model").mkdir(parents=True)
-    (tmp_path / "out" / "model" / "weights").write_text("w" * 25)
-    ref = artifacts.publish("sft", "k", tmp_path / "out", Provenance())
-    nodes = joined(tmp_path, other, inputs=[ref])
-    nodes.share(artifacts.fetch(ref) / "model")
-    assert not other.folders_hashed
-    own = tmp_path / "scratch"
-    own.mkdir()
-    nodes.share(own)
-    assert other.folders_hashed == [own]
 
 
 def test_a_base_model_that_the_agent_has_verified_is_not_read_again(tmp_path: Path) -> None:

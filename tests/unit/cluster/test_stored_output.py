@@ -55,7 +55,7 @@ class TwoHosts:
     def __init__(self, folder: Path, there: Store | None = None) -> None:
         self.here, self.there = bucket(folder), there or bucket(folder)
         config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
-        work = folder / "attempts" / "1"
+        work = folder / "home" / "attempts" / "1"
         self.out = output_folder(work)
         self.fence = claim(self.here, "k")
         self.stored = StoredOutput(self.out, self.here, attempt_folder("ppo", "k", self.fence))
