@@ -2,7 +2,7 @@
 
 Both answer the same prompts, which neither was trained on, and the judge of the evaluation compares the
 answers. If the judge is a reward model, it is the one that the candidate was trained with. If the champion
-was judged by a reward model, that one judges the same answers as well.
+was judged by another reward model, that one judges the same answers as well.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ _HELD_OUT = "held-out"
 """Name of the prompts of the match; no regression set can have it."""
 
 
+_Pair = tuple[RewardInput, RewardInput]
+"""Answers of candidate and champion to one prompt."""
+
+
 class MatchSkipped(Exception):
     """The match is not possible. The message has the reason."""
 
@@ -56,8 +60,8 @@ class MatchResult:
     comparison: Comparison
     """Comparison by the judge of the candidate's evaluation."""
     by_champion_model: Comparison | None
-    """Comparison by the champion's reward model. None if the champion was not judged by one, or if it is not
-    in this store.
+    """Comparison of the same prompts by the champion's reward model. None if the champion was not judged by
+    one, if the judge is the same model, or if the model is not in this store.
     """
     regression: Mapping[str, Mapping[str, float]]
     """Differences on the regression sets, candidate minus champion (`statistics.regression_differences`)."""
@@ -78,7 +82,9 @@ class _Champion:
     template: str
     """`data.template` of its run."""
     reward: Path | None
-    """The champion's reward model, if one was its judge. None if it is not in this store."""
+    """The champion's reward model, if one was its judge. None if it is not in this store, or if it is the
+    judge of the candidate as well.
+    """
 
 
 def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> MatchResult:
@@ -98,7 +104,7 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
 
     prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
-    opponent = _load_champion(config, champion, judge)
+    opponent = _load_champion(config, context, champion, judge)
     tokenizer = tokenizer_digest(context.inputs["ppo"] / "policy")
     if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
         raise MatchSkipped("it has another tokenizer or template")
@@ -137,7 +143,9 @@ def _untrained_prompts(
     return list(unique.values())
 
 
-def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champion:
+def _load_champion(
+    config: PipelineConfig, context: StageContext, tags: Mapping[str, str], judge: str
+) -> _Champion:
     artifacts = open_artifacts(config)
     try:
         policy = _artifact(artifacts, "ppo", tags)
@@ -150,11 +158,20 @@ def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) 
         files = policy_files(made_with(made["ppo"]), folder, sft)
         own_judge = tags.get("eval.judge", "")
         stage = scoring.MODEL_STAGES.get(own_judge or judge)
-        reward = None if stage is None else _reward_model(artifacts, tags, stage)
+        reward = None
+        if stage is not None and not _is_own_model(context, tags, stage, judge):
+            reward = _reward_model(artifacts, tags, stage)
         tokenizer = tokenizer_digest(folder / "policy")
         return _Champion(files, tokenizer, trained_on, str(made["data"]["template"]), reward)
     except (CorruptArtifact, InputError) as error:  # other errors of the store are retried by the pipeline
         raise MatchSkipped(error.message) from error
+
+
+def _is_own_model(context: StageContext, tags: Mapping[str, str], stage: StageName, judge: str) -> bool:
+    """Return whether the trained model that judged the champion is the judge of the candidate."""
+    own = context.lineage.inputs.get(stage) if context.lineage else None
+    is_same = own is not None and own.digest == tags.get(f"rlhf.{stage}.digest")
+    return is_same and judge == tags.get("eval.judge")
 
 
 def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str], stage: StageName) -> Path | None:
@@ -207,17 +224,14 @@ def _run_match(
             raise
         raise MatchSkipped(f"it cannot be served here ({type(error).__name__}: {error})") from error
 
-    candidate_answers, champion_answers = candidate_by_set[_HELD_OUT], champion_by_set[_HELD_OUT]
+    pairs = list(zip(candidate_by_set[_HELD_OUT], champion_by_set[_HELD_OUT], strict=True))
     code = code_digests(config.ppo.rewards, context.sources)
 
-    def compare_by_language_model() -> tuple[Comparison, tuple[str, ...], str | None]:
-        model = LanguageModelJudge(config, context, device)
-        comparison = model.compare(candidate_answers, champion_answers, "match")
-        return comparison, tuple(answer.prompt_id for answer in candidate_answers), model.digest
-
-    def compare_by(measure: str, reward: Path | None) -> tuple[Comparison, tuple[str, ...]]:
+    def compare_by(
+        measure: str, reward: Path | None, pairs: Sequence[_Pair]
+    ) -> tuple[Comparison, list[_Pair]]:
         # In one call, so that batch normalisation treats both models' responses alike.
-        samples = [*candidate_answers, *champion_answers]
+        samples = [ours for ours, _ in pairs] + [theirs for _, theirs in pairs]
         scores = scoring.score(
             measure,
             config,
@@ -228,38 +242,47 @@ def _run_match(
             reward_code=code,
             context=context,
         )
-        count = len(candidate_answers)
-        ours: list[Answer] = []
-        theirs: list[Answer] = []
-        for index in range(count):
-            our_score, their_score = scores[index], scores[count + index]
-            if not math.isnan(our_score + their_score):
-                ours.append(Answer(candidate_answers[index], {measure: our_score}))
-                theirs.append(Answer(champion_answers[index], {measure: their_score}))
-        if not ours:
-            raise MatchSkipped("no response could be scored")
-        comparison = compare(ours, theirs, measure, **Intervals(config).settings("match"))
-        return comparison, tuple(answer.sample.prompt_id for answer in ours)
+        return _compare_scores(config, measure, pairs, scores)
 
     stage = scoring.MODEL_STAGES.get(judge)
-    own_model = None if stage is None else context.inputs[stage] / "model"
     if judge == MEASURE:
-        comparison, prompt_ids, digest = compare_by_language_model()
+        model = LanguageModelJudge(config, context, device)
+        comparison = model.compare([ours for ours, _ in pairs], [theirs for _, theirs in pairs], "match")
+        digest: str | None = model.digest
     else:
-        comparison, prompt_ids = compare_by(judge, own_model)
+        own_model = None if stage is None else context.inputs[stage] / "model"
+        comparison, pairs = compare_by(judge, own_model, pairs)
         digest = _judge_digest(config, context, judge, code)
     by_champion_model = None
     if champion.reward is not None:
         # The measure only selects the kind of scoring: the model may also be one of the stage `judge`.
-        by_champion_model, _ = compare_by("reward_model", champion.reward)
+        by_champion_model, _ = compare_by("reward_model", champion.reward, pairs)
     by_set = {"ppo": candidate_by_set, "champion": champion_by_set}
     regression = regression_differences(compare_on_sets(config, by_set, "champion", context.sources))
+    prompt_ids = tuple(ours.prompt_id for ours, _ in pairs)
     preferences = dict(zip(prompt_ids, comparison.preferences, strict=True))
-    pairs = zip(candidate_answers, champion_answers, strict=True)
-    samples = [_sample(ours, theirs, preferences) for ours, theirs in pairs if ours.prompt_id in preferences]
-    first = tuple(samples[: config.evaluate.samples])
+    first = tuple(_sample(*pair, preferences) for pair in pairs[: config.evaluate.samples])
     by_source = _by_source(prompts, preferences)
     return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model, regression, by_source, first)
+
+
+def _compare_scores(
+    config: PipelineConfig, measure: str, pairs: Sequence[_Pair], scores: Sequence[float]
+) -> tuple[Comparison, list[_Pair]]:
+    """Return the comparison of the pairs that have two scores, and these pairs.
+
+    `scores` (2n,) has those of the candidate's answers, then those of the champion's.
+    """
+    ours: list[Answer] = []
+    theirs: list[Answer] = []
+    for pair, our_score, their_score in zip(pairs, scores[: len(pairs)], scores[len(pairs) :], strict=True):
+        if not math.isnan(our_score + their_score):
+            ours.append(Answer(pair[0], {measure: our_score}))
+            theirs.append(Answer(pair[1], {measure: their_score}))
+    if not ours:
+        raise MatchSkipped("no response could be scored")
+    comparison = compare(ours, theirs, measure, **Intervals(config).settings("match"))
+    return comparison, [(a.sample, b.sample) for a, b in zip(ours, theirs, strict=True)]
 
 
 def _by_source(prompts: Sequence[PromptExample], preferences: Mapping[str, float]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
+from rlhf_core.evaluation.statistics import Comparison
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.stages.earlier_match import SAMPLES, keep_match, load_match, match_name
 from rlhf_core.storage.bundles import weights_sha256
@@ -193,9 +194,15 @@ def _play(
 
 
 def _match(result: MatchResult) -> Match:
-    rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
-    # 1 for a win, 0 for a tie and -1 for a loss.
-    outcomes = [2 * preference - 1 for preference in result.comparison.preferences]
+    rate, verdicts, by_champion = (
+        result.comparison.win_rate,
+        result.comparison.verdicts,
+        result.by_champion_model,
+    )
+    own = _outcomes(result.comparison)
+    away = None if by_champion is None else _outcomes(by_champion)
+    # Both judges decide, so a match with other outcomes by one of them is another one.
+    by_prompt = zip(*(each for each in (own, away) if each is not None), strict=True)
     return Match(
         rate.mean,
         rate.low,
@@ -205,14 +212,21 @@ def _match(result: MatchResult) -> Match:
         verdicts.losses,
         result.judge,
         judge_digest=result.judge_digest,
-        log_evidence=log_evidence(outcomes),
-        away_win_rate=None if result.by_champion_model is None else result.by_champion_model.win_rate.mean,
+        log_evidence=log_evidence(own),
+        away_win_rate=None if by_champion is None else by_champion.win_rate.mean,
+        away_log_evidence=log_evidence(away or ()),
         outcomes=tuple(
-            f"{prompt} {outcome:g}" for prompt, outcome in zip(result.prompt_ids, outcomes, strict=True)
+            " ".join([prompt, *(f"{outcome:g}" for outcome in outcomes)])
+            for prompt, outcomes in zip(result.prompt_ids, by_prompt, strict=True)
         ),
         regression=result.regression,
         by_source=result.by_source,
     )
+
+
+def _outcomes(comparison: Comparison) -> list[float]:
+    """Return 1 for each win, 0 for a tie and -1 for a loss."""
+    return [2 * preference - 1 for preference in comparison.preferences]
 
 
 def _evaluation(folder: Path) -> Mapping[str, Any]:

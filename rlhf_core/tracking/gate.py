@@ -1,10 +1,11 @@
 """Decides whether a candidate becomes champion.
 
 The first champion must beat its SFT model in an exact sign test. Every later one must beat the present
-champion in a match, by an anytime-valid test (`evaluation.evidence`). The levels of the tests in any 365 days
-add up to at most `alpha`. If no candidate is better than its champion, the probability that any of them
-becomes champion within a year is therefore at most `alpha`, for any number of candidates and champions. The
-prompts of a match must not have been used to choose its candidate (docs/promotion.md).
+champion in a match, by an anytime-valid test (`evaluation.evidence`). If the champion was judged by another
+reward model, the same test is made with that one, and both must succeed. The levels of the tests in any 365
+days add up to at most `alpha`. If no candidate is better than its champion under both judges, the probability
+that any of them becomes champion within a year is therefore at most `alpha`, for any number of candidates and
+champions. The prompts of a match must not have been used to choose its candidate (docs/promotion.md).
 
 Without a match the champion stays: numbers of different prompts or different judges are not compared. A
 candidate for which a regression set failed, against its SFT model or in the match, is refused. So is one that
@@ -137,17 +138,26 @@ class Match:
     log_evidence: float = 0.0
     """Natural logarithm of the evidence that the candidate is better (`evaluation.evidence`)."""
     away_win_rate: float | None = None
-    """Win rate of the candidate, judged by the champion's reward model. None if that model is not a judge or
-    is missing.
+    """Win rate of the candidate, judged by the champion's reward model. None if that model is not another
+    judge or is missing.
     """
+    away_log_evidence: float = 0.0
+    """`log_evidence` by the champion's reward model, if there is `away_win_rate`."""
     outcomes: tuple[str, ...] = ()
-    """Prompt and outcome of each prompt, in order. Not part of the record."""
+    """Prompt and outcomes, by one or both judges, of each prompt, in order. Not part of the record."""
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Differences to the champion on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
     """Of people, against the champion."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """Win rate of the candidate by data source. Empty if there is only one."""
+
+    @property
+    def smaller_log_evidence(self) -> float:
+        """The smaller of `log_evidence` and `away_log_evidence`, if the champion's reward model judged."""
+        if self.away_win_rate is None:
+            return self.log_evidence
+        return min(self.log_evidence, self.away_log_evidence)
 
     def digest(self, prompts: int) -> str | None:
         """Return the digest of the first prompts and their outcomes; None if the match has fewer."""
@@ -208,7 +218,7 @@ def decide(
             " a person can decide with `rlhf promote`"
         )
         return Decision(False, "no_match", text)
-    return _by_match(match, champion, gate, level)
+    return _by_match(candidate, match, champion, gate, level)
 
 
 def refused_alone(candidate: Evaluation, gate: Gate) -> Decision | None:
@@ -249,13 +259,16 @@ def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
     return _with_votes("first", text, candidate.regression, candidate.votes, gate)
 
 
-def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> Decision:
+def _by_match(
+    candidate: Evaluation, match: Match, champion: Evaluation, gate: Gate, level: float
+) -> Decision:
     words = (
         f"won {match.win_rate:.3f} [{match.low:.3f}, {match.high:.3f}] of the match against the champion on "
         f"{match.prompts} held-out prompts"
     )
     if match.judge:
-        words += f" (judge: {match.judge.replace('_', ' ')})"
+        trained = ", which the policy was trained on" if candidate.judge_trained_on else ""
+        words += f" (judge: {match.judge.replace('_', ' ')}{trained})"
     if match.away_win_rate is not None:
         words += f", and {match.away_win_rate:.3f} by the champion's reward model"
     words += _by_people(match.votes, gate)
@@ -267,24 +280,29 @@ def _by_match(match: Match, champion: Evaluation, gate: Gate, level: float) -> D
             " a person can decide with `rlhf promote`"
         )
         return Decision(False, "judge", text)
-    # math.exp raises OverflowError above 709.
-    text = (
-        f"{words}; evidence {math.exp(min(match.log_evidence, 700)):.3g} of the {1 / level:.3g} needed"
-        f" (level {level:.2g}, register.alpha={gate.alpha:g} in a year)"
-    )
-    if match.log_evidence < -math.log(level):
-        return Decision(False, "match", text, tested=True)
+    text = f"{words}; evidence {_evidence(match.log_evidence)}"
+    if match.away_win_rate is not None:
+        text += f", and {_evidence(match.away_log_evidence)} by the champion's reward model,"
+    text += f" of the {1 / level:.3g} needed (level {level:.2g}, register.alpha={gate.alpha:g} in a year)"
+    if match.smaller_log_evidence < -math.log(level):
+        is_own = match.log_evidence < -math.log(level)
+        return Decision(False, "match" if is_own else "away", text, tested=True)
     # The evidence is its maximum over the prompts, so that the match can be lost in the end.
     if match.win_rate <= 0.5:
         text += "; the candidate must win more than half of the match"
         return Decision(False, "match", text, tested=True)
-    if match.away_win_rate is not None and match.away_win_rate < 0.5:
-        text += "; the candidate must not lose by the champion's judge"
+    if match.away_win_rate is not None and match.away_win_rate <= 0.5:
+        text += "; the candidate must win more than half of the match by the champion's reward model as well"
         return Decision(False, "away", text, tested=True)
     if failed := failed_sets(match.regression):
         text += f"; regression sets failed against the champion: {', '.join(failed)}"
         return Decision(False, "regression", text, tested=True)
     return _with_votes("match", text, match.regression, match.votes, gate)
+
+
+def _evidence(logarithm: float) -> str:
+    # math.exp raises OverflowError above 709.
+    return f"{math.exp(min(logarithm, 700)):.3g}"
 
 
 def _with_votes(

@@ -16,7 +16,9 @@ from rlhf_core.evaluation.evidence import BETS, YEAR, Spent, next_level
 
 HISTORIES, WEEKS, ALPHA = 2000, 52, 0.05
 LEAST_PROMPTS = 1536
-"""Prompts of a match that finds a win rate of 55 % within three weeks."""
+"""Prompts of a match with one judge that finds a win rate of 55 % within three weeks."""
+LEAST_PROMPTS_OF_TWO = 2048
+"""Prompts of a match that finds a win rate of 55 % by the candidate's and by the champion's judge."""
 
 
 def weekly_levels(weeks: int) -> list[float]:
@@ -113,6 +115,38 @@ def better_policy(
     return float((first_promoted(evidence, weekly_levels(after + 3)[after:]) < 3).mean())
 
 
+def two_judges(
+    chance: np.random.Generator,
+    prompts: int,
+    rates: tuple[float, float],
+    weeks: int,
+    after: int = 0,
+    histories: int = HISTORIES,
+) -> dict[str, float]:
+    """Return the share of histories with a promotion if each candidate has a judge of its own, by rule.
+
+    Verdicts of both judges on one prompt are independent. If they agree more often, a better policy is
+    promoted more often, up to the share with one judge.
+
+    Args:
+        chance: Random generator.
+        prompts: Prompts of a match.
+        rates: Win rate of the policy by its own judge and by the champion's.
+        weeks: Weekly tests.
+        after: Weekly tests that were made before.
+        histories: Number of histories.
+    """
+    needed = -np.log(weekly_levels(after + weeks)[after:])
+    before, present = np.zeros(histories, dtype=bool), np.zeros(histories, dtype=bool)
+    for week in range(weeks):
+        own, champions = (matches(chance, histories, prompts, rate, 0.0) for rate in rates)
+        has_own = (largest_log_evidence(own) >= needed[week]) & (own.mean(1) > 0)
+        has_champions = (largest_log_evidence(champions) >= needed[week]) & (champions.mean(1) > 0)
+        before |= has_own & (champions.mean(1) >= 0)
+        present |= has_own & has_champions
+    return {"before": float(before.mean()), "present": float(present.mean())}
+
+
 def main() -> None:
     chance = np.random.default_rng(0)
     print(f"Equal policies: share of {HISTORIES} histories of {WEEKS} weeks with a false promotion")
@@ -130,6 +164,24 @@ def main() -> None:
         (0.65, 128), (0.65, 256), (0.7, 128),
     ):  # fmt: skip
         shares = [better_policy(chance, prompts, rate, 0.0, after) for after in (0, 52)]
+        print(f"| {rate:.2f} | {prompts} | {shares[0]:.3f} | {shares[1]:.3f} |")
+    print(
+        "\nA judge of the candidate's own that favours it, equal policies by the champion's: false promotions"
+    )
+    print(f"in {WEEKS} weeks, {HISTORIES} histories")
+    print("| prompts | win rate by its own judge | evidence of this judge only | smaller evidence of both |")
+    print("|---|---|---|---|")
+    for prompts, rate in ((512, 0.55), (LEAST_PROMPTS, 0.5), (LEAST_PROMPTS, 0.55), (LEAST_PROMPTS, 0.6)):
+        two = two_judges(chance, prompts, (rate, 0.5), WEEKS)
+        print(f"| {prompts} | {rate:.2f} | {two['before']:.3f} | {two['present']:.3f} |")
+    print("\nA better policy by both judges: promoted within three weeks")
+    print("| win rate | prompts | first weeks | after 52 weekly tests |")
+    print("|---|---|---|---|")
+    for rate, prompts in (
+        (0.55, 1024), (0.55, LEAST_PROMPTS), (0.55, 1792), (0.55, LEAST_PROMPTS_OF_TWO), (0.6, 384),
+        (0.6, 448), (0.65, 192), (0.65, 256),
+    ):  # fmt: skip
+        shares = [two_judges(chance, prompts, (rate, rate), 3, after)["present"] for after in (0, 52)]
         print(f"| {rate:.2f} | {prompts} | {shares[0]:.3f} | {shares[1]:.3f} |")
 
 

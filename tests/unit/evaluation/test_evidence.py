@@ -3,7 +3,8 @@
 - the evidence is a mean of products, at its largest prefix; ties do not change it
 - under the null hypothesis its mean is 1, and it exceeds 1 / level with a probability of at most the level
 - the levels in any 365 days add up to at most the budget
-- 52 matches of equal policies rarely promote one; a policy that wins 55 % is promoted within three weeks
+- 52 matches of equal policies rarely promote one; a policy that wins 55 % is promoted within three weeks; the
+  same with two judges, of which one favours each candidate
 """
 
 from __future__ import annotations
@@ -88,3 +89,12 @@ def test_equal_policies_are_rarely_promoted_and_a_better_one_soon() -> None:
     for after in (0, 52):
         share = promotion.better_policy(chance, promotion.LEAST_PROMPTS, 0.55, 0.0, after, histories=200)
         assert share >= 0.8
+
+
+def test_a_judge_that_favours_each_candidate_does_not_promote_equal_policies() -> None:
+    chance, least = np.random.default_rng(0), promotion.LEAST_PROMPTS_OF_TWO
+    favoured = promotion.two_judges(chance, 1024, (0.55, 0.5), 52, histories=40)
+    assert favoured["before"] > 0.9 and favoured["present"] <= 0.05
+    for after in (0, 52):
+        better = promotion.two_judges(chance, least, (0.55, 0.55), 3, after, histories=200)
+        assert better["present"] >= 0.8

@@ -2,6 +2,7 @@
 
 - both answer the prompts of the evaluation, and its judge decides each prompt; a language model is asked in
   both orders
+- the champion's reward model compares the same answers, unless it is the judge itself
 - prompts that one of both, or a model before it, was trained on are left out; if too few are left, or the
   data of a model before cannot be read, there is no match
 - a tokenizer that was loaded and saved again is the same one
@@ -31,13 +32,14 @@ from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.errors import ModelError, StoreError, WorkerDied
 from rlhf_core.evaluation import match
 from rlhf_core.evaluation.match import MatchSkipped
+from rlhf_core.stages.register import _match
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
 from rlhf_core.testing.store import ScriptedStore
-from rlhf_core.types import PairExample, PromptExample, SFTExample, StageContext
+from rlhf_core.types import Lineage, PairExample, PromptExample, SFTExample, StageContext
 from tests.support.chat_server import ChatServer, prefer_longer
 from tests.support.known_models import save_last_token_scorer
 
@@ -222,22 +224,48 @@ def test_a_masked_score_is_no_defeat(
     assert len(result.comparison.preferences) == len(PROMPTS) - 1
 
 
+@pytest.fixture
+def against_reward_model(
+    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
+) -> Callable[[str, bool], match.MatchResult]:
+    """Plays against a champion whose reward model likes what it says. That of the candidate is another one,
+    or the same.
+    """
+
+    def play(judge: str, is_same: bool) -> match.MatchResult:
+        tree = config.model_dump(mode="json", by_alias=True)
+        tree["evaluate"]["judge"] = judge
+        tags = champion(BAD)[1] | {"eval.judge": "reward_model"}
+        store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
+        theirs = reward_model(tmp_path / "theirs", BAD)
+        ref = store.publish("reward", "d" * 16, theirs, Provenance())
+        tags |= {"rlhf.reward.key": ref.key, "rlhf.reward.digest": ref.digest}
+        own = store.fetch(ref) if is_same else reward_model(tmp_path / "reward", GOOD)
+        other = replace(ref, digest="e" * 64)
+        ours = replace(
+            context,
+            inputs={**context.inputs, "reward": own},
+            lineage=Lineage({"reward": ref if is_same else other}, None),
+        )
+        return match.run_match(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
+
+    return play
+
+
 @pytest.mark.parametrize("judge", ["reward_model", "gold"])
-def test_champions_reward_model_scores_the_same_answers(
-    judge: str, config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
-) -> None:
-    tree = config.model_dump(mode="json", by_alias=True)
-    tree["evaluate"]["judge"] = judge
-    tags = champion(BAD)[1] | {"eval.judge": "reward_model"}
-    store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
-    theirs = reward_model(tmp_path / "theirs", BAD)
-    ref = store.publish("reward", "d" * 16, theirs, Provenance())
-    tags |= {"rlhf.reward.key": ref.key, "rlhf.reward.digest": ref.digest}
-    inputs = {**context.inputs, "reward": reward_model(tmp_path / "reward", GOOD)}
-    ours = replace(context, inputs=inputs)
-    result = match.run_match(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
+def test_champions_reward_model_scores_the_same_answers(judge: str, against_reward_model: Any) -> None:
+    result = against_reward_model(judge, False)
     assert result.by_champion_model is not None and result.judge == judge
     assert (result.comparison.win_rate.mean, result.by_champion_model.win_rate.mean) == (1.0, 0.0)
+    assert _match(result).outcomes[0] == "p0 1 -1"
+    assert (_match(result).away_win_rate, _match(result).away_log_evidence) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("judge", "outcomes"), [("reward_model", "p0 -1"), ("gold", "p0 1 -1")])
+def test_a_judge_that_both_have_compares_once(judge: str, outcomes: str, against_reward_model: Any) -> None:
+    result = against_reward_model(judge, True)
+    assert (result.by_champion_model is None) == (judge == "reward_model")
+    assert _match(result).outcomes[0] == outcomes
 
 
 def test_training_prompts_of_the_champion_are_left_out(

@@ -2,7 +2,8 @@
 
 - no champion below `min_win_rate` or with fewer than `min_prompts`; the first one must beat its SFT model
   significantly
-- a match needs evidence of 1 / level; a candidate that loses by the champion's own reward model does not win
+- a match needs evidence of 1 / level, by the champion's reward model as well if that is another judge; the
+  reason has both, and says if the policy was trained on the judge
 - a regression set that failed stops the promotion, by name, and those that passed are in the reason
 - with a margin for votes of people, a candidate without them or with a loss is refused, by name; without a
   margin they are only in the reason
@@ -72,8 +73,11 @@ MODEL = {"judge": "reward_model", "judge_digest": "ours"}
         (match(80, judge="gold", judge_digest="other"), False, "judge"),
         (match(80, judge="rules", judge_digest="g"), False, "judge"),
         (match(80, **MODEL), False, "judge"),
-        (match(80, **MODEL, away_win_rate=0.55), True, "match"),
-        (match(80, **MODEL, away_win_rate=0.45), False, "away"),
+        (match(80, **MODEL, away_win_rate=0.72, away_log_evidence=7.0), True, "match"),
+        (match(80, **MODEL, away_win_rate=0.55, away_log_evidence=1.0), False, "away"),
+        (match(80, **MODEL, away_win_rate=0.5, away_log_evidence=7.0), False, "away"),
+        (match(65, **MODEL, away_win_rate=0.72, away_log_evidence=7.0), False, "match"),
+        (match(80, **MODEL, away_win_rate=0.72), False, "away"),  # a record of an older version
         (NoMatch("it has another tokenizer"), False, "no_match"),
         (None, False, "no_match"),
     ],
@@ -89,6 +93,13 @@ def test_a_judge_that_the_policy_was_trained_on_is_named_or_refused() -> None:
     candidate = record(judge="reward_model", judge_digest="ours", judge_trained_on=True)
     first = decide(candidate, None, gate=GATE, level=0.02)
     assert first.champion and "(judge: reward model ours, which the policy was trained on)" in first.reason
+    played = match(80, **MODEL, away_win_rate=0.55, away_log_evidence=1.0)
+    later = decide(candidate, JUDGED, played, gate=GATE, level=LEVEL)
+    assert (
+        "(judge: reward model, which the policy was trained on), and 0.550 by the champion's" in later.reason
+    )
+    words = "evidence 5.98e+06, and 2.72 by the champion's reward model, of the 400 needed"
+    assert words in later.reason, later.reason
     strict, won = replace(GATE, independent_judge=True), match(80, **GOLD)
     for champion in (None, JUDGED):
         refusal = decide(candidate, champion, won, gate=strict, level=0.02)
