@@ -151,8 +151,12 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def _clear_unused(grad: Tensor, g: Tensor) -> None:
     """Set the gradient of every token with g = 0 to 0, where garbage logits would have made it 0 * NaN."""
-    # Indices and not a boolean mask, which would read and write the whole chunk once more.
-    grad[(g == 0).squeeze(-1).nonzero(as_tuple=True)] = 0.0
+    if grad.device.type == "cpu":
+        # A boolean mask would read and write the whole chunk once more.
+        grad[(g == 0).squeeze(-1).nonzero(as_tuple=True)] = 0.0
+    else:
+        # The number of indices would have to be read, which waits for the GPU.
+        grad.masked_fill_(g == 0, 0.0)
 
 
 def _finite_log_softmax(logits: Tensor, temperature: float) -> Tensor:

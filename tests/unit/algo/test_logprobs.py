@@ -1,5 +1,6 @@
 """Locks: the values and the gradients of token log-probabilities and entropies in float64 and bf16,
-temperature, chunking, what is kept for the backward pass, labels that are none, logits of -inf and NaN.
+temperature, chunking, what is kept for the backward pass, labels that are none, logits of -inf and NaN, and
+that a GPU is not waited for.
 
 Axes: B sequences, T response tokens, V vocabulary.
 """
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.algo.logprobs import token_entropy, token_logprobs
+from rlhf_core.algo.logprobs import _clear_unused, token_entropy, token_logprobs
 from rlhf_core.config.constants import LOSS_CHUNK
 
 B, T, V = 3, 5, 11
@@ -192,6 +193,35 @@ def test_nan_logits_of_masked_tokens_have_zero_gradient() -> None:
     assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
     assert torch.all(logits.grad[1] == 0.0)
+
+
+class _AsOnGPU(Tensor):
+    """A tensor of the CPU whose `device` is a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unused_tokens_have_no_gradient_on_the_gpu_either(dtype: torch.dtype) -> None:
+    grad = torch.randn(B, T, V, generator=torch.Generator().manual_seed(0)).to(dtype)
+    slope = torch.ones(B, T, 1)
+    slope[1], slope[0, 2] = 0.0, -0.0
+    grad[1], grad[0, 2] = math.nan, math.inf
+    on_gpu = grad.clone().as_subclass(_AsOnGPU)
+    _clear_unused(grad, slope)
+    _clear_unused(on_gpu, slope)
+    assert torch.equal(on_gpu.as_subclass(Tensor), grad)
+    assert (grad == 0.0).all(-1).equal(slope.squeeze(-1) == 0.0)
+
+
+def test_no_pass_waits_for_the_gpu() -> None:
+    # The device `meta` has shapes and no numbers: an operation that has to read one is an error.
+    logits = torch.randn(B, T, V, device="meta", requires_grad=True)
+    labels = torch.zeros(B, T, dtype=torch.long, device="meta")
+    (token_logprobs(logits, labels, 0.7) + token_entropy(logits, 0.7)).sum().backward()
+    assert logits.grad is not None and logits.grad.shape == logits.shape
 
 
 def test_the_same_call_twice_gives_the_same_bits() -> None:
