@@ -86,20 +86,28 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> TokenBatch:
         return TokenBatch(
-            self.input_ids_BL.to(device),
-            None if self.position_ids_BL is None else self.position_ids_BL.to(device),
-            self.select_N.to(device),
-            self.labels_N.to(device),
-            self.last_S.to(device),
+            to_device(self.input_ids_BL, device),
+            None if self.position_ids_BL is None else to_device(self.position_ids_BL, device),
+            to_device(self.select_N, device),
+            to_device(self.labels_N, device),
+            to_device(self.last_S, device),
             self.counts,
             self.borders,
-            None if self.borders_S is None else self.borders_S.to(device),
+            None if self.borders_S is None else to_device(self.borders_S, device),
         )
 
     def split(self, values_N: torch.Tensor) -> list[torch.Tensor]:
         """Split (N,) values into S tensors of (T,)."""
         parts: list[torch.Tensor] = list(torch.split(values_N, list(self.counts)))
         return parts
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor of the host on `device`. A copy to a GPU does not wait for the GPU's earlier work."""
+    if torch.device(device).type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    # Torch frees the pinned memory after the copy.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = False) -> TokenBatch:

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss, value_loss
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
+from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, to_device
 from rlhf_core.ppo.columns import FloatArray
 
 
@@ -93,7 +93,7 @@ def update_policy(
         The sums `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped` and `grad_nonfinite` (skipped steps
         that no loss scale explains), and `kl_loss` and `ptx_loss` if these losses exist.
     """
-    sums: defaultdict[str, float] = defaultdict(float)
+    sums = _Sums()
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
         for micro_batch in step.micro_batches:
@@ -104,12 +104,12 @@ def update_policy(
             # At temperature 1, as in SFT: demonstrations are not samples of the policy.
             logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
-            sums["ptx_loss"] += loss.item()
+            sums.add("ptx_loss", loss)
             yield ppo.ptx.coef * loss
 
     for step in steps:
-        _record_step(sums, engine, engine.train_step(losses(step), ppo.policy_optimizer_steps))
-    return dict(sums)
+        sums.end_step(engine, engine.train_step(losses(step), ppo.policy_optimizer_steps))
+    return dict(sums.values)
 
 
 def _policy_part(
@@ -120,7 +120,7 @@ def _policy_part(
     ppo: PPOConfig,
     pad_id: int,
     kl_coef: float,
-    sums: defaultdict[str, float],
+    sums: _Sums,
 ) -> torch.Tensor:
     """Return the loss of one micro-batch, and add its metrics to `sums`."""
     batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
@@ -143,17 +143,17 @@ def _policy_part(
         weights=_stack([s.weights for s in chosen], batch),
         **mean,
     )
-    tokens = int(mask_ST.sum())
-    sums["loss"] += result.loss.item()
-    sums["clipped"] += result.clip_fraction.item() * tokens
-    sums["approx_kl"] += result.approx_kl.item() * tokens
+    tokens = _tokens(chosen)
+    sums.add("loss", result.loss)
+    sums.add("clipped", result.clip_fraction, tokens)
+    sums.add("approx_kl", result.approx_kl, tokens)
     loss = result.loss
     if ppo.entropy_coef > 0:
         loss = loss - ppo.entropy_coef * entropy_bonus(_rows(output.entropy_N, batch), mask_ST, **mean)
     if ppo.kl.place == "loss":
         ref_ST = _stack([s.ref_logprobs for s in chosen], batch)
         kl = kl_loss(logprobs_ST, ref_ST, mask_ST, ppo.kl.used_estimator, **mean)
-        sums["kl_loss"] += kl.item()
+        sums.add("kl_loss", kl)
         loss = loss + kl_coef * kl
     return loss
 
@@ -180,7 +180,7 @@ def update_critic(
     Returns:
         The sums `loss`, `clipped`, `grad_norm`, `skipped` and `grad_nonfinite`.
     """
-    sums: defaultdict[str, float] = defaultdict(float)
+    sums = _Sums()
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
         for micro_batch in step.micro_batches:
@@ -200,22 +200,40 @@ def update_critic(
                 aggregation=ppo.loss_sum,
                 denominator=step.denominator,
             )
-            sums["loss"] += result.loss.item()
-            sums["clipped"] += result.clip_fraction.item() * int(mask_ST.sum())
+            sums.add("loss", result.loss)
+            sums.add("clipped", result.clip_fraction, _tokens(chosen))
             yield result.loss
 
     for step in steps:
-        _record_step(sums, engine, engine.train_step(losses(step), ppo.critic_optimizer_steps))
-    return dict(sums)
+        sums.end_step(engine, engine.train_step(losses(step), ppo.critic_optimizer_steps))
+    return dict(sums.values)
 
 
-def _record_step(sums: defaultdict[str, float], engine: TrainingEngine, norm: float) -> None:
-    """Add the gradient norm of an optimizer step to `sums`, or count it as skipped."""
-    if math.isfinite(norm):
-        sums["grad_norm"] += norm
-    else:
-        sums["skipped"] += 1
-        sums["grad_nonfinite"] += engine.grad_nonfinite
+class _Sums:
+    """Sums of metrics. Reading a number waits for the GPU, so those of the micro-batches are read at the end
+    of the optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self.values: defaultdict[str, float] = defaultdict(float)
+        self._unread: list[tuple[str, torch.Tensor, int]] = []
+
+    def add(self, name: str, value: torch.Tensor, factor: int = 1) -> None:
+        """Add a scalar of a micro-batch, times `factor`."""
+        self._unread.append((name, value.detach(), factor))
+
+    def end_step(self, engine: TrainingEngine, norm: float) -> None:
+        """Add what the micro-batches gave, in their order, and the gradient norm, or count a skipped step."""
+        if self._unread:
+            names, scalars, factors = zip(*self._unread, strict=True)
+            for name, value, factor in zip(names, torch.stack(scalars).tolist(), factors, strict=True):
+                self.values[name] += value * factor
+        self._unread.clear()
+        if math.isfinite(norm):
+            self.values["grad_norm"] += norm
+        else:
+            self.values["skipped"] += 1
+            self.values["grad_nonfinite"] += engine.grad_nonfinite
 
 
 def _batch(
@@ -238,7 +256,11 @@ def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 def _stack(arrays: Sequence[Any], batch: TokenBatch) -> torch.Tensor:
     # Copies: values and returns of a critic with one rank are arrays of Ray, which are read-only.
     tensors = [torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays]
-    return pad_sequence(tensors, batch_first=True).to(batch.input_ids_BL.device)
+    return to_device(pad_sequence(tensors, batch_first=True), batch.input_ids_BL.device)
+
+
+def _tokens(chosen: Sequence[TrainSample]) -> int:
+    return sum(len(sample.response_ids) for sample in chosen)
 
 
 def _mask(chosen: Sequence[TrainSample], batch: TokenBatch) -> torch.Tensor:

@@ -28,7 +28,7 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.models.adapters import add_adapter
-from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
@@ -227,7 +227,8 @@ def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOCo
     """
     reference = [row.reference for row in rows]
     # An empty micro-batch gives an empty list, which has one axis only.
-    reference_P2 = policy_P2.new_tensor(reference).view(len(rows), 2)
+    reference_P2 = torch.tensor(reference, dtype=policy_P2.dtype).view(len(rows), 2)
+    reference_P2 = to_device(reference_P2, policy_P2.device)
     chosen, rejected = policy_P2.unbind(1)
     ref_chosen, ref_rejected = reference_P2.unbind(1)
     loss = dpo_loss(

@@ -41,7 +41,7 @@ from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.evaluation.exchange import exchange_pairs
 from rlhf_core.models.adapters import adapter_off, add_adapter
-from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics, load_score_model
@@ -501,7 +501,7 @@ def pair_loss(
     if config.margin == "constant":
         margins = torch.full_like(chosen, config.margin_value)
     elif config.margin == "field":
-        margins = torch.tensor([pair.margin for pair in pairs], dtype=chosen.dtype, device=chosen.device)
+        margins = to_device(torch.tensor([pair.margin for pair in pairs], dtype=chosen.dtype), chosen.device)
     return reward_model_loss(chosen, rejected, margins, center=config.center)
 
 

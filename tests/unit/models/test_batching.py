@@ -1,16 +1,20 @@
 """Batching: layouts that agree.
 
 - padded and packed layouts give the same log-probabilities, and no sequence sees another
+- a copy to a GPU does not wait for it; on the CPU nothing is copied
 - labels are the next tokens; an empty micro-batch is a dummy for ranks that must take part
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.policy import Policy
 
 
@@ -79,3 +83,13 @@ def test_an_empty_micro_batch_is_a_dummy_without_targets() -> None:
     batch = collate([], pad_id=0)
     assert batch.input_ids_BL.shape == (1, 1)
     assert batch.labels_N.numel() == 0
+
+
+def test_a_copy_to_a_gpu_does_not_wait_for_it() -> None:
+    pinned = SimpleNamespace(to=lambda device, non_blocking: ("copy", str(device), non_blocking))
+    tensor: Any = SimpleNamespace(is_cuda=False, pin_memory=lambda: pinned)
+    assert to_device(tensor, torch.device("cuda", 0)) == ("copy", "cuda:0", True)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, to=lambda device: ("the same", device))
+    assert to_device(on_gpu, "cuda:0") == ("the same", "cuda:0")
+    here = torch.ones(2)
+    assert to_device(here, "cpu") is here

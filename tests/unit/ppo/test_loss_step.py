@@ -7,6 +7,7 @@
 - the learning rate schedules of policy and critic count their own optimizer steps, the critic's with its
   warm-up
 - the clip fraction counts the clipped tokens; splitting and packing change nothing
+- between forward and backward pass no number is read, which would wait for a GPU
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.ppo import PPOConfig
@@ -173,3 +175,50 @@ def test_the_critic_schedule_includes_its_warm_up() -> None:
     update_policy(policy, samples(policy), steps, ppo, 0)  # type: ignore[arg-type]
     update_critic(critic, samples(critic), steps, ppo, 0)  # type: ignore[arg-type]
     assert (policy.total, critic.total) == ((5 - 2) * 3 * 4, 5 * 3 * 4)
+
+
+class Waits(TorchDispatchMode):
+    """Stores the operations that wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "unique"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Tables):
+    """Tables whose micro-batches are watched from the forward pass to the end of the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = Waits()
+
+    def train_step(self, losses: Iterator[torch.Tensor], total: int) -> float:
+        with self.waits:
+            for loss in losses:
+                loss.backward()
+        return 1.0
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_micro_batch_does_not_wait_for_the_gpu(pack: bool) -> None:
+    ppo, steps = config(pack=pack), [OptimizerStep([[0, 1], [2], []], SEQUENCES)] * 2
+    for update in (update_policy, update_critic):
+        watched, tables = Watched(), Tables()
+        found: dict[str, float] = update(watched, samples(tables), steps, ppo, 0)  # type: ignore[arg-type]
+        assert watched.waits.found == []
+        # The sums have the bits of numbers that are read and added up one by one.
+        one_by_one: dict[str, float] = {}
+        for micro_batch in ([0, 1], [2]) * 2:
+            step = [OptimizerStep([micro_batch], SEQUENCES)]
+            part: dict[str, float] = update(tables, samples(tables), step, ppo, 0)  # type: ignore[arg-type]
+            for name, value in part.items():
+                one_by_one[name] = one_by_one.get(name, 0.0) + value
+        for name in one_by_one.keys() - {"grad_norm"}:
+            assert found[name] == one_by_one[name]
+        assert found["grad_norm"] == 2.0
