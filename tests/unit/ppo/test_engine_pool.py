@@ -35,7 +35,7 @@ from rlhf_core.testing.fleet import (
 LIMIT = 30.0
 
 
-class _PoolMember(ScriptedEngineActor):
+class _Engine(ScriptedEngineActor):
     """Engine `index` of a script."""
 
     def __init__(self, index: int, script: _Script) -> None:
@@ -92,7 +92,7 @@ class _Script:
 
     def start(self, index: int, starts: int) -> RemoteActor[EngineActor]:
         self.starts.append((index, starts))
-        return scripted_actor(_PoolMember(index, self))
+        return scripted_actor(_Engine(index, self))
 
     def pool(self, count: int, *, min_count: int = 1, max_restarts: int = 3) -> EnginePool:
         config = EngineConfig(count=count, min_count=min_count, max_restarts=max_restarts)

@@ -62,7 +62,7 @@ class _Rank(ScriptedRank):
         return answered(self.answer)
 
 
-class _PoolMember(ScriptedEngineActor):
+class _Engine(ScriptedEngineActor):
     """Writes down that it loads."""
 
     def __init__(self, done: list[str]) -> None:
@@ -92,7 +92,7 @@ class _Restarting(ScriptedFleet):
     def __init__(self) -> None:
         self.done: list[str] = []
         self.ranks = {role: _Rank(role, self.done) for role in ROLES}
-        self.two_engines = (_PoolMember(self.done), _PoolMember(self.done))
+        self.two_engines = (_Engine(self.done), _Engine(self.done))
         super().__init__(ranks={role: [rank] for role, rank in self.ranks.items()}, engines=self.two_engines)
         self.done.clear()
 
@@ -197,7 +197,7 @@ def test_colocated_engines_load_before_the_trainers(colocated: bool) -> None:
 
     config = PipelineConfig.model_validate({"ppo": {"colocate": "all" if colocated else "pairs"}})
     ranks = {role: [_Rank("trainer", done)] for role in ROLES}
-    fleet = Loading(config, ranks=ranks, engines=[_PoolMember(done)], device="cuda")
+    fleet = Loading(config, ranks=ranks, engines=[_Engine(done)], device="cuda")
     fleet._start_actors()
     loading = [entry for entry in done if entry.startswith("load") or entry == "wait for all models to load"]
     if colocated:
