@@ -1,10 +1,10 @@
 """Entry point of a stage's child process: `python -m rlhf_core.run SPEC.json`.
 
-    flow process                      guard (own session)     stage                  its processes
+    flow process                      reaper (own session)    stage                  its processes
     ------------                      -------------------     -----                  -------------
     writes SPEC.json, opens a pipe -> forks                -> runs                -> Ray, vLLM, training ranks
     reads JSON lines               <------------------------- progress ... result
-    SIGTERM, or dies               -> SIGINT, SIGKILL      -> ends its MLflow run -> none is left (guard.py)
+    SIGTERM, or dies               -> SIGINT, SIGKILL      -> ends its MLflow run -> none is left (reaper.py)
 
 With WAIT_VARIABLE, SPEC.json only has the stage and the configuration at first: the process imports what the
 stage needs and waits for a line on that pipe. Then SPEC.json is complete.
@@ -31,7 +31,7 @@ from rlhf_core.run.events import (
     Events,
     Warnings,
 )
-from rlhf_core.run.guard import fork_guard
+from rlhf_core.run.reaper import fork_reaper
 from rlhf_core.run.logs import log_to_stderr
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
@@ -78,15 +78,15 @@ def main() -> int:
 
 
 def _startup() -> Events:
-    """Remove the variables of the flow from the environment, and start the guard if there is a flow."""
+    """Remove the variables of the flow from the environment, and start the reaper if there is a flow."""
     flow, stop = os.environ.pop(PARENT_VARIABLE, ""), os.environ.pop(STOP_VARIABLE, "20")
     suspend = os.environ.pop(SUSPEND_VARIABLE, "600")
     if not flow.isdigit() or not sys.platform.startswith("linux"):
         return Events.from_environment()
-    # If the flow died before `fork_guard` asks the kernel for a signal, none would come.
+    # If the flow died before `fork_reaper` asks the kernel for a signal, none would come.
     if os.getppid() != int(flow):
         sys.exit(EXIT_STOPPED)
-    fork_guard(int(flow), float(stop), float(suspend))
+    fork_reaper(int(flow), float(stop), float(suspend))
     return Events.from_environment()
 
 

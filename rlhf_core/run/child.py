@@ -4,7 +4,7 @@ run_child      starts `python -m rlhf_core.run SPEC` in a session of its own, ou
                one that was started before and waits (rlhf_core/run/next_stage.py)
 events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
 waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
-finally        SIGTERM to the child's guard (rlhf_core/run/guard.py), which stops the stage within 20 s and
+finally        SIGTERM to the child's reaper (rlhf_core/run/reaper.py), which stops the stage within 20 s and
                ends all its processes, also when the flow is cancelled (Prefect's TerminationSignal) or
                interrupted (Ctrl-C)
 """
@@ -44,14 +44,14 @@ TERM_SECONDS = 20.0
 EXIT_SECONDS = 30.0
 """How long a stage may take to exit after it sent its result, which is committed by then."""
 _GUARD_SECONDS = 10.0
-"""What the guard may need beyond that."""
+"""What the reaper may need beyond that."""
 _POLL_SECONDS = 0.25
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Stuck|Failed|Interrupt)\b.*:|^Fatal Python error")
 
 
 @dataclass(frozen=True)
 class StageProcess:
-    """The child process of a stage, which is the guard of the stage's own process."""
+    """The child process of a stage, which is the reaper of the stage's own process."""
 
     process: subprocess.Popen[bytes]
     log_file: Path
@@ -87,7 +87,7 @@ class StageProcess:
         self.end()
 
     def end(self) -> None:
-        """Have the guard stop the stage and all that it started, at once if this is interrupted; end both by
+        """Have the reaper stop the stage and all that it started, at once if this is interrupted; end both by
         force if it does not.
         """
         try:
@@ -190,7 +190,7 @@ def start_child(
             on_error.callback(request.close)
             variables[WAIT_VARIABLE] = str(request_fd)
             passed.append(request_fd)
-        # No parent_death_signal: the child asks the kernel itself (`fork_guard`).
+        # No parent_death_signal: the child asks the kernel itself (`fork_reaper`).
         process = launch(
             [*python_module("rlhf_core.run"), str(_spec_file(log_file))],
             {**environment, **variables},
@@ -265,7 +265,7 @@ def _has_exited(pid: int) -> bool:
 
 
 def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:
-    """Ask the guard, which waits for the stage only the first time, and wait for both."""
+    """Ask the reaper, which waits for the stage only the first time, and wait for both."""
     if not _has_exited(child.pid):
         child.terminate()
     deadline = time.monotonic() + seconds
@@ -274,7 +274,7 @@ def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _cause(code: int) -> str:
-    # The guard exits with 128 + n if signal n ended the stage. -n: signal n ended the guard itself.
+    # The reaper exits with 128 + n if signal n ended the stage. -n: signal n ended the reaper itself.
     number = -code if code < 0 else code - 128
     if number in set(signal.Signals):
         hint = "; the kernel may have run out of memory" if number == signal.SIGKILL else ""

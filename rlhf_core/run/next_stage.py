@@ -5,8 +5,8 @@
     the run ends             close     ends a process that nobody has taken
 
 Imports take most of the time of a short stage: torch, transformers, DeepSpeed, Ray and vLLM. A process that
-waits has decided nothing: it has no inputs, no lease and no MLflow run. Like every stage it has a guard
-(rlhf_core/run/guard.py), so that it ends with the process of the flow in every case.
+waits has decided nothing: it has no inputs, no lease and no MLflow run. Like every stage it has a reaper
+(rlhf_core/run/reaper.py), so that it ends with the process of the flow in every case.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class LeaseTimes:
 
     wait: float = 60.0
     """Longest wait for a holder on this machine. A stage whose flow was killed may take 20 s to stop, and its
-    guard a little longer.
+    reaper a little longer.
     """
     beat: float = 10.0
     """Interval in which the lease of an attempt is renewed."""
@@ -285,10 +285,14 @@ def _how_to_end(holder: ProcessId) -> str:
 
 
 def _run_of(holder: ProcessId) -> int:
-    """Return the process that started the stage and would restart it: stage, its guard, then the flow."""
+    """Return the process that started the stage and would restart it: stage, its reaper, then the flow."""
     with contextlib.suppress(psutil.Error):
-        guard = psutil.Process(holder.pid).parent()
-        if guard is not None and "rlhf_core.run" in guard.cmdline() and (flow := guard.parent()) is not None:
+        reaper = psutil.Process(holder.pid).parent()
+        if (
+            reaper is not None
+            and "rlhf_core.run" in reaper.cmdline()
+            and (flow := reaper.parent()) is not None
+        ):
             return int(flow.pid)
     return holder.pid
 

@@ -3,7 +3,7 @@
     outside `deferred`    the stage ends at once (SystemExit) and continues from its last checkpoint
     inside `deferred`     a training loop checks `requested` after each step, saves a checkpoint, calls `exit`
 
-The process that sends the signal waits for about 20 s (`run.guard`) before it kills: a longer step is lost.
+The process that sends the signal waits for about 20 s (`run.reaper`) before it kills: a longer step is lost.
 """
 
 from __future__ import annotations

@@ -122,13 +122,13 @@ def test_an_unused_process_leaves_nothing_of_ray(tmp_path: Path) -> None:
     following = NextStage(start)
     following.prepare("ppo", config, environment, tmp_path / "ppo-01.log")
     try:
-        guard = psutil.Process(waiting[0].process.pid)
+        reaper = psutil.Process(waiting[0].process.pid)
         deadline = time.monotonic() + 240.0
         started: list[psutil.Process] = []
         while not any(process.name() == "raylet" for process in started):
-            assert time.monotonic() < deadline and guard.is_running()
+            assert time.monotonic() < deadline and reaper.is_running()
             time.sleep(0.5)
-            started = guard.children(recursive=True)
+            started = reaper.children(recursive=True)
         left = [process for each in started if (process := ProcessId.of(each.pid)) is not None]
     finally:
         following.close()

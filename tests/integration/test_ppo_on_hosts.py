@@ -177,7 +177,7 @@ def test_checkpoint_of_two_hosts_is_continued_on_one(two: Hosts, on_one_host: st
 
 def test_second_host_with_the_same_command_waits_and_reuses(two: Hosts) -> None:
     fault = {"RLHF_FAIL": "data.encoded:1:stop", "RLHF_FAIL_TRACE": "/tmp/home/trace"}
-    # The first one is suspended until the second one waits for it; its guard must not kill it before.
+    # The first one is suspended until the second one waits for it; its reaper must not kill it before.
     settings = ("store.url=s3://rlhf-test/same", "run.timeouts.stall=600")
     first = two.start(0, "first", *settings, until="data", **fault)
     marker = two.hosts[0].home / "trace" / fault["RLHF_FAIL"]

@@ -9,10 +9,10 @@ from pathlib import Path
 _PRELUDE = """
 import os, signal, subprocess, sys, time, types
 from pathlib import Path
-from rlhf_core.run import guard
+from rlhf_core.run import reaper
 from rlhf_core.types import ArtifactRef
 
-guard.LEFTOVER_SECONDS = 1.0
+reaper.LEFTOVER_SECONDS = 1.0
 REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
 
 def execute(spec, events, stop):

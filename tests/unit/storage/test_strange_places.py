@@ -118,11 +118,11 @@ def test_names_without_an_attempt_number_are_ignored(name: str, tmp_path: Path) 
 
 def test_message_advises_to_end_the_flow_and_never_process_1() -> None:
     assert fencing._how_to_end(ProcessId(1, 0.0)) == ""
-    # A stage's process, its guard, and in place of the flow this process.
+    # A stage's process, its reaper, and in place of the flow this process.
     command = ["sh", "-c", "sleep 60 & echo $!; wait", "rlhf_core.run"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as guard:
-        assert guard.stdout is not None
-        stage = int(guard.stdout.readline())
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as reaper:
+        assert reaper.stdout is not None
+        stage = int(reaper.stdout.readline())
         try:
             assert fencing._how_to_end(ProcessId(stage, 0.0)) == f" (kill {os.getpid()})"
         finally:

@@ -1,19 +1,19 @@
-"""The guard: a small process between the flow and its stage that ends all processes of the stage.
+"""The reaper: a small process between the flow and its stage that ends all processes of the stage.
 
-    flow --(SIGTERM, or its death)--> guard --(SIGINT)--> stage --> Ray's daemons, actors, training ranks
+    flow --(SIGTERM, or its death)--> reaper --(SIGINT)--> stage --> Ray's daemons, actors, training ranks
 
-The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it finds all of them, in
+The kernel gives every orphaned descendant to the reaper ("child subreaper"), so that it finds all of them, in
 any session and under any name: Ray's agents outlive their driver's SIGKILL by half a minute and hide
 their environment. Temporary files (sockets of engines and ranks, Ray's sockets and logs) are in private
-folders, which the guard removes as well; the output of actors is in the stage's log.
+folders, which the reaper removes as well; the output of actors is in the stage's log.
 
-    stage ends           descendants get `LEFTOVER_SECONDS` to end, then SIGKILL; the guard returns the
+    stage ends           descendants get `LEFTOVER_SECONDS` to end, then SIGKILL; the reaper returns the
                          stage's exit code
-    SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL to all descendants
+    SIGTERM to reaper    SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL to all descendants
     a second one         SIGKILL of all at once
     flow dies            SIGKILL of all at once: no process uses the result
     stage is suspended   by a SIGSTOP, for `suspend_seconds`: SIGKILL; no thread of its own could report that
-    guard dies           the kernel kills the stage
+    reaper dies          the kernel kills the stage
 
 SIGINT and not SIGTERM, because Ray replaces the stage's SIGTERM handler by one that ends the process on the
 spot.
@@ -45,22 +45,22 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
 
-def fork_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
-    """Fork: the child returns and is the stage, the original process stays behind as its guard and never
+def fork_reaper(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
+    """Fork: the child returns and is the stage, the original process stays behind as its reaper and never
     returns.
 
-    `flow`: pid of the process that must stay alive. Call it before any thread exists. The guard's exit code
+    `flow`: pid of the process that must stay alive. Call it before any thread exists. The reaper's exit code
     is that of the stage, or 128 + n if signal n ended it.
     """
-    guard = os.getpid()
-    # Before the fork: the stage inherits the variables, and the guard removes the folders.
+    reaper = os.getpid()
+    # Before the fork: the stage inherits the variables, and the reaper removes the folders.
     scratch = _take_scratch()
-    # A fork does not inherit these two settings: they are the guard's alone.
+    # A fork does not inherit these two settings: they are the reaper's alone.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     die_with_parent(signal.SIGTERM)()
-    # Blocked before the fork: a signal waits for `sigtimedwait`, and does not end the guard.
+    # Blocked before the fork: a signal waits for `sigtimedwait`, and does not end the reaper.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    die_with_guard = die_with_parent(signal.SIGKILL)
+    die_with_reaper = die_with_parent(signal.SIGKILL)
     stage = os.fork()
     if stage:
         # The pipe of the events is the stage's: its end must mean the stage's end.
@@ -70,9 +70,9 @@ def fork_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         # Not sys.exit: exit handlers and buffers of before the fork are also those of the stage.
         os._exit(code)
-    die_with_guard()
-    # If the guard died before the line above, the kernel sends no signal.
-    if os.getppid() != guard:
+    die_with_reaper()
+    # If the reaper died before the line above, the kernel sends no signal.
+    if os.getppid() != reaper:
         os._exit(128 + signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
@@ -148,7 +148,7 @@ def _watch(stage: int, flow: int, stop_seconds: float, suspend_seconds: float) -
         signum = signal.sigtimedwait(_WATCHED, 1.0)
         code = _reap(stage)
         flow_lives = os.getppid() == flow
-        # What suspended the stage may have suspended the guard as well: that time does not count.
+        # What suspended the stage may have suspended the reaper as well: that time does not count.
         passed, before = min(time.monotonic() - before, 2.0), time.monotonic()
         suspended = suspended + passed if code is None and _is_suspended(stage) else 0.0
         if suspended > suspend_seconds:

@@ -4,7 +4,7 @@ user.
 - a folder whose path is too long for the sockets in it is passed over
 - compiled programs of a folder that somebody else made, or can write to, are not loaded
 
-The guard itself:
+The reaper itself:
 
 - it closes all descriptors of the stage, also with high numbers
 - a request to stop that arrives together with the end of the stage is not sent to the pid of the stage
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.run import guard
+from rlhf_core.run import reaper
 
 
 def use_for_temporary_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_temporary_folders_are_private_and_torch_finds_what_it_compiled(
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it is imported
     ray = usual / "r" if ray_elsewhere else usual
     monkeypatch.setenv("RAY_TMPDIR", str(ray)) if ray_elsewhere else None
-    folders = guard._take_scratch()
+    folders = reaper._take_scratch()
     assert [Path(folder).parent for folder in folders] == [usual, ray]
     assert (tempfile.gettempdir(), os.environ["TMPDIR"], os.environ["RAY_TMPDIR"]) == (folders[0], *folders)
     assert all(os.stat(folder).st_mode & 0o077 == 0 for folder in folders)
@@ -61,7 +61,7 @@ def test_temporary_folders_are_private_and_torch_finds_what_it_compiled(
     assert compiled == usual / f"rlhf-compiled-{os.getuid()}" and compiled.stat().st_mode & 0o077 == 0
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     use_for_temporary_files(usual, monkeypatch)
-    guard._take_scratch()
+    reaper._take_scratch()
     assert Path(cache_dir()) == compiled, "the next stage finds it"
 
 
@@ -69,7 +69,7 @@ def test_long_paths_are_not_used_for_sockets(usual: Path, monkeypatch: pytest.Mo
     deep = usual / ("x" * 60)
     deep.mkdir()
     use_for_temporary_files(deep, monkeypatch)
-    folders = guard._take_scratch()
+    folders = reaper._take_scratch()
     try:
         assert [os.path.dirname(folder) for folder in folders] == ["/tmp", "/tmp"]
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == deep
@@ -109,17 +109,17 @@ def test_compiled_code_writable_by_others_is_not_loaded(
         pytest.skip("only root can give a folder away")
     folder = usual / f"rlhf-compiled-{os.getuid()}"
     plant(folder)  # type: ignore[operator]
-    own, _ = guard._take_scratch()
+    own, _ = reaper._take_scratch()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == os.path.join(own, "compiled")
     assert "is not a folder of this user alone" in capfd.readouterr().err
 
 
 STAGE_WITH_HIGH_DESCRIPTOR = """
 import fcntl, os, time
-from rlhf_core.run.guard import fork_guard
+from rlhf_core.run.reaper import fork_reaper
 
 pipe = fcntl.fcntl(os.pipe()[1], fcntl.F_DUPFD, 300)
-fork_guard(os.getppid(), 5.0, 60.0)
+fork_reaper(os.getppid(), 5.0, 60.0)
 deadline = time.monotonic() + 10
 while os.path.exists(f"/proc/{os.getppid()}/fd/{pipe}") and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -127,7 +127,7 @@ print(sorted(map(int, os.listdir(f"/proc/{os.getppid()}/fd"))))
 """
 
 
-def test_guard_keeps_no_descriptor_of_the_stage(usual: Path) -> None:
+def test_reaper_keeps_no_descriptor_of_the_stage(usual: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STAGE_WITH_HIGH_DESCRIPTOR], capture_output=True, text=True, check=True
     )
@@ -136,20 +136,20 @@ def test_guard_keeps_no_descriptor_of_the_stage(usual: Path) -> None:
 
 GUARD_OF_ENDED_STAGE = """
 import os, signal
-from rlhf_core.run import guard
+from rlhf_core.run import reaper
 
-signal.pthread_sigmask(signal.SIG_BLOCK, guard._WATCHED)
+signal.pthread_sigmask(signal.SIG_BLOCK, reaper._WATCHED)
 stage = os.fork()
 if stage == 0:
     os._exit(7)
 os.waitid(os.P_PID, stage, os.WEXITED | os.WNOWAIT)
 os.kill(os.getpid(), signal.SIGTERM)
-print(guard._watch(stage, os.getppid(), 20.0, 60.0))
+print(reaper._watch(stage, os.getppid(), 20.0, 60.0))
 """
 
 
 def test_request_to_stop_is_not_sent_to_a_stage_that_has_ended() -> None:
-    """The kernel delivers SIGTERM before SIGCHLD. The guard collects the stage, and then no process has its
+    """The kernel delivers SIGTERM before SIGCHLD. The reaper collects the stage, and then no process has its
     pid.
     """
     done = subprocess.run(
