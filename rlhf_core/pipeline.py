@@ -74,7 +74,7 @@ class Stage:
     samples: bool = False
     """Whether its own process samples with vLLM."""
 
-    ahead: str | None = None
+    preparation: str | None = None
     """`module:function` that is called with the configuration in a process that waits for the inputs of the
     stage, after its imports.
     """
@@ -83,10 +83,10 @@ class Stage:
         """Import and return the stage's function."""
         return _load(self.function)
 
-    def run_ahead(self, config: Any) -> None:
-        """Call `ahead`, if there is one."""
-        if self.ahead is not None:
-            _load(self.ahead)(config)
+    def prepare(self, config: Any) -> None:
+        """Call `preparation`, if there is one."""
+        if self.preparation is not None:
+            _load(self.preparation)(config)
 
 
 def _load(path: str) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ _TABLE = (
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet", "ray"),
-        ahead="rlhf_core.ppo.ahead:start_ahead",
+        preparation="rlhf_core.ppo.start_ray:start_ray",
     ),
     Stage(
         "sample",

@@ -30,4 +30,4 @@ def import_for(stage: StageName, config: PipelineConfig) -> None:
     if row.samples:
         device = "cuda" if runs_on_gpu(config) else "cpu"
         import_vllm(config.ppo.engine, device, config.model.tiny.vocab_size if from_scratch else None)
-    row.run_ahead(config)
+    row.prepare(config)

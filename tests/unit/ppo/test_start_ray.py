@@ -1,4 +1,4 @@
-"""What starts ahead of PPO, without Ray's processes:
+"""What is started before the stage `ppo` has its inputs, without Ray's processes:
 
 - nothing on a cluster or on GPUs
 - a process in which Ray does not start ends after `run.timeouts.start`; one in which it starts does not
@@ -19,25 +19,25 @@ _START = """
 import ctypes, sys, time
 import ray
 from rlhf_core.config import PipelineConfig
-from rlhf_core.ppo.ahead import start_ahead
+from rlhf_core.ppo.start_ray import start_ray
 
 def hang(**options):
     ctypes.PyDLL(None).sleep(600)  # holds Python's lock
 
 ray.init = hang if sys.argv[1] == "hangs" else lambda **options: None
-start_ahead(PipelineConfig.model_validate({"run": {"device": "cpu", "timeouts": {"start": 0.5}}}))
+start_ray(PipelineConfig.model_validate({"run": {"device": "cpu", "timeouts": {"start": 0.5}}}))
 time.sleep(1.0)
 print("waits")
 """
 
 
 @pytest.mark.parametrize(("address", "device"), [("10.0.0.1:1", "cpu"), ("", "cuda")])
-def test_nothing_starts_ahead_on_a_cluster_or_on_gpus(
+def test_nothing_is_started_on_a_cluster_or_on_gpus(
     address: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setitem(sys.modules, "ray", None)  # an import of Ray raises
-    STAGES["ppo"].run_ahead(PipelineConfig.model_validate({"run": {"device": device}}))
+    STAGES["ppo"].prepare(PipelineConfig.model_validate({"run": {"device": device}}))
 
 
 @pytest.mark.parametrize("ray", ["starts", "hangs"])

@@ -12,7 +12,7 @@ from rlhf_core.config.placement import plan
 _STDERR = 2
 
 
-def start_ahead(config: PipelineConfig) -> None:
+def start_ray(config: PipelineConfig) -> None:
     """Start Ray on this host, to which the fleet connects later.
 
     Does nothing if the fleet runs on a cluster or on GPUs. If Ray has not started within

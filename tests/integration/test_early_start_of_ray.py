@@ -23,7 +23,7 @@ from rlhf_core.cluster.connect import connect
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.actor_environment import actor_environment, environment_option
-from rlhf_core.ppo.ahead import start_ahead
+from rlhf_core.ppo.start_ray import start_ray
 from rlhf_core.run.child import StageProcess, start_child
 from rlhf_core.run.environment import stage_environment
 from rlhf_core.run.next_stage import NextStage
@@ -77,7 +77,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def test_actors_get_processes_that_ray_has_started_ahead(stage: None) -> None:
     count = plan(CONFIG.ppo).processes
     expected = min(count, machine().cores())  # Ray starts one process for each core
-    start_ahead(CONFIG)
+    start_ray(CONFIG)
     wait_until(lambda: len(processes_of_ray("ray::IDLE")) >= expected)
     idle = {process.pid for process in processes_of_ray("ray::IDLE")}
     found = start_ranks(count)
@@ -86,7 +86,7 @@ def test_actors_get_processes_that_ray_has_started_ahead(stage: None) -> None:
 
 
 def test_ray_that_has_died_in_the_meantime_is_started_again(stage: None) -> None:
-    start_ahead(CONFIG)
+    start_ray(CONFIG)
     [raylet] = processes_of_ray("raylet")
     raylet.kill()
     wait_until(lambda: not any(node["Alive"] for node in ray.nodes()))
@@ -104,7 +104,7 @@ def test_a_start_that_fails_leaves_nothing_and_ray_starts_again(
     with monkeypatch.context() as patch:
         patch.setattr("ray._private.worker.connect", connect_driver)
         with pytest.raises(RuntimeError, match="no connection"):
-            start_ahead(CONFIG)
+            start_ray(CONFIG)
     wait_until(lambda: not processes_of_ray("raylet") and not processes_of_ray("gcs_server"))
     assert list(start_ranks(1).values()) == ["1"]
 
