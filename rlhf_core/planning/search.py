@@ -267,9 +267,8 @@ class _PPOSearch:
             *rank_counts(self._hardware.count, self._hardware.per_host),
         ):
             more = {} if ranks == self._config.evaluate.ranks else {"evaluate.ranks": str(ranks)}
-            verdict = compare_memory(
-                with_changes(self._config, {**changes, **more}), self._shape, self._hardware
-            )
+            changed = with_changes(self._config, {**changes, **more})
+            verdict = compare_memory(changed, self._shape, self._hardware)
             # A local judge runs in engines, and more ranks do not help it.
             problems = [each for each in verdict.problems if each.what != JUDGE]
             if not any(problem.stage == "evaluate" for problem in problems):

@@ -31,8 +31,8 @@ from rlhf_core.run.events import (
     Events,
     Warnings,
 )
-from rlhf_core.run.reaper import fork_reaper
 from rlhf_core.run.logs import log_to_stderr
+from rlhf_core.run.reaper import fork_reaper
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
 from rlhf_core.tracking.mlflow_client import shorten_timeouts
