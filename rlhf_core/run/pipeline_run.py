@@ -36,6 +36,7 @@ from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig
 from rlhf_core.run.display import current_display
+from rlhf_core.run.executors.job_files import delete_jobs
 from rlhf_core.run.external_inputs import data_sets, external_digests
 from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.spec import StageRecord, StageSpec
@@ -175,7 +176,7 @@ class PipelineRun:
         return found
 
     def tidy(self, spec: StageSpec) -> None:
-        """Remove the temporary files of an attempt that was killed after it had published its artifact."""
+        """Remove what an attempt left that was killed after it had published its artifact."""
         outbox = Outbox.of(self.store, self.home.outbox)
         # `clear` does not use the folder for downloads.
         checkpoints = CheckpointStore(self.store, spec.key, self.home.cache, self.config.store, outbox=outbox)
@@ -183,6 +184,8 @@ class PipelineRun:
             checkpoints.clear()
             if outbox is not None:
                 outbox.discard_all(artifact_prefix(spec.stage, spec.key))
+            if self.config.run.executor_of(spec.stage) != "local":
+                delete_jobs(self.store, spec)
         for folder in (spec.rollout_cache, spec.work):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -96,6 +96,10 @@ class _Reporter:
         self._waiting: list[dict[str, Any]] = []
         self._content: list[dict[str, Any]] = []
         """Content of the object `_number`, which may have been written, although that raised an error."""
+        self._progress: dict[str, dict[str, Any]] = {}
+        """The latest progress of each task."""
+        self._has_progress = False
+        """Whether there is progress that is not written yet."""
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._number = files.count_events() + 1
@@ -113,15 +117,14 @@ class _Reporter:
         self._thread.join(timeout=self._last_seconds + 20.0)
 
     def send(self, event: dict[str, Any]) -> None:
-        """Write `event` with the next object. Progress that nobody has read yet is replaced by later one."""
+        """Write `event` with the next object. Progress replaces that of the same task."""
         with self._lock:
-            if event["event"] == "progress":
-                self._waiting = [
-                    other
-                    for other in self._waiting
-                    if other["event"] != "progress" or other["task"] != event["task"]
-                ]
-            self._waiting.append(event)
+            if event["event"] != "progress":
+                self._waiting.append(event)
+                return
+            self._progress.pop(event["task"], None)  # the task that reported last is the last one
+            self._progress[event["task"]] = event
+            self._has_progress = True
 
     def send_error(self, error: BaseException) -> None:
         """Send the final event of a job that failed, without secrets."""
@@ -165,6 +168,7 @@ class _Reporter:
 
     def _write_events(self) -> None:
         while True:
+            self._write_progress()  # first: after the final event, nobody reads it
             if not self._content:
                 with self._lock:
                     self._content, self._waiting = self._waiting, []
@@ -174,6 +178,17 @@ class _Reporter:
             self._files.write_events(self._number, self._content)
             self._number += 1
             self._content = []
+
+    def _write_progress(self) -> None:
+        with self._lock:
+            if not self._has_progress:
+                return
+            progress, self._has_progress = list(self._progress.values()), False
+        try:
+            self._files.write_progress(progress)
+        except BaseException:
+            self._has_progress = True
+            raise
 
     def _write_log(self) -> None:
         if not self._log_file.exists():

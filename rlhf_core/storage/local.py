@@ -75,6 +75,13 @@ class LocalFiles:
                         sizes[path.relative_to(self._root).as_posix()] = path.stat().st_size
         return sizes
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        with self._errors("list", prefix):
+            try:
+                return [path.name for path in (self._root / prefix).iterdir() if path.is_dir()]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._rename_folder_at(key)

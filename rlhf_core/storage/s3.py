@@ -296,6 +296,12 @@ class S3Objects:
         start = len(self._root) + 1
         return {path[start:]: int(info["size"]) for path, info in listed.items() if info["type"] == "file"}
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        listed = self._call(
+            "list", prefix, lambda: self._within(lambda: self._fs._lsdir(self._path(prefix), refresh=True))
+        )
+        return [info["name"].rsplit("/", 1)[-1] for info in listed if info["type"] == "directory"]
+
     def delete(self, keys: Sequence[str]) -> None:
         # One by one: the bulk call of s3fs does not report the objects that it could not delete.
         for key in keys:

@@ -123,6 +123,10 @@ class Store:
         """Return the sorted keys at or below the folder `prefix`."""
         return sorted(self.sizes(prefix))
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """Return the names of the folders directly below `prefix`, without listing their objects."""
+        return self._backend.folders(check_key(prefix))
+
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects. Keys without an object are ignored."""
         self._backend.delete([check_key(key) for key in keys])

@@ -21,7 +21,9 @@ from typing import Literal, NamedTuple
 from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
 
-Operation = Literal["put_file", "get_file", "put_bytes", "put_if_absent", "read_bytes", "sizes", "delete"]
+Operation = Literal[
+    "put_file", "get_file", "put_bytes", "put_if_absent", "read_bytes", "sizes", "folders", "delete"
+]
 """Names of methods of `Store`. `list` and `exists` count as `sizes`, and each key of `delete` and
 `delete_prefix` as one `delete`.
 """
@@ -115,6 +117,11 @@ class ScriptedStore(Store):
     def sizes(self, prefix: str) -> Mapping[str, int]:
         self._reach("sizes", prefix)
         return super().sizes(prefix)
+
+    @override
+    def folders(self, prefix: str) -> Sequence[str]:
+        self._reach("folders", prefix)
+        return super().folders(prefix)
 
     @override
     def delete(self, keys: Sequence[str]) -> None:

@@ -72,6 +72,7 @@ def test_a_stored_object_is_listed_read_and_deleted(store: Store, tmp_path: Path
     store.put_bytes("a/späße", b"12")
     store.put_bytes("ab/z", b"")
     assert store.sizes("a") == {"a/b/x": 5, "a/späße": 2}
+    assert list(store.folders("a")) == ["b"] and list(store.folders("a/b")) == list(store.folders("q")) == []
     assert store.exists("a/b/x") and not store.exists("a/b") and not store.exists("a/q")
     assert store.uri("a/b/x").startswith("s3://rlhf-test/")
     store.get_file("a/b/x", tmp_path / "sub" / "back")

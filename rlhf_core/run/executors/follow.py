@@ -3,10 +3,12 @@
 find       a job of this stage key that was submitted before and has not ended is followed: a flow that
            was killed and is started again continues to wait for its job
 submit     `jobs/{key}/{number}/spec.json` is created once. The flow that created it submits the job, the
-           others wait; if it was killed before that, one of them submits the job
+           others wait for as long as `Waits.submit`, measured by their own clocks; if it was killed before
+           that, one of them submits the job
 follow     events and log come from the store, the state from the scheduler. A result, or a manifest in
            the store, is a success; a job that ended without one is an error of rlhf_core.errors
-release    a job that has sent its outcome is cancelled if its scheduler keeps the resources of ended jobs
+release    a job that has sent its outcome is cancelled if its scheduler keeps the resources of ended jobs.
+           After a success, the objects of all jobs of the stage key are deleted (job_files.py)
 stop       on Ctrl-C, SIGTERM or a cancellation the job is asked to stop through the store, which gives it
            time to save a checkpoint, and is then cancelled. If the flow is killed, the job continues
 """
@@ -15,21 +17,21 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
 from rlhf_core.run.child import TERM_SECONDS, OnEvent, log_excerpt
 from rlhf_core.run.executors.base import Job, JobStatus, Scheduler
-from rlhf_core.run.executors.job_files import JobFiles
+from rlhf_core.run.executors.job_files import JobFiles, delete_jobs
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.s3 import ADDRESS_VARIABLES, s3_endpoint
 from rlhf_core.storage.store import open_store
+from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
 from rlhf_core.types import ArtifactRef
 
 T = TypeVar("T")
@@ -53,7 +55,9 @@ class Waits:
     unreachable: float = 300.0
     """How long a scheduler may not answer."""
     submit: float = 60.0
-    """A job that the scheduler does not know, but whose spec is younger, may be about to be submitted."""
+    """How long a job that the scheduler does not list and that has written nothing may be about to be
+    submitted, from the first observation.
+    """
     stop: float = TERM_SECONDS + 25.0
     """Time for a job to see the request, save a checkpoint and end."""
 
@@ -65,6 +69,7 @@ def run_remote(
     timeout: float,
     on_event: OnEvent,
     waits: Waits = Waits(),
+    clock: Clock = SYSTEM_CLOCK,
 ) -> ArtifactRef:
     """Run the stage of `spec` as a job and return its artifact.
 
@@ -75,6 +80,7 @@ def run_remote(
         timeout: Seconds, including the time in queues.
         on_event: Receives the job's events.
         waits: Intervals and limits.
+        clock: For all waits.
 
     Raises:
         RLHFError: The error that the stage sent, with its class.
@@ -83,7 +89,7 @@ def run_remote(
         OutOfMemory: The scheduler reports it.
         InfrastructureError: The scheduler or the store did not answer. The job continues.
     """
-    return _Follower(scheduler, spec, log_file, timeout, on_event, waits).run()
+    return _Follower(scheduler, spec, log_file, timeout, on_event, waits, clock).run()
 
 
 def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -101,17 +107,23 @@ class _Follower:
         timeout: float,
         on_event: OnEvent,
         waits: Waits,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._scheduler = scheduler
         self._spec = spec
         self._log_file = log_file
-        self._deadline = time.monotonic() + timeout
+        self._clock = clock
+        self._deadline = clock.monotonic() + timeout
         self._on_event = on_event
         self._waits = waits
         self._store = open_store(spec.config)
-        self._answered = time.monotonic()
+        self._answered = self._clock.monotonic()
         """When the scheduler answered last."""
+        self._next_number = 1
+        """The number of a job that this flow submits. Another flow may create it first."""
         self._next_event = 1
+        self._progress: list[dict[str, Any]] = []
+        """The progress that was read last."""
         self._outcome: ArtifactRef | RLHFError | None = None
         self._reason = ""
 
@@ -139,72 +151,82 @@ class _Follower:
             raise status.error(self._what(name), self._ends())
         self._release(name)
         if isinstance(outcome, ArtifactRef):
+            self._delete(lambda: delete_jobs(self._store, self._spec))
             return outcome
         raise outcome
 
     def _find(self) -> JobFiles | None:
         """Return the files of a job of this stage that has not ended."""
         files = JobFiles.newest(self._store, self._spec.key)
-        # A scheduler can report a job as active for a while after it has sent its outcome.
-        if files is None or files.submission.executor != self._kind or self._has_outcome(files):
+        if files is None:
             return None
-        submission = files.submission
-        name = submission.job_name
+        if not files.exists:
+            self._next_number = files.number + files.has_remains
+            return None
+        self._next_number = files.number + 1
+        if files.submission.executor != self._kind:
+            return None
+        written = files.count_events()
+        # A scheduler can report a job as active for a while after it has sent its outcome, its last event.
+        if any(event["event"] in ("result", "error") for event in files.read_events(written) or ()):
+            return None
+        name = files.submission.job_name
         status = self._until_answered(name, lambda: self._scheduler.status(name))
         if status.is_active:
             message = f"{self._what(name)} is {status.state} already; following it"
             self._on_event({"event": "warning", "message": message})
             return files
-        if status.state == "missing" and time.time() - submission.time < self._waits.submit:
-            self._await_submission(files)
+        # A job that has written events was submitted, and its scheduler has forgotten it.
+        if status.state == "missing" and not written and self._await_submission(files):
             return files
         return None
 
-    def _await_submission(self, files: JobFiles) -> None:
+    def _await_submission(self, files: JobFiles) -> bool:
         """Wait for the flow that created these files to submit the job. Submit it if that does not happen.
 
-        Not all schedulers refuse a second job of the same name.
+        Not all schedulers refuse a second job of the same name. Return False if another flow was to submit
+        it instead and has not done so either, or if the files are of other settings than those of this flow.
         """
         name = files.submission.job_name
         log.info("%s: waiting for the flow that began to submit it", self._what(name))
-        if not self._appears(name) and files.take_over():
-            self._start(files)
+        if self._appears(name):
+            return True
+        if files.submission.spec.config != self._spec.config:
+            return False
+        if not files.take_over():
+            return self._appears(name)
+        self._start(files)
+        return True
 
     def _appears(self, name: str) -> bool:
         """Wait until the scheduler lists the job, and return False if it does not."""
-        deadline = time.monotonic() + self._waits.submit
-        while time.monotonic() < deadline:
+        deadline = self._clock.monotonic() + self._waits.submit
+        while self._clock.monotonic() < deadline:
             self._check_deadline(name)
             status = self._poll(name)
             if status is None:
-                deadline = time.monotonic() + self._waits.submit
+                deadline = self._clock.monotonic() + self._waits.submit
             elif status.state != "missing":
                 return True
-            time.sleep(self._waits.poll)
+            self._clock.sleep(self._waits.poll)
         return False
 
     @property
     def _kind(self) -> str:
         return self._spec.config.run.executor_of(self._spec.stage)
 
-    def _has_outcome(self, files: JobFiles) -> bool:
-        number = 1
-        while (events := files.read_events(number)) is not None:
-            if any(event["event"] in ("result", "error") for event in events):
-                return True
-            number += 1
-        return False
-
     def _submit(self) -> JobFiles:
-        newest = JobFiles.newest(self._store, self._spec.key)
-        files = JobFiles(self._store, self._spec.key, 1 if newest is None else newest.number + 1)
-        left = max(0.0, self._deadline - time.monotonic())
         executor = self._spec.config.run.executor_of(self._spec.stage)
-        if files.create(self._spec, executor, left, shared_environment()):
-            self._start(files)
-        else:
-            self._await_submission(files)
-        return files
+        while True:
+            files = JobFiles(self._store, self._spec.key, self._next_number)
+            left = max(0.0, self._deadline - self._clock.monotonic())
+            if files.create(self._spec, executor, left, shared_environment()):
+                self._start(files)
+                self._delete(files.delete_before_previous)
+                return files
+            if self._await_submission(files):
+                return files
+            self._next_number += 1
 
     def _start(self, files: JobFiles) -> None:
         config, stage = self._spec.config, self._spec.stage
@@ -214,13 +236,13 @@ class _Follower:
         command += [str(files.number), *([endpoint] if endpoint else [])]
         name = files.submission.job_name
         job = Job(name, stage, command, config.run.resources.of(stage))
-        began = time.monotonic()
+        began = self._clock.monotonic()
         while True:
             try:
                 self._scheduler.submit(job)
                 break
             except InfrastructureError as error:
-                if time.monotonic() - began > self._waits.unreachable:
+                if self._clock.monotonic() - began > self._waits.unreachable:
                     raise
                 log.info("%s: %s", self._what(name), error.message)
             # A request without an answer may have arrived, and Slurm can take a while to list the job. It
@@ -232,10 +254,10 @@ class _Follower:
     def _follow(self, files: JobFiles, name: str) -> JobStatus:
         """Return the last status of the job, which has ended or has sent its outcome."""
         status, looked = JobStatus("pending"), 0.0
-        began = log_read = self._answered = time.monotonic()
+        began = log_read = self._answered = self._clock.monotonic()
         while True:
             self._read_events(files)
-            now = time.monotonic()
+            now = self._clock.monotonic()
             if self._outcome is not None:
                 return status
             self._check_deadline(name)
@@ -250,7 +272,7 @@ class _Follower:
             if now - log_read > self._waits.log:
                 log_read = now
                 self._fetch_log(files, "")
-            time.sleep(self._waits.poll)
+            self._clock.sleep(self._waits.poll)
 
     def _poll(self, name: str) -> JobStatus | None:
         """Return the status of the job, or None if the scheduler does not answer at present.
@@ -262,7 +284,7 @@ class _Follower:
         except InfrastructureError as error:
             self._no_answer(name, error)
             return None
-        self._answered = time.monotonic()
+        self._answered = self._clock.monotonic()
         return status
 
     def _until_answered(self, name: str, request: Callable[[], T]) -> T:
@@ -276,18 +298,18 @@ class _Follower:
             except InfrastructureError as error:
                 self._no_answer(name, error)
             else:
-                self._answered = time.monotonic()
+                self._answered = self._clock.monotonic()
                 return answer
             self._check_deadline(name)
-            time.sleep(self._waits.poll)
+            self._clock.sleep(self._waits.poll)
 
     def _no_answer(self, name: str, error: InfrastructureError) -> None:
-        if time.monotonic() - self._answered > self._waits.unreachable:
+        if self._clock.monotonic() - self._answered > self._waits.unreachable:
             raise error
         log.info("%s: %s", self._what(name), error.message)
 
     def _check_deadline(self, name: str) -> None:
-        if time.monotonic() > self._deadline:
+        if self._clock.monotonic() > self._deadline:
             limit = f"run.stage_timeout={self._spec.config.run.stage_timeout:g}"
             raise StageTimedOut(f"{self._what(name)} is stopped: {limit} is over{self._ends()}")
 
@@ -301,6 +323,12 @@ class _Follower:
                     self._outcome = from_record({"type": event["type"], "message": event["message"]})
                 else:
                     self._on_event(event)
+        # After the events: the job writes its progress before its outcome.
+        progress = files.read_progress()
+        for event in progress:
+            if event not in self._progress:
+                self._on_event(event)
+        self._progress = progress
 
     def _tell_reason(self, name: str, reason: str) -> None:
         if reason and reason != self._reason:
@@ -323,13 +351,13 @@ class _Follower:
         try:
             log.info("%s: asked to stop", self._what(name))
             files.ask_to_stop()
-            deadline = time.monotonic() + self._waits.stop
-            while time.monotonic() < deadline:
+            deadline = self._clock.monotonic() + self._waits.stop
+            while self._clock.monotonic() < deadline:
                 self._read_events(files)
                 # A job that still waits in a queue has nothing to save.
                 if self._outcome is not None or self._scheduler.status(name).state != "running":
                     break
-                time.sleep(self._waits.poll)
+                self._clock.sleep(self._waits.poll)
             self._fetch_log(files, "")
         except RLHFError as error:
             log.warning("%s: %s", self._what(name), error.message)
@@ -338,6 +366,13 @@ class _Follower:
                 self._scheduler.cancel(name)
             except RLHFError as error:
                 log.warning("%s may still run, cancel it by hand: %s", self._what(name), error.message)
+
+    def _delete(self, delete: Callable[[], None]) -> None:
+        """Call `delete`; nothing depends on it."""
+        try:
+            delete()
+        except RLHFError as error:
+            log.warning("stage %s: objects of old jobs remain: %s", self._spec.stage, error.message)
 
     def _release(self, name: str) -> None:
         """Cancel a job whose outcome is known, if it holds resources or waits to be resumed."""

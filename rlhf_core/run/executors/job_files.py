@@ -2,13 +2,15 @@
 
     {store}/jobs/{stage key}/{number}/
         spec.json         the job's input, created once by the flow that submits it
-        events/{n}.jsonl  its events (rlhf_core/run/events.py): 1, 2, ...
+        events/{n}.jsonl  its events (rlhf_core/run/events.py), without progress: 1, 2, ...
+        progress.jsonl    the latest progress of each task, replaced about once per second
         log.txt           the end of the stage's log
         stop              a flow asks the job to stop
         taken_over        the flow that created spec.json has not submitted the job, and another one has
 
 They carry the words of a run and not its results: what a stage has made is decided by the manifest of its
-artifact. They may be deleted when no flow follows the job.
+artifact. The flow deletes all jobs of a stage key when the artifact exists. Until then the last job that
+failed is kept for people, also while the next one runs; earlier ones are deleted when another is submitted.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +28,7 @@ from rlhf_core.config.resources import Executor
 from rlhf_core.errors import ConfigError
 from rlhf_core.run.events import parse
 from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 
 LOG_BYTES = 2**20
@@ -44,6 +47,7 @@ class Submission:
     environment: Mapping[str, str]
     """Variables of the job, where its host does not set them."""
     time: float
+    """Unix time on the clock of the flow's host. For people: clocks of two hosts are not compared."""
 
 
 class JobFiles:
@@ -51,16 +55,24 @@ class JobFiles:
 
     def __init__(self, store: Store, stage_key: str, number: int) -> None:
         self._store = store
+        self._stage_key = stage_key
         self.folder = f"jobs/{stage_key}/{number:06d}"
         self.number = number
 
     @classmethod
     def newest(cls, store: Store, stage_key: str) -> JobFiles | None:
-        """Return the files of the job of `stage_key` that was submitted last; None if there is none."""
-        pattern = re.compile(rf"jobs/{re.escape(stage_key)}/([0-9]{{6}})/spec\.json")
-        matches = [pattern.fullmatch(key) for key in store.list(f"jobs/{stage_key}")]
-        numbers = [int(match[1]) for match in matches if match is not None]
-        return cls(store, stage_key, max(numbers)) if numbers else None
+        """Return the files of the job of `stage_key` that was submitted last; None if there is none.
+
+        It may not exist: it was deleted (`has_remains`), or in a local store is just being created.
+        """
+        numbers = _numbers(store, stage_key)
+        return cls(store, stage_key, numbers[-1]) if numbers else None
+
+    def delete_before_previous(self) -> None:
+        """Delete the jobs before the one that precedes this job."""
+        for number in _numbers(self._store, self._stage_key):
+            if number < self.number - 1:
+                self._store.delete_prefix(JobFiles(self._store, self._stage_key, number).folder)
 
     def create(
         self, spec: StageSpec, executor: Executor, seconds: float, environment: Mapping[str, str]
@@ -90,6 +102,16 @@ class JobFiles:
         """
         return self._store.put_if_absent(f"{self.folder}/taken_over", b"taken over\n")
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a `spec.json`."""
+        return self._store.read_bytes(f"{self.folder}/spec.json") is not None
+
+    @property
+    def has_remains(self) -> bool:
+        """Whether there are objects of a job without `spec.json`: its number must not be used again."""
+        return bool(self._store.list(self.folder))
+
     @cached_property
     def submission(self) -> Submission:
         """The content of `spec.json`. Raises ConfigError if there is none."""
@@ -112,10 +134,13 @@ class JobFiles:
         names = [key.rsplit("/", 1)[-1] for key in self._store.list(f"{self.folder}/events")]
         return max((int(name.partition(".")[0]) for name in names), default=0)
 
-    def write_events(self, number: int, events: list[dict[str, Any]]) -> None:
+    def write_events(self, number: int, events: Iterable[Mapping[str, Any]]) -> None:
         """Create the object of events `number`: 1, 2, ..."""
-        lines = "".join(json.dumps(event, default=str) + "\n" for event in events)
-        self._store.put_bytes(f"{self.folder}/events/{number:06d}.jsonl", lines.encode())
+        self._store.put_bytes(f"{self.folder}/events/{number:06d}.jsonl", _lines(events))
+
+    def write_progress(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the latest progress of all tasks."""
+        self._store.put_bytes(f"{self.folder}/progress.jsonl", _lines(events))
 
     def write_log(self, tail: bytes) -> None:
         """Replace the end of the log."""
@@ -130,9 +155,11 @@ class JobFiles:
     def read_events(self, number: int) -> list[dict[str, Any]] | None:
         """Return the events of object `number`; None if it does not exist yet."""
         data = self._store.read_bytes(f"{self.folder}/events/{number:06d}.jsonl")
-        if data is None:
-            return None
-        return [event for event in map(parse, data.splitlines()) if event is not None]
+        return None if data is None else _events(data)
+
+    def read_progress(self) -> list[dict[str, Any]]:
+        """Return the latest progress of each task; empty if there is none."""
+        return _events(self._store.read_bytes(f"{self.folder}/progress.jsonl") or b"")
 
     def read_log(self) -> bytes:
         """Return the end of the log; empty if there is none."""
@@ -141,3 +168,22 @@ class JobFiles:
     def ask_to_stop(self) -> None:
         """Have the job save a checkpoint, if it can, and end."""
         self._store.put_bytes(f"{self.folder}/stop", b"stop\n")
+
+
+def delete_jobs(store: Store, spec: StageSpec) -> None:
+    """Delete all jobs of a stage key if its artifact exists."""
+    if ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key) is not None:
+        store.delete_prefix(f"jobs/{spec.key}")
+
+
+def _numbers(store: Store, stage_key: str) -> list[int]:
+    names = store.folders(f"jobs/{stage_key}")
+    return sorted(int(name) for name in names if re.fullmatch("[0-9]{6}", name))
+
+
+def _lines(events: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(event, default=str) + "\n" for event in events).encode()
+
+
+def _events(data: bytes) -> list[dict[str, Any]]:
+    return [event for event in map(parse, data.splitlines()) if event is not None]

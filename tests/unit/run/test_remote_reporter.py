@@ -1,7 +1,7 @@
 """What a job on a cluster writes to the store.
 
 - a job that is started again by its scheduler continues the events of its first start
-- progress that is not written yet is replaced by later progress of the same task
+- progress is one object, which later progress of the same task replaces, and is there before the outcome
 - the log ends with the last lines of a long one, without secrets, and is there before the final event
 - a log that was rotated is copied to the output from its beginning
 - an object of events that may have been read is not changed, and later events follow in the next one
@@ -21,6 +21,7 @@ from rlhf_core.errors import StoreError
 from rlhf_core.run.executors.job_files import LOG_BYTES, JobFiles
 from rlhf_core.run.remote import _Reporter
 from rlhf_core.storage.store import Store
+from rlhf_core.testing.store import ScriptedStore
 
 KEY = "0" * 16
 
@@ -41,13 +42,29 @@ def test_a_job_that_is_started_again_continues_its_events(files: JobFiles, tmp_p
     ]
 
 
-def test_progress_is_replaced_by_later_progress(files: JobFiles, tmp_path: Path) -> None:
-    with _Reporter(files, tmp_path / "log") as reporter:
-        for done in range(50):
-            reporter.send({"event": "progress", "task": "sft", "done": done})
-            reporter.send({"event": "progress", "task": "samples", "done": -done})
-        reporter.send({"event": "checkpoint", "step": 1})
-    assert [event.get("done") for event in files.read_events(1) or ()] == [49, -49, None]
+def test_progress_is_one_object_that_is_replaced(files: JobFiles, tmp_path: Path) -> None:
+    reporter = _Reporter(files, tmp_path / "log")
+    for done in range(50):
+        reporter.send({"event": "progress", "task": "sft", "done": done})
+        reporter.send({"event": "progress", "task": "samples", "done": -done})
+        reporter._write_events()
+    assert [event["done"] for event in files.read_progress()] == [49, -49]
+    assert files._store.list(files.folder) == [f"{files.folder}/progress.jsonl"]
+
+
+def test_progress_is_there_before_the_outcome(tmp_path: Path) -> None:
+    store = ScriptedStore(tmp_path / "store")
+    files = JobFiles(store, KEY, 1)
+    store.before("put_bytes", StoreError("503"), key="progress.jsonl")
+    reporter = _Reporter(files, tmp_path / "log")
+    reporter.send({"event": "result"})
+    reporter.send({"event": "progress", "task": "sft", "done": 5})
+    with pytest.raises(StoreError):
+        reporter._write_events()
+    assert files.read_events(1) is None
+    reporter._write_events()
+    assert [event["done"] for event in files.read_progress()] == [5]
+    assert files.read_events(1) == [{"event": "result"}]
 
 
 def test_the_end_of_the_log_is_kept_without_secrets(

@@ -3,6 +3,7 @@
 - events, log and result of the job reach the flow in order
 - a job that ends without a result ends in an error that says why and quotes its log; the manifest decides
 - a flow that is started again follows the job that runs, and starts no second one
+- no clock of another host is compared: a job that is about to be submitted is waited for
 - of several flows one submits the job, also if the scheduler would accept it twice
 - a scheduler that does not answer for a while changes nothing, also when the job is submitted or looked up
 - a cancellation or the time limit asks the job to stop, and deletes it
@@ -37,6 +38,8 @@ from rlhf_core.run.executors.kuberay import KubeRayJobs
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store, open_store
+from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
+from rlhf_core.testing.clock import ManualClock
 from rlhf_core.types import ArtifactRef
 from tests.support.scripted_kubernetes import ScriptedKubernetes
 
@@ -70,9 +73,14 @@ def following(
 
 
 def follower(
-    scheduler: base.Scheduler, spec: StageSpec, log_file: Path, timeout: float = 20.0, waits: Waits = FAST
+    scheduler: base.Scheduler,
+    spec: StageSpec,
+    log_file: Path,
+    timeout: float = 20.0,
+    waits: Waits = FAST,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> follow._Follower:
-    return follow._Follower(scheduler, spec, log_file, timeout, lambda event: None, waits)
+    return follow._Follower(scheduler, spec, log_file, timeout, lambda event: None, waits, clock)
 
 
 class Job(threading.Thread):
@@ -343,6 +351,65 @@ class Unsteady(AcceptsNamesTwice):
         if self.asked <= self._silent:
             raise InfrastructureError("the scheduler does not answer")
         return super().status(name)
+
+
+def old_submission(store: Store, spec: StageSpec) -> JobFiles:
+    """Return the files that a flow with a slow clock has created just now."""
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    path = f"{files.folder}/spec.json"
+    content = json.loads(store.read_bytes(path) or b"")
+    store.put_bytes(path, json.dumps({**content, "time": content["time"] - 300.0}).encode())
+    return files
+
+
+def test_a_job_is_waited_for_whatever_the_clock_of_the_other_flow_says(
+    spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    files = old_submission(store, spec)
+    name = files.submission.job_name
+    scheduler, clock = AcceptsNamesTwice(), ManualClock()
+    clock.events.append((clock.now + 50.0, lambda: scheduler.submitted.append(name)))
+    found = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)._find()
+    assert found is not None and found.folder == files.folder
+    assert scheduler.submitted == [name]
+    assert 1050.0 <= clock.now < 1060.0
+
+
+def test_a_job_that_is_not_submitted_is_submitted_after_the_wait(
+    spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    files = old_submission(store, spec)
+    scheduler, clock = AcceptsNamesTwice(), ManualClock()
+    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
+    assert waiting._find() is not None
+    assert scheduler.submitted == [files.submission.job_name]
+    assert 1060.0 <= clock.now < 1070.0
+
+
+def test_other_settings_are_a_new_job_after_the_wait(spec: StageSpec, store: Store, tmp_path: Path) -> None:
+    run = spec.config.run.model_copy(update={"stage_timeout": 5.0})
+    old = spec.config.model_copy(update={"run": run})
+    files = old_submission(store, replace(spec, config=old))
+    scheduler, clock = AcceptsNamesTwice(), ManualClock()
+    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
+    assert waiting._find() is None
+    assert waiting._submit().number == 2
+    assert files.submission.job_name not in scheduler.submitted
+    assert 1060.0 <= clock.now < 1070.0
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_job_that_the_scheduler_has_forgotten_is_followed_by_another(
+    spec: StageSpec, store: Store, tmp_path: Path, has_begun: bool
+) -> None:
+    """Also if a second flow has taken the place of the first and was killed, too."""
+    files = old_submission(store, spec)
+    files.write_events(1, [{"event": "started"}]) if has_begun else files.take_over()
+    scheduler, clock = AcceptsNamesTwice(), ManualClock()
+    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
+    assert waiting._find() is None
+    assert clock.now < 1001.0 if has_begun else 1120.0 <= clock.now < 1130.0
 
 
 def test_waiting_for_another_flow_has_the_same_limits_as_following(

@@ -1,0 +1,179 @@
+"""The objects of a job in the store, with a store that counts its operations.
+
+- a flow that is started again reads each event once, and progress is one object, however long the job runs
+- jobs are found without listing their events; a job without a spec was deleted, and its number is not used
+  again
+- all jobs of a stage key are deleted when its artifact exists, and not before
+- the job before the newest is kept, and earlier ones are deleted, when another is submitted
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import StageFailed, StoreError
+from rlhf_core.run.executors.base import Job, JobStatus
+from rlhf_core.run.executors.follow import Waits, _Follower
+from rlhf_core.run.executors.job_files import JobFiles, delete_jobs
+from rlhf_core.run.remote import _Reporter
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.store import ScriptedStore
+
+KEY = "0" * 16
+
+
+class OneState:
+    """A scheduler whose jobs are always in one state."""
+
+    title = "job"
+    holds_resources = False
+
+    def __init__(self, state: Any) -> None:
+        self.status_of_all = JobStatus(state)
+        self.submitted: list[str] = []
+
+    def submit(self, job: Job) -> None:
+        self.submitted.append(job.name)
+
+    def status(self, name: str) -> JobStatus:
+        return self.status_of_all
+
+    def cancel(self, name: str) -> None: ...
+
+    def log_tail(self, name: str) -> str:
+        return ""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> StageSpec:
+    run = {"home": str(tmp_path / "home"), "executor": "slurm"}
+    return StageSpec("data", KEY, PipelineConfig.model_validate({"run": run}))
+
+
+@pytest.fixture
+def store(spec: StageSpec) -> ScriptedStore:
+    return ScriptedStore(spec.home.store)
+
+
+def follower(
+    spec: StageSpec, store: ScriptedStore, scheduler: OneState, events: list[dict[str, Any]]
+) -> _Follower:
+    log_file = spec.home.make().path / "data-01.log"
+    follower = _Follower(scheduler, spec, log_file, 1e6, events.append, Waits(), ManualClock())
+    follower._store = store
+    return follower
+
+
+def publish(spec: StageSpec, store: ScriptedStore, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "rows.jsonl").write_text("{}\n")
+    ArtifactStore(store, spec.home.cache).publish("data", KEY, output, Provenance())
+
+
+def test_a_flow_that_is_started_again_reads_a_long_job_with_few_requests(
+    spec: StageSpec, store: ScriptedStore, tmp_path: Path
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1e6, {})
+    reporter = _Reporter(files, tmp_path / "log")
+    for second in range(300):
+        reporter.send({"event": "progress", "task": "sft", "done": second})
+        if second % 100 == 0:
+            reporter.send({"event": "checkpoint", "step": second})
+        reporter._write_events()
+    assert len(store.list(files.folder)) == 5, "spec, progress, three checkpoints"
+    store.calls.clear()
+    events: list[dict[str, Any]] = []
+    again = follower(spec, store, OneState("running"), events)
+    found = again._find()
+    assert found is not None
+    again._read_events(found)
+    again._read_events(found)
+    assert [event.get("step", event.get("done")) for event in events] == [None, 0, 100, 200, 299]
+    assert len(store.calls) < 15
+
+
+def test_jobs_are_found_without_listing_their_events(spec: StageSpec, store: ScriptedStore) -> None:
+    for number in (1, 2):
+        assert JobFiles(store, KEY, number).create(spec, "slurm", 1.0, {})
+    store.before("sizes", StoreError("it lists more than 100000 objects"), lasting=True)
+    newest = JobFiles.newest(store, KEY)
+    assert newest is not None and newest.number == 2 and newest.exists
+    assert JobFiles.newest(store, "1" * 16) is None
+
+
+@pytest.mark.parametrize("outcome", ["error", "result"])
+def test_the_outcome_is_read_from_the_last_event(spec: StageSpec, store: ScriptedStore, outcome: str) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    for number in range(1, 50):
+        files.write_events(number, [{"event": "checkpoint", "step": number}])
+    files.write_events(50, [{"event": outcome}])
+    store.calls.clear()
+    assert follower(spec, store, OneState("running"), [])._find() is None
+    assert len(store.calls) < 10
+
+
+def test_a_number_is_not_used_again_after_its_job_was_deleted(spec: StageSpec, store: ScriptedStore) -> None:
+    """A job can write its last object once more after the flow has deleted the others."""
+    JobFiles(store, KEY, 4).write_events(9, [{"event": "result"}])
+    flow = follower(spec, store, OneState("running"), [])
+    assert flow._find() is None
+    assert flow._submit().number == 5
+
+
+def test_a_folder_whose_spec_is_being_written_keeps_its_number(spec: StageSpec, store: ScriptedStore) -> None:
+    """A local store creates the folder before the file."""
+    path = store.local_path(JobFiles(store, KEY, 1).folder)
+    assert path is not None
+    path.mkdir(parents=True)
+    flow = follower(spec, store, OneState("running"), [])
+    assert flow._find() is None
+    assert flow._submit().number == 1
+
+
+def test_two_flows_that_find_no_job_create_one(spec: StageSpec, store: ScriptedStore) -> None:
+    scheduler = OneState("running")
+    flows = [follower(spec, store, scheduler, []) for _ in "ab"]
+    assert [flow._find() for flow in flows] == [None, None]
+    assert [flow._submit().number for flow in flows] == [1, 1]
+    assert len(scheduler.submitted) == 1
+
+
+def test_jobs_are_deleted_when_the_artifact_exists(
+    spec: StageSpec, store: ScriptedStore, tmp_path: Path
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    error = {"event": "error", "type": "StageFailed", "message": "rank 1 died"}
+    files.write_events(1, [error])
+    files.write_log(b"step 5\n")
+    flow = follower(spec, store, OneState("failed"), [])
+    flow._find = lambda: files  # type: ignore[method-assign]
+    with pytest.raises(StageFailed):
+        flow.run()
+    delete_jobs(store, spec)
+    assert files.read_log() == b"step 5\n", "kept for people"
+    publish(spec, store, tmp_path)
+    flow.run()
+    assert store.list(f"jobs/{KEY}") == []
+
+
+def test_jobs_before_the_last_that_failed_are_deleted(spec: StageSpec, store: ScriptedStore) -> None:
+    for number in (1, 2, 3):
+        assert JobFiles(store, KEY, number).create(spec, "slurm", 1.0, {})
+    flow = follower(spec, store, OneState("failed"), [])
+    assert flow._find() is None
+    store.before("delete", StoreError("503"))
+    assert flow._submit().number == 4, "nothing depends on the deletion"
+    flow = follower(spec, store, OneState("failed"), [])
+    assert flow._find() is None
+    assert flow._submit().number == 5
+    assert sorted(store.folders(f"jobs/{KEY}")) == ["000004", "000005"]
