@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,7 +147,7 @@ def varlen(
 
     options: dict[str, Any] = {}
     # Torch 2.11 has no such argument, and its kernel takes fewer heads of keys.
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if _has_parameter(varlen_attn, "enable_gqa"):
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     # In `varlen_attn`, `window_size=(-1, 0)` means causal attention.
@@ -154,6 +155,12 @@ def varlen(
         q, k, v, borders_S, borders_S, longest, longest, scale=scaling, window_size=(-1, 0), **options
     )
     return output[None]  # type: ignore[no-any-return]
+
+
+@cache
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has a parameter. Its signature is read once, and not in each layer."""
+    return name in inspect.signature(function).parameters
 
 
 def _expanded(

@@ -1,9 +1,10 @@
 """Rollouts of PPO next to bare vLLM, in turns on the same engines: `python -m tests.benchmarks.rollout`.
 
 The model of `ppo_iteration.py`. "bare" is vLLM's `LLM.generate` on all engines at the same time, each with
-its share of the prompts, without log-probabilities, seeds and text. "seeds, logprobs" is the same with the
-sampling parameters of a rollout. "rollout" is what a step of PPO waits for: the call of the engines, the
-transfer, and the batch. "rollout, queue" is that with `ppo.engine.dispatch=queue`.
+its share of the prompts, without log-probabilities, seeds and text. "seeds" and "seeds, logprobs" are the
+same with a part of the sampling parameters of a rollout, and with all of them. "rollout" is what a step of
+PPO waits for: the call of the engines, the transfer, and the batch. "rollout, queue" is that with
+`ppo.engine.dispatch=queue`.
 
 `--eos-share 0.02` ends responses at random, after 50 tokens on average.
 """
@@ -139,6 +140,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
         ways: dict[str, Callable[[int], int]] = {
             "bare": lambda _: bench.bare(),
+            "seeds": lambda _: bench.bare(seeds=True),
             "seeds, logprobs": lambda _: bench.bare(seeds=True, logprobs=0),
             "rollout": lambda step: rollout(collectors[0], step),
             "rollout, queue": lambda step: rollout(collectors[1], step),

@@ -1,6 +1,7 @@
 """Attention of packed rows on a GPU; torch's kernel is scripted here, with its real signature.
 
 - a row is one call for each layer, and gives what a call for each sequence gives, with grouped heads too
+- the signature of the kernel is read once
 - the kernel is not used on the CPU, in float32, and for heads that it does not support
 - flash attention gets the borders, so that transformers derives nothing from the positions
 - heads of keys that were repeated give the same as groups of heads
@@ -44,6 +45,22 @@ def policy() -> Policy:
     return Policy(LlamaForCausalLM(config)).double().eval()
 
 
+class Kernel:
+    """A kernel that counts how often its signature is read."""
+
+    def __init__(self, compute: Any, signature: inspect.Signature) -> None:
+        self._compute, self._signature = compute, signature
+        self.read = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compute(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        self.read += 1
+        return self._signature
+
+
 def kernel(calls: list[dict[str, Any]], *, old: bool) -> Any:
     """Return a kernel that computes one sequence after the other. The old one has no `enable_gqa`."""
 
@@ -72,14 +89,13 @@ def test_a_packed_row_is_one_call_for_each_layer(
 ) -> None:
     expected_N = policy(BATCH).logprobs_N
     calls: list[dict[str, Any]] = []
-    scripted = kernel(calls, old=old)
     names = [name for name in REAL.parameters if not old or name != "enable_gqa"]
     signature = REAL.replace(parameters=[REAL.parameters[name] for name in names])
-    scripted.__signature__ = signature
+    scripted = Kernel(kernel(calls, old=old), signature)
     monkeypatch.setattr(torch_varlen, "varlen_attn", scripted)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda query, value: True)
     torch.testing.assert_close(policy(BATCH).logprobs_N, expected_N, rtol=0, atol=1e-9)
-    assert len(calls) == LAYERS
+    assert (len(calls), scripted.read) == (LAYERS, 1)
     assert calls[0]["borders"].tolist() == [0, 6, 12, 23, 26]
     assert calls[0]["borders"].dtype == torch.int32
     assert (calls[0]["longest"], calls[0]["window"]) == (11, (-1, 0))
