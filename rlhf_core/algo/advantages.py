@@ -1,7 +1,7 @@
 """Rewards per token, and the advantages made of them.
 
-Axes: B sequences, T response tokens. Results are targets: they carry no gradient. Nothing here whitens; see
-`masking.masked_whiten`.
+Axes: B sequences, T response tokens. Results are targets: they carry no gradient. Nothing here whitens: PPO
+does it with the statistics of the whole batch, see `rlhf_core.ppo.experience.Whitening`.
 """
 
 from __future__ import annotations
@@ -132,20 +132,3 @@ def group_advantages(scores_B: Tensor, groups_B: Tensor, kind: GroupKind, eps: f
     equal = group_extreme("amin", torch.inf) == group_extreme("amax", -torch.inf)
     zero = equal | ~valid | (count < 2)
     return torch.where(zero, 0.0, advantages).to(scores_B.device, as_float(scores_B).dtype)
-
-
-@torch.no_grad()
-def overlong_penalty(lengths_B: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """Soft penalty for long responses (Yu et al. 2025, "DAPO", eq. 13). [B] -> [B], unit of the score.
-
-        length <= max_length - buffer    0
-        up to max_length                 falls linearly to -factor
-        beyond                           -factor
-
-    `lengths_B`, `max_length`, `buffer`: response tokens. A buffer of 0 is a step just above `max_length`.
-    """
-    if not 0 <= buffer <= max_length:
-        raise ValueError(f"buffer must be between 0 and max_length ({max_length}) tokens; got {buffer}")
-    excess = as_float(lengths_B) - (max_length - buffer)
-    share = (excess / buffer).clamp(0.0, 1.0) if buffer > 0 else (excess > 0).to(excess.dtype)
-    return -factor * share

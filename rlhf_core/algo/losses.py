@@ -112,7 +112,7 @@ def policy_loss(
         dual_clip: c > 1 limits L to -c A where A < 0: there a large r makes it grow without limit (Ye et al.
             2020, "Mastering Complex Control in MOBA Games").
         weights: [B, T] from `importance.importance_weights`. They multiply L after the clip.
-        aggregation: How the loss of each token becomes a scalar, see `masking.aggregate`.
+        aggregation: How the loss of each token becomes a scalar, see `aggregate`.
         denominator: Divisor of the aggregation for a micro-batch: the count of the whole optimizer step.
     """
     if dual_clip is not None and not dual_clip > 1:
@@ -156,7 +156,7 @@ def value_loss(
         returns: [B, T], see `advantages.gae`.
         mask: [B, T] response tokens.
         clip: Largest change of a value that is not clipped, in the unit of the reward, or None.
-        aggregation: How the loss of each token becomes a scalar, see `masking.aggregate`.
+        aggregation: How the loss of each token becomes a scalar, see `aggregate`.
         denominator: Divisor of the aggregation for a micro-batch: the count of the whole optimizer step.
     """
     new, old = select(values, mask), select(old_values, mask).detach()
@@ -204,7 +204,7 @@ def kl_loss(
         ref_logprobs: [B, T] log-probabilities of the reference.
         mask: [B, T] response tokens.
         estimator: See `kl.kl_estimate`.
-        aggregation: How the loss of each token becomes a scalar, see `masking.aggregate`.
+        aggregation: How the loss of each token becomes a scalar, see `aggregate`.
         denominator: Divisor of the aggregation for a micro-batch: the count of the whole optimizer step.
     """
     new, ref = select(logprobs, mask), select(ref_logprobs, mask).detach()
@@ -216,7 +216,6 @@ def reward_model_loss(
     rejected_B: Tensor,
     margin_B: Tensor | None = None,
     center: float = 0.0,
-    denominator: Tensor | float | None = None,
 ) -> Tensor:
     """Return the Bradley-Terry loss, the mean over pairs (Ouyang et al. 2022, eq. 1).
 
@@ -228,7 +227,6 @@ def reward_model_loss(
         margin_B: [B] intended difference of the scores (Touvron et al. 2023, eq. 2).
         center: Coefficient that keeps the mean of the scores near 0, which the first term leaves free
             (Eisenstein et al. 2023).
-        denominator: Number of pairs of the whole optimizer step.
     """
     chosen, rejected = as_float(chosen_B), as_float(rejected_B)
     gap = chosen - rejected
@@ -237,7 +235,7 @@ def reward_model_loss(
     per_pair = -logsigmoid(gap)
     if center != 0.0:
         per_pair = per_pair + center * (chosen + rejected).square()
-    return _mean_over_pairs(per_pair, denominator)
+    return divide(per_pair.sum(), max(per_pair.numel(), 1))
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
@@ -275,8 +273,4 @@ def dpo_loss(
     ref_gap = (as_float(ref_chosen_B) - as_float(ref_rejected_B)).detach()
     h = beta * (policy_gap - ref_gap)
     per_pair = -(1.0 - label_smoothing) * logsigmoid(h) - label_smoothing * logsigmoid(-h)
-    return _mean_over_pairs(per_pair, denominator)
-
-
-def _mean_over_pairs(per_pair: Tensor, denominator: Tensor | float | None) -> Tensor:
     return divide(per_pair.sum(), max(per_pair.numel(), 1) if denominator is None else denominator)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+WHITEN_EPS = 1e-8
+"""Added to the variance before its root is taken."""
+
 
 def as_float(x: Tensor) -> Tensor:
     """`x` itself when it is float32 or float64, otherwise raised to float32."""
@@ -58,14 +61,18 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     return (squares / (count - int(unbiased)).clamp(min=1)).to(as_float(x).dtype)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mu) * rsqrt(var + eps) on the mask, and 0 elsewhere.
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = WHITEN_EPS) -> Tensor:
+    """(x - mu) * rsqrt(var + eps) on the mask, and 0 elsewhere; plus mu if not `shift_mean`.
 
-    Same shape as `x`, no unit. mu and the unbiased variance are those of all valid tokens given: for
-    statistics across ranks the caller reduces count, sum and sum of squares, or calls this on the whole
-    batch.
+    Same shape as `x`, no unit. mu and the unbiased variance are those of all valid tokens given.
+
+    PPO does not call this function: no process holds the advantages of the whole batch.
+    `rlhf_core.ppo.experience.summarize` computes the same mean and variance from sums of each response, and a
+    test compares the results.
     """
     wide = select(x, mask).double()
     mean = masked_mean(wide, mask)
     whitened = (wide - mean) * torch.rsqrt(masked_var(wide, mask) + eps)
+    if not shift_mean:
+        whitened = whitened + mean
     return select(whitened, mask).to(as_float(x).dtype)

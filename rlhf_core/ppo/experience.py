@@ -30,21 +30,19 @@ from rlhf_core.algo.advantages import (
     GroupKind,
     gae,
     group_advantages,
-    overlong_penalty,
     returns_to_go,
     token_rewards,
 )
 from rlhf_core.algo.importance import importance_weights
 from rlhf_core.algo.kl import kl_estimate
-from rlhf_core.algo.masking import select
+from rlhf_core.algo.masking import WHITEN_EPS, select
+from rlhf_core.algo.shaping import overlong_penalty
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.columns import FloatArray, IntArray, RowColumns, joined, offsets_of
 from rlhf_core.ppo.repetition import repeats
 
 _BLOCK_ROWS = 64
 """Rows that are padded to the same length and computed at the same time."""
-_WHITEN_EPS = 1e-8
-"""As in `algo.masking.masked_whiten`."""
 
 Sums = NDArray[np.float64]
 
@@ -367,7 +365,7 @@ def summarize(
     whitening = None
     if ppo.whitens:
         variance = _variance(sums.advantages, sums.advantages_spread, lengths_B, scored_B)
-        whitening = Whitening(_ratio(sums.advantages, tokens), 1 / math.sqrt(variance + _WHITEN_EPS))
+        whitening = Whitening(_ratio(sums.advantages, tokens), 1 / math.sqrt(variance + WHITEN_EPS))
     return Summary(metrics, whitening)
 
 

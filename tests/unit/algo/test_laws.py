@@ -22,19 +22,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_core.algo import losses
-from rlhf_core.algo.advantages import (
-    GroupKind,
-    gae,
-    group_advantages,
-    overlong_penalty,
-    returns_to_go,
-    token_rewards,
-)
+from rlhf_core.algo.advantages import GroupKind, gae, group_advantages, returns_to_go, token_rewards
 from rlhf_core.algo.importance import ImportanceKind, importance_weights
 from rlhf_core.algo.kl import Estimator, kl_estimate
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
 from rlhf_core.algo.losses import Aggregation, step_denominator
 from rlhf_core.algo.masking import masked_mean, masked_sum, masked_var, masked_whiten
+from rlhf_core.algo.shaping import overlong_penalty
 
 LAW = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -213,7 +207,9 @@ def test_splitting_pairs_does_not_change_the_gradient(
         chosen, rejected = (features @ p)[:, rows]
         if kind == "dpo":
             return losses.dpo_loss(chosen, rejected, *ref[:, rows], 0.3, 0.1, denominator)
-        return losses.reward_model_loss(chosen, rejected, ref[0, rows], 0.01, denominator)
+        # As the stage `reward` does it: the mean of the part, by its number of pairs.
+        weight = 1.0 if denominator is None else len(rows) / denominator
+        return losses.reward_model_loss(chosen, rejected, ref[0, rows], 0.01) * weight
 
     expected = loss_and_gradient(lambda p: [loss(p, list(range(pairs)), None)])
     split = loss_and_gradient(lambda p: [loss(p, rows, pairs) for rows in uneven_parts(seed, pairs, parts)])
@@ -309,7 +305,7 @@ def every_result(dtype: torch.dtype) -> list[Tensor]:
         losses.entropy_bonus(x, mask),
         losses.kl_loss(x, y, mask),
         losses.sft_loss(x, mask, denominator),
-        losses.reward_model_loss(x[0], y[0], z[0], center=0.01, denominator=denominator),
+        losses.reward_model_loss(x[0], y[0], z[0], center=0.01),
         losses.dpo_loss(x[0], y[0], z[0], x[1], 0.1, 0.1),
     ]
 

@@ -82,6 +82,13 @@ def test_whitened_tokens_have_mean_zero_and_unbiased_deviation_one(seed: int) ->
     assert torch.all(whitened[~mask] == 0.0)
 
 
+def test_whitening_without_shifting_the_mean_adds_the_mean_back_on_the_mask_only() -> None:
+    x, mask, valid = random_case(7)
+    difference = masked_whiten(x, mask, shift_mean=False) - masked_whiten(x, mask)
+    assert difference[mask].tolist() == pytest.approx([statistics.fmean(valid)] * len(valid), rel=1e-12)
+    assert torch.all(difference[~mask] == 0.0)
+
+
 @pytest.mark.parametrize("value", [0.7, 0.1, 1000.1, -3.3e5])
 @pytest.mark.parametrize("count", [3, 7, 1001])
 def test_equal_float32_values_whiten_to_exactly_zero(value: float, count: int) -> None:

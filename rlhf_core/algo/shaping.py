@@ -1,0 +1,28 @@
+"""Terms added to a score before it becomes a reward.
+
+Axes: B sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_core.algo.masking import as_float
+
+
+@torch.no_grad()
+def overlong_penalty(lengths_B: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """Soft penalty for long responses (Yu et al. 2025, "DAPO", eq. 13). [B] -> [B], unit of the score.
+
+        length <= max_length - buffer    0
+        up to max_length                 falls linearly to -factor
+        beyond                           -factor
+
+    `lengths_B`, `max_length`, `buffer`: response tokens. A buffer of 0 is a step just above `max_length`.
+    """
+    if not 0 <= buffer <= max_length:
+        raise ValueError(f"buffer must be between 0 and max_length ({max_length}) tokens; got {buffer}")
+    excess = as_float(lengths_B) - (max_length - buffer)
+    share = (excess / buffer).clamp(0.0, 1.0) if buffer > 0 else (excess > 0).to(excess.dtype)
+    return -factor * share
