@@ -92,7 +92,8 @@ def follow_drift(report: DriftReport, run_name: str) -> None:
     """
     publish_drift(report)
     report.raise_stop()
-    if above := report.above("warn"):
+    above = report.above("warn")
+    if above:
         notify(f"{run_name} drifted", f"From the data of {report.champion}: {'; '.join(above)}")
 
 

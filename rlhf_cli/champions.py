@@ -5,28 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_cli.arguments import add_command, add_endpoint, add_home
 from rlhf_core.config.redact import printable
 
 if TYPE_CHECKING:
     from rlhf_core.tracking.champions import Move
 
-AddCommand = Callable[..., argparse.ArgumentParser]
-
 HUB = "hub:"
 """Prefix of a repository of the Hugging Face hub, as in the addresses of models."""
 
 
-def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
-    """Add the commands to the parser. `add_command` is the function of `rlhf_cli.main`."""
+def add_champion_commands(commands: Any) -> None:
+    """Add the commands to the parser."""
     text = "show the champion of a registered model and the history of champions"
     sub = add_command(commands, "champions", text, _champions, "rlhf champions demo-policy")
     sub.add_argument("name", metavar="NAME", nargs="?", help="registered model (default: all)")
-    _add_home(sub)
+    _add_registry(sub)
 
     text = "take the champion back: revoke it, and make an earlier version champion"
     example = 'rlhf rollback demo-policy --reason "it refuses harmless questions"'
@@ -36,7 +34,7 @@ def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
         "--to", metavar="VERSION", help="or `none` (default: the last champion that is not revoked)"
     )
     _add_reason(sub)
-    _add_home(sub)
+    _add_registry(sub)
 
     text = "make a version champion by the decision of a person"
     example = 'rlhf promote demo-policy 4 --reason "first champion under the new judge"'
@@ -44,7 +42,7 @@ def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
     sub.add_argument("name", metavar="NAME", help="registered model")
     sub.add_argument("version", metavar="VERSION", help="number of the version")
     _add_reason(sub)
-    _add_home(sub)
+    _add_registry(sub)
 
     text = "serve a registered policy with vLLM's OpenAI-compatible server"
     sub = add_command(commands, "serve", text, _serve, "rlhf serve demo-policy@champion --port 8000")
@@ -83,20 +81,16 @@ def _add_policy(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "policy", metavar="NAME[@VERSION]", help="registered model, and a version or an alias; the champion"
     )
-    sub.add_argument("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
-    _add_home(sub)
+    add_endpoint(sub)
+    _add_registry(sub)
 
 
 def _add_reason(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--reason", required=True, metavar="TEXT", help="why; kept in the history")
 
 
-def _add_home(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--home",
-        default=".rlhf",
-        help="folder with the database of MLflow; MLFLOW_TRACKING_URI overrides it (default: %(default)s)",
-    )
+def _add_registry(sub: argparse.ArgumentParser) -> None:
+    add_home(sub, "folder with the database of MLflow; MLFLOW_TRACKING_URI overrides it")
 
 
 def _champions(arguments: argparse.Namespace) -> int:

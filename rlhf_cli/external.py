@@ -51,9 +51,7 @@ def external_mlflow_uri() -> str | None:
     instead = (
         "give them by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or by MLFLOW_TRACKING_TOKEN"
     )
-    if problem := credential_problem(uri, instead):
-        raise InputError(f"MLFLOW_TRACKING_URI: {problem}")
-    if problem := tracker_problem(uri):
+    if problem := credential_problem(uri, instead) or tracker_problem(uri):
         raise InputError(f"MLFLOW_TRACKING_URI: {problem}")
     return uri
 

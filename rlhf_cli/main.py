@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlhf_cli.arguments import add_command, add_config, add_endpoint, add_home
 from rlhf_cli.champions import add_champion_commands
 from rlhf_cli.review import add_review_command
 from rlhf_cli.rounds import add_rounds_command
@@ -138,28 +139,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
-    add_rounds_command(commands, _add_command, _add_config)
+    add_rounds_command(commands)
     _add_plan(commands)
-    add_tune_command(commands, _add_command, _add_config)
+    add_tune_command(commands)
     _add_serve_reward(commands)
-    add_champion_commands(commands, _add_command)
-    add_review_command(commands, _add_command)
+    add_champion_commands(commands)
+    add_review_command(commands)
     for name, text, command in (
         ("up", "start Prefect, MLflow and a worker on this machine", _up),
         ("down", "stop what `rlhf up` started, and nothing else", _down),
         ("status", "show servers, recent runs and where things are", _status),
     ):
-        sub = _add_command(commands, name, text, command, f"rlhf {name} --home .rlhf")
-        _add_home(sub, "folder for logs and databases")
+        sub = add_command(commands, name, text, command, f"rlhf {name} --home .rlhf")
+        add_home(sub, "folder for logs and databases")
     return parser
 
 
 def _add_run(commands: Any) -> None:
-    sub = _add_command(
+    sub = add_command(
         commands, "run", "run the pipeline here, with no server needed", _run,
         "rlhf run deployments/configs/demo.yaml run.seed=1 ppo.kl.coef=0.02 --until reward",
     )  # fmt: skip
-    _add_config(sub, "ppo.steps=50")
+    add_config(sub, "ppo.steps=50")
     sub.add_argument(
         "--from",
         dest="start",
@@ -175,8 +176,8 @@ def _add_run(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     text = "show the memory and time a configuration needs, and whether it fits (exit code 2: it does not)"
     example = "rlhf plan deployments/configs/production.yaml --gpus 8xA100-80G ppo.minibatches=8"
-    sub = _add_command(commands, "plan", text, _plan, example)
-    _add_config(sub, "'sft.lora={r: 16}'")
+    sub = add_command(commands, "plan", text, _plan, example)
+    add_config(sub, "'sft.lora={r: 16}'")
     sub.add_argument(
         "--gpus",
         metavar="8xA100-80G",
@@ -206,7 +207,7 @@ def _add_plan(commands: Any) -> None:
 def _add_serve_reward(commands: Any) -> None:
     text = "serve a trained reward model over HTTP, for rewards of type remote"
     example = "rlhf serve-reward .rlhf/store/artifacts/reward/0123456789abcdef --port 8600"
-    sub = _add_command(commands, "serve-reward", text, _serve_reward, example)
+    sub = add_command(commands, "serve-reward", text, _serve_reward, example)
     add = sub.add_argument
     add("artifact", metavar="ARTIFACT_OR_FOLDER", help="address of a `reward` artifact, or a model folder")
     add(
@@ -215,8 +216,8 @@ def _add_serve_reward(commands: Any) -> None:
         help="others than loopback need RLHF_REWARD_TOKEN (default: %(default)s)",
     )
     add("--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)")
-    _add_home(sub, "folder for logs and for copies of artifacts")
-    add("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
+    add_home(sub, "folder for logs and for copies of artifacts")
+    add_endpoint(sub)
     add(
         "--template",
         choices=("chat", "plain"),
@@ -237,28 +238,6 @@ def _add_serve_reward(commands: Any) -> None:
         default=16384,
         help="tokens of one forward pass (default: %(default)s)",
     )
-
-
-def _add_command(
-    commands: Any, name: str, text: str, command: Callable[[argparse.Namespace], int], example: str
-) -> argparse.ArgumentParser:
-    description = text[0].upper() + text[1:] + "."
-    sub: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=description, epilog=f"example: {example}"
-    )
-    sub.set_defaults(command=command)
-    return sub
-
-
-def _add_config(sub: argparse.ArgumentParser, override: str) -> None:
-    sub.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
-    sub.add_argument(
-        "overrides", metavar="key=value", nargs="*", help=f"fields to override, such as {override}"
-    )
-
-
-def _add_home(sub: argparse.ArgumentParser, purpose: str) -> None:
-    sub.add_argument("--home", default=".rlhf", help=f"{purpose} (default: %(default)s)")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -282,26 +261,24 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
     import httpx
 
     from flows.rlhf import rlhf
-    from rlhf_core.run.display import Bars, Lines, show_with
+    from rlhf_core.run.display import showing_progress
     from rlhf_core.run.summary import result_table, stage_table
 
-    display = Bars(console) if console.is_terminal else Lines()
-    show_with(display)
-    try:
-        summary = rlhf(
-            config=arguments.config,
-            overrides=tuple(arguments.overrides),
-            start=arguments.start,
-            until=arguments.until,
-        )
-    except httpx.HTTPError as error:  # of Prefect's client
-        if display.summary is None:
-            raise
-        # Only the flow's last state could not be reported. All results are stored.
-        log.warning("all stages are done, but Prefect's server did not take that (%s)", type(error).__name__)
-        summary = display.summary
-    finally:
-        display.close()
+    with showing_progress(console) as display:
+        try:
+            summary = rlhf(
+                config=arguments.config,
+                overrides=tuple(arguments.overrides),
+                start=arguments.start,
+                until=arguments.until,
+            )
+        except httpx.HTTPError as error:  # of Prefect's client
+            if display.summary is None:
+                raise
+            # Only the flow's last state could not be reported. All results are stored.
+            name = type(error).__name__
+            log.warning("all stages are done, but Prefect's server did not take that (%s)", name)
+            summary = display.summary
     from rich.console import Console
 
     # In a file or a pipe, rich would break lines at 80 characters.

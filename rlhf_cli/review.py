@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_cli.arguments import add_command, add_endpoint, add_home
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _OPPONENTS: dict[Opponent, str] = {"sft": "the SFT model", "champion": "the champion"}
 
 
-def add_review_command(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to the parser. `add_command` is the function of `rlhf_cli.main`."""
+def add_review_command(commands: Any) -> None:
+    """Add the command to the parser."""
     text = "write a page of blind pairs for people, or read its votes"
     sub = add_command(commands, "review", text, _review, "rlhf review demo-seed0-46d9a620")
     sub.add_argument("run", metavar="RUN", help="name of a finished run, or the path of its summary.json")
@@ -39,8 +39,8 @@ def add_review_command(commands: Any, add_command: Callable[..., argparse.Argume
         help="the other model: samples of the evaluation, or of the match (default: sft)",
     )
     sub.add_argument("--pairs", type=int, metavar="N", help="pairs on the page of --of sample (default: 50)")
-    sub.add_argument("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
-    sub.add_argument("--home", default=".rlhf", help="folder of the runs (default: %(default)s)")
+    add_endpoint(sub)
+    add_home(sub, "folder of the runs")
 
 
 def _review(arguments: argparse.Namespace) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlhf_cli.arguments import add_command, add_config
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import EXIT_VOTES
 
@@ -20,12 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def add_rounds_command(
-    commands: Any,
-    add_command: Callable[..., argparse.ArgumentParser],
-    add_config: Callable[[argparse.ArgumentParser, str], None],
-) -> None:
-    """Add the command to the parser, with functions of `rlhf_cli.main`."""
+def add_rounds_command(commands: Any) -> None:
+    """Add the command to the parser."""
     text = "run the pipeline several times, each time with samples of the policies before"
     example = "rlhf rounds deployments/configs/demo.yaml --rounds 3 sample.answers=8"
     sub = add_command(commands, "rounds", text, _rounds, example)
@@ -75,14 +72,10 @@ def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
 
 def _run(config: str, overrides: Sequence[str], number: int, console: Console) -> int:
     from flows.rounds import Rounds, rounds
-    from rlhf_core.run.display import Bars, Lines, show_with
+    from rlhf_core.run.display import showing_progress
 
-    display = Bars(console) if console.is_terminal else Lines()
-    show_with(display)
-    try:
+    with showing_progress(console):
         done = rounds(config=config, number=number, overrides=tuple(overrides))
-    finally:
-        display.close()
     assert isinstance(done, Rounds)  # Prefect returns the data of a state
     return print_end(done)
 

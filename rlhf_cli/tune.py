@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rlhf_cli.arguments import add_command, add_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,12 +15,8 @@ if TYPE_CHECKING:
     from rlhf_core.run.tune import Tuned
 
 
-def add_tune_command(
-    commands: Any,
-    add_command: Callable[..., argparse.ArgumentParser],
-    add_config: Callable[[argparse.ArgumentParser, str], None],
-) -> None:
-    """Add the command to the parser, with functions of `rlhf_cli.main`."""
+def add_tune_command(commands: Any) -> None:
+    """Add the command to the parser."""
     text = "measure a few settings of ppo in short runs, and write the fastest as a configuration"
     example = "rlhf tune deployments/configs/demo.yaml --out tuned.yaml"
     sub = add_command(commands, "tune", text, _tune, example)

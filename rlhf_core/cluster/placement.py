@@ -191,10 +191,3 @@ def node_ids(placement_group: Any) -> dict[int, str]:
 
     nodes: dict[int, str] = placement_group_table(placement_group)["bundles_to_node_id"]
     return nodes
-
-
-def node_address(local: bool) -> str:
-    """Return the address of this host, or loopback if the whole Ray cluster runs on it (`local`)."""
-    import ray
-
-    return "127.0.0.1" if local else str(ray.util.get_node_ip_address())

@@ -33,11 +33,11 @@ from rlhf_core.cluster.mailbox import (
     Mailbox,
     portable,
 )
-from rlhf_core.cluster.placement import node_address, reserve_ranks
+from rlhf_core.cluster.placement import reserve_ranks
 from rlhf_core.cluster.rpc import (
     POLL_SECONDS,
-    Actor,
     ActorClient,
+    ListeningActor,
     ParticipantSpec,
     Pending,
     RemoteActor,
@@ -210,24 +210,16 @@ class RankOutcome:
     """Whether the rank left because the stage was asked to stop."""
 
 
-class RankActor(Actor):
+class RankActor(ListeningActor):
     """One rank. It has two threads: one for the target, and one for the mailbox."""
 
     def __init__(self, participant: ParticipantSpec) -> None:
         super().__init__(participant)
         self._mailbox = Mailbox()
-        self._listener: socket.socket | None = None
 
     @rpc("start")
     def prepare(self) -> None:
         """Return after the process has started."""
-
-    @rpc()
-    def listen(self, local: bool) -> tuple[str, int]:
-        """Start listening as rank 0, and return (address, port)."""
-        self._listener = socket.create_server((node_address(local), 0))
-        address, port = self._listener.getsockname()
-        return address, port
 
     def run(
         self,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import socket
 import sys
 import time
 from collections import Counter
@@ -158,6 +159,26 @@ class Actor:
             return usage
         counters = {**usage.counters, **self._gpu.counters()}
         return replace(usage, counters=counters, gpu_memory=self._gpu.take_memory())
+
+
+class ListeningActor(Actor):
+    """An actor that can be rank 0 of a process group, which the other ranks connect to."""
+
+    _listener: socket.socket | None = None
+    """Listening socket, also of a sender of weights."""
+
+    @rpc()
+    def listen(self, local: bool) -> tuple[str, int]:
+        """Start listening as rank 0, and return (address, port).
+
+        The address is loopback if the whole Ray cluster runs on this host (`local`).
+        """
+        import ray
+
+        host = "127.0.0.1" if local else str(ray.util.get_node_ip_address())
+        self._listener = socket.create_server((host, 0))
+        address, port = self._listener.getsockname()
+        return address, port
 
 
 # -- in the caller --

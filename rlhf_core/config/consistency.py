@@ -52,8 +52,7 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             "evaluate.judge: language_model needs evaluate.language_model; got none; add it, or use auto"
         )
-    is_asked = judge in ("auto", "language_model") or config.labels_by_language_model
-    if language_model is not None and not is_asked:
+    if language_model is not None and not config.judging_stages:
         yield ConfigError(
             f"evaluate.language_model: is not asked, because evaluate.judge is {judge}; leave one of them out"
         )
@@ -94,22 +93,12 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             f" share processes (ppo.colocate=all); got {ppo.critic_deepspeed.hpz}"
         )
     for field, deepspeed in deepspeed_sections(config):
-        if deepspeed.hpz > 1 and deepspeed.zero_stage != 3:
+        if deepspeed.grad_accum_dtype is not None and deepspeed.dtype == "float16":
             yield ConfigError(
-                f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1"
+                f"{field}.grad_accum_dtype: float32 needs {field}.dtype=bfloat16 (or float32); got float16;"
+                " leave it out"
             )
-        offloads = _OFFLOAD_STAGES.get(deepspeed.offload)
-        if offloads is not None and deepspeed.zero_stage not in offloads:
-            yield ConfigError(
-                f"{field}.offload: {deepspeed.offload} needs {field}.zero_stage {_either(offloads)}; got "
-                f"{deepspeed.zero_stage}; set it, or offload=none"
-            )
-        if deepspeed.grad_accum_dtype is not None and deepspeed.dtype != "float32":
-            yield from _accumulation(field, deepspeed)
-        if deepspeed.dtype == "float16" and deepspeed.zero_stage == 0:
-            yield ConfigError(
-                f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
-            )
+        yield from sharding_problems(field, deepspeed)
 
 
 def _labels_of_people(config: PipelineConfig) -> Iterator[Finding]:
@@ -146,13 +135,31 @@ def _kept_requests(ppo: PPOConfig) -> Iterator[Finding]:
         )
 
 
-def _accumulation(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Finding]:
-    """Check float32 sums of 16-bit gradients. DeepSpeed 0.19 supports them under ZeRO 2 and 3, without
-    offload.
+def sharding_problems(field: str, deepspeed: DeepSpeedConfig) -> Iterator[ConfigError]:
+    """Check that DeepSpeed supports the combination of ZeRO stage, offload and hpz with the data types.
+
+    Args:
+        field: Name of the section, for messages.
+        deepspeed: The section.
     """
+    if deepspeed.hpz > 1 and deepspeed.zero_stage != 3:
+        yield ConfigError(
+            f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1"
+        )
+    offloads = _OFFLOAD_STAGES.get(deepspeed.offload)
+    if offloads is not None and deepspeed.zero_stage not in offloads:
+        yield ConfigError(
+            f"{field}.offload: {deepspeed.offload} needs {field}.zero_stage {_either(offloads)}; got "
+            f"{deepspeed.zero_stage}; set it, or offload=none"
+        )
+    if deepspeed.dtype == "float16" and deepspeed.zero_stage == 0:
+        yield ConfigError(
+            f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
+        )
+    if deepspeed.grad_accum_dtype is None or deepspeed.dtype == "float32":
+        return
+    # float32 sums of 16-bit gradients: DeepSpeed 0.19 supports them under ZeRO 2 and 3, without offload.
     rule = f"{field}.grad_accum_dtype: float32 needs"
-    if deepspeed.dtype != "bfloat16":
-        yield ConfigError(f"{rule} {field}.dtype=bfloat16 (or float32); got {deepspeed.dtype}; leave it out")
     if deepspeed.zero_stage < 2:
         yield ConfigError(
             f"{rule} {field}.zero_stage 2 or 3; got {deepspeed.zero_stage}; set zero_stage=2, also on one"

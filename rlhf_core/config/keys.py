@@ -151,13 +151,12 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
 def key_fields(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
     """Return what the pipeline key is made from, by flat names such as `ppo.kl.coef`, to compare two runs."""
     payload = _key_payload(config, source_digests)
-    own = {"run.seed": payload.pop("seed"), "run.name": payload.pop("name")}
-    settings = [leaf for name, part in payload.pop("config").items() for leaf in leaves(name, part)]
-    return (
-        own
-        | dict(settings)
-        | {name: value for part in payload for name, value in leaves(part, payload[part])}
-    )
+    fields = {"run.seed": payload.pop("seed"), "run.name": payload.pop("name")}
+    for name, part in payload.pop("config").items():
+        fields.update(leaves(name, part))
+    for name, part in payload.items():
+        fields.update(leaves(name, part))
+    return fields
 
 
 def _key_payload(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhf_core.config.data import SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
@@ -99,10 +101,14 @@ def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dic
         for item in items:
             for part, length in _parts(item.example).items():
                 parts.setdefault(part, []).append(length)
-    return {
-        part: {f"p{percent}": _percentile(lengths, percent) for percent in _PERCENTILES}
-        for part, lengths in parts.items()
-    }
+    percentiles: dict[str, dict[str, int]] = {}
+    for part, lengths in parts.items():
+        # A method without interpolation, so that a percentile is a length that occurs.
+        values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf")
+        percentiles[part] = {
+            f"p{percent}": int(value) for percent, value in zip(_PERCENTILES, values, strict=True)
+        }
+    return percentiles
 
 
 def _parts(example: SFTExample | PairExample | PromptExample) -> dict[str, int]:
@@ -115,13 +121,6 @@ def _parts(example: SFTExample | PairExample | PromptExample) -> dict[str, int]:
             "rejected": len(example.rejected_ids),
         }
     return {"prompt": len(example.input_ids)}
-
-
-def _percentile(values: Sequence[int], percent: int) -> int:
-    """Return a percentile by the nearest-rank method."""
-    ordered = sorted(values)
-    # -(-a // b) is a / b rounded up, in whole numbers.
-    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
 def overlap(splits: Splits) -> dict[str, int]:

@@ -61,7 +61,10 @@ def drift_markdown(found: Sequence[Finding], champion: str) -> str:
         champion: Name of the version whose data the new data are compared with.
     """
     states = {finding.state for finding in found}
-    verdict = "stop" if "stop" in states else "warn" if "warn" in states else "ok"
+    verdict = "ok"
+    for state in ("warn", "stop"):
+        if state in states:
+            verdict = state
     lines = [
         f"# Data drift: {verdict}",
         "",

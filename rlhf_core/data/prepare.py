@@ -7,6 +7,7 @@ output/  tokenizer/  response.json  model/config.json (model from scratch only) 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -189,7 +190,7 @@ def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> N
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": -(-len(tokenizer) // _EMBEDDING_MULTIPLE) * _EMBEDDING_MULTIPLE,
+        "vocab_size": math.ceil(len(tokenizer) / _EMBEDDING_MULTIPLE) * _EMBEDDING_MULTIPLE,
         "hidden_size": tiny.hidden_size,
         "intermediate_size": tiny.intermediate_size,
         "num_hidden_layers": tiny.layers,

@@ -146,7 +146,7 @@ def with_safe_specials(tokenizer: Any, name: str) -> Any:
     return tokenizer
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = TINY_TEMPLATE) -> Any:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE of at most `vocab_size` tokens, with pad, BOS, EOS, unk and role marks.
 
     With 512 tokens or more, every byte has a token. A smaller vocabulary has tokens for printable ASCII and
@@ -178,7 +178,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = 
         eos_token=EOS,
         unk_token=UNK,
         additional_special_tokens=list(_ROLES),
-        chat_template=chat_template,
+        chat_template=TINY_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 

@@ -218,13 +218,14 @@ def _sample_on_actors(
         config=config,
         monitor=None if context is None else context.monitor,
     )
-    return [
-        [
-            _in_order([share[model][index] for share in shares], len(prompts), sampling.answers)
-            for index, prompts in enumerate(sets)
-        ]
-        for model in range(len(models))
-    ]
+    results: list[list[list[Rollout]]] = []
+    for model in range(len(models)):
+        by_set = []
+        for index, prompts in enumerate(sets):
+            parts = [share[model][index] for share in shares]
+            by_set.append(_in_order(parts, len(prompts), sampling.answers))
+        results.append(by_set)
+    return results
 
 
 def _in_order(shares: Sequence[Sequence[Rollout]], prompts: int, answers: int) -> list[Rollout]:

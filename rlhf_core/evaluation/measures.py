@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-MODELS = ("sft", "ppo", "dpo")
-"""All that there can be. An evaluation has those with responses."""
+MODELS = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
+"""Titles of all models that there can be. An evaluation has those with responses."""
+DPO_WIN_RATES = {"win_rate_dpo": "win rate, DPO over SFT", "win_rate_ppo_over_dpo": "win rate, PPO over DPO"}
+"""Titles of the win rates of an evaluation with DPO."""
 MEASURES = {
     "gold_reward": "Gold reward",
     "judge_model": "Second reward model",

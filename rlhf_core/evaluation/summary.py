@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.length_control import length_controlled
-from rlhf_core.evaluation.measures import MEASURES
+from rlhf_core.evaluation.measures import DPO_WIN_RATES, MEASURES
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
@@ -25,10 +25,6 @@ T = TypeVar("T")
 
 ByModel = dict[str, list[float]]
 """(n,) values of each model (`sft`, `ppo`, and `dpo` if there is one), in the order of the prompts."""
-
-
-DPO_WIN_RATES = ("win_rate_dpo", "win_rate_ppo_over_dpo")
-"""Of DPO's policy over the SFT model, and of PPO's policy over DPO's."""
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,11 @@ def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
     least = max(1, long_sequences, math.ceil(sum([min(length, budget) for length in lengths]) / budget))
     count = math.ceil(least / ranks)
     costs = [estimated_cost(length) for length in lengths]
-    while (groups := _filled(lengths, costs, count * ranks, budget)) is None:
+    while True:
+        groups = _filled(lengths, costs, count * ranks, budget)
+        if groups is not None:
+            return groups
         count += 1 + count // 100
-    return groups
 
 
 def _filled(lengths: Sequence[int], costs: Sequence[int], count: int, budget: int) -> list[list[int]] | None:

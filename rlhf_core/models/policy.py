@@ -4,6 +4,7 @@ labels.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,7 +106,7 @@ class Policy(nn.Module):
         """How often the head is called: where ZeRO-3 gathers its weight for each call, as often on every
         rank.
         """
-        parts = -(-tokens // rows)
+        parts = math.ceil(tokens / rows)
         if not hasattr(self.lm.lm_head.weight, "ds_id") or not dist.is_initialized():
             return parts
         most = torch.tensor(parts, device=self.lm.device)

@@ -26,6 +26,9 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.finite import is_finite
 from rlhf_core.models.folder import ModelFolder
 
+_COMPARED_ROWS = 4096
+"""Rows of tied parameters that are read at a time."""
+
 
 class Shards(Protocol):
     """Cuts parameters into shards. `engines.sharding` has the implementation."""
@@ -158,10 +161,11 @@ def different_ties(folder: Path | str, target: str, source: str) -> ModelError:
     )
 
 
-def _equal(first: Any, second: Any, rows: int = 4096) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     shape = first.get_shape()
     if shape != second.get_shape() or not shape:
         return bool(shape == second.get_shape() and torch.equal(first[...], second[...]))
     # In blocks of rows, so that neither tensor is read as a whole. safetensors refuses an end after the last.
-    blocks = [slice(i, min(i + rows, shape[0])) for i in range(0, shape[0], rows)]
+    starts = range(0, shape[0], _COMPARED_ROWS)
+    blocks = [slice(start, min(start + _COMPARED_ROWS, shape[0])) for start in starts]
     return all(torch.equal(first[block], second[block]) for block in blocks)

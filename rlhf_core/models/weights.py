@@ -284,6 +284,6 @@ def _precision(model: torch.nn.Module) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
-def _some(names: list[str], show: int = 3) -> str:
-    more = f" and {len(names) - show} more" if len(names) > show else ""
-    return ", ".join(name[:200] for name in names[:show]) + more
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name[:200] for name in names[:3]) + more

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.consistency import sharding_problems
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import Group, plan
@@ -104,21 +105,13 @@ def shardings(
     for stage, offload, hpz, checkpoints in product(
         (0, 1, 2, 3), ("none", "optimizer", "all"), (1, hardware.per_host), (False, True)
     ):
-        # This and the conditions on hpz, float16 and grad_accum_dtype below are rules of
-        # `config.consistency`, which `model_copy` does not check.
-        if (offload != "none" and stage == 0) or (offload == "all" and stage < 3):
-            continue
         if ranks == 1 and offload == "none" and stage > 0:
             continue  # there is nothing to share
-        if hpz > 1 and (stage < 3 or offload != "none" or ranks <= hpz or ranks % hpz):
-            continue
-        if base.dtype == "float16" and stage == 0:
-            continue
-        if base.grad_accum_dtype is not None and (stage < 2 or offload != "none"):
+        if hpz > 1 and (offload != "none" or ranks <= hpz or ranks % hpz):
             continue
         if stage == 3 and lora is not None and lora.quantize is not None:
             continue  # ZeRO cannot shard packed weights
-        yield base.model_copy(
+        sharding = base.model_copy(
             update={
                 "ranks": ranks,
                 "zero_stage": stage,
@@ -127,6 +120,8 @@ def shardings(
                 "gradient_checkpointing": checkpoints,
             }
         )
+        if not any(sharding_problems("", sharding)):
+            yield sharding
 
 
 def micro_batches(configured: int, longest: int, largest: int) -> list[int]:

@@ -219,10 +219,8 @@ def _idle_gpu(situation: Situation) -> str | None:
 
 
 def _full_gpu(situation: Situation) -> str | None:
-    ppo, found = (
-        situation.ppo,
-        f"{situation.metrics['gpu/memory/policy']:.0%} of the GPU memory of the policy",
-    )
+    ppo = situation.ppo
+    found = f"{situation.metrics['gpu/memory/policy']:.0%} of the GPU memory of the policy"
     if ppo.colocate == "all" and not ppo.engine.sleep_level:
         share = ppo.engine.gpu_memory_utilization
         return (

@@ -87,7 +87,6 @@ class PPOController:
         context: Of the stage.
         demonstrations: For the pretraining loss.
         evaluation: Evaluates the policy every `ppo.evaluate_every` steps.
-        cpu_seconds: Returns the CPU time of all processes so far. If given, it is measured in each phase.
     """
 
     def __init__(
@@ -101,13 +100,11 @@ class PPOController:
         *,
         demonstrations: Sequence[SFTExample] = (),
         evaluation: PolicyEvaluation | None = None,
-        cpu_seconds: Callable[[], float] | None = None,
     ) -> None:
         self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
         self._context = context
-        self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
         ahead = RolloutsKept if ppo.weight_sync.keep_requests else RolloutsAhead
@@ -465,7 +462,9 @@ class PPOController:
         sizes = [
             fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role) for role in self._trained
         ]
-        size, unsharded = map(sum, zip(*fleet.wait(sizes, "the checkpoint's size"), strict=True))
+        per_role = fleet.wait(sizes, "the checkpoint's size")
+        size = sum(whole for whole, _ in per_role)
+        unsharded = sum(part for _, part in per_role)
         tokens = sum(batch.token_bytes for batch in self._ahead.finished)
         with new_checkpoint(
             self._context, scratch, step, size, unsharded=unsharded, own=tokens, known=self._scores
@@ -575,14 +574,11 @@ class PPOController:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        cpu = self._cpu_seconds
-        before = cpu() if cpu is not None else 0.0
+        """Measure the duration of this context, as the metric `timing/<name>`."""
         started = time.monotonic()
         yield
         # With `ppo.staleness`, a step waits for rollouts at two places.
         self._add(f"timing/{name}", time.monotonic() - started)
-        if cpu is not None:
-            self._add(f"cpu/{name}", cpu() - before)
 
     def _add(self, name: str, value: float) -> None:
         self._timings[name] = self._timings.get(name, 0.0) + value

@@ -79,7 +79,8 @@ def divergence_of_last(evaluations: Evaluations, ratio: float) -> Divergence | N
     """
     if len(evaluations) < 2:
         return None
-    first, *_, last = sorted(evaluations)
+    versions = sorted(evaluations)
+    first, last = versions[0], versions[-1]
     initial, initial_error = _correlation(evaluations[first])
     value, error = _correlation(evaluations[last])
     # Comparisons with NaN, of an evaluation without one of the models, are false.
@@ -97,8 +98,8 @@ def _moves(evaluations: Evaluations) -> bool:
     """Return whether the square root of the KL has risen per step since the last evaluation about as much as
     in the mean of all steps.
     """
-    first, *_ = versions = sorted(evaluations)
-    before, last = versions[-2:]
+    versions = sorted(evaluations)
+    first, before, last = versions[0], versions[-2], versions[-1]
     distance = {}
     for version in (before, last):
         kl = evaluations[version].get(KL, math.nan) - evaluations[first].get(KL, math.nan)

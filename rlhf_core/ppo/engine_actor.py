@@ -4,6 +4,7 @@ engines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -314,7 +315,7 @@ def _in_parts(
     Ray needs the number of results before the call, so some can be empty.
     """
     rollouts = [rollout for group in groups for rollout in group]
-    size = -(-len(taken) // parts)
+    size = math.ceil(len(taken) / parts)
     chunks = [list(taken[part * size : (part + 1) * size]) for part in range(parts)]
     columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
     return (chunks, header_of(rollouts)), *columns

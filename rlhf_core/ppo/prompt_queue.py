@@ -10,6 +10,7 @@ which all engines have room are divided equally.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class PromptQueue(Actor):
     def open(self, batch: int, prompts: int, engines: int) -> None:
         """Begin a batch."""
         self._left[batch] = range(prompts)
-        self._share[batch] = -(-prompts // engines)
+        self._share[batch] = math.ceil(prompts / engines)
 
     @rpc()
     def take(self, batch: int, most: int) -> Sequence[int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypedDict, TypeVar, overload
@@ -202,16 +203,19 @@ class Collector:
             version: Policy version that the engines have.
             ahead: Whether the policy is trained before `finish` is called.
         """
-        used = prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
-        return self._start([self._prompts[i] for i in used], step, 0, version, ahead=ahead)
+        prompts = [self._prompts[i] for i in self._drawn(step)]
+        return self._start(prompts, step, 0, version, ahead=ahead)
 
     def prepare(self, step: int, version: int) -> Sampling:
         """Return what `start` would let the engines sample, in the order in which engines take prompts."""
-        used = prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
-        prompts = [self._prompts[i] for i in used]
+        prompts = [self._prompts[i] for i in self._drawn(step)]
         sampling = self._sampling(prompts, step, 0, version, ahead=True)
         sampling.order = longest_first(prompts, range(len(prompts)))
         return sampling
+
+    def _drawn(self, step: int) -> list[int]:
+        """Return the indices of the prompts of a step."""
+        return prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
 
     def finish(self, sampling: Sampling) -> RolloutBatch:
         """Wait for the responses of a step. With filtering, score them and replace groups.
@@ -225,7 +229,7 @@ class Collector:
         filtering = ppo.dynamic_filtering
         if filtering is None:
             return batch
-        used = prompts_of_step(len(self._prompts), ppo.prompts_per_step, self._seed, step)
+        used = self._drawn(step)
         batch.rewards = self.rewards(batch)
         first_scores_B = shaped_scores(batch.lengths_B, batch.finished_B, batch.rewards.total, ppo)
         batch.scores_before = first_scores_B.nanmean().item()
@@ -342,7 +346,7 @@ class Collector:
     def parts(self, prompts: int, engines: int) -> int:
         """Return the number of chunks of an equal share. Those of an engine that takes more are larger."""
         size = max(1, self._chunk_rows(prompts) // self._ppo.samples_per_prompt)
-        return -(-prompts // (size * engines))
+        return math.ceil(prompts / (size * engines))
 
     @property
     def options(self) -> SamplingOptions:

@@ -17,6 +17,7 @@ where a batch is needed: for its step, and all of them for a sync and a checkpoi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,7 +95,7 @@ class RolloutsAhead:
         if not self._ppo.staleness:
             return
         every = self._ppo.sync_every
-        next_sync = -(-completed // every) * every
+        next_sync = math.ceil(completed / every) * every
         for step in range(completed + 1, min(next_sync + 1, self._ppo.steps) + 1):
             batch = self._cache(folder, step - completed).read(step)
             if batch is None:

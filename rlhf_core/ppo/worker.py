@@ -13,7 +13,6 @@ Axes: `T` response tokens of one sequence.
 from __future__ import annotations
 
 import gc
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf_core.cluster.placement import node_address
-from rlhf_core.cluster.rpc import Actor, ParticipantSpec, RemoteActor, rpc
+from rlhf_core.cluster.rpc import ListeningActor, ParticipantSpec, RemoteActor, rpc
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.engines.distributed import Rank, join
@@ -50,7 +48,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.weight_sync.sender import SyncReport
 
 
-class ModelWorker(Actor):
+class ModelWorker(ListeningActor):
     """One rank of a group of models. The controller calls each method on all ranks at the same time.
 
     Args:
@@ -81,18 +79,6 @@ class ModelWorker(Actor):
         """The responses that this rank got last."""
         self._experience: RankExperience
         """Of a policy rank in the present step."""
-        self._listener: socket.socket | None = None
-        """Listening socket of rank 0 of the group, or of a sender of weights."""
-
-    @rpc()
-    def listen(self, local: bool) -> tuple[str, int]:
-        """Start listening as rank 0 of the group or as a sender of weights, and return (address, port).
-
-        The address is loopback if the whole Ray cluster runs on this host (`local`).
-        """
-        self._listener = socket.create_server((node_address(local), 0))
-        address, port = self._listener.getsockname()
-        return address, port
 
     @rpc("start")
     def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:

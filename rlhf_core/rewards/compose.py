@@ -279,14 +279,14 @@ def clipped_share(
     """
     if score_clip is None:
         return None
-    scores = [
-        value
-        for source in sources
-        if isinstance(source, ModelReward) and source.weight != 0.0
-        for value in by_source[source_name(source)]
-        if not math.isnan(value)
-    ]
-    return sum(abs(value) > score_clip for value in scores) / len(scores) if scores else None
+    scores: list[float] = []
+    for source in sources:
+        if isinstance(source, ModelReward) and source.weight != 0.0:
+            values = by_source[source_name(source)]
+            scores += [value for value in values if not math.isnan(value)]
+    if not scores:
+        return None
+    return sum(abs(value) > score_clip for value in scores) / len(scores)
 
 
 def source_name(source: AnyReward) -> str:

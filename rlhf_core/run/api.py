@@ -72,8 +72,12 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags, kept=kept)
     with open_run(checked, start, until, tags, started) as run:
         # Also stages before `start`: their artifacts are found, or `PipelineRun.find` raises.
-        for stage in filter(run.has, STAGES):
+        for stage in STAGES:
+            if not run.has(stage):
+                continue
             record = make_with_retries(run, stage)
-            if stage == "data" and (report := compare_with_champion(run, record.ref)) is not None:
-                report.raise_stop()
+            if stage == "data":
+                report = compare_with_champion(run, record.ref)
+                if report is not None:
+                    report.raise_stop()
     return run

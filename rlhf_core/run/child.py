@@ -215,7 +215,10 @@ def _follow(
     while True:
         # The order matters: what a child wrote before it exited is in the pipe by the time its exit is seen.
         exited = _has_exited(child.pid)
-        for event in filter(None, map(parse, lines.wait(0.0 if exited else _POLL_SECONDS))):
+        for line in lines.wait(0.0 if exited else _POLL_SECONDS):
+            event = parse(line)
+            if event is None:
+                continue
             if event["event"] == "result":
                 outcome = ArtifactRef(**event["artifact"])
             elif event["event"] == "error":

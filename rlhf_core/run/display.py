@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextvars
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_core.run.summary import duration, headline
@@ -173,9 +175,15 @@ def _rate(speed: float | None, unit: str) -> str:
 _DISPLAY: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
 
 
-def show_with(display: Display) -> None:
-    """Use `display` for everything that runs in this context."""
+@contextmanager
+def showing_progress(console: Console) -> Iterator[Bars | Lines]:
+    """Show what runs in this context: bars if `console` is a terminal, else log lines."""
+    display = Bars(console) if console.is_terminal else Lines()
     _DISPLAY.set(display)
+    try:
+        yield display
+    finally:
+        display.close()
 
 
 def current_display() -> Display:

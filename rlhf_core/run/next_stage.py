@@ -101,11 +101,13 @@ class NextStage:
 
     def close(self) -> None:
         """End the process, and remove its log."""
-        process, self._process, self._origin = self._process, None, None
-        if process is not None:
-            process.kill()
-            for file in (process.log_file, process.spec_file):
-                file.unlink(missing_ok=True)
+        process = self._process
+        if process is None:
+            return
+        self._process = self._origin = None
+        process.kill()
+        process.log_file.unlink(missing_ok=True)
+        process.spec_file.unlink(missing_ok=True)
 
 
 def _modification_times(sources: Path) -> dict[str, tuple[int, int]]:

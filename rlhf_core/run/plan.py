@@ -298,7 +298,9 @@ def _memory_table(plan: Plan) -> Table:
             table.add_row(f"{load.stage}: {load.what} on {load.devices}")
         cells = [_number(getattr(load.bytes, kind) / unit) for kind in KINDS]
         largest = load.total == peaks[shown]
-        style = "red" if load.total > device.memory else "bold" if largest else None
+        style = "bold" if largest else None
+        if load.total > device.memory:
+            style = "red"
         total = _number(load.total / unit) + ("*" if largest else " ")
         table.add_row(f"  {load.phase}", *cells, total, style=style)
     table.caption = "* the largest; total: with the process itself" + (

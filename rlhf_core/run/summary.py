@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
+from rlhf_core.evaluation.measures import DPO_WIN_RATES, MODELS
 from rlhf_core.pipeline import STAGES, StageName
 
 if TYPE_CHECKING:
@@ -15,14 +16,8 @@ if TYPE_CHECKING:
     from rlhf_core.types import ArtifactRef
 
 _INTERVAL = ("mean", "low", "high")
-_WHO = {
-    "sft": "SFT",
-    "ppo": "PPO",
-    "dpo": "DPO",
-    "difference": "difference by prompt",
-    "ppo_minus_dpo": "PPO minus DPO by prompt",
-}
-_DPO_WIN_RATES = {"win_rate_dpo": "win rate, DPO over SFT", "win_rate_ppo_over_dpo": "win rate, PPO over DPO"}
+_WHO = {**MODELS, "difference": "difference by prompt", "ppo_minus_dpo": "PPO minus DPO by prompt"}
+"""Titles of the intervals of a measure."""
 
 
 def summarize(
@@ -92,7 +87,7 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
         measure, _, who = name.rpartition("/")
         if who in _WHO and (interval := _interval(metrics, name)):
             found.setdefault(measure, {})[who] = interval
-    for name in ("win_rate", "win_rate_length_controlled", *_DPO_WIN_RATES):
+    for name in ("win_rate", "win_rate_length_controlled", *DPO_WIN_RATES):
         if interval := _interval(metrics, name):
             found[name] = interval
     if "judge" in ref.attributes:
@@ -163,7 +158,7 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "win_rate_length_controlled" in evaluation:
         controlled = _with_interval(evaluation["win_rate_length_controlled"])
         rows.append(("the same, length-controlled", controlled))
-    for name, label in _DPO_WIN_RATES.items():
+    for name, label in DPO_WIN_RATES.items():
         if name in evaluation:
             rows.append((f"{label}{_judged(evaluation)}", _with_interval(evaluation[name])))
     if "fallen" in evaluation:

@@ -9,6 +9,7 @@ and both with `ppo.staleness=1`. Prompts, models and rewards are those of the pi
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import statistics
 import time
@@ -208,4 +209,4 @@ def _measure(
 
 
 def _rounded_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+    return math.ceil(count / multiple) * multiple

@@ -8,7 +8,6 @@ from dataclasses import replace
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.prompt_sets import load_encoder, read_sets
 from rlhf_core.errors import RewardError
-from rlhf_core.pipeline import StageName
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import StageContext
 
@@ -30,20 +29,18 @@ def check_evaluation(config: PipelineConfig, context: StageContext) -> None:
     """
     executor = config.run.executor_of("data")
     # Other hosts can have other files, keys and networks.
-    evaluates_here = config.run.executor_of("evaluate") == executor
-    labels_here = config.labels_by_language_model and config.run.executor_of("sample") == executor
-    judges_here = evaluates_here and config.evaluate.judge in ("auto", "language_model")
-    if evaluates_here and config.evaluate.regression:
+    if config.evaluate.regression and config.run.executor_of("evaluate") == executor:
         read_sets(config, load_encoder(config, context.output))
     judge = config.evaluate.language_model
-    if judge is None or not (judges_here or labels_here):
+    judging_here = [stage for stage in config.judging_stages if config.run.executor_of(stage) == executor]
+    if judge is None or not judging_here:
         return
     from rlhf_core.evaluation.language_model import LanguageModelJudge, check_questions
 
     check_questions(config, context.output)
     if judge.url is None:
         return
-    stage: StageName = "sample" if config.labels_by_language_model else "evaluate"
+    stage = config.judging_stages[0]
     inputs = {"data": context.output}
     try:
         metrics = LanguageModelJudge(config, replace(context, inputs=inputs), "cpu").measure_agreement()

@@ -81,11 +81,9 @@ def base_model(config: PipelineConfig, data: Path) -> tuple[Path | str, str | No
     """(where the base model is, revision): the configured one, or the data artifact's `config.json` for one
     from scratch.
     """
-    return (
-        (config.model.path, config.model.revision)
-        if config.model.path is not None
-        else (data / "model", None)
-    )
+    if config.model.path is None:
+        return data / "model", None
+    return config.model.path, config.model.revision
 
 
 def _train(
@@ -212,8 +210,15 @@ def _sampled(
         temperature=config.ppo.temperature,
         max_new_tokens=config.ppo.max_new_tokens,
     )[:, width:].tolist()
-    lengths = [next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in output]
-    return [row[:length] for row, length in zip(output, lengths, strict=True)]
+    return [_until_eos(row, ends) for row in output]
+
+
+def _until_eos(tokens: list[int], ends: set[int]) -> list[int]:
+    """Return the tokens up to and with the first one in `ends`, or all."""
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: place + 1]
+    return tokens
 
 
 # -- the loop --

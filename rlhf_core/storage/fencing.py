@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _ENDED = b"ended"
 _MAX_CLAIMS = 1000
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""Exceptions raised when a record that was not written by `claim` is read."""
+"""Exceptions raised when a record is read that `acquire` has not written."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,10 @@ class Fence:
         """Raise Superseded if a later attempt has claimed the stage key."""
         latest = _latest(self.store, self.stage_key)
         if latest > self.attempt:
+            holder = _read_holder(self.store, self.stage_key, latest)
             raise Superseded(
                 f"Attempt {self.attempt} at stage {self.stage_key} must not commit: attempt {latest} "
-                f"({_holder(self.store, self.stage_key, latest)}) has taken over."
+                f"({'an unknown process' if holder is None else holder.describe()}) has taken over."
             )
 
 
@@ -103,11 +104,11 @@ def acquire(
     machine is waited for as long as it renews its lease.
 
     Args:
-        store: the store with the attempts.
-        stage_key: the key.
-        name: the stage, for messages.
-        times: of all attempts at this key.
-        clock: for the waits.
+        store: The store with the attempts.
+        stage_key: The key.
+        name: Name of the stage, for messages.
+        times: Intervals of the leases, the same for all attempts at this key.
+        clock: Clock of the waits.
     """
     waited = False
     holder: _Holder | None = None
@@ -133,17 +134,9 @@ def acquire(
         # Exactly the next number: of several processes that wait for the same holder, one gets it.
         if _create(store, stage_key, attempt + 1):
             return Fence(store, stage_key, attempt + 1)
-    raise _unclaimed(stage_key)
-
-
-def claim(store: Store, stage_key: str) -> Fence:
-    """Become the newest attempt at `stage_key`. No earlier attempt, even a running one, can commit."""
-    attempt = _latest(store, stage_key)
-    for _ in range(_MAX_CLAIMS):
-        attempt += 1
-        if _create(store, stage_key, attempt):
-            return Fence(store, stage_key, attempt)
-    raise _unclaimed(stage_key)
+    raise StoreError(
+        f"Stage {stage_key} could not be claimed after {_MAX_CLAIMS} tries: too many processes race for it."
+    )
 
 
 @contextlib.contextmanager
@@ -237,12 +230,6 @@ def _create(store: Store, stage_key: str, attempt: int) -> bool:
     return store.put_if_absent(_key(stage_key, attempt), json.dumps(content).encode())
 
 
-def _unclaimed(stage_key: str) -> StoreError:
-    return StoreError(
-        f"Stage {stage_key} could not be claimed after {_MAX_CLAIMS} tries: too many processes race for it."
-    )
-
-
 def _folder(stage_key: str) -> str:
     return f"{checkpoint_prefix(stage_key)}/attempts"
 
@@ -288,18 +275,9 @@ def _run_of(holder: ProcessId) -> int:
     """Return the process that started the stage and would restart it: stage, its reaper, then the flow."""
     with contextlib.suppress(psutil.Error):
         reaper = psutil.Process(holder.pid).parent()
-        if (
-            reaper is not None
-            and "rlhf_core.run" in reaper.cmdline()
-            and (flow := reaper.parent()) is not None
-        ):
+        if reaper is None or "rlhf_core.run" not in reaper.cmdline():
+            return holder.pid
+        flow = reaper.parent()
+        if flow is not None:
             return int(flow.pid)
     return holder.pid
-
-
-def _holder(store: Store, stage_key: str, attempt: int) -> str:
-    try:
-        content = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
-        return f"process {content['pid']} on {content['host']}, since {content['time']}"
-    except _UNREADABLE:
-        return "by an unknown process"

@@ -57,7 +57,7 @@ class TensorSpec:
     def part(self, index: int, parts: int) -> slice:
         """Return the flat elements of part `index` of `parts`. All have the same size, except at the end."""
         numel = math.prod(self.shape)
-        size = -(-numel // parts)
+        size = math.ceil(numel / parts)
         return slice(min(index * size, numel), min((index + 1) * size, numel))
 
 

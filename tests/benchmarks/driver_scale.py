@@ -225,7 +225,7 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     fleet.engines = _Engines([RemoteActor(_Handle(meter, engine)) for engine in engines])
     fleet.wait = lambda pending, _what: [call.reference for call in pending]
     fleet.usage_by_group = lambda: None
-    hosts = [f"host {number}" for number in range(-(-placement.processes // PROCESSES_PER_HOST))]
+    hosts = [f"host {number}" for number in range(math.ceil(placement.processes / PROCESSES_PER_HOST))]
     fleet._placement = SimpleNamespace(node_of_bundle=hosts)
     fleet.start_helper = lambda *_args: RemoteActor(_Handle(meter, _Rewards()))
     fleet.fetch = fleet.wait
@@ -319,7 +319,7 @@ def waiting_cost(ranks: int, processes: int) -> float:
             busy = ray.remote(_Busy).remote()
             ray.get([agent.report.remote(), busy.work.remote(0.0)], timeout=300)
             nodes = ClusterNodes(PipelineConfig(), Path(folder), [], monitor)
-            hosts = -(-processes // PROCESSES_PER_HOST) - 1
+            hosts = math.ceil(processes / PROCESSES_PER_HOST) - 1
             nodes._hosts = [
                 Host(str(number), RemoteActor(agent), f"host-{number}") for number in range(hosts)
             ]

@@ -15,6 +15,8 @@ import json
 import random
 import statistics
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,20 @@ def make_model(folder: Path, positions: int = 256) -> None:
         bos_token_id=1,
         dtype="float32",
     )
+
+
+class MeasuredController(PPOController):
+    """A controller that also measures the CPU time of all processes in each phase."""
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        before = self._cpu_seconds()
+        with super()._timed(name):
+            yield
+        self._add(f"cpu/{name}", self._cpu_seconds() - before)
+
+    def _cpu_seconds(self) -> float:
+        return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in self._fleet.usage())
 
 
 def run(
@@ -93,20 +109,9 @@ def run(
         RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
         Fleet(config, plan(config.ppo), "cpu", folders, 0) as fleet,
     ):
-
-        def cpu_seconds() -> float:
-            return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in fleet.usage())
-
-        controller = PPOController(
-            config,
-            fleet,
-            prompts,
-            lambda ids: "",
-            composer,
-            local_context(work),
-            # Engines that sample answer afterwards, so the phases would wait for them.
-            cpu_seconds=None if staleness else cpu_seconds,
-        )
+        # Engines that sample answer afterwards, so with staleness the phases would wait for them.
+        used = PPOController if staleness else MeasuredController
+        controller = used(config, fleet, prompts, lambda ids: "", composer, local_context(work))
         controller.sync()
         rows = [controller.iterate() for _ in range(warm_up + iterations)][warm_up:]
         peaks = [usage.peak_bytes for usage in fleet.usage()]

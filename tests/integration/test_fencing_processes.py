@@ -25,9 +25,10 @@ from rlhf_core.errors import Superseded
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import Fence, claim
+from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.store import Store
 from tests.support.checkpoints import keep
+from tests.support.claims import claim
 
 PROCESSES, ROUNDS = 4, 25
 SUPERSEDED = 7

@@ -33,11 +33,11 @@ from rlhf_core.errors import InfrastructureError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.home import Home
+from tests.support.claims import claim
 
 
 class Rank(Actor):

@@ -36,7 +36,6 @@ from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, Events
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.s3 import S3Limits
 from rlhf_core.storage.store import Store
@@ -44,6 +43,7 @@ from rlhf_core.system.stopping import EXIT_STOPPED
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.integration.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.support.checkpoints import keep
+from tests.support.claims import claim
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny.yaml"
 PARTS = 5 * 2**20

@@ -21,12 +21,12 @@ import s3fs
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreUnavailable, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
 from rlhf_core.types import ArtifactRef
 from tests.support import corruption
 from tests.support.checkpoints import keep
+from tests.support.claims import claim
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ from rlhf_core.errors import ConfigError, DataError, StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
@@ -40,6 +39,7 @@ from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
+from tests.support.claims import claim
 from tests.support.other_host import Elsewhere, bucket, two_nodes
 
 ZERO_3 = [

@@ -31,7 +31,6 @@ from rlhf_core.stages import sft
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
@@ -41,6 +40,7 @@ from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.ranks import ScriptedRankGroup, scripted_ranks
 from rlhf_core.types import ArtifactRef, SFTExample, StageContext
+from tests.support.claims import claim
 from tests.support.other_host import Bucket, Elsewhere, backend_of, bucket
 from tests.support.tiny_llama import save_tiny_llama
 

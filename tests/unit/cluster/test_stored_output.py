@@ -24,7 +24,6 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError, RLHFError, StoreError, WorkerDied
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
-from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
@@ -32,6 +31,7 @@ from rlhf_core.system.home import output_folder
 from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
+from tests.support.claims import claim
 from tests.support.other_host import Elsewhere, backend_of, bucket
 
 WRITTEN = {

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shlex
@@ -365,7 +366,7 @@ def test_no_training_stage_of_a_grid_is_faster_than_the_split_found() -> None:
             continue
         fitting += 1
         sharded = Model(model, tried.sft.deepspeed)
-        budget = min(tokens, -(-32 // ranks) * 512)
+        budget = min(tokens, math.ceil(32 / ranks) * 512)
         seconds = optimizer_step_time(sharded, 32, 512, budget, hardware).total
         assert found.seconds <= seconds * (1 + 1e-9), overrides
     assert 20 < fitting < 300

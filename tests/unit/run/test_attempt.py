@@ -26,9 +26,9 @@ from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.attempt import execute
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
+from tests.support.claims import claim
 from tests.support.corruption import set_versions
 
 KEY = "0" * 16

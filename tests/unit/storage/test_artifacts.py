@@ -22,10 +22,11 @@ from rlhf_core.errors import CorruptArtifact, InputError, StoreError, Superseded
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
-from rlhf_core.storage.fencing import Fence, claim
+from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.store import Store
 from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
+from tests.support.claims import claim
 
 KEY = "0123456789abcdef"
 

@@ -22,11 +22,11 @@ import pytest
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError, Superseded
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.store import ScriptedStore
 from tests.support.checkpoints import keep
+from tests.support.claims import claim
 from tests.support.corruption import set_versions
 
 KEY = "stage0"
@@ -350,7 +350,9 @@ def test_attempts_are_numbered_and_only_the_last_may_commit(store: Store, tmp_pa
     second = claim(store, KEY)
     assert (first.attempt, second.attempt) == (1, 2)
     second.check()
-    with pytest.raises(Superseded, match=r"attempt 2 \(process \d+ on .+, since .+\) has taken over"):
+    with pytest.raises(
+        Superseded, match=r"attempt 2 \(process \d+ of this machine, running since .+\) has taken over"
+    ):
         first.check()
     claim(store, "another stage")
     second.check()

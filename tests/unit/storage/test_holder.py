@@ -25,10 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.errors import StageHeld
-from rlhf_core.storage.fencing import LeaseTimes, acquire, claim, renewed
+from rlhf_core.storage.fencing import LeaseTimes, acquire, renewed
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.clock import ManualClock
+from tests.support.claims import claim
 
 KEY = "0123456789abcdef"
 

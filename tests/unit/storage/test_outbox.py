@@ -20,11 +20,12 @@ from rlhf_core.errors import StoreError, Superseded
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import Fence, claim
+from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.testing.store import ScriptedStore
 from tests.support.checkpoints import keep
+from tests.support.claims import claim
 
 
 @pytest.fixture

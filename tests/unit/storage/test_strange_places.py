@@ -20,13 +20,14 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError
 from rlhf_core.storage import fencing
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import LeaseTimes, acquire, claim
+from rlhf_core.storage.fencing import LeaseTimes, acquire
 from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.store import Store, check_backend
 from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
+from tests.support.claims import claim
 
 
 def _folder(path: Path) -> None:
