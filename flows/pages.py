@@ -70,7 +70,7 @@ class ProgressPage:
         self._thread.join(timeout=2 * self._seconds)
 
     def event(self, event: dict[str, Any]) -> None:
-        """Take note of an event of the child; returns at once."""
+        """Store an event of the child, for the thread that updates the page."""
         if event["event"] == "progress" and event.get("total"):
             self._latest = event
             self._changed.set()

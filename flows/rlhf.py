@@ -55,18 +55,20 @@ def rlhf(
     start: StageName = "data",
     until: StageName = "register",
 ) -> dict[str, Any]:
-    """Raw data to a registered, evaluated policy. Finished stages are reused, interrupted ones continued.
+    """Run the pipeline: train, evaluate and register a policy.
+
+    Finished stages are reused, and interrupted ones are continued.
 
     Args:
         config: YAML file, as the worker sees it. Everything below overrides it.
         name: Name of the pipeline: MLflow experiment, flow run names, registered model (run.name).
-        seed: Every random choice derives from it (run.seed).
+        seed: Seed of all random choices (run.seed).
         ppo_steps: PPO iterations (ppo.steps).
-        kl_coef: Price of leaving the supervised model, per token (ppo.kl.coef).
+        kl_coef: Coefficient of the KL penalty, per token (ppo.kl.coef).
         policy_learning_rate: Peak learning rate of the policy in PPO (ppo.policy.learning_rate).
         overrides: Any other field, each as `section.field=value`, for example `ppo.kl.target=4`.
-        start: Stages before this one must have been made already; a missing one is an error.
-        until: Stop after this stage.
+        start: First stage to run. The artifacts of earlier stages must exist.
+        until: Last stage to run.
     """
     fields = {
         "run.name": name,

@@ -26,11 +26,11 @@ class Rounds:
     """What the flow returns."""
 
     summaries: list[dict[str, Any]]
-    """Of the finished rounds."""
+    """Summaries of the finished rounds."""
     votes_needed: str | None = None
     """What people must do before the next round; None if all rounds are finished."""
     labels: list[int | None] | None = None
-    """With `sample.judge: people`, the number of rows of the votes on each round; None if it is not known."""
+    """Number of rows of the votes on each round, with `sample.judge: people`; None if it is not known."""
 
 
 @flow(name="rlhf-rounds", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])

@@ -182,7 +182,7 @@ class Checkpoints(Protocol):
 
         Args:
             step: Number of the last finished step.
-            folder: Where all ranks write, on each host.
+            folder: Folder that all ranks write to, on each host.
             size: Bytes of the checkpoint that the ranks write.
             unsharded: Those of them that only rank 0 writes; all ranks write equal parts of the others. None
                 if that is unknown: perhaps all of them.

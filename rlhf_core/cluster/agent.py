@@ -121,7 +121,7 @@ class NodeAgent:
 
         Args:
             node_id: Ray's id of this node.
-            token: Of the attempt. A mark with another one was left by an attempt that was killed.
+            token: Token of the attempt. A mark with another one was left by an attempt that was killed.
         """
         mark = self._work / MARK
         try:

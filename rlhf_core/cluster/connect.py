@@ -32,7 +32,8 @@ def connect(
     Args:
         processes: Number of actors that a Ray started here has to hold, one CPU each.
         device: "cpu" or "cuda".
-        config: With it, all processes on a cluster get its environment, and the nodes are checked.
+        config: The configuration. If given, all processes on a cluster get its environment, and the nodes are
+            checked.
         copies: See `Nodes.copies`.
 
     Raises:

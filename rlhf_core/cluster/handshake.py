@@ -49,7 +49,7 @@ class StoreProbe:
     url: str
     endpoint: str | None
     prefix: str
-    """Of the objects that driver and nodes write."""
+    """Prefix of the objects that driver and nodes write."""
 
     def store(self) -> Store:
         return Store(self.url, self.endpoint, _STORE_SECONDS)

@@ -102,11 +102,11 @@ class ClusterNodes:
         self.copies = copies or {}
         self.output = output
         self.checkpoint_bytes = (0, 0)
-        """Of the stage, as `planning.checkpoints.checkpoint_bytes` returns them. The first `join` checks the
-        space of each host for its part.
+        """Bytes of a checkpoint of the stage, see `planning.checkpoints.checkpoint_bytes`. The first `join`
+        checks the space of each host for its part.
         """
         self.checkpoint_prefix = ""
-        """Of the stage, as `types.checkpoint_prefix` returns it."""
+        """Prefix of the stage, as `types.checkpoint_prefix` returns it."""
         self._has_space = False
         self._cluster = cluster
         self._chunk_bytes = chunk_bytes
@@ -114,10 +114,10 @@ class ClusterNodes:
         self._ranks: dict[str, dict[str, set[int]]] = {}
         """See `join`, with the ranks of nodes that share their files at one of them."""
         self._files_of: dict[str, str] = {}
-        """Of each other node, the id of the node whose files it has."""
+        """Id of the node whose files each other node has."""
         self._own_id = ""
         self._token = secrets.token_hex(8)
-        """Of this attempt, so that files which a killed one has left are not taken for shared ones."""
+        """Token of this attempt, so that files which a killed one has left are not taken for shared ones."""
         self._digests = FileDigests()
         self._lock = threading.Lock()
         self.before_leave: Callable[[], None] = lambda: None

@@ -19,7 +19,7 @@ class StoredOutput:
     """The files of an output that are in the store before there is an artifact with them.
 
     Args:
-        folder: Of the output, at the same path on all hosts.
+        folder: Folder of the output, at the same path on all hosts.
         store: A bucket. A store in a folder may be on the driver's host only.
         key: Folder of the store for the files of the artifact (`artifacts.attempt_folder`).
     """

@@ -268,7 +268,7 @@ class RankActor(ListeningActor):
         """Return the next call of the context, if there is one, and the activity of this rank.
 
         Args:
-            reply: To the request that was returned before.
+            reply: Reply to the request that was returned before.
             stop: Whether the stage was asked to stop.
         """
         return self._mailbox.exchange(reply, stop, POLL_SECONDS), current_activity()
@@ -336,7 +336,7 @@ class RankGroup:
             wait=self._client.wait,
         )
         self._names = [layout.name(rank) for rank in range(layout.ranks)]
-        """Of the ranks in messages."""
+        """Names of the ranks in messages."""
         if on_cluster():
             where = self._placement.node_names()
             self._names = [f"{name} on {node}" for name, node in zip(self._names, where, strict=True)]
@@ -426,7 +426,7 @@ class _Outcomes:
         self.names = names
         self.pending = dict(enumerate(calls))
         self.ended: dict[int, RankOutcome] = {}
-        """By rank, in the order in which they ended."""
+        """Outcomes by rank, in the order in which the ranks ended."""
 
     def collect(self, also: Sequence[Pending[Any]] = ()) -> None:
         """Wait until a rank or one of `also` has ended, for at most `POLL_SECONDS`."""

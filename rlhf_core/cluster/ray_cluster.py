@@ -67,7 +67,7 @@ class RayCluster:
         Args:
             actor: Its class.
             node_id: The node.
-            arguments: Of the constructor.
+            arguments: Arguments of the constructor.
             max_concurrency: Calls that run at the same time.
         """
         import ray

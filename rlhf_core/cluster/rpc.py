@@ -64,7 +64,7 @@ class Usage:
     peak_bytes: int
     """Largest resident set size."""
     counters: Mapping[str, float] = field(default_factory=dict)
-    """Of an actor, see `Actor.counters`."""
+    """Counters of an actor, see `Actor.counters`."""
     gpu_memory: float | None = None
     """Largest share of the GPU's memory in use, by all processes, since an actor's usage was asked for last;
     None if it is not known.
@@ -233,7 +233,7 @@ class Pending(Generic[R_co]):
     reference: Any
     """Ray's object reference."""
     objects: RayObjects = field(default=RAY, repr=False, compare=False)
-    """Where the result will be."""
+    """Objects among which the result will be."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class RemoteActor(Generic[A_co]):
     handle: Any
     """Ray's actor handle."""
     objects: RayObjects = field(default=RAY, repr=False, compare=False)
-    """Where the results of its calls will be."""
+    """Objects among which the results of its calls will be."""
 
     def call(
         self, method: Callable[Concatenate[A_co, P], R], /, *args: P.args, **kwargs: P.kwargs

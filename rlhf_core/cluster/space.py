@@ -45,7 +45,7 @@ def space_problem(home: str, space: Space, part: int = 0) -> str:
 
     Args:
         home: `run.home`, for the message.
-        space: Of the host.
+        space: Free and needed space of the host.
         part: Bytes of its part of a checkpoint; 0 as long as its ranks are not known.
     """
     needs = {

@@ -102,9 +102,9 @@ def read_evenly(
     """Return columns of rows at equal distances.
 
     Args:
-        folder: Of the data artifact.
-        name: Of the table.
-        split: Of the rows.
+        folder: Folder of the data artifact.
+        name: Name of the table.
+        split: Split of the rows.
         columns: Their names.
         most: Number of rows if there are more; None for all.
 

@@ -93,7 +93,7 @@ class Drift:
     value: float | None
     """The largest one of all places; None if it was not measured."""
     place: str = ""
-    """Where it is the largest."""
+    """Part of the data with the largest value."""
     low: float | None = None
     high: float | None = None
     """Confidence interval of a value that is measured on few rows; None for the others."""

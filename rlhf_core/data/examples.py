@@ -65,7 +65,7 @@ class SetCounts:
 
     read: int = 0
     bad: int = 0
-    """In the quarantine."""
+    """Rows in the quarantine."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Usable rows that were left out, by reason."""
     train: int = 0

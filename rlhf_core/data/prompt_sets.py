@@ -33,7 +33,7 @@ def read_sets(
 
     Args:
         config: Configuration of the run.
-        encoder: Of `load_encoder`.
+        encoder: Result of `load_encoder`.
         contents: Expected contents of the sources, from `regression_contents`; None: those that they have.
 
     Raises:

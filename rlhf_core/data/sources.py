@@ -299,7 +299,7 @@ def require_same_state(
     Args:
         before: The state of the same stage.
         config: The whole configuration.
-        digests: Of the sources of the run.
+        digests: Digests of the sources of the run.
         scratch: Scratch folder of the attempt.
         stage: The stage that starts from the model.
     """

@@ -44,7 +44,8 @@ def new_checkpoint(
     """Prepare the local folder of a checkpoint, and commit it if the body fills it without an error.
 
     Args:
-        context: Of the process that commits; None on all other ranks, where only the path is computed.
+        context: Context of the process that commits; None on all other ranks, which only compute the
+            path.
         scratch: Folder of the attempt, the same path on all hosts.
         step: Number of the last finished step.
         size: Bytes that the ranks write, approximately.
@@ -80,7 +81,7 @@ def save(
 
     Args:
         engine: The model of the loop.
-        context: Of rank 0, which commits; None on all other ranks.
+        context: Context of rank 0, which commits; None on all other ranks.
         scratch: Folder of the attempt, the same path on all hosts.
         step: Number of the last finished step.
         state: JSON values that `restore` returns.
@@ -172,7 +173,7 @@ def log_skipped_batch(
 
     Args:
         engine: The engine that makes the step.
-        context: Of rank 0; None on all other ranks, which log nothing.
+        context: Context of rank 0; None on all other ranks, which log nothing.
         step: Number of the step, for the name of the table.
         batch: Samples of the step.
         row: Converts a sample to a row of the table.

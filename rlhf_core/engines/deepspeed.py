@@ -167,7 +167,7 @@ class TrainingEngine:
 
         Args:
             micro_losses: Losses of this rank; every rank must have the same number.
-            total_steps: Of the learning rate schedule.
+            total_steps: Number of steps of the learning rate schedule.
 
         Returns:
             The gradient norm before clipping; NaN or infinite for a skipped step.

@@ -53,10 +53,10 @@ class Engine:
             engine: Memory, parallelism and precision.
             device: "cpu" or "cuda".
             max_model_len: Tokens of a prompt and its response, at most.
-            seed: Of vLLM. Each request has its own seed.
+            seed: Seed of vLLM. Each request has its own seed.
             weight_transfer: Backend of weight sync: gloo, nccl, ipc, nccl_m2n; "files" for `load_weights`.
             adapter_rank: If the updated weights are those of an adapter on `model`, its rank.
-            head_dtype: With "float32" the logits are not rounded.
+            head_dtype: Precision of the logits. With "float32" they are not rounded.
             sleep_level: On a GPU, whether the engine can `sleep`, and how.
 
         Raises:
@@ -141,7 +141,7 @@ class Engine:
             prompts: All are sampled at the same time.
             n: The samples of a prompt are one request with one seed.
             max_new_tokens: Length limit.
-            temperature: Of the softmax.
+            temperature: Temperature of the softmax.
             seeds: One per prompt.
             policy_version: Is stored in the rollouts.
             adapter: The number with which `SyncExtension.load_adapter` loaded the adapter.

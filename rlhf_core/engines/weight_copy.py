@@ -17,10 +17,10 @@ class WeightCopy:
 
     Args:
         lm: The model.
-        name: Of the files in a checkpoint.
+        name: Name of the files in a checkpoint.
         rank_device: Device of the collectives.
-        dtype: Of the copy; None for that of the weights.
-        device: Of the copy; None for that of the weights.
+        dtype: Data type of the copy; None for that of the weights.
+        device: Device of the copy; None for that of the weights.
     """
 
     def __init__(

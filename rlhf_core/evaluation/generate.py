@@ -65,7 +65,7 @@ def responses_of(
         decode: Decodes the tokens of a response.
         prompts: (n,) held-out prompts.
         device: Device of the engines.
-        context: Of the stage; its progress is reported after each batch.
+        context: Context of the stage; its progress is reported after each batch.
     """
     found = responses_to_sets(config, models, decode, {"": prompts}, device=device, context=context)
     return {model: by_set[""] for model, by_set in found.items()}
@@ -90,7 +90,7 @@ def responses_to_sets(
         decode: Decodes the tokens of a response.
         sets: Prompts by the name of their set.
         device: Device of the engines.
-        context: Of the stage; its progress is reported after each batch.
+        context: Context of the stage; its progress is reported after each batch.
     """
     count = sum(map(len, sets.values()))
     total = len(models) * count
@@ -162,7 +162,7 @@ def sample_responses(
         prompts: (n,) prompts.
         device: Device of the engine.
         done: Is called after each batch with the number of responses so far.
-        context: Of the stage, for actors; None outside a stage.
+        context: Context of the stage, for actors; None outside a stage.
         sampling: Temperature and number of responses; None: those of the evaluation.
     """
     sampling = sampling or SamplingSettings.of_evaluation(config)

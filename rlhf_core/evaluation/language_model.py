@@ -51,7 +51,7 @@ class LanguageModelJudge:
 
     Args:
         config: Configuration of the run, with `evaluate.language_model`.
-        context: Of the stage.
+        context: Context of the stage.
         device: Device of a model that is run here.
     """
 
@@ -100,7 +100,7 @@ class LanguageModelJudge:
         Args:
             answers_a: Answers of model `a`, whose wins are counted.
             answers_b: Answers of model `b`, in the same order.
-            name: Of the quantity, for the seed of the interval.
+            name: Name of the quantity, for the seed of the interval.
         """
         preferences = self.preferences(_pairs(answers_a, answers_b))
         return Comparison(win_rate(preferences, **self._intervals.settings(name)), preferences)

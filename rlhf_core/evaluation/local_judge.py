@@ -49,7 +49,7 @@ def ask_local(
         questions: (n,) questions.
         keep: Is called after each batch, or at the end if the engines are actors.
         device: Device of the engines.
-        context: Of the stage.
+        context: Context of the stage.
 
     Raises:
         ModelError: The model cannot be used.

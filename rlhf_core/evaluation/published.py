@@ -74,7 +74,7 @@ def measure_published(
         sft: Folder with the SFT model.
         pad_id: Padding token.
         device: "cpu" or "cuda".
-        context: Of the stage, for ranks in other processes.
+        context: Context of the stage, for ranks in other processes.
 
     Raises:
         GateFailed: The files do not match the training process, or no response has a token.

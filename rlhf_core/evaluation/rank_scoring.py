@@ -57,7 +57,7 @@ def on_ranks(
         target: A function of this module.
         config: Configuration of the run.
         device: "cpu" or "cuda".
-        context: Of the stage; None outside a stage.
+        context: Context of the stage; None outside a stage.
         args: Further arguments of `target`.
     """
     return run_ranks(

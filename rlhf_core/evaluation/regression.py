@@ -80,7 +80,7 @@ def compare_on_sets(
 
     Args:
         config: Configuration of the run.
-        responses: Of the policy (`ppo`) and of the opponent, by set.
+        responses: Responses of the policy (`ppo`) and of the opponent, by set.
         opponent: Name of the opponent in `responses`.
         code: Digests of the external inputs of the stage, for the code of Python rewards.
     """

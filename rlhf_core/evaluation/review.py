@@ -67,7 +67,7 @@ class ReviewResult:
     """What the votes of one file say."""
 
     win_rate: Interval
-    """Of the policy over its opponent; ties count half."""
+    """Win rate of the policy over its opponent; ties count half."""
     verdicts: Verdicts
     judge_agreement: float | None
     """Share of votes that agree with the judge of the run; half where one of both is a tie. None if no judge

@@ -23,7 +23,7 @@ class SampledAnswer:
 
     text: str
     score: float | None
-    """By `sample.judge`; None if it has none."""
+    """Score by `sample.judge`; None if it has none."""
     usable: bool
     """Whether it can be a row of data: it ended with EOS, has a score, and its text is valid."""
 

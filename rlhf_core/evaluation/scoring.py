@@ -153,7 +153,7 @@ def score(
         pad_id: Padding token.
         device: Device of the reward model.
         reward_code: Digests of the code of Python rewards, as in `RewardComposer`.
-        context: Of the stage, for ranks in other processes; None outside a stage.
+        context: Context of the stage, for ranks in other processes; None outside a stage.
     """
     if measure == "gold":
         return score_gold(samples)
@@ -221,7 +221,7 @@ def score_reward_model(
         samples: (n,) prompts and responses.
         pad_id: Padding token.
         device: Device of the reward model.
-        context: Of the stage, for ranks in other processes; None outside a stage.
+        context: Context of the stage, for ranks in other processes; None outside a stage.
     """
     from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
 
@@ -285,7 +285,7 @@ def policy_kl(
         samples: (n,) responses that the policy sampled.
         pad_id: Padding token.
         device: Device of both models.
-        context: Of the stage, for ranks in other processes; None outside a stage.
+        context: Context of the stage, for ranks in other processes; None outside a stage.
 
     Raises:
         NonFiniteError: A log-ratio is NaN or infinite. The message has its prompt.
@@ -328,7 +328,7 @@ def logprobs(
         pad_id: Padding token.
         device: Device of the model.
         dtype: Precision of the model. None is the precision of the policy's training.
-        context: Of the stage, for ranks in other processes; None outside a stage.
+        context: Context of the stage, for ranks in other processes; None outside a stage.
     """
     from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy

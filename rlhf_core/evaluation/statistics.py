@@ -154,7 +154,7 @@ class Answer:
 
     sample: RewardInput
     scores: Mapping[str, float] = field(default_factory=dict)
-    """By measure: `gold`, `reward_model`, `rules`, `rule/<name>`."""
+    """Score by measure: `gold`, `reward_model`, `rules`, `rule/<name>`."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Comparison:
     """Result of model `a` against model `b`."""
 
     win_rate: Interval
-    """Of `a`, in [0, 1]; ties count half."""
+    """Win rate of `a`, in [0, 1]; ties count half."""
     preferences: tuple[float, ...]
     """(n,) 1 where `a` wins, 0.5 for a tie, 0 where `b` wins."""
 

@@ -37,7 +37,7 @@ class TrainedPrompts:
     """Prompts of training data."""
 
     ids: frozenset[str]
-    """Of the prompts of PPO and of the pairs."""
+    """Ids of the prompts of PPO and of the pairs."""
     tokens: frozenset[str]
     """Digests of the tokens of the prompts of demonstrations."""
 
@@ -46,7 +46,7 @@ class TrainedPrompts:
         """Return the prompts of the training splits of data artifacts.
 
         Args:
-            folders: Of the data artifacts.
+            folders: Folders of the data artifacts.
 
         Raises:
             DataError: A file is missing or damaged.

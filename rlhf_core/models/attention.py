@@ -141,7 +141,7 @@ def varlen(
         value: (1, key heads, L, d)
         borders_S: (S+1,) int32, where sequences begin and end.
         longest: Tokens of the longest sequence.
-        scaling: Of the scores; None for 1 / sqrt(d).
+        scaling: Factor of the scores; None for 1 / sqrt(d).
     """
     from torch.nn.attention.varlen import varlen_attn
 

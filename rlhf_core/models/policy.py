@@ -140,11 +140,11 @@ def load_policy(
         folder: A model folder, or a hub id.
         dtype: Data type of the weights, a name of `DTYPES`.
         attention: transformers' name of the implementation.
-        device: Where a quantized model is loaded.
+        device: Device of a quantized model.
         revision: Commit or branch of a hub id.
         quantize: `nf4` stores linear layers in 4 bits (`models.quantized`).
         pack: Whether rows hold several sequences (`models.selftest`).
-        head_dtype: With `float32`, logits are not rounded to `dtype`.
+        head_dtype: Precision of the logits. With `float32`, they are not rounded to `dtype`.
         shards: Cuts the parameters while they are read (`models.sharded`); loading is then a collective
             operation. Random and quantized weights are not cut.
 

@@ -140,7 +140,7 @@ def load_score_model(
         folder: A folder with a causal LM or a score model, or a hub id of a causal LM.
         dtype: Data type of the weights, a name of `policy.DTYPES`.
         attention: transformers' name of the implementation.
-        device: Where a quantized model is loaded.
+        device: Device of a quantized model.
         revision: Commit or branch of a hub id.
         quantize: `nf4` stores linear layers in 4 bits (`models.quantized`).
         pack: Whether rows hold several sequences (`models.selftest`).

@@ -29,7 +29,7 @@ class Batches:
         micro_batches: Indices of `sequences` for each pass. An empty micro-batch is a pass without results,
             for a rank that must take part in a collective operation.
         pad_id: Padding token.
-        device: Where the batches are needed.
+        device: Device of the batches.
         pack: Whether a row has several sequences.
     """
 

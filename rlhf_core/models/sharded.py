@@ -52,8 +52,8 @@ def load_sharded(
         folder: Path or hub id.
         config: Result of `model_config`.
         shards: Cuts each matrix after it was read.
-        revision: Of a hub model.
-        dtype: Of the parameters.
+        revision: Revision of a hub model.
+        dtype: Data type of the parameters.
 
     Returns:
         The model, the loading info of transformers, and the names of parameters that are not finite.

@@ -26,7 +26,7 @@ def short_attention(
         query: (sequences, heads, L, D)
         key: (sequences, key heads, L, D). Each head of keys serves a group of heads of queries.
         value: (sequences, key heads, L, D)
-        scaling: Of the scores; None for 1 / sqrt(D).
+        scaling: Factor of the scores; None for 1 / sqrt(D).
         most_scores: Scores that are computed at once, of which a few copies in float32 exist at the same
             time. One sequence of one head is always computed whole.
     """

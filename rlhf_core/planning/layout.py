@@ -48,7 +48,7 @@ def arrange(ranks: Sequence[int], engines: int, tensor_parallel: int, hardware: 
     """Return the hosts of all processes, or None if an engine has no room inside one host.
 
     Args:
-        ranks: Of each group, first of the policy's.
+        ranks: Number of ranks of each group, the policy's first.
         engines: Number of engines with devices of their own.
         tensor_parallel: GPUs of each engine.
         hardware: The hosts.

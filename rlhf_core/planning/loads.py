@@ -111,7 +111,7 @@ def largest_pass(
         config: Configuration of the pipeline.
         stage: Name of a stage that trains, or `ptx` for the demonstrations of PPO's policy.
         update: False for PPO's scoring.
-        ranks: Of a group of PPO; by default of the policy's.
+        ranks: Number of ranks of a group of PPO; by default that of the policy.
     """
     data, ppo = config.data, config.ppo
     longest_demonstration = max(data.max_prompt_tokens + data.max_response_tokens, data.max_text_tokens or 0)
@@ -199,7 +199,7 @@ def group_loads(
 
     Args:
         config: Configuration of the pipeline.
-        shape: Of all models.
+        shape: Shape of all models.
         group: The ranks.
         kind: "cuda" or "cpu".
         serving: Memory of an engine on the same devices; None if there is none.

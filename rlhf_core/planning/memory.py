@@ -105,7 +105,7 @@ class Model:
     """Whether a float32 moving average of the weights is kept."""
     device: str = "cuda"
     head: str = "model"
-    """With `float32`, logits are not rounded to the precision of the model."""
+    """Precision of the logits. With `float32`, they are not rounded to that of the model."""
 
     @property
     def size(self) -> int:

@@ -69,7 +69,7 @@ class Split:
     changes: Changes
     """Fields whose values differ from the configuration."""
     seconds: float
-    """Of an optimizer step, or of a PPO step."""
+    """Duration of an optimizer step, or of a PPO step."""
     phases: dict[str, Seconds]
     host: float
     """Bytes of offloaded state on each host."""
@@ -212,7 +212,7 @@ class _Option:
     scoring: Seconds
     training: Seconds
     gather: Seconds
-    """Of a sync, in the policy's group."""
+    """Time of a sync in the policy's group."""
     sharding: DeepSpeedConfig
     peak: DeviceLoad
 

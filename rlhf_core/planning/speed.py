@@ -187,7 +187,7 @@ def group_time(
 
     Args:
         config: Configuration of the pipeline.
-        shape: Of all models.
+        shape: Shape of all models.
         group: The ranks.
         hardware: Their devices and links.
         spans: Whether they are on several hosts.
@@ -310,7 +310,7 @@ def send_time(
 
     Args:
         config: Configuration of the pipeline.
-        shape: Of the policy.
+        shape: Shape of the policy.
         hardware: Devices and links.
         policy: Hosts of the policy's ranks.
         engines: Hosts of the engines.

@@ -33,7 +33,7 @@ class Situation:
     device: str
     """ "cpu" or "cuda"."""
     metrics: Mapping[str, float]
-    """Of the step."""
+    """Metrics of the step."""
 
     @property
     def separate_engines(self) -> bool:

@@ -27,7 +27,7 @@ class RankShare:
     chunks: Indices
     """Chunks that have these responses, ascending."""
     places: Places
-    """Of these responses, in a list of only these chunks."""
+    """Places of these responses, in a list of only these chunks."""
     micro_batches: list[list[int]]
     """Indices into `indices`."""
 
@@ -78,7 +78,7 @@ class RolloutBatch:
     versions_B: Indices | None = None
     """Policy version that sampled the first token of each response; None if the batch was read from files."""
     spans: Mapping[int, VersionSpans] = field(default_factory=dict)
-    """Of the responses that several policy versions sampled."""
+    """Spans of the responses that several policy versions sampled."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)
     """Distribution over ranks by their number, once it is computed (`ppo.routes`)."""
     number: int = field(default_factory=_numbers.__next__)

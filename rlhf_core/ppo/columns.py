@@ -72,7 +72,7 @@ class RolloutHeader:
     versions: Indices
     """Policy version that sampled the first token of each response."""
     spans: Mapping[int, VersionSpans] = field(default_factory=dict)
-    """Of the rows that several policy versions sampled."""
+    """Spans of the rows that several policy versions sampled."""
 
     @property
     def all_versions(self) -> set[int]:

@@ -11,14 +11,15 @@ the end, the policy. Waits for engines and ranks as long as they send heartbeats
 weights that the previous step produced, so the policy version of every rollout is the number of completed
 steps.
 
-With `ppo.staleness=1` the engines sample the next step during scoring and training:
+With `ppo.staleness=n`, n at least 1, there is a sync after every n-th step, and the engines sample the n
+batches between two syncs without waiting (`rlhf_core.ppo.rollouts_ahead`). With n = 1 they sample the next
+step during scoring and training:
 
     ranks    score and train step k  -> version k      | sync of version k | score and train step k + 1
     engines  sample step k + 1 from version k - 1      |                   | sample step k + 2 from version k
 
 The sync waits for both. Steps 1 and 2 are sampled from version 0. A checkpoint of step k contains the
-rollouts of step k + 1, whose weights it does not contain. With n > 1, there is a sync after every n-th step,
-and the engines sample the n batches between two syncs without waiting (`rlhf_core.ppo.rollouts_ahead`).
+rollouts of step k + 1, whose weights it does not contain.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class PPOController:
         prompts: All prompts of the training split.
         decode: Converts token ids of a response to text.
         composer: Combines the sources of rewards.
-        context: Of the stage.
-        demonstrations: For the pretraining loss.
+        context: Context of the stage.
+        demonstrations: Demonstrations for the pretraining loss.
         evaluation: Evaluates the policy every `ppo.evaluate_every` steps.
     """
 
@@ -138,9 +139,9 @@ class PPOController:
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
         self._advice = Advice(config.ppo, fleet.device)
         self._checkpoint_seconds = 0.0
-        """Of the last checkpoint."""
+        """Duration of the last checkpoint, in seconds."""
         self._last_batch: RolloutBatch | None = None
-        """Of the last step."""
+        """The batch of the last step."""
         self.completed_steps = 0
         """This is also the policy version."""
         self._checkpoint_every = checkpoint_interval(

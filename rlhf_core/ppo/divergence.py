@@ -46,7 +46,7 @@ class Divergence:
     initial: float
     """Over the SFT model's responses."""
     kl: float
-    """Of the version, in nats per response."""
+    """KL of the version, in nats per response."""
 
 
 def correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

@@ -44,7 +44,7 @@ class EngineActor(Actor):
             config_json: The whole configuration.
             model: Folder of the model in Hugging Face layout.
             device: "cpu" or "cuda".
-            backend: Of the weight sync: "gloo", "nccl", "ipc" or "nccl_m2n".
+            backend: Backend of the weight sync: "gloo", "nccl", "ipc" or "nccl_m2n".
         """
         super().__init__(participant)
         self._index = index
@@ -97,7 +97,7 @@ class EngineActor(Actor):
             chunks: Prompts. All are sampled at the same time.
             n: Responses to each prompt.
             max_new_tokens: Length limit.
-            temperature: Of the softmax.
+            temperature: Temperature of the softmax.
             seeds: One for each prompt of all chunks.
 
         Returns:
@@ -138,7 +138,7 @@ class EngineActor(Actor):
             prompts: All prompts of the batch.
             n: Responses to each prompt.
             max_new_tokens: Length limit.
-            temperature: Of the softmax.
+            temperature: Temperature of the softmax.
             seeds: One for each prompt.
 
         Returns:
@@ -192,7 +192,7 @@ class EngineActor(Actor):
             parts: Number of chunks.
             n: Responses to each prompt.
             max_new_tokens: Length limit.
-            temperature: Of the softmax.
+            temperature: Temperature of the softmax.
 
         Returns:
             As `sample_from`, of the prompts of this batch that are finished and were not returned before.

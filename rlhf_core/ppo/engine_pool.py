@@ -66,7 +66,7 @@ class EnginePool:
 
     @property
     def actors(self) -> list[RemoteActor[EngineActor]]:
-        """Of all engines that are not given up, in order."""
+        """The actors of all engines that are not given up, in order."""
         return [engine.actor for engine in self._engines if not engine.given_up]
 
     @property

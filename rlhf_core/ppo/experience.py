@@ -96,15 +96,15 @@ class ModelRows:
 
     response_ids: Sequence[IntArray]
     rollout_logprobs: Sequence[FloatArray]
-    """By the engine."""
+    """Log-probabilities by the engine."""
     old_logprobs: Sequence[FloatArray]
-    """By the policy before the update."""
+    """Log-probabilities by the policy before the update."""
     entropy: Sequence[FloatArray]
-    """Of the policy."""
+    """Entropy of the policy."""
     ref_logprobs: Sequence[FloatArray]
-    """By the reference."""
+    """Log-probabilities by the reference."""
     values: Sequence[FloatArray] | None
-    """By the critic; None without one."""
+    """Values by the critic; None without one."""
 
 
 @dataclass(frozen=True)
@@ -112,25 +112,25 @@ class ResponseSums:
     """Sums over the tokens of each response, (rows,) in float64; 0 for a response without a score."""
 
     kl: Sums
-    """Of k1, in nats."""
+    """Sum of k1, in nats."""
     rewards: Sums
     entropy: Sums
     values: Sums
     gap: Sums
-    """Of the absolute differences between the log-probabilities of engine and trainer."""
+    """Sum of the absolute differences between the log-probabilities of engine and trainer."""
     gap_max: Sums
     """Largest of these differences."""
     gap_k3: Sums
     weights: Sums
-    """Of the importance weights, without bounds."""
+    """Sum of the importance weights, without bounds."""
     weights_square: Sums
     advantages: Sums
     advantages_spread: Sums
-    """Of the squared deviations from the mean of the response."""
+    """Sum of the squared deviations from the mean of the response."""
     returns: Sums
     returns_spread: Sums
     errors: Sums
-    """Of returns minus values."""
+    """Sum of returns minus values."""
     errors_spread: Sums
     repeating: Sums
     """1 if the response repeats itself, also without a score."""
@@ -322,10 +322,10 @@ def summarize(
     """Return metrics and whitening from the sums of all responses, in the order of the batch.
 
     Args:
-        sums: Of all responses.
-        scores_B: With penalties; NaN if a response has no score.
-        lengths_B: Tokens of each response.
-        finished_B: Whether it ended with EOS.
+        sums: Sums of all responses.
+        scores_B: Scores with penalties; NaN if a response has no score.
+        lengths_B: Number of tokens of each response.
+        finished_B: Whether each response ended with EOS.
         ppo: Section `ppo`.
     """
     scored = ~scores_B.isnan()

@@ -44,9 +44,9 @@ class Experience:
     """None if advantages are not whitened."""
     metrics: dict[str, float]
     returns: Scattered[ResponseSums]
-    """From unwhitened advantages, for the critic."""
+    """Returns from unwhitened advantages, for the critic."""
     values: Scattered[None] | None
-    """By the critic before the update; None without a critic."""
+    """Values by the critic before the update; None without a critic."""
 
     @property
     def scored_B(self) -> NDArray[np.bool_]:

@@ -95,7 +95,7 @@ class Scattered(Generic[R]):
         self.shares = shares
         self._messages = [message for message, _ in parts]
         self.columns = [columns for _, [columns] in parts]
-        """Of each rank. The rows are in the order of its share."""
+        """Columns of each rank. The rows are in the order of its share."""
         self._places_B: Places | None = None
 
     def add_rows(self, objects: ObjectArguments, rank: int, shares: list[RankShare]) -> Places:

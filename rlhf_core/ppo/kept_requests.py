@@ -78,7 +78,7 @@ class KeptRequests:
             give: `give(most)` asks the queue for at most `most` prompts.
             n: Responses to each prompt.
             max_new_tokens: Length limit.
-            temperature: Of the softmax.
+            temperature: Temperature of the softmax.
         """
         ask_at, left = -math.inf, True
         while True:

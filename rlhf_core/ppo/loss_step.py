@@ -82,12 +82,12 @@ def update_policy(
 
     Args:
         engine: The policy.
-        samples: Of this rank.
+        samples: Samples of this rank.
         steps: Optimizer steps with indices into `samples` and `demonstrations`.
         ppo: Section `ppo`.
         pad_id: Padding token.
         kl_coef: Coefficient of the KL loss, used with `kl.place: loss`.
-        demonstrations: For the pretraining loss.
+        demonstrations: Demonstrations for the pretraining loss.
 
     Returns:
         The sums `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped` and `grad_nonfinite` (skipped steps

@@ -38,7 +38,7 @@ class PromptQueue(Actor):
         self._left: dict[int, Sequence[int]] = {}
         self._share: dict[int, int] = {}
         self._given: dict[int, list[tuple[int, int]]] = {}
-        """By engine, what `give` has returned."""
+        """What `give` has returned, by engine."""
         self._paused = False
 
     @rpc()

@@ -66,9 +66,9 @@ class ExperienceInputs:
     critic: Places | None
     """`values`; None without a critic."""
     scores: FloatArray
-    """With penalties; NaN for a response that is masked."""
+    """Scores with penalties; NaN for a response that is masked."""
     advantages: FloatArray | None
-    """Of whole responses; None if the algorithm has no groups."""
+    """Advantages of whole responses; None if the algorithm has no groups."""
     kl_coef: float
 
 
@@ -192,7 +192,7 @@ def exchanged(rows: Sequence[_Row], exchange: Exchange, rank: Rank, columns: int
     """Send rows to the ranks of the group that train on them, and return those of this rank, in order.
 
     Args:
-        rows: Of this rank.
+        rows: Rows of this rank.
         exchange: What to send and what arrives.
         rank: This rank.
         columns: Number of float columns of a row.

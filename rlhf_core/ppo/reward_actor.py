@@ -90,7 +90,7 @@ class Scored:
     error: RLHFError | None
     """Its note is the traceback, because pickling loses causes."""
     records: list[logging.LogRecord]
-    """Of the log."""
+    """Records of the log."""
 
 
 # -- in the actor --
@@ -110,7 +110,7 @@ class RewardActor(Actor):
         """Create the sources.
 
         Args:
-            settings: Of the composer.
+            settings: Settings of the composer.
             process: File of `shared_process_settings`, which this process takes over; None: it does not.
 
         Raises:
@@ -251,7 +251,7 @@ class RewardActors:
 
     Args:
         fleet: Started; it has the rollouts.
-        settings: Of the composers.
+        settings: Settings of the composers.
         scratch: Folder of the attempt, for `shared_process_settings`.
 
     Raises:

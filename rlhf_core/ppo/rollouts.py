@@ -169,7 +169,7 @@ class Collector:
         prompts: All prompts.
         decode: Converts token ids of a response to text.
         composer: Combines the sources of rewards.
-        seed: Of the stage.
+        seed: Seed of the stage.
     """
 
     def __init__(
@@ -556,7 +556,7 @@ def reward_metrics(ppo: PPOConfig, batch: RolloutBatch, rewards: RewardBatch, kl
     Args:
         ppo: Section `ppo`.
         batch: The responses.
-        rewards: Of these responses.
+        rewards: Rewards of these responses.
         kl: Their mean KL to the reference, in nats per response.
     """
     metrics = {f"rewards/{name}": value for name, value in rewards.metrics().items()}

@@ -48,7 +48,7 @@ class RolloutsAhead:
         self._prompts = prompts
         self._collector = collector
         self._batches: dict[int, Sampling | RolloutBatch] = {}
-        """By step, ascending."""
+        """Samplings or finished batches by step, ascending."""
 
     @property
     def is_unfinished(self) -> bool:

@@ -41,7 +41,7 @@ class RolloutsKept(RolloutsAhead):
     ) -> None:
         super().__init__(ppo, fleet, prompts, collector)
         self._open: dict[int, Sampling] = {}
-        """By step, ascending."""
+        """Samplings by step, ascending."""
         self._queue: RemoteActor[PromptQueue] | None = None
         self._engines: dict[int, RemoteActor[EngineActor]] = {}
         """Engines that have requests, by index."""
@@ -56,7 +56,7 @@ class RolloutsKept(RolloutsAhead):
 
     @override
     def start(self, completed: int) -> None:
-        """Do nothing: the engines sample the next steps since `take`."""
+        """Do nothing: `take` has let the engines sample the next steps."""
 
     @override
     def take(self, step: int) -> RolloutBatch:

@@ -88,7 +88,7 @@ class SentBatches:
 
     def __init__(self) -> None:
         self._sent: dict[str, tuple[Sequence[Any], int]] = {}
-        """By the name of a group: its actors, and the number of their batch."""
+        """Actors of each group, by its name, and the number of their batch."""
 
     def forget(self) -> None:
         """Send everything again: a call has failed."""

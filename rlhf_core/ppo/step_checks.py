@@ -73,7 +73,7 @@ class StepChecks:
         """Return False if the step must be skipped. Raises NonFiniteError for the third such step in a row.
 
         Args:
-            metrics: Of the experience.
+            metrics: Metrics of the experience.
             responses: Number of responses of the step.
             step: Number of the step.
         """

@@ -35,7 +35,7 @@ class SyncCheck:
         prompts: All prompts.
         decode: Converts token ids of a response to text.
         composer: Combines the sources of rewards.
-        seed: Of the stage.
+        seed: Seed of the stage.
     """
 
     def __init__(

@@ -99,8 +99,8 @@ class Updater:
         """Train on the experience of one step. Responses without a score are left out.
 
         Args:
-            batch: Of the step.
-            experience: In the order of `batch`.
+            batch: Batch of the step.
+            experience: Experience in the order of `batch`.
             step: Number of the step, 1-based.
             kl_coef: Coefficient of the KL loss, used with `kl.place: loss`.
             trains_policy: Whether the policy is trained too, and not only the critic.
@@ -117,7 +117,7 @@ class Updater:
                     batches.append(minibatch)
         roles: tuple[Role, ...] = ("policy", "critic") if self._ppo.uses_critic else ("policy",)
         plans: dict[int, list[RankUpdate]] = {}
-        """By the number of ranks."""
+        """Plans by the number of ranks."""
         for role in roles:
             ranks = self._fleet.groups[role].ranks
             if ranks not in plans:
@@ -262,7 +262,7 @@ class RankUpdate:
     exchange: Exchange
     """The responses that it trains on, each once."""
     steps: list[OptimizerStep]
-    """With indices into these responses."""
+    """Steps with indices into these responses."""
 
 
 def plan_update(
@@ -271,9 +271,9 @@ def plan_update(
     """Distribute the minibatches of an update over ranks.
 
     Args:
-        batch: Of the step. Its distribution over this number of ranks is known.
+        batch: Batch of the step. Its distribution over this number of ranks is known.
         batches: Indices of the responses of each optimizer step.
-        ranks: Of the group.
+        ranks: Number of ranks of the group.
         ppo: Section `ppo`.
     """
     lengths_B = (batch.prompt_lengths_B + batch.lengths_B).tolist()

@@ -180,8 +180,8 @@ def idle_cores(before: CoreTimes, now: CoreTimes, used: float, cores: int, threa
     """Return the share of the cores that neither the processes of PPO nor others have used.
 
     Args:
-        before: At the begin of the step.
-        now: At its end.
+        before: Times at the start of the step.
+        now: Times at its end.
         used: CPU seconds of ranks and engines in the step.
         cores: Number of cores.
         threads: Number of them that the run may use.
@@ -279,7 +279,7 @@ def gpu_metrics(
 
     Args:
         work: Counters of the step, of each process by group (`cluster.gpu_usage`).
-        usage: Of each process by group, at the end of the step.
+        usage: Usage of each process by group, at the end of the step.
         groups: All groups of ranks.
     """
     processes = [process for group in work.values() for process in group]
@@ -306,7 +306,7 @@ def link_speed(device: str, backend: str) -> float | None:
 
     Args:
         device: "cpu" or "cuda".
-        backend: Of the weight sync. With `ipc`, sender and receiver are on the same GPU.
+        backend: Backend of the weight sync. With `ipc`, sender and receiver are on the same GPU.
     """
     hardware = visible_hardware() if device == "cuda" and not on_cluster() else None
     if hardware is None:

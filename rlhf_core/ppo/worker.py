@@ -78,17 +78,17 @@ class ModelWorker(ListeningActor):
         self._batch: RankBatch | None = None
         """The responses that this rank got last."""
         self._experience: RankExperience
-        """Of a policy rank in the present step."""
+        """The experience of a policy rank in the present step."""
 
     @rpc("start")
     def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:
         """Join the process group and load the models. Return whether all of them support packed rows.
 
         Args:
-            rank: Of this process in its group.
-            world_size: Ranks of the group.
-            address: Where rank 0 listens (see `listen`).
-            port: Where rank 0 listens.
+            rank: Rank of this process in its group.
+            world_size: Number of ranks of the group.
+            address: Address at which rank 0 listens (see `listen`).
+            port: Port at which rank 0 listens.
             device: "cpu" or "cuda".
         """
         import torch
@@ -294,7 +294,7 @@ class ModelWorker(ListeningActor):
         Args:
             exchange: The responses that this rank trains on, and where their experience is.
             steps: Optimizer steps, with indices into these responses and `demonstrations`.
-            whitening: Of the advantages.
+            whitening: Whitening of the advantages.
             kl_coef: Coefficient of the KL to the reference, used with `kl.place: loss`.
             demonstrations: (input ids, target mask) each, for the pretraining loss.
         """

@@ -72,7 +72,7 @@ def ask_service(
 
     Args:
         field: Name of the section in messages.
-        settings: Of the server.
+        settings: Settings of the server.
         questions: Are asked once each, in any order.
         keep: Is called with a question and its reply.
         failed: Is called with a question that gets no reply, and the reason. None: the first such question

@@ -81,10 +81,10 @@ def score_with_retries(name: str, call: Call, samples: Sequence[RewardInput], at
     """Call with the whole batch until every value is finite, then search for bad samples.
 
     Args:
-        name: name of the source, for the log.
-        call: scores a batch.
-        samples: the batch.
-        attempts: maximum number of calls with the whole batch.
+        name: Name of the source, for the log.
+        call: Scores a batch.
+        samples: The batch.
+        attempts: Maximum number of calls with the whole batch.
     """
     retrying = Retrying(
         retry=retry_if_exception_type(Failure) | retry_if_result(has_missing_values),

@@ -57,7 +57,7 @@ def status_fix(status: int, credentials: str, otherwise: str) -> str:
     """Return what the user can do about a final status.
 
     Args:
-        status: Of the answer.
+        status: HTTP status of the answer.
         credentials: The fix for a missing or wrong token.
         otherwise: The fix for a status without one of its own.
     """

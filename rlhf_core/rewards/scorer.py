@@ -38,13 +38,13 @@ class Scorer:
         """Load the model. Raises `ModelError` if the folder has no reward model.
 
         Args:
-            folder: model, tokenizer and statistics, as in `model/` of the `reward` artifact; with its members
+            folder: Model, tokenizer and statistics, as in `model/` of the `reward` artifact; with its members
                 if it is an ensemble.
-            template: how prompts are rendered; None for chat if the tokenizer has a template, else plain.
-            dtype: data type of the weights.
-            attention: implementation of attention; `eager` also computes sliding windows and chunks.
+            template: How prompts are rendered; None for chat if the tokenizer has a template, else plain.
+            dtype: Data type of the weights.
+            attention: Implementation of attention; `eager` also computes sliding windows and chunks.
             device: `cpu` or `cuda`.
-            micro_batch_tokens: maximum number of tokens of one forward pass.
+            micro_batch_tokens: Maximum number of tokens of one forward pass.
         """
         if not ModelFolder(folder).has_config:
             raise ModelError(

@@ -75,10 +75,10 @@ def execute(
     Errors of the stage are raised. Its MLflow run is then FAILED, or KILLED if the process was asked to stop.
 
     Args:
-        spec: the stage, its key, its inputs and the configuration.
-        events: sends events to the flow.
-        stop: the request of the flow to stop; None for a new one.
-        function: what the stage does; None for the function in the table of stages.
+        spec: The stage, its key, its inputs and the configuration.
+        events: Sends events to the flow.
+        stop: The request of the flow to stop; None for a new one.
+        function: What the stage does; None for the function in the table of stages.
     """
     store = open_store(spec.config)
     fence = acquire(store, spec.key, spec.stage)
@@ -123,7 +123,7 @@ def _execute(
     )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
-    # What remains if the body is left by SystemExit, the request to stop.
+    # This value stays if SystemExit, the request to stop, ends the body.
     status = "KILLED"
     failpoint("stage.started")
     try:
@@ -310,7 +310,7 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
 
 
 def _checkpoint_bytes(spec: StageSpec, inputs: Mapping[str, Path]) -> tuple[int, int]:
-    """Return what `checkpoint_bytes` does for the stage; zeros if the model's shape cannot be read."""
+    """Return `checkpoint_bytes` of the stage, or zeros if the model's shape cannot be read."""
     judge = base_of(spec.config, "judge") if spec.stage == "judge" else None
     sft = inputs.get("sft")
     try:

@@ -75,7 +75,7 @@ def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> li
 
 
 def reuse_check(checked: CheckedConfig) -> None:
-    """Have `checked_config` return `checked` in this context: a command and its flow check once."""
+    """Store `checked` for `checked_config` in this context, so that a command and its flow check once."""
     _CHECKED.set(checked)
 
 

@@ -114,7 +114,7 @@ def run_child(
 
     Args:
         spec: The stage, its configuration and its inputs.
-        log_file: Where the child writes its output. The spec is written next to it.
+        log_file: File for the output of the child. The spec is written next to it.
         environment: All environment variables of the child.
         timeout: Seconds after which the stage is ended.
         on_event: Called with each event that the child sends.
@@ -159,7 +159,7 @@ def start_child(
 
     Args:
         spec: The stage, its configuration and its inputs.
-        log_file: Where the child writes its output. The spec is written next to it.
+        log_file: File for the output of the child. The spec is written next to it.
         environment: All environment variables of the child.
         waits: Whether only stage and configuration of `spec` are used: the process imports what the stage
             needs and waits for `StageProcess.begin`.

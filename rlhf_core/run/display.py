@@ -41,7 +41,7 @@ class Lines:
     def __init__(self, seconds: float = LINE_SECONDS) -> None:
         self._seconds = seconds
         self.summary: dict[str, Any] | None = None
-        """Of the run, once all its stages have finished."""
+        """Summary of the run, once all its stages have finished."""
         self._first: dict[str, tuple[float, int]] = {}
         """Time and steps of the first report of each task."""
         self._logged: dict[str, float] = {}
@@ -92,7 +92,7 @@ class Bars:
 
     def __init__(self, console: Console) -> None:
         self.summary: dict[str, Any] | None = None
-        """Of the run, once all its stages have finished."""
+        """Summary of the run, once all its stages have finished."""
         self._console = console
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}

@@ -35,7 +35,7 @@ class KeptVersions:
 
     file: Path = Path()
     pinned: Mapping[str, str] = field(default_factory=dict)
-    """By field; only references that can stand for another version later."""
+    """References by field; only those that can stand for another version later."""
 
     @contextmanager
     def until_finished(self) -> Iterator[None]:

@@ -77,7 +77,7 @@ class PipelineRun:
 
         Args:
             config: The checked configuration.
-            config_path: Where it came from, for people.
+            config_path: File of the configuration, for people.
             start: Stages before this one must have been made already.
             until: The last stage.
             started: Time from which the seconds of the run count; None: the start of this process.
@@ -94,7 +94,7 @@ class PipelineRun:
         self.artifacts = ArtifactStore(self.store, self.home.cache)
         self.tracking: Tracking = open_tracking(config)
         self.tags: dict[str, str] = {}
-        """Of the MLflow run."""
+        """Tags of the MLflow run."""
         self.parent_run_id: str | None = None
         """The MLflow run; None until MLflow answers."""
         self.records: dict[StageName, StageRecord] = {}
@@ -319,7 +319,7 @@ def open_run(
     run.tags = _tags(checked) | dict(tags or {})
     run.ensure_parent()
     run.save_state("running")
-    # What remains if the body is left by KeyboardInterrupt or a signal's exception.
+    # These values stay if KeyboardInterrupt or the exception of a signal ends the body.
     state: str = "stopped"
     status: Status = "KILLED"
     failure = ""

@@ -86,7 +86,7 @@ class _Reporter:
         """A reporter, which is started by `with`.
 
         Args:
-            files: Where it writes.
+            files: Files of the job in the store.
             log_file: The log that it reads.
             last_seconds: Limit for the final event, if the store does not answer.
         """

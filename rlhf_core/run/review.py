@@ -72,10 +72,10 @@ class Review:
     name: str
     """Name of the run."""
     folder: Path
-    """Where the files of the review are."""
+    """Folder of the files of the review."""
     opponent: Opponent
     pairs: list[BlindPair]
-    """In the order of the page. With `sample`, a page has the first ones only."""
+    """Pairs in the order of the page. With `sample`, a page has the first ones only."""
     home: Home
     summary: Mapping[str, Any]
     config: PipelineConfig
@@ -92,7 +92,7 @@ class Review:
 
         Args:
             path: Default: a file in the folder.
-            pairs: With `sample`, the number of pairs, or all if there are fewer. Default: 50.
+            pairs: Number of pairs with `sample`, or all if there are fewer. Default: 50.
 
         Raises:
             InputError: `pairs` is less than 1, or is given for another page, whose samples are all shown.

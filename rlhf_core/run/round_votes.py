@@ -27,7 +27,7 @@ def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any
     Args:
         config: The configuration of the rounds.
         number: Number of the round.
-        summary: Of the round.
+        summary: Summary of the round.
 
     Raises:
         VotesNeeded: There are no rows. The page is written, and the message has its address and the command

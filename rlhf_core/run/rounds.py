@@ -147,7 +147,7 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | 
     """Return one line per round: its scores, its win rate and its new rows.
 
     Args:
-        summaries: Of the rounds.
+        summaries: Summaries of the rounds.
         labels: With `sample.judge: people`, the number of rows of the votes on each round, which are both
             pairs and demonstrations; None if it is not known.
     """

@@ -211,7 +211,7 @@ def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
 
 
 def _time(entry: Mapping[str, Any]) -> str:
-    """Of a reused or continued stage, what it took to make it, over all runs, in brackets."""
+    """Return the duration of a stage, with that over all runs in brackets for a reused or continued one."""
     spent, made = duration(entry["seconds"]), entry["made_in_seconds"]
     if entry["how"] == "ran" or made is None:
         return spent

@@ -179,8 +179,8 @@ def _measure(
 
     Args:
         config_path: Configuration file.
-        overrides: Of this candidate, with those of the user.
-        changes: Of this candidate alone.
+        overrides: Overrides of this candidate, with those of the user.
+        changes: Overrides of this candidate alone.
         train: Trains and logs the times of the steps.
     """
     metrics = RecordingMetrics()

@@ -32,7 +32,7 @@ class Training:
     """What a training needs besides its model, data and settings."""
 
     stage: StageName
-    """For progress and failpoints."""
+    """The stage, for progress and failpoints."""
     seed: int
     """Determines the order of the rows."""
     pad_id: int
@@ -72,9 +72,9 @@ def train_on_ranks(
 
     Args:
         train: The training of a stage. It must be picklable.
-        settings: Of the stage: ranks and threads.
+        settings: Settings of the stage: ranks and threads.
         config: The configuration.
-        context: Of the stage.
+        context: Context of the stage.
         args: Further arguments of `train`. They must be picklable.
     """
     from rlhf_core.cluster.ranks import run_ranks

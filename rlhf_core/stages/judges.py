@@ -16,9 +16,9 @@ def load_checked_judge(
 
     Args:
         config: Configuration of the run.
-        context: Of the stage.
+        context: Context of the stage.
         stage: The stage that asks it, for the message.
-        prefix: Of the metrics in the tracker.
+        prefix: Prefix of the metrics in the tracker.
         device: Device of a model that is run here.
 
     Raises:

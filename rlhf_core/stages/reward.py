@@ -159,7 +159,7 @@ class _Inputs:
     """Folder of the SFT artifact."""
     stage: StageName
     state: ModelState | None
-    """Of the files of `own_base` on the driver's host; None without one."""
+    """State of the files of `own_base` on the driver's host; None without one."""
     train: Sequence[PairExample]
     held_out: Sequence[PairExample]
 
@@ -268,7 +268,7 @@ def warn_of_rounding(stage: StageName, merge_gap: float, margin: float) -> None:
     """Log a warning if the rounding of a merged adapter changes scores by more than half of their margin.
 
     Args:
-        stage: For the message.
+        stage: Name of the stage, for the message.
         merge_gap: Mean change of a score.
         margin: Mean difference of the scores of a pair.
     """
@@ -460,7 +460,7 @@ def evaluate_saved(
         folder: The saved reward model.
         held_out: The pairs to score.
         pad_id: The token that fills rows.
-        device: Where the model is loaded.
+        device: Device of the model.
     """
     reward = config.reward
     heartbeat("load the reward model", config.run.timeouts.start)

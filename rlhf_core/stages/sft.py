@@ -323,7 +323,7 @@ def evaluate_saved(
         folder: The saved model.
         held_out: The sequences to evaluate on.
         pad_id: The token that fills rows.
-        device: Where the model is loaded.
+        device: Device of the model.
     """
     sft = config.sft
     heartbeat("load the model", config.run.timeouts.start)

@@ -130,12 +130,12 @@ class ArtifactStore:
         outbox if there is one.
 
         Args:
-            kind: the stage.
-            key: the stage key.
-            folder: local folder with the files.
-            provenance: origin and results.
-            fence: the right to commit; None only for a sole writer.
-            stored: further files of the artifact, which are at `attempt_folder` already. Files of `folder`
+            kind: The stage.
+            key: The stage key.
+            folder: Local folder with the files.
+            provenance: Origin and results.
+            fence: The right to commit; None only for a sole writer.
+            stored: Further files of the artifact, which are at `attempt_folder` already. Files of `folder`
                 with the same names are copies of them.
         """
         names = {entry.path for entry in stored}

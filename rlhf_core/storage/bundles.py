@@ -195,16 +195,16 @@ def commit(
     Raises StoreError if the store fails or its disk is too small; then nothing is visible.
 
     Args:
-        store: the store to write to.
-        prefix: key of the bundle.
-        source: local folder with the files. They may share disk blocks with the store, so they must never be
+        store: The store to write to.
+        prefix: Key of the bundle.
+        source: Local folder with the files. They may share disk blocks with the store, so they must never be
             written to again.
-        files: the files of `source` to store.
-        folder: name of the folder for the files below `prefix`; no other bundle there may use it.
-        body: other entries of the manifest.
-        may_commit: called directly before the manifest is written; raises if the bundle must not appear.
-        elsewhere: further files of the bundle, which other hosts upload.
-        uploaded: waits until they have.
+        files: The files of `source` to store.
+        folder: Name of the folder for the files below `prefix`; no other bundle there may use it.
+        body: Other entries of the manifest.
+        may_commit: Called directly before the manifest is written; raises if the bundle must not appear.
+        elsewhere: Further files of the bundle, which other hosts upload.
+        uploaded: Waits until they have.
     """
     # Hosts with a common folder report the same files.
     manifest = Manifest(prefix, folder, merged(elsewhere, files), body)

@@ -105,8 +105,8 @@ def discard_old_parts(store: Store, parts: Outbox) -> None:
     a committed checkpoint has passed, and those that were left a week ago.
 
     Args:
-        store: the store that the parts are for.
-        parts: those of this host, of all stage keys.
+        store: The store that the parts are for.
+        parts: Those of this host, of all stage keys.
     """
     for prefix in parts.pending(CHECKPOINTS):
         _, key, name = prefix.split("/")
@@ -138,17 +138,17 @@ class CheckpointStore:
         """Open the checkpoints of a stage; nothing is read yet.
 
         Args:
-            store: the store with the checkpoints.
-            stage_key: key of the stage.
-            work: local folder for downloads.
-            store_settings: how many checkpoints to keep, and from which to resume.
-            fence: the right to commit; None only for a sole writer, such as a tool.
-            outbox: if given, uploads run in the background.
-            hosts: the other hosts of the stage, if it runs on a cluster.
-            settings: settings that change results by rounding only; a change since the checkpoint is logged.
-            on_event: called with the step of a checkpoint that is resumed from, and of each that is
+            store: The store with the checkpoints.
+            stage_key: Key of the stage.
+            work: Local folder for downloads.
+            store_settings: How many checkpoints to keep, and from which to resume.
+            fence: The right to commit; None only for a sole writer, such as a tool.
+            outbox: If given, uploads run in the background.
+            hosts: The other hosts of the stage, if it runs on a cluster.
+            settings: Settings that change results by rounding only; a change since the checkpoint is logged.
+            on_event: Called with the step of a checkpoint that is resumed from, and of each that is
                 committed.
-            clock: seconds from any start, for `seconds`.
+            clock: Seconds from any start, for `seconds`.
         """
         self._store = store
         self._root = checkpoint_prefix(stage_key)
@@ -269,10 +269,10 @@ class CheckpointStore:
         affected.
 
         Args:
-            step: the step, which no committed checkpoint has.
-            folder: local folder with the files.
-            score: higher is better, for `keep_best`.
-            known: scores of earlier checkpoints, by step, that were determined after those were saved.
+            step: The step, which no committed checkpoint has.
+            folder: Local folder with the files.
+            score: Higher is better, for `keep_best`.
+            known: Scores of earlier checkpoints, by step, that were determined after those were saved.
         """
         started = self._clock()
         # With an outbox, the checkpoint is on the local disk before the store is asked for anything.

@@ -51,12 +51,12 @@ class Outbox:
         """Write a bundle to the disk, replacing a pending one at `prefix`.
 
         Args:
-            prefix: key of the bundle.
-            source: local folder with the files, as in `bundles.commit`.
-            files: the files of `source`.
-            folder: name of the folder for the files below `prefix`.
-            body: other entries of the manifest.
-            stored: further files of the bundle, which are in the store already.
+            prefix: Key of the bundle.
+            source: Local folder with the files, as in `bundles.commit`.
+            files: The files of `source`.
+            folder: Name of the folder for the files below `prefix`.
+            body: Other entries of the manifest.
+            stored: Further files of the bundle, which are in the store already.
         """
         if stored:
             body = {**body, _STORED: [asdict(entry) for entry in stored]}
@@ -100,7 +100,7 @@ class Outbox:
         Raises StoreError if the store fails. The bundle then stays pending, and the message names its folder.
 
         Args:
-            prefix: key of the bundle.
+            prefix: Key of the bundle.
             may_commit, elsewhere, uploaded: see `bundles.commit`.
         """
         found = self._verified(prefix)

@@ -204,11 +204,11 @@ class S3Objects:
         """Nothing is read or written yet.
 
         Args:
-            bucket: name of the bucket.
-            prefix: beginning of all keys, without slashes around it; "" for none.
-            endpoint: address of an S3-compatible server; None for AWS.
-            retry_seconds: how long temporary failures are retried.
-            limits: of each request.
+            bucket: Name of the bucket.
+            prefix: Beginning of all keys, without slashes around it; "" for none.
+            endpoint: Address of an S3-compatible server; None for AWS.
+            retry_seconds: How long temporary failures are retried.
+            limits: Limits of each request.
         """
         self._root = f"{bucket}/{prefix}" if prefix else bucket
         self._endpoint = endpoint
@@ -373,11 +373,11 @@ def run_bounded(
     Raises TimeoutError.
 
     Args:
-        client: what `filesystem` returned.
-        retry_seconds: the time limit.
-        call: returns the coroutine.
-        size: number of bytes that it sends; they get additional time.
-        least_seconds: the time limit if `retry_seconds` is less.
+        client: What `filesystem` returned.
+        retry_seconds: The time limit.
+        call: Returns the coroutine.
+        size: Number of bytes that it sends; they get additional time.
+        least_seconds: The time limit if `retry_seconds` is less.
     """
     from fsspec.asyn import sync
 

@@ -67,10 +67,10 @@ class Store:
         """Parse the address; nothing is read or written yet. Raises ConfigError for an unusable address.
 
         Args:
-            url: address of the store.
-            endpoint: address of an S3-compatible server; None for AWS_ENDPOINT_URL_S3 or AWS.
-            retry_seconds: how long temporary failures of a bucket are retried.
-            s3_limits: of requests to a bucket.
+            url: Address of the store.
+            endpoint: Address of an S3-compatible server; None for AWS_ENDPOINT_URL_S3 or AWS.
+            retry_seconds: How long temporary failures of a bucket are retried.
+            s3_limits: Limits of requests to a bucket.
         """
         self.url = str(url)
         self._endpoint = endpoint

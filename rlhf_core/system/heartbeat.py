@@ -210,10 +210,10 @@ class Monitor:
     """Polls the participants in `folder` between `__enter__` and `__exit__`.
 
     Args:
-        folder: where the participants register; None for a temporary folder.
-        fail: called in the monitor's thread if a participant stalled and nothing reported it for
+        folder: Folder in which the participants register; None for a temporary folder.
+        fail: Called in the monitor's thread if a participant stalled and nothing reported it for
             `grace_seconds`; it should end the process.
-        grace_seconds: time that code which waits for a stalled participant has to report it.
+        grace_seconds: Time that code which waits for a stalled participant has to report it.
     """
 
     def __init__(
@@ -291,8 +291,8 @@ class Monitor:
         ones, then the stalled ones, then those with the longest current activity.
 
         Args:
-            waiting_for: what the caller waited for.
-            limit: the setting that bounds the wait.
+            waiting_for: The thing that the caller waited for.
+            limit: The setting that bounds the wait.
         """
         self._poll(0.0, fresh=True)
         if not self._saved:

@@ -12,7 +12,7 @@ def relay(records: Iterable[logging.LogRecord], *, shown: bool) -> None:
     """Log records that another process has written to its stderr.
 
     Args:
-        records: Of the other process.
+        records: Records of the other process.
         shown: Whether its lines will certainly be shown. A handler of this process that writes to stderr has
             `is_from_this_process` as a filter and then leaves them out, so that no line is there twice.
     """

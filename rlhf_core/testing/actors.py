@@ -66,7 +66,7 @@ def local_actor(actor: Any, objects: LocalObjects | None = None) -> RemoteActor[
 
     Args:
         actor: Any object with the methods that are called.
-        objects: Where the results are.
+        objects: The objects with the results.
     """
     return RemoteActor(_Handle(actor), objects or LocalObjects())
 

@@ -37,7 +37,7 @@ class ScriptedCluster(RayCluster):
         used: The resources that other runs have reserved. If they leave too little, a reservation does not
             end.
         actors: The actor that is started on each node, by the node's id, with `local_actor`.
-        objects: Where the results of its actors are.
+        objects: The objects with the results of its actors.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class ScriptedEngine(Engine):
         self.adapters: dict[int, Path] = {}
         """Folder of each loaded adapter by number."""
         self.checksums: dict[str, str] = {}
-        """Of the tensors that `load_weights` loaded last, by name."""
+        """Checksums of the tensors that `load_weights` loaded last, by name."""
         self.steps = 0
         """Tokens of the longest reply of each call so far."""
         self.asleep: set[str] = set()

@@ -175,7 +175,7 @@ class ScriptedRank(ModelWorker):
     Methods that a test does not override are the real ones, which call `models`.
 
     Args:
-        models: For example a `ScriptedTrainer` for each role.
+        models: The models, for example a `ScriptedTrainer` for each role.
         config: Default: all defaults.
     """
 
@@ -212,7 +212,7 @@ class ScriptedEngineActor(EngineActor):
 
     Args:
         engine: Samples the responses.
-        index: Of the engine.
+        index: Index of the engine.
     """
 
     _engine: ScriptedEngine
@@ -297,7 +297,7 @@ class ScriptedFleet(Fleet):
     Args:
         config: Default: all defaults.
         ranks: Ranks of each role, each in a group of its own: `ScriptedRank`, or a subclass.
-        engines: For example `ScriptedEngineActor`.
+        engines: Class of the engines, for example `ScriptedEngineActor`.
         device: "cpu" or "cuda".
     """
 

@@ -60,7 +60,7 @@ class ScriptedRankGroup(RankGroup):
         Args:
             target: Is called with a rank, `args`, and the context on rank 0.
             args: Further arguments. Folders among them are shared with the other hosts.
-            context: Of the stage.
+            context: Context of the stage.
         """
         if context is not None and context.nodes is not None:
             for folder in folders_in(args):

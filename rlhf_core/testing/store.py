@@ -42,7 +42,7 @@ class ScriptedStore(Store):
     `delete_prefix` deletes the objects one by one in the order of their keys, as in a bucket.
 
     Args:
-        folder: where the objects are.
+        folder: Folder of the objects.
         remote: Whether it behaves like a bucket: its files are not on this machine.
 
     Attributes:
@@ -69,11 +69,11 @@ class ScriptedStore(Store):
         """Do something before a later operation: raise an error, wait, or change the store.
 
         Args:
-            operation: the operation.
-            action: called before it, or the error that it raises.
-            key: only operations with a key that ends with this text count.
-            call: which of these operations, counted from 1.
-            lasting: whether the action is repeated before each operation after that.
+            operation: The operation.
+            action: Called before it, or the error that it raises.
+            key: Only operations with a key that ends with this text count.
+            call: Which of these operations, counted from 1.
+            lasting: Whether the action is repeated before each operation after that.
         """
         with self._lock:
             self._actions.append(_Action(operation, action, key, call, lasting))

@@ -47,7 +47,7 @@ class ScriptedTrainer(TrainingEngine):
     Args:
         module: The model. Only `save_model` and `save_adapter` need a real one.
         deepspeed_config: Not used.
-        optimizer: For the learning rate.
+        optimizer: Settings of the learning rate.
         rank: Default: the only rank.
         ema_decay: Not used.
         keep_best: Not used.

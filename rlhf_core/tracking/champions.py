@@ -80,7 +80,7 @@ class Move:
     finished. The alias was not moved.
     """
     digests: Mapping[str, str] | None = None
-    """Of a rollback: the tags `POLICY` and `WEIGHTS` of the version that it revokes, which can be deleted.
+    """For a rollback, the tags `POLICY` and `WEIGHTS` of the version that it revokes, which can be deleted.
     None if it revoked nothing.
     """
     revoked: bool = False
@@ -99,7 +99,7 @@ class Revocation:
     version: str
     reason: str
     digests: frozenset[str]
-    """Of its policy and weights."""
+    """Digests of its policy and weights."""
     tag: str
     """The tag of a revoked version."""
 

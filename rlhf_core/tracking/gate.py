@@ -72,7 +72,7 @@ class Evaluation:
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Differences to the SFT model on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
-    """Of people, against the SFT model. Not part of the record."""
+    """Votes of people, against the SFT model. Not part of the record."""
 
     @property
     def verdicts(self) -> Verdicts:
@@ -148,7 +148,7 @@ class Match:
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Differences to the champion on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
-    """Of people, against the champion."""
+    """Votes of people, against the champion."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """Win rate of the candidate by data source. Empty if there is only one."""
 

@@ -83,7 +83,7 @@ def next_test(
     level. A process that was killed after it recorded a test therefore makes the same decision again.
 
     Args:
-        evaluation: Of the candidate.
+        evaluation: Evaluation of the candidate.
         match: Its match, if there was one.
         opponent: Version of the champion.
         own: Earlier tests of the candidate.

@@ -96,11 +96,11 @@ def register(
     it.
 
     Args:
-        mlflow: the tracker.
-        model: name of the registered model.
-        candidate: the policy.
-        gate: requirements for a champion.
-        run_match: runs a match. If another version becomes champion in the meantime, the next match is
+        mlflow: The tracker.
+        model: Name of the registered model.
+        candidate: The policy.
+        gate: Requirements for a champion.
+        run_match: Runs a match. If another version becomes champion in the meantime, the next match is
             against that one.
         clock: Returns the seconds since 1970.
     """

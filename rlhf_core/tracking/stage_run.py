@@ -199,12 +199,12 @@ class StageRun:
         """Open the run, if the tracker answers.
 
         Args:
-            mlflow: the tracker.
-            opener: finds or creates the run, and may raise.
-            spool: where the data is until it is sent.
-            uri: the tracker's address without credentials, for messages.
-            system: sample CPU, memory and GPU during the stage.
-            pauses: between the tries of `flush` while the tracker does not answer.
+            mlflow: The tracker.
+            opener: Finds or creates the run, and may raise.
+            spool: File with the data until it is sent.
+            uri: The tracker's address without credentials, for messages.
+            system: Sample CPU, memory and GPU during the stage.
+            pauses: Pauses between the tries of `flush` while the tracker does not answer.
         """
         self._mlflow = mlflow
         self._opener = opener

@@ -130,14 +130,14 @@ class Tracking:
         is not available.
 
         Args:
-            parent_id: the run of the pipeline; None if the tracker did not answer when it was created.
-            stage: name of the stage.
-            key: the stage key.
-            params: parameters to log.
-            attempt: number of the attempt; data that earlier attempts could not send is sent with this one's.
-            tags: further tags.
-            inputs: artifacts that the stage reads; the data artifact is logged as the data set of the run.
-            pipeline: key and name of the pipeline, to find or create the parent run if `parent_id` is None.
+            parent_id: The run of the pipeline; None if the tracker did not answer when it was created.
+            stage: Name of the stage.
+            key: The stage key.
+            params: Parameters to log.
+            attempt: Number of the attempt; data that earlier attempts could not send is sent with this one's.
+            tags: Further tags.
+            inputs: Artifacts that the stage reads; the data artifact is logged as the data set of the run.
+            pipeline: Key and name of the pipeline, to find or create the parent run if `parent_id` is None.
         """
         inputs = inputs or {}
         facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}

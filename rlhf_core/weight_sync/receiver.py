@@ -47,7 +47,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is unt
     senders: list[tuple[str, int]]
     """Address and port of each."""
     routes: list[list[Route]]
-    """Of each worker of this engine, for each sender."""
+    """The route of each worker of this engine, for each sender."""
     bucket_bytes: int
     timeout: float
 

@@ -53,8 +53,8 @@ class WeightSender:
     Args:
         weights: The weights of the policy.
         specs: Names, shapes and dtypes of the weights as they are sent.
-        client: Of the engines on rank 0; None on other ranks.
-        rank: Of this process among the policy's ranks.
+        client: Client of the engines on rank 0; None on other ranks.
+        rank: Rank of this process among the policy's ranks.
         transport: The same on all ranks.
         listener: Socket at the address of this rank in `transport.senders`.
         sharded: Names of tensors of which `weights` yields only the part of this rank. Then every rank sends.

@@ -29,9 +29,9 @@ class SenderGroup:
 
     Args:
         store: TCPStore at rank 0; None for a single sender.
-        index: Of this sender.
+        index: Index of this sender.
         senders: What each of them is called in messages.
-        timeout: In seconds, for the checksums of the others: `run.timeouts.sync`.
+        timeout: Time limit in seconds for the checksums of the others: `run.timeouts.sync`.
     """
 
     def __init__(self, store: Any, index: int, senders: Sequence[str], timeout: float) -> None:

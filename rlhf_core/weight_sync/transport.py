@@ -35,11 +35,11 @@ class TransportConfig:
     engines: tuple[str, ...]
     """Host of each engine."""
     workers: int
-    """Of each engine."""
+    """Number of workers of each engine."""
     bucket_bytes: int
     """Largest message."""
     timeout: float
-    """Of each operation of the gloo transport, in seconds: `run.timeouts.sync`."""
+    """Time limit of each operation of the gloo transport, in seconds: `run.timeouts.sync`."""
 
     @property
     def sender_names(self) -> list[str]:

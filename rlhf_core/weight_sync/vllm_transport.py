@@ -135,9 +135,9 @@ class M2NTransport:
         specs: Whole tensors.
         sharded: Names of tensors of which each rank sends its block of rows.
         client: On rank 0.
-        index: Of this sender.
+        index: Index of this sender.
         transport: The same on all ranks.
-        listener: At the address of this sender.
+        listener: Listening socket at the address of this sender.
     """
 
     sends_parts = False

@@ -218,9 +218,9 @@ class Route(NamedTuple):
     """How a receiver gets what one sender sends: in the sender's group, or from a receiver on its host."""
 
     rank: int
-    """In the sender's group; 0 if the receiver is not in it."""
+    """Rank of the receiver in the sender's group; 0 if it is not in it."""
     size: int
-    """Of the sender's group."""
+    """Number of processes in the sender's group."""
     relay: str
     """Name of the group in which the first receiver on a host forwards to the others; empty: none."""
     relay_rank: int
@@ -256,7 +256,7 @@ class GlooSender:
     Args:
         listener: Socket of this sender.
         size: Ranks of the group.
-        timeout: Of each operation, in seconds.
+        timeout: Time limit of each operation, in seconds.
     """
 
     def __init__(self, listener: socket.socket, size: int, timeout: float) -> None:
@@ -277,10 +277,10 @@ class GlooSource:
     """What one receiver gets from one sender.
 
     Args:
-        address: Of the sender.
-        port: Of the sender.
-        route: Of this receiver.
-        timeout: Of each operation, in seconds.
+        address: Address of the sender.
+        port: Port of the sender.
+        route: Route of this receiver.
+        timeout: Time limit of each operation, in seconds.
     """
 
     def __init__(self, address: str, port: int, route: Route, timeout: float) -> None:

@@ -112,7 +112,7 @@ def pipeline_use(outcomes: list[str], engine: str) -> str:
     """Return which part of the pipeline an architecture can run with one `model.attention`.
 
     Args:
-        outcomes: Of `COLUMNS`.
+        outcomes: Outcomes of `COLUMNS`.
         engine: A result of `engine`.
     """
     usable = [text in ("packed", "padded") for text in outcomes]

@@ -65,15 +65,15 @@ measured ones are the same for all and end with a sync.
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one device, about those of a GPU with a model of 7B. Seconds, and tokens per second."""
+    """Speeds of one device, about those of a GPU with a model of 7B. Seconds, and tokens per second."""
 
     decode_step: float = 0.020
     decode_sequence: float = 0.00008
-    """Of a decoding step, for each sequence."""
+    """Duration of a decoding step, for each sequence."""
     scoring: float = 30_000.0
     training: float = 9_000.0
     all_reduce: float = 0.15
-    """Of all gradients between very many ranks; between n ranks (n - 1) / n of it."""
+    """Duration for all gradients between very many ranks; between n ranks (n - 1) / n of it."""
     sync: float = 0.6
 
 
@@ -156,7 +156,7 @@ class Meeting:
     all_reduce: float
     starts: list[float] = field(default_factory=list)
     seconds: list[list[float]] = field(default_factory=list)
-    """Of each step, by rank."""
+    """Duration of each step, by rank."""
 
     def end(self) -> float:
         """Return when the last step ends."""
@@ -368,7 +368,7 @@ def step_seconds(
         size: Engines, ranks of policy and reference, and ranks of critic and reward model.
         staleness: `ppo.staleness`.
         scenario: Lengths and devices.
-        speeds: Of each device.
+        speeds: Speeds of each device.
         measured: Numbers of the steps, from 0.
     """
     config = configuration(size, staleness, scenario.longest, measured)

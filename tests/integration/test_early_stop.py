@@ -119,7 +119,7 @@ def train(rank: Rank, kind: str, stage: int, folder: Path, dies_after: int | Non
 
 
 def digest(engine: Any) -> str:
-    """Of all weights; a collective."""
+    """Return the digest of all weights; a collective."""
     found = hashlib.sha256()
     for name, tensor in engine.weights():
         found.update(name.encode() + tensor.numpy().tobytes())

@@ -59,7 +59,7 @@ def _config(model: Path, sync: str) -> PipelineConfig:
 
 
 def _logprobs(lm: Any, rollouts: list[Rollout]) -> list[torch.Tensor]:
-    """Of each response's tokens, by a Hugging Face model."""
+    """Return the log-probabilities of each response's tokens by a Hugging Face model."""
     found = []
     for rollout in rollouts:
         ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])

@@ -276,7 +276,7 @@ def ray_cluster(
         hosts: The nodes.
         cpus: CPUs that each node offers. Processes of small models need less than one.
         head_cpus: Those of the head, if they differ. With 0, no rank or engine runs there.
-        environment: Of Ray's processes, and of all that they start.
+        environment: Environment of Ray's processes, and of all that they start.
     """
     address = f"{hosts[0].address}:{RAY_PORT}"
     nodes = []

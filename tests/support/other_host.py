@@ -72,9 +72,9 @@ class Elsewhere(NodeAgent):
 
     Args:
         root: Has the files of the other host, by their paths there.
-        config: Of the run.
+        config: Configuration of the run.
         work: Scratch folder of the attempt, the same path on all hosts.
-        store: Of the other host.
+        store: Store of the other host.
     """
 
     def __init__(self, root: Path, config: PipelineConfig, work: Path, store: Store) -> None:

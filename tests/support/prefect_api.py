@@ -35,7 +35,7 @@ class PrefectApi(ThreadingHTTPServer):
         """Subject and body."""
         self.artifacts: list[dict[str, Any]] = []
         self.states: list[dict[str, Any]] = []
-        """Of flow runs, in the order in which they were set."""
+        """States of flow runs, in the order in which they were set."""
         self._flow_run: dict[str, Any] = {}
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 

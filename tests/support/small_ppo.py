@@ -49,7 +49,7 @@ class Nowhere:
 
 
 def local_context(folder: Path) -> StageContext:
-    """Of a stage that reads nothing and reports to nobody."""
+    """Return the context of a stage that reads nothing and reports to nobody."""
     nowhere: Any = Nowhere()
     return StageContext({}, folder, folder, nowhere, nowhere, nowhere.progress)
 

@@ -36,7 +36,7 @@ from tests.benchmarks.alarm import (
 def run(
     gold: list[float], judge: list[np.ndarray] | None = None, correlations: list[float] | None = None
 ) -> Run:
-    """Of the versions 0, 2, 4, ...; four prompts unless `judge` has others."""
+    """Return a run with the versions 0, 2, 4, ...; four prompts unless `judge` has others."""
     columns, metrics = {}, {}
     for number, value in enumerate(gold):
         scores = judge[number] if judge else value + np.array([-0.1, 0.1, -0.1, 0.1])

@@ -50,7 +50,7 @@ class JobStatus:
 
         Args:
             what: The stage and the job.
-            ends: Where the log is, and its end.
+            ends: Address and end of the log, for the message.
         """
         reason = f": {self.message}" if self.message else ""
         if _OUT_OF_MEMORY.search(self.message):

@@ -81,7 +81,7 @@ class JobFiles:
 
         Args:
             spec: The stage.
-            executor: Where the job runs.
+            executor: Executor of the job.
             seconds: Time that is left for the stage.
             environment: Variables of the job.
         """

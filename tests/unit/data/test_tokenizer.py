@@ -126,7 +126,7 @@ def replaces(*pairs: tuple[str, str]) -> dict[str, Any]:
 
 
 def template(*pieces: str, bos: int = 1) -> dict[str, Any]:
-    """Of a post-processor that writes `bos` tokens for <bos>."""
+    """Return the template of a post-processor that writes `bos` tokens for <bos>."""
     kinds = []
     for piece in pieces:
         kind = "Sequence" if piece == "A" else "SpecialToken"

@@ -39,7 +39,7 @@ class ScriptedVllm:
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
-        """Of the last engine."""
+        """Arguments of the last engine."""
         self.error: Exception | None = None
         """Is raised by an engine that starts."""
 

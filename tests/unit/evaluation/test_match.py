@@ -76,7 +76,7 @@ def policy(folder: Path, says: str) -> Path:
 
 @pytest.fixture
 def context(tmp_path: Path) -> StageContext:
-    """Of a candidate that says good things."""
+    """Context of a candidate that says good things."""
     policy(tmp_path / "ppo" / "policy", GOOD)
     write_data_artifact(tmp_path / "data", eval_prompts=prompts_of("a.jsonl"), tokenizer=TOKENIZER)
     return stage_context(tmp_path, inputs={name: tmp_path / name for name in ("ppo", "data")})

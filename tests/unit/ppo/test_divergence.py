@@ -61,7 +61,7 @@ def test_the_correlation_is_the_ratio_of_the_rises_that_more_tilting_brings() ->
 
 
 def evaluations(*values: float, kl: Sequence[float] = (0.0, 1.0, 4.0, 9.0)) -> Found:
-    """Of the versions 0, 10, 20, 30."""
+    """Return evaluations of the versions 0, 10, 20, 30."""
     return {
         10 * number: {
             "eval/judge_correlation": value,

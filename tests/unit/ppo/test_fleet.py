@@ -50,7 +50,7 @@ class _Rank(ScriptedRank):
         super().__init__()
         self._name, self._done = name, done
         self.answer: Any = USAGE
-        """Of `usage`."""
+        """Result of `usage`."""
 
     @override
     def load(self, *given: Any) -> bool:
@@ -69,7 +69,7 @@ class _Engine(ScriptedEngineActor):
         super().__init__(ScriptedEngine(lambda request: Reply(())))
         self._done = done
         self.answer: Any = USAGE
-        """Of `usage`."""
+        """Result of `usage`."""
 
     @override
     def load(self) -> None:

@@ -108,7 +108,7 @@ class Scripted(Controller):
         super().__init__(context, **{"steps": 5, "checkpoint_every": 1, **ppo})
         self.events: Events = []
         self.gaps: dict[int, float] = {}
-        """Of engines and policy, by version."""
+        """Differences between engines and policy, by version."""
         given: Any = (self._ppo, self._fleet, self.prompts, str, None, 0)
         self._collector = _Collector(*given)
         fleet: Any = self._fleet

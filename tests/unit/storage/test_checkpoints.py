@@ -154,9 +154,7 @@ def test_best_older_checkpoints_are_kept(
 
 
 def test_later_score_keeps_its_checkpoint(store: Store, tmp_path: Path) -> None:
-    """Of steps 1 and 2, each known when the next is saved, 1 is the better one, and stays next to
-    the newest.
-    """
+    """Step 1 is better than step 2, which is known when step 3 is saved. It stays next to the newest."""
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
     known: dict[int, float] = {}
     for step, score in ((1, 1.0), (2, -5.0), (3, 0.5), (4, 0.0)):
