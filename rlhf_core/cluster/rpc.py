@@ -438,13 +438,12 @@ class ActorClient:
         """Return for each call whether it has ended; see `ready`."""
         return ready(pending, seconds)
 
-    def dead_actors(
-        self, actors: Sequence[RemoteActor[Actor]], seconds: float = 2.0
-    ) -> list[RemoteActor[Actor]]:
+    def dead_actors(self, actors: Sequence[RemoteActor[Actor]]) -> list[RemoteActor[Actor]]:
         """Return the actors that Ray reports as dead. The monitor does not see deaths on other hosts.
 
-        An actor that is busy with another call does not answer within `seconds` and counts as alive.
+        An actor that is busy with another call does not answer within 2 seconds and counts as alive.
         """
+        seconds = 2.0
         calls = [actor.call(Actor.usage) for actor in actors]
         dead: list[RemoteActor[Actor]] = []
         for actor, call, has_ended in zip(actors, calls, self.ready(calls, seconds), strict=True):

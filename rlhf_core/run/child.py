@@ -285,13 +285,13 @@ def _cause(code: int) -> str:
     return f"ended with exit code {code} and no result"
 
 
-def log_excerpt(log_file: Path, count: int = 3) -> str:
+def log_excerpt(log_file: Path) -> str:
     """The end of a log as one line: from the last exception's message on, or the last lines."""
     with contextlib.suppress(OSError), log_file.open("rb") as file:
         file.seek(max(0, log_file.stat().st_size - 16384))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
         lines = [printable(scrubbed(line))[:300] for line in lines if line]
         errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(line)]
-        start = errors[-1] if errors else max(0, len(lines) - count)
-        return " | ".join(lines[start : start + count])
+        start = errors[-1] if errors else max(0, len(lines) - 3)
+        return " | ".join(lines[start : start + 3])
     return ""
