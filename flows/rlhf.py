@@ -26,7 +26,7 @@ Override = Annotated[str, Field(pattern=r"^[a-z_][\w.]*=")]
 
 
 def run_name() -> str:
-    """`demo-seed0-3fa2c1`: configuration, seed and flow run; the same after a restart."""
+    """Return a name such as `demo-seed0-3fa2c1`: configuration, seed and flow run. A restart keeps it."""
     given = runtime.flow_run.parameters
     flow_run = str(runtime.flow_run.id)[:6]
     fields = {"run.name": given.get("name"), "run.seed": given.get("seed")}

@@ -158,20 +158,20 @@ class MetricLogger(Protocol):
         """Send everything kept so far; called with every checkpoint and at the end."""
 
     def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """A table of samples, `name` without suffix."""
+        """Log a table of samples, `name` without suffix."""
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """A matplotlib figure, as PNG."""
+        """Log a matplotlib figure as PNG."""
 
     def log_file(self, path: Path, folder: str = "") -> None:
-        """A small file (report, data card) as an artifact of the run."""
+        """Log a small file (report, data card) as an artifact of the run."""
 
 
 class Checkpoints(Protocol):
     """The resumable state of one stage (`{store}/checkpoints/{stage key}/step-%08d/`)."""
 
     def latest(self) -> tuple[int, Path] | None:
-        """(step, verified local folder) of the newest intact checkpoint, or None when none was ever
+        """Return (step, verified local folder) of the newest intact checkpoint, or None when none was ever
         committed.
         """
 

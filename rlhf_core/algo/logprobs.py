@@ -27,7 +27,7 @@ from rlhf_core.config.constants import LOSS_CHUNK
 
 
 def token_logprobs(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0) -> Tensor:
-    """log_softmax(logits / temperature) at the label, per token. [..., V] and [...] -> [...], in nats.
+    """Return log_softmax(logits / temperature) at each label. [..., V] and [...] -> [...], in nats.
 
     bf16 and fp16 logits are raised to float32 chunk by chunk; the gradient has the dtype of the logits. A
     negative label (-100, the usual "no label") gives 0 and no gradient; a label beyond the vocabulary is an
@@ -125,7 +125,7 @@ def _check(logits: Tensor, temperature: float) -> None:
 
 
 def _flat(logits: Tensor) -> Tensor:
-    """[N, V] where that is a view. A slice like `logits[:, :-1]` keeps its axes: to flatten is to copy it."""
+    """Return logits as [N, V] if that is a view. A slice such as `logits[:, :-1]` keeps its axes."""
     if logits.dim() == 1 or logits.is_contiguous():
         return logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     return logits
@@ -160,6 +160,6 @@ def _clear_unused(grad: Tensor, g: Tensor) -> None:
 
 
 def _finite_log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """log_softmax with -inf raised to the lowest number: p log p is then 0 * lowest = 0, and not NaN."""
+    """Return log_softmax with the lowest number in place of -inf: p log p is then 0, and not NaN."""
     logp = torch.log_softmax(_scaled(logits, temperature), dim=-1)
     return logp.clamp_(min=torch.finfo(logp.dtype).min)

@@ -46,7 +46,7 @@ def aggregate(
     mode: Aggregation,
     denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """One number from per-token numbers. [B, T] -> scalar; 0.0 for an empty mask.
+    """Return one number from per-token numbers. [B, T] -> scalar; 0.0 for an empty mask.
 
         token-mean           sum of all valid tokens / number of tokens
         seq-mean-token-mean  sum over sequences of the mean of their tokens / number of sequences
@@ -177,9 +177,9 @@ def entropy_bonus(
     aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """The aggregated entropy per token ([B, T], from `logprobs.token_entropy`), in nats.
+    """Return the aggregated entropy per token ([B, T], from `logprobs.token_entropy`), in nats.
 
-    A bonus: coefficient * it is to be SUBTRACTED from the loss.
+    A coefficient times it is SUBTRACTED from the loss.
     """
     return aggregate(entropy, mask, aggregation, denominator)
 
@@ -239,7 +239,7 @@ def reward_model_loss(
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
-    """Negative log-likelihood per trained token, in nats. Any shape.
+    """Return the negative log-likelihood per trained token, in nats. Any shape.
 
     `denominator`: trained tokens of the whole optimizer step.
     """

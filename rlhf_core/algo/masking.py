@@ -13,12 +13,12 @@ WHITEN_EPS = 1e-8
 
 
 def as_float(x: Tensor) -> Tensor:
-    """`x` itself when it is float32 or float64, otherwise raised to float32."""
+    """Return `x` itself if it is float32 or float64, else `x` in float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` on the mask and 0 elsewhere, in float32 or float64.
+    """Return `x` on the mask and 0 elsewhere, in float32 or float64.
 
     `torch.where` and not a product: 0 * NaN is NaN, in the value and in the gradient. Axes of size one in `x`
     broadcast; the mask never does, because it is also what is counted.
@@ -29,19 +29,19 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def divide(total: Tensor, denominator: Tensor | float) -> Tensor:
-    """`total / denominator` in the dtype of `total`, for every type of the denominator."""
+    """Return `total / denominator` in the dtype of `total`, for every type of the denominator."""
     if isinstance(denominator, Tensor):
         denominator = denominator.to(total.dtype)
     return total / denominator
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `x` over the mask. Scalar, unit of `x`; 0.0 for an empty mask."""
+    """Return the sum of `x` over the mask. Scalar, unit of `x`; 0.0 for an empty mask."""
     return select(x, mask).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
-    """Mean of `x` over the mask: sum(m x) / sum(m). Scalar, unit of `x`; 0.0 for an empty mask.
+    """Return the mean of `x` over the mask: sum(m x) / sum(m). Scalar, unit of `x`; 0.0 for an empty mask.
 
     The count is exact. An epsilon in it would bias every mean, and short batches the most. `denominator`
     (positive) replaces the count: give it the tokens of the whole optimizer step, and the values of its
@@ -53,7 +53,10 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: Tensor | float | None = No
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance over the mask: sum m (x - mu)^2 / (n - 1), or / n if not `unbiased`. Scalar; 0.0 if n < 2."""
+    """Return the variance over the mask: sum m (x - mu)^2 / (n - 1), or / n if not `unbiased`.
+
+    Scalar; 0.0 if n < 2.
+    """
     # float64 inside: a float32 mean of equal values is not quite that value, and whitening divides by this.
     wide = select(x, mask).double()
     count = mask.bool().sum()
@@ -62,7 +65,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = WHITEN_EPS) -> Tensor:
-    """(x - mu) * rsqrt(var + eps) on the mask, and 0 elsewhere; plus mu if not `shift_mean`.
+    """Return (x - mu) * rsqrt(var + eps) on the mask, and 0 elsewhere; plus mu if not `shift_mean`.
 
     Same shape as `x`, no unit. mu and the unbiased variance are those of all valid tokens given.
 

@@ -54,7 +54,7 @@ def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
 def config_from_tree(
     tree: Mapping[str, Any], name: str = "configuration", overrides: Sequence[str] = ()
 ) -> PipelineConfig:
-    """As `load_config`, from plain data such as the parameters of a flow run."""
+    """Return the configuration from plain data, such as the parameters of a flow run."""
     return _build(Document(name, dict(tree)), overrides)
 
 

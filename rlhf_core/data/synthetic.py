@@ -101,13 +101,13 @@ _KIND, _RUDE, _SUBJECTS = frozenset(KIND), frozenset(RUDE), frozenset(SUBJECTS)
 
 
 def parse_prompt(prompt: str) -> Topic | None:
-    """What `prompt` asks for, or None if it is not a prompt of the demo task."""
+    """Return what `prompt` asks for, or None if it is not a prompt of the demo task."""
     match = _PROMPT.fullmatch(prompt.strip())
     return Topic(**match.groupdict()) if match else None
 
 
 def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
-    """The true reward of `response`, about 0 +- 1 for the demonstrations and at most 2.5; pure.
+    """Return the true reward of `response`, about 0 +- 1 for the demonstrations and at most 2.5.
 
     Only distinct, well-formed sentences earn: naming the asked subject (+0.9), place (+0.7) and adjective
     (+0.3), and each distinct kind word up to `MAX_KIND` (+0.4). Costs: each rude word (-0.6, at most 4), each

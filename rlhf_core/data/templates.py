@@ -105,14 +105,14 @@ class Encoder:
             self._check_template()
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """(P,) tokens of a prompt, ready for the response: BOS first if the model has one, generation prompt
-        last.
+        """Return (P,) tokens of a prompt, ready for the response: BOS first if the model has one, and the
+        generation prompt last.
         """
         return tuple(self._prompt_tokens(messages).ids)
 
     def response(self, messages: Sequence[Message], response: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """((P,), (T,)) prompt and response as they stand in the whole conversation; the response ends with
-        EOS.
+        """Return ((P,), (T,)) prompt and response as they stand in the whole conversation. The response ends
+        with EOS.
         """
         if self._last_prompt[0] != tuple(messages):
             # The two responses of a pair come one after the other.
@@ -144,7 +144,7 @@ class Encoder:
         return " " if self._decode(list(ids)).startswith(f" {_NEUTRAL}") else ""
 
     def conversation(self, messages: Sequence[Message]) -> Encoded:
-        """A whole conversation; the mask marks every assistant turn with its EOS."""
+        """Return a whole conversation; the mask marks every assistant turn with its EOS."""
         if self.template == "plain":
             return self._plain_conversation(messages)
         escaped, restore = self._escape(messages)
@@ -217,7 +217,7 @@ class Encoder:
             raise EncodeError(f"the chat template refused it: {error}") from error
 
     def _render_spans(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text and the character span of each assistant turn."""
+        """Return the rendered text and the character span of each assistant turn."""
         if self._marks:
             text, spans = self._render(messages, generate=False, marks=True)
             skip = len(self._header)
@@ -342,8 +342,8 @@ class Encoder:
     # -- plain --
 
     def _plain_response(self, messages: Sequence[Message], response: str, prompt: list[int]) -> list[int]:
-        """The response's tokens after the prompt's: those of the joined text where they continue the prompt's
-        own.
+        """Return the response's tokens after the prompt's. If the joined text's tokens continue the prompt's
+        own, they are those.
         """
         before = _joined(messages)
         joined = self._with_bos(self._pieces(before + response).ids)
@@ -378,7 +378,7 @@ class Encoder:
     # -- the template itself --
 
     def _check_template(self) -> None:
-        """A template that is missing, broken, slow, empty or not a continuation is refused before any row is
+        """Refuse a template that is missing, broken, slow, empty or not a continuation, before any row is
         read.
         """
         fix = "give data.chat_template a Jinja file, or use data.template=plain"
@@ -460,6 +460,6 @@ def _moved(text: str, at: int, restore: dict[str, str]) -> int:
 
 
 def _bos_added(tokenizer: Any) -> int | None:
-    """The BOS that the tokenizer puts before plain text by itself, or None: as the model was pretrained."""
+    """Return the BOS that the tokenizer puts before plain text by itself, or None."""
     ids = tokenizer("a", add_special_tokens=True)["input_ids"]
     return int(ids[0]) if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else None

@@ -197,7 +197,7 @@ def _runs(borders: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _to_batch(x: torch.Tensor, count: int) -> torch.Tensor:
-    """(1, heads, count * length, d) -> (count, heads, length, d), a view."""
+    """Return a view: (1, heads, count * length, d) -> (count, heads, length, d)."""
     return x.squeeze(0).view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1)
 
 

@@ -19,8 +19,8 @@ the model (Kaplan et al. 2020, table 1), here 4096. It only spreads the work, so
 def plan_ranks(
     lengths: Sequence[int], ranks: int, budget: int, *, pack: bool = False
 ) -> list[list[list[int]]]:
-    """`plan[rank][micro_batch]` -> indices of `lengths`, each once; heaviest micro-batches, longest sequences
-    first.
+    """Return the indices of `lengths` by rank and micro-batch, each once. The heaviest micro-batches and the
+    longest sequences come first.
 
     A micro-batch holds at most `budget` tokens, padding included unless `pack`; a longer sequence is alone in
     its own. Any number of sequences goes on any number of ranks: where there are too few, micro-batches are
@@ -66,8 +66,8 @@ def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
 
 
 def _filled(lengths: Sequence[int], costs: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """Each sequence, longest first, into the cheapest of `count` groups that has room; None if one finds no
-    room.
+    """Put each sequence, longest first, into the cheapest of `count` groups that has room. Return the groups,
+    or None if one finds no room.
     """
     groups: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, index) for index in range(count)]  # (cost, tokens, group)

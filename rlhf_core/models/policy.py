@@ -103,8 +103,8 @@ class Policy(nn.Module):
         return TokenOutputs(token_logprobs(logits_NV, labels_N, temperature), entropy)
 
     def _parts(self, tokens: int, rows: int) -> int:
-        """How often the head is called: where ZeRO-3 gathers its weight for each call, as often on every
-        rank.
+        """Return how often the head is called. Where ZeRO-3 gathers its weight for each call, it is called as
+        often on every rank.
         """
         parts = math.ceil(tokens / rows)
         if not hasattr(self.lm.lm_head.weight, "ds_id") or not dist.is_initialized():
@@ -179,8 +179,8 @@ def load_policy(
 
 @torch.no_grad()
 def _checked(lm: Any) -> Any:
-    """`lm`. Raises ModelError if its logits are more than its head's output (scaled, capped): `Policy` calls
-    the head.
+    """Return `lm`. `Policy` calls only its head, so ModelError is raised if the logits are more than the
+    head's output (scaled, capped).
     """
     training = lm.training
     lm.eval()

@@ -170,7 +170,7 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _hidden(lm: Any, batch: TokenBatch) -> torch.Tensor:
-    """(B*L, H)"""
+    """Return hidden states (B*L, H)."""
     states: torch.Tensor = lm.model(**batch.model_inputs(lm.config._attn_implementation)).last_hidden_state
     return states.flatten(0, 1)
 

@@ -27,7 +27,7 @@ _TEXT = regex.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 
 
 def boxed(response: str) -> str | None:
-    """The content of the last `\\boxed{...}`; None without a whole one."""
+    """Return the content of the last `\\boxed{...}`; None without a whole one."""
     start = response.rfind("\\boxed{")
     if start < 0:
         return None

@@ -49,7 +49,9 @@ class PythonFunction:
     """
 
     def __init__(self, source: PythonReward, digest: str | None = None) -> None:
-        """`digest` is the sha256 of the module's source at the beginning of the run. Other source raises
+        """Start the process of the function.
+
+        `digest` is the sha256 of the module's source at the beginning of the run. Other source raises
         `InputError`.
         """
         self._source = source

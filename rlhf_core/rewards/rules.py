@@ -94,20 +94,20 @@ def gold(sample: RewardInput) -> float:
 
 
 def length(source: LengthReward, sample: RewardInput) -> float:
-    """max(0, 1 - |T - target| / tolerance), in [0, 1]; T counts the generated tokens, EOS included."""
+    """Return max(0, 1 - |T - target| / tolerance), in [0, 1]; T counts the generated tokens, EOS included."""
     distance = abs(len(sample.response_ids) - source.target)
     return max(0.0, 1.0 - distance / source.tolerance)
 
 
 def keywords(source: KeywordsReward, sample: RewardInput) -> float:
-    """per_word * min(cap, occurrences), in [0, per_word * cap] (or below 0 for a negative `per_word`)."""
+    """Return per_word * min(cap, occurrences), in [0, per_word * cap], or below 0 if `per_word` is."""
     counts = [len(_whole_word(word).findall(sample.response)) for word in source.words]
     count = sum(1 for n in counts if n) if source.distinct else sum(counts)
     return source.per_word * min(source.cap, count)
 
 
 def format_match(source: FormatReward, sample: RewardInput, seconds: float = MATCH_SECONDS) -> float:
-    """1.0 if the pattern matches the response from end to end, else 0.0.
+    """Return 1.0 if the pattern matches the response from end to end, else 0.0.
 
     A pattern with nested quantifiers can need exponential time on an unlucky text, so matching is bounded by
     `seconds`; a response on which it is not decided by then counts as no match and is named in the log.
@@ -124,7 +124,7 @@ def format_match(source: FormatReward, sample: RewardInput, seconds: float = MAT
 
 
 def repetition(source: RepetitionReward, sample: RewardInput) -> float:
-    """distinct / total - 1 over the n-grams of words, in (-1, 0]; 0 for a text shorter than one n-gram."""
+    """Return distinct / total - 1 over the n-grams of words, in (-1, 0]; 0 for a text without n-grams."""
     words = _words(sample.response)
     grams = Counter(tuple(words[i : i + source.ngram]) for i in range(len(words) - source.ngram + 1))
     total = grams.total()
@@ -132,8 +132,8 @@ def repetition(source: RepetitionReward, sample: RewardInput) -> float:
 
 
 def relevance(source: RelevanceReward, sample: RewardInput) -> float:
-    """Share, in [0, 1], of the prompt's distinct content words found in the response; 0 if the prompt has
-    none.
+    """Return the share, in [0, 1], of the prompt's distinct content words found in the response; 0 if the
+    prompt has none.
     """
     wanted = {word for word in _words(sample.prompt) if sum(map(str.isalpha, word)) >= source.min_letters}
     if not wanted:
@@ -142,7 +142,9 @@ def relevance(source: RelevanceReward, sample: RewardInput) -> float:
 
 
 def well_formed(sample: RewardInput) -> float:
-    """Mean of four checks, in {0, 0.25, 0.5, 0.75, 1}; quotes and brackets around the text do not matter."""
+    """Return the mean of four checks, in {0, 0.25, 0.5, 0.75, 1}. Quotes and brackets around the text do not
+    matter.
+    """
     text = sample.response.strip()
     end = text.rstrip(_CLOSERS).rstrip()[-1:]
     start = text.lstrip(_OPENERS).lstrip()[:1]

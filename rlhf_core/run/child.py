@@ -243,7 +243,7 @@ class _Lines:
         self._open = True
 
     def wait(self, seconds: float) -> list[bytes]:
-        """The lines that have come; waits at most `seconds` for the first."""
+        """Return the lines that have come. Waits at most `seconds` for the first one."""
         if not self._open:
             # At its end, `poll` would return at once, and the loop of `_follow` would not pause.
             time.sleep(seconds)
@@ -286,7 +286,7 @@ def _cause(code: int) -> str:
 
 
 def log_excerpt(log_file: Path) -> str:
-    """The end of a log as one line: from the last exception's message on, or the last lines."""
+    """Return the end of a log as one line: from the last exception's message on, or the last lines."""
     with contextlib.suppress(OSError), log_file.open("rb") as file:
         file.seek(max(0, log_file.stat().st_size - 16384))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]

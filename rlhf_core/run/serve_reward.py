@@ -72,7 +72,7 @@ def serve_reward(
 
 
 def locate(address: str, home: Home, endpoint: str | None) -> tuple[Path, Template | None]:
-    """The verified model folder of an artifact and the template of its data; or a folder as it is,
+    """Return the verified model folder of an artifact and the template of its data; or a folder as it is,
     and None.
     """
     found = parse_artifact_address(address.rstrip("/"))

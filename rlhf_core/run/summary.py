@@ -129,7 +129,7 @@ _LABELS = {"gold_reward_exchanged": "gold reward, prompts exchanged"}
 
 
 def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The findings of a run as (name, value) rows, in words."""
+    """Return the findings of a run as (name, value) rows, in words."""
     rows: list[tuple[str, str]] = []
     if "reward" in summary:
         rows.append(("reward model, held-out accuracy", f"{summary['reward']['accuracy']:.3f}"))
@@ -183,7 +183,7 @@ def _with_interval(interval: Mapping[str, float]) -> str:
 
 
 def stage_table(summary: Mapping[str, Any]) -> Table:
-    """One line per stage: time, reused or not, its first numbers."""
+    """Return a table with one line per stage: time, reused or not, its first numbers."""
     from rich.table import Table
 
     table = Table(show_footer=True)
@@ -219,7 +219,7 @@ def _time(entry: Mapping[str, Any]) -> str:
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:
-    """What the run found, in words."""
+    """Return a table of what the run found, in words."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -230,7 +230,7 @@ def result_table(summary: Mapping[str, Any]) -> Table:
 
 
 def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) -> str:
-    """A stage's page in Prefect."""
+    """Return a stage's page in Prefect."""
     ref = record.ref
     lines = [
         f"# {stage}: {'reused' if record.reused else 'done'} in {duration(record.seconds)}",
@@ -247,7 +247,7 @@ def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) ->
 
 
 def run_markdown(summary: Mapping[str, Any]) -> str:
-    """The whole run's page in Prefect."""
+    """Return the whole run's page in Prefect."""
     stages = [
         (name, _time(entry), entry["how"], f"`{entry['artifact']}`")
         for name, entry in summary["stages"].items()
@@ -272,7 +272,7 @@ def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 
 def duration(seconds: float) -> str:
-    """`42.1 s`, `3 min 05 s` or `2 h 07 min`."""
+    """Return a text such as `42.1 s`, `3 min 05 s` or `2 h 07 min`."""
     if seconds < 99.5:
         return f"{seconds:.1f} s"
     minutes = round(seconds) // 60

@@ -19,7 +19,7 @@ class EarlyStopping:
     """All of them without a lower loss."""
 
     def add(self, step: int, loss: float) -> bool:
-        """True if this is the best so far; a loss that is not finite never is."""
+        """Return True if this is the best so far; a loss that is not finite never is."""
         better = math.isfinite(loss) and (self.loss is None or loss < self.loss)
         if better:
             self.step, self.loss, self.evaluations_since = step, loss, 0

@@ -295,7 +295,7 @@ def _write(
 
 
 def _figures(history: StepMetrics, measured: Measured) -> list[tuple[str, str, str, Any]]:
-    """(file name, title, caption, figure)."""
+    """Return (file name, title, caption, figure) of each figure."""
     from rlhf_core.evaluation import plots
 
     shown = {name: (pair["sft"], pair["ppo"]) for name, pair in list(measured.measures.items())[:2]}

@@ -72,7 +72,7 @@ def pair_tokens(pair: PairExample) -> int:
 
 
 def is_right(gap_B: torch.Tensor) -> torch.Tensor:
-    """1 where the chosen response has the higher score, one half where both have the same."""
+    """Return 1 where the chosen response has the higher score, one half where both have the same."""
     return torch.heaviside(gap_B, torch.full_like(gap_B, 0.5))
 
 

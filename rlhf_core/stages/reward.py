@@ -496,7 +496,7 @@ def _measures(
 def pair_loss(
     chosen: torch.Tensor, rejected: torch.Tensor, pairs: Sequence[PairExample], config: RewardConfig
 ) -> torch.Tensor:
-    """Mean over these pairs, with the configured margin and centring."""
+    """Return the mean over these pairs, with the configured margin and centring."""
     margins = None
     if config.margin == "constant":
         margins = torch.full_like(chosen, config.margin_value)

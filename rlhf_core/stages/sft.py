@@ -78,8 +78,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
 
 def base_model(config: PipelineConfig, data: Path) -> tuple[Path | str, str | None]:
-    """(where the base model is, revision): the configured one, or the data artifact's `config.json` for one
-    from scratch.
+    """Return (address, revision) of the base model: the configured one, or the data artifact's `config.json`
+    for one from scratch.
     """
     if config.model.path is None:
         return data / "model", None
@@ -302,7 +302,10 @@ def train_step(
 def evaluate_sft(
     engine: TrainingEngine, held_out: Sequence[TokenSequence], config: SFTConfig, pad_id: int
 ) -> dict[str, float]:
-    """Mean loss per target token over the held-out set, in nats, and its exponential. A collective."""
+    """Return the mean loss per target token over the held-out set, in nats, and its exponential.
+
+    A collective.
+    """
     engine.module.eval()
     micro_batches = _my_micro_batches(engine, held_out, config)
     sums = _loss_and_count(engine, held_out, micro_batches, config.packs, pad_id, engine.rank.torch_device)
@@ -348,7 +351,7 @@ def _loss_and_count(
     pad_id: int,
     device: str,
 ) -> torch.Tensor:
-    """(2,) float64: the sum of the losses in nats, and the number of target tokens."""
+    """Return (2,) float64: the sum of the losses in nats, and the number of target tokens."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for micro_batch in micro_batches:
         heartbeat("evaluation")

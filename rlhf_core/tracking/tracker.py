@@ -62,7 +62,7 @@ _REUSED = "\n\n**Reused:** "
 
 
 def open_tracking(config: PipelineConfig) -> Tracking:
-    """The tracker at `tracking_uri`. Connects to nothing.
+    """Return the tracker at `tracking_uri`. Connects to nothing.
 
     Raises ConfigError for an address that cannot be a tracker.
     """
