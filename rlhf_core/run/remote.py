@@ -35,8 +35,6 @@ log = logging.getLogger("rlhf_core.run.remote")
 SEND_SECONDS = 1.0
 _STOP_SECONDS = 5.0
 _LOG_SECONDS = 20.0
-_LAST_SECONDS = 100.0
-"""Limit for the final event, if the store does not answer."""
 
 
 def main(store_url: str, stage_key: str, number: str, endpoint: str = "") -> int:
@@ -84,15 +82,17 @@ def _exit(_signum: int, _frame: object) -> None:
 class _Reporter:
     """Writes events and the log to the store in a thread, and the log to the output of this process."""
 
-    def __init__(self, files: JobFiles, log_file: Path) -> None:
-        """A reporter, which is started by `with`.
+    def __init__(self, files: JobFiles, log_file: Path, last_seconds: float = 100.0) -> None:
+        """Create a reporter, which `with` starts.
 
         Args:
             files: Files of the job in the store.
             log_file: The log that it reads.
+            last_seconds: Limit for the final event, if the store does not answer.
         """
         self._files = files
         self._log_file = log_file
+        self._last_seconds = last_seconds
         self._waiting: list[dict[str, Any]] = []
         self._content: list[dict[str, Any]] = []
         """Content of the object `_number`, which may have been written, although that raised an error."""
@@ -114,7 +114,7 @@ class _Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._done.set()
-        self._thread.join(timeout=_LAST_SECONDS + 20.0)
+        self._thread.join(timeout=self._last_seconds + 20.0)
 
     def send(self, event: dict[str, Any]) -> None:
         """Write `event` with the next object. Progress replaces that of the same task."""
@@ -149,7 +149,7 @@ class _Reporter:
             except (OSError, StoreError) as error:
                 log.warning("%s; trying again", error)
         self._echo()
-        deadline = time.monotonic() + _LAST_SECONDS
+        deadline = time.monotonic() + self._last_seconds
         # The log first: a flow that reads the final event reads the log next.
         for write in (self._write_log, self._write_events):
             self._write_until(deadline, write)
