@@ -23,6 +23,7 @@ import logging
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -40,6 +41,7 @@ from rlhf_core.storage.checkpoints import discard_old_parts
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
+from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import Home, is_below, make_attempt_folders
 from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
@@ -110,6 +112,8 @@ class NodeAgent:
         """Parts of checkpoints without an outbox, by prefix: their folder and files."""
         self._work = work
         self._shares_folders = False
+        self._held = ExitStack()
+        """Holds the scratch folder until this process ends, unless the driver holds it."""
         self._digests = FileDigests()
         self._monitor = Monitor(monitored)
 
@@ -128,7 +132,10 @@ class NodeAgent:
             found = mark.read_text().split() if mark.exists() else []
             self._shares_folders = found[:1] == [token]
             if not self._shares_folders:
-                shutil.rmtree(self._work.parent, ignore_errors=True)  # of killed attempts
+                home = Home.of(self._config.run.home)
+                self._held.enter_context(held(self._work.parent))
+                delete_abandoned(home.works)  # of killed attempts, also at other stages
+                shutil.rmtree(self._work.parent, ignore_errors=True)  # of killed attempts at this one
                 make_attempt_folders(self._work)
                 mark.write_text(mark_text(token, node_id))
             self._monitor.folder.mkdir(parents=True, exist_ok=True)
@@ -161,6 +168,7 @@ class NodeAgent:
         if not self._shares_folders:  # else the driver removes the files
             self._monitor.__exit__()
             shutil.rmtree(self._work, ignore_errors=True)
+            self._held.close()
 
     # -- processes --
 

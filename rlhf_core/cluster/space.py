@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,8 @@ class Space(NamedTuple):
     """Free bytes in `run.home`, and those of `pending` (see `space_of`)."""
     to_fetch: int
     """Bytes of the inputs of the stage that the host does not have yet."""
+    other_copies: int = 0
+    """Bytes of copies of artifacts that are no inputs of the stage."""
 
 
 def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None) -> Space:
@@ -36,8 +40,19 @@ def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None)
     to_fetch = sum(size for name, size in copies.items() if not (cache / name).exists())
     free = machine().disk(existing_parent(home)).free
     if pending is not None:
-        free += sum(file.stat().st_size for file in pending.rglob("*") if file.is_file())
-    return Space(free, to_fetch)
+        free += _bytes_below(pending)
+    others = sum(_bytes_below(copy) for copy in cache.glob("*") if copy.name not in copies)
+    return Space(free, to_fetch, others)
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return the size of all files below `folder`. Other processes may delete files at the same time."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += Path(parent, name).stat().st_size
+    return size
 
 
 def space_problem(home: str, space: Space, part: int = 0) -> str:
@@ -59,5 +74,16 @@ def space_problem(home: str, space: Space, part: int = 0) -> str:
     described = ", ".join(f"{size / 1e6:.0f} for {what}" for what, size in needs.items() if size)
     return (
         f"run.home={home}: {space.free / 1e6:.0f} MB free, at least {needed / 1e6:.0f} are needed:"
-        f" {described}"
+        f" {described}{_to_delete(home, space)}"
+    )
+
+
+def _to_delete(home: str, space: Space) -> str:
+    # Not deleted automatically: processes that this host does not know may read a copy, such as vLLM for
+    # `rlhf serve`, or another run.
+    if not space.other_copies:
+        return ""
+    return (
+        f"; {home}/cache has {space.other_copies / 1e6:.0f} MB of copies of artifacts that this stage does"
+        " not read: delete them if no other run or server on this host uses them"
     )

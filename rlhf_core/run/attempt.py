@@ -46,6 +46,7 @@ from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
+from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import make_attempt_folders, output_folder
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
@@ -89,7 +90,9 @@ def execute(
         if made is not None:
             events.send("reused")
             return made
-        return _execute(spec, store, fence, events, stop or StopRequest(), function)
+        with held(spec.work):
+            delete_abandoned(spec.home.works)
+            return _execute(spec, store, fence, events, stop or StopRequest(), function)
 
 
 def _execute(

@@ -3,7 +3,7 @@
 home/
 ├── runs/<run>/              run.json (state, for `rlhf status`), summary.json; tune/ during `rlhf tune`
 ├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
-├── work/<stage>-<key>/      scratch files of the attempts
+├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see held_folders.py
 ├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
 ├── stacks/                  Python stacks of processes that stalled
 ├── references/              versions that references of unfinished runs stand for
@@ -136,7 +136,12 @@ class Home:
 
     def work(self, stage: str, key: str) -> Path:
         """Return the folder for scratch files of the attempts at a stage key."""
-        return self.path / "work" / f"{stage}-{key}"
+        return self.works / f"{stage}-{key}"
+
+    @property
+    def works(self) -> Path:
+        """Folder of the scratch files of all stage keys."""
+        return self.path / "work"
 
     def rollout_cache(self, stage: str, key: str) -> Path:
         """Return the folder for rollouts, which outlives an attempt at a stage key.

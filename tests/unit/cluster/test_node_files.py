@@ -34,6 +34,7 @@ from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
+from rlhf_core.system.held_folders import held
 from rlhf_core.system.home import Home
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
@@ -328,6 +329,22 @@ def test_pending_bundle_without_the_step_is_not_committed(
     assert bundles.read(store, "checkpoints/k/step-00000003") is None
     assert "is not the checkpoint of step 3" in caplog.text
     assert not outbox.pending("checkpoints/k")
+
+
+def test_what_killed_attempts_at_other_stages_have_left_is_deleted(tmp_path: Path) -> None:
+    works = tmp_path / "home" / "work"
+    killed, alive = works / "sft-a", works / "reward-b"
+    for folder in (killed, alive):
+        (folder / "attempt-000001").mkdir(parents=True)
+    with held(killed):
+        pass
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
+    json = config.model_dump_json(by_alias=True)
+    agent = NodeAgent(json, works / "ppo-c" / "attempt-000001", tmp_path / "stacks", "one")
+    with held(alive):
+        agent.start("node-2", "this")
+    assert not killed.exists() and (alive / "attempt-000001").exists()
+    agent.close()
 
 
 def test_a_mark_of_a_killed_attempt_is_not_of_a_shared_folder(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Scratch folders of processes that have ended are deleted, and no others.
+
+- the end of a holder, also by SIGKILL, releases its folder
+- a folder that a process holds stays, and one of another host, and one that nobody ever held
+- a holder that starts while the folder is deleted gets a lock of its own
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from rlhf_core.system.held_folders import delete_abandoned, held
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from rlhf_core.system.held_folders import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "shard").write_text("x")
+    return folder
+
+
+def test_the_folder_of_a_killed_process_is_deleted(tmp_path: Path) -> None:
+    folder = make(tmp_path / "work" / "sft-a")
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    delete_abandoned(folder.parent)
+    assert (folder / "shard").exists()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    delete_abandoned(folder.parent)
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_folder_that_another_attempt_holds_as_well_stays(tmp_path: Path) -> None:
+    folder = make(tmp_path / "work" / "sft-a")
+    with held(folder):
+        with held(folder):
+            pass
+        delete_abandoned(folder.parent)
+        assert (folder / "shard").exists()
+    delete_abandoned(folder.parent)
+    assert not folder.exists()
+
+
+def test_folders_of_other_hosts_and_without_a_lock_stay(tmp_path: Path) -> None:
+    theirs, unknown = make(tmp_path / "work" / "sft-a"), make(tmp_path / "work" / "sft-b")
+    (tmp_path / "work" / "sft-a.lock").write_text(f"not-{socket.gethostname()}")
+    delete_abandoned(tmp_path / "work")
+    assert theirs.exists() and unknown.exists()
+    delete_abandoned(tmp_path / "nothing")
+
+
+def test_a_folder_is_held_again_after_its_lock_was_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "work" / "sft-a"
+    with held(folder):
+        (tmp_path / "work" / "sft-a.lock").unlink()
+        with held(make(folder)):
+            delete_abandoned(folder.parent)
+            assert (folder / "shard").exists()
