@@ -174,7 +174,7 @@ _TABLE = (
     Stage(
         "ppo",
         "rlhf_core.stages.ppo:run",
-        version=17,
+        version=18,
         sections=("ppo", "model"),
         inputs=("data", "sft", "reward", "judge"),
         sources=("ppo.",),
@@ -202,7 +202,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=12,
+        version=13,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),

@@ -240,6 +240,7 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
                 f"{field}: {prompts} is below register.min_prompts ({config.register_.min_prompts}): no"
                 " candidate can become champion; raise it, or lower register.min_prompts"
             )
+    yield from _held_out_prompts(config)
     yield from _match_prompts(config)
     if config.evaluation_temperature != ppo.temperature:
         yield (
@@ -252,6 +253,30 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens"
             f" ({config.data.max_response_tokens}): the reward model scores longer responses than in its"
             " training; lower it, or raise data.max_response_tokens"
+        )
+
+
+def _held_out_prompts(config: PipelineConfig) -> Iterator[str]:
+    """Warn of prompts that choose the policy and judge it as well. If the prompts are generated, their number
+    is known.
+    """
+    ppo, prompts, most = config.ppo, config.evaluate.prompts, config.data.max_eval
+    least = config.register_.min_prompts
+    if all(source.path == "synthetic" for source in config.data.prompts):
+        generated = round(config.data.synthetic.prompts * config.data.eval_fraction)
+        if generated < least <= min(prompts, most):
+            yield (
+                f"data.synthetic.prompts: about {generated} prompts are held out (data.eval_fraction), fewer"
+                f" than register.min_prompts ({least}): no candidate can become champion; raise it, or lower"
+                " register.min_prompts"
+            )
+        most = min(most, generated)
+    shared = min(prompts, most) + min(ppo.evaluate_prompts, most) - most
+    if config.evaluations_choose and shared > 0:
+        yield (
+            f"ppo.evaluate_prompts: at most {most} prompts are held out (data.max_eval, data.eval_fraction),"
+            f" so {shared} or more of those that choose the policy also judge it, and results of evaluation"
+            f" and match are slightly too high; {prompts + ppo.evaluate_prompts} held-out prompts are enough"
         )
 
 

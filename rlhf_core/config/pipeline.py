@@ -307,6 +307,11 @@ class PipelineConfig(Section):
         return sections
 
     @property
+    def evaluations_choose(self) -> bool:
+        """Whether evaluations during PPO decide which version of the policy is published."""
+        return self.ppo.publish == "best" or self.ppo.stop_patience is not None
+
+    @property
     def judge_in_ppo(self) -> bool:
         """Whether PPO loads the second reward model, which only its evaluations use."""
         return self.reward.judge is not None and self.ppo.evaluation_interval is not None

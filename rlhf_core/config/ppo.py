@@ -201,8 +201,8 @@ class PPOConfig(PackedSection):
     )
     evaluate_prompts: PositiveInt = result(
         128,
-        "Held-out prompts of these evaluations, or all if there are fewer. They begin with those of the stage"
-        " `evaluate`",
+        "Held-out prompts of these evaluations, or all if there are fewer. They are the last ones, so that"
+        " they are not those of the stage `evaluate` and of the match, if `data.max_eval` is large enough",
         later=True,
     )
     publish: Literal["last", "best", "average"] = result(

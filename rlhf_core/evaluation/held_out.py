@@ -2,9 +2,10 @@
 
     held-out prompts -> engines -> one response each -> reward, judge, true reward; KL to the SFT model
 
-The prompts are the first `ppo.evaluate_prompts` held-out ones, which begin with those of the stage
-`evaluate`. The seed of a response depends on `run.seed`, the policy version and the prompt, so evaluations do
-not change the training, and an attempt that repeats one gets the same numbers.
+The prompts are the last `ppo.evaluate_prompts` held-out ones, because those of the evaluation and the match
+must not choose the policy (`evaluation.held_out_prompts`). The seed of a response depends on `run.seed`, the
+policy version and the prompt, so evaluations do not change the training, and an attempt that repeats one gets
+the same numbers.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, classified
 from rlhf_core.evaluation import generate, scoring
+from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
@@ -102,7 +103,7 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
     """
     from rlhf_core.engines.distributed import resolve_device
 
-    prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
+    prompts = prompts_of_evaluation(config, load_prompts(context.inputs["data"], "eval"))
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
     opponent = _load_champion(config, context, champion, judge)
     tokenizer = tokenizer_digest(context.inputs["ppo"] / "policy")
@@ -131,14 +132,16 @@ def _untrained_prompts(
     held_out = load_prompts(data, "eval")
     untrained = [prompt for prompt in held_out if prompt not in trained]
     # Equal prompts have equal ids, seeds and answers, so each id counts once.
-    unique = {prompt.prompt_id: prompt for prompt in untrained[: config.evaluate.prompts]}
-    least = config.register_.min_prompts
+    unique = {prompt.prompt_id: prompt for prompt in prompts_of_evaluation(config, untrained)}
     if not unique:
         raise MatchSkipped("no held-out prompt is left that neither policy was trained on")
-    if len(untrained) < len(held_out) and len(unique) < least:
+    # Before anything is sampled: a match whose outcome is known would spend its level.
+    if len(unique) < config.register_.min_prompts:
+        left = " that neither policy was trained on" if len(untrained) < len(held_out) else ""
         raise MatchSkipped(
-            f"only {len(unique)} held-out prompts are left that neither policy was trained on, and"
-            f" register.min_prompts={least} are needed"
+            f"only {len(unique)} held-out prompts are left{left}, and register.min_prompts="
+            f"{config.register_.min_prompts} are needed; raise evaluate.prompts, data.max_eval and"
+            " data.eval_fraction until there are enough"
         )
     return list(unique.values())
 

@@ -64,6 +64,8 @@ class Report:
     """Names and values that are shown below the headline."""
     is_best_version: bool = False
     """Whether the policy was chosen among the versions of PPO (`ppo.publish: best`)."""
+    shared_prompts: int = 0
+    """Prompts of the evaluation that were also used for this choice."""
 
 
 def render(report: Report) -> str:
@@ -82,6 +84,7 @@ def render(report: Report) -> str:
         data_card=report.data_card,
         facts=report.facts,
         is_best_version=report.is_best_version,
+        shared_prompts=report.shared_prompts,
         measures=MEASURES,
         models=[model for model in MODELS if model in evaluation["eos_rate"]],
         verdict=verdict,

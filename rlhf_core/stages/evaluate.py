@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
@@ -31,6 +32,7 @@ from rlhf_core.evaluation.chosen import (
     prompts_to_answer,
 )
 from rlhf_core.evaluation.exchange import exchanged_gold
+from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
@@ -172,12 +174,19 @@ def _judge_facts(
 
 def _held_out(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
     """Return the prompts of the evaluation. Raises `DataError` if there are none."""
-    from rlhf_core.data.dataset import load_prompts
-
-    prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
+    held_out = load_prompts(context.inputs["data"], "eval")
+    prompts = prompts_of_evaluation(config, held_out)
     if not prompts:
         raise DataError(
             "evaluation needs held-out prompts; got 0; raise data.eval_fraction or give more prompts"
+        )
+    if config.evaluations_choose and (shared := shared_prompts(config, held_out)):
+        log.warning(
+            "%d of %d prompts also chose PPO's policy, because only %d prompts are held out: results are"
+            " slightly too high; raise data.eval_fraction or data.max_eval",
+            shared,
+            len(prompts),
+            len(held_out),
         )
     return prompts
 
@@ -384,6 +393,7 @@ def _report(
         lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
         data_card=_data_card(context.inputs["data"]),
         is_best_version=config.ppo.publish == "best",
+        shared_prompts=shared_prompts(config, load_prompts(context.inputs["data"], "eval")),
         facts={
             "base model": config.model.path or "tiny Llama from scratch",
             "PPO steps": str(config.ppo.steps),

@@ -84,6 +84,7 @@ def _started(
     """Start the fleet, and yield its controller."""
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.evaluation.held_out import HeldOutEvaluation
+    from rlhf_core.evaluation.held_out_prompts import prompts_of_ppo
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.reward_actor import RewardSettings, open_rewards
     from rlhf_core.rewards.compose import code_digests
@@ -106,7 +107,7 @@ def _started(
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
         evaluation = None
         if ppo.evaluation_interval is not None:
-            held_out = load_prompts(data, "eval")[: ppo.evaluate_prompts]
+            held_out = prompts_of_ppo(config, load_prompts(data, "eval"))
             if not held_out:
                 raise DataError(
                     "evaluations during PPO need held-out prompts; got 0; raise data.eval_fraction, or use"

@@ -162,7 +162,10 @@ def test_the_reward_model_in_ppo_has_the_settings_of_the_critic() -> None:
 
 
 def warnings_of(ppo: dict[str, Any]) -> list[str]:
-    return list(unusual_settings(config_from_tree({"run": {"device": "cpu"}, "ppo": ppo}, "test")))
+    data = {"prompts": [{"path": "x.jsonl"}]}  # the demo holds out few prompts
+    return list(
+        unusual_settings(config_from_tree({"run": {"device": "cpu"}, "data": data, "ppo": ppo}, "test"))
+    )
 
 
 @pytest.mark.parametrize(("ppo", "words", "fixed"), DOUBTFUL, ids=[words[0] for _, words, _ in DOUBTFUL])
@@ -179,7 +182,22 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
     [
         ({"evaluate": {"temperature": 0.5}}, ("evaluate.temperature is 0.5", "ppo.temperature=1")),
         ({"data": {"eval_fraction": 0.6}}, ("data.eval_fraction is 0.6", "0.1 is usual")),
-        ({"ppo": {"publish": "best"}}, ("ppo.publish is best", "add reward.judge={}")),
+        (
+            {"ppo": {"publish": "best", "evaluate_prompts": 20}, "evaluate": {"prompts": 100}},
+            ("ppo.publish is best", "add reward.judge={}"),
+        ),
+        (
+            {"ppo": {"stop_patience": 3, "evaluate_prompts": 64}},
+            ("at most 120 prompts", "so 64 or more of those", "192 held-out prompts are enough"),
+        ),
+        (
+            {"ppo": {"stop_patience": 3}, "data": {"prompts": [{"path": "x.jsonl"}], "max_eval": 200}},
+            ("at most 200 prompts", "so 56 or more of those"),
+        ),
+        (
+            {"data": {"synthetic": {"prompts": 490}}},
+            ("about 49 prompts are held out", "register.min_prompts (50)"),
+        ),
         ({"evaluate": {"judge": "reward_model"}}, ("evaluate.judge is the reward", "use reward.judge={}")),
         ({"evaluate": {"prompts": 49}}, ("evaluate.prompts: 49", "register.min_prompts (50)")),
         (

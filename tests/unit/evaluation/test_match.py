@@ -3,8 +3,8 @@
 - both answer the prompts of the evaluation, and its judge decides each prompt; a language model is asked in
   both orders
 - the champion's reward model compares the same answers, unless it is the judge itself
-- prompts that one of both, or a model before it, was trained on are left out; if too few are left, or the
-  data of a model before cannot be read, there is no match
+- prompts that one of both, or a model before it, was trained on are left out; if too few are left, nothing is
+  sampled; if so, or if the data of a model before cannot be read, there is no match
 - a tokenizer that was loaded and saved again is the same one
 - the champion is loaded with the settings of its own run (base and adapter, or the merge)
 - the win rate is also given for each data source, up to a number of sources
@@ -56,6 +56,7 @@ TOKENIZER = train_tokenizer([*PROMPTS, GOOD, BAD], 400)
 @pytest.fixture
 def config(tmp_path: Path) -> PipelineConfig:
     tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "evaluate": {"prompts": 8, "bootstrap": 200}}
+    tree["register"] = {"min_prompts": 1}
     return PipelineConfig.model_validate_json(json.dumps(tree))
 
 
@@ -280,6 +281,16 @@ def test_training_prompts_of_the_champion_are_left_out(
         match.run_match(least(config, 6), context, tags)
 
 
+def test_a_match_of_too_few_prompts_is_not_played(
+    config: PipelineConfig, context: StageContext, champion: Any, scripted: list[ScriptedEngine]
+) -> None:
+    """Its outcome would be known, which spends a level, although the refusal is certain."""
+    tags = champion(BAD)[1]
+    with pytest.raises(MatchSkipped, match="only 8 held-out prompts are left, and"):
+        match.run_match(least(config, 9), context, tags)
+    assert not scripted, "nothing is sampled"
+
+
 def test_without_a_prompt_that_is_left_there_is_no_match(
     config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
@@ -424,12 +435,13 @@ def test_champion_is_loaded_with_its_own_settings(
     candidate: Any,
     theirs: Any,
     apart: bool,
+    config: PipelineConfig,
     context: StageContext,
     tmp_path: Path,
     scripted: list[ScriptedEngine],
 ) -> None:
     def settings(ppo: Any) -> PipelineConfig:
-        tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "evaluate": {"prompts": 8, "bootstrap": 200}}
+        tree = config.model_dump(mode="json", by_alias=True)
         return PipelineConfig.model_validate_json(json.dumps({**tree, "ppo": ppo}))
 
     made = settings(theirs).model_dump(mode="json", by_alias=True)

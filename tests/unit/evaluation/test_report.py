@@ -92,9 +92,11 @@ def report(**changes: Any) -> Report:
     return Report(**(fields | changes))
 
 
-@pytest.mark.parametrize("chosen", [True, False])
-def test_a_policy_that_was_chosen_on_these_prompts_is_named(chosen: bool) -> None:
-    assert ("slightly too high" in render(report(is_best_version=chosen))) is chosen
+@pytest.mark.parametrize(("is_best", "shared"), [(True, 7), (True, 0), (False, 7)])
+def test_a_policy_that_was_chosen_on_these_prompts_is_named(is_best: bool, shared: int) -> None:
+    page = " ".join(render(report(is_best_version=is_best, shared_prompts=shared)).split())
+    assert ("(ppo.publish: best)" in page) is is_best
+    assert ("except 7 that are also used here: its win rate" in page) is (is_best and shared == 7)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

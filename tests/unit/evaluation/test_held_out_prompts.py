@@ -1,0 +1,42 @@
+"""Held-out prompts: the first ones judge the policy, the last ones choose it.
+
+- with enough prompts both have none in common; otherwise their number is known
+- both parts have the sources in the same proportions, also if one source comes after the other in the data
+"""
+
+from __future__ import annotations
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.data.examples import split_key, split_position
+from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, prompts_of_ppo, shared_prompts
+from rlhf_core.types import PromptExample
+
+
+def config_of(evaluation: int, ppo: int) -> PipelineConfig:
+    tree = {"evaluate": {"prompts": evaluation}, "ppo": {"evaluate_prompts": ppo}, "run": {"device": "cpu"}}
+    return config_from_tree(tree, "test")
+
+
+def held_out(count: int) -> list[PromptExample]:
+    """Return prompts of two sources, one after the other, in the order of the stage `data`."""
+    texts = [f"prompt {i}" for i in range(count)]
+    positions = {text: split_position(0, split_key(text)) for text in texts}
+    sources = ["a"] * (count // 4) + ["b"] * (count - count // 4)
+    prompts = [PromptExample(t, t, (1,), source=s) for t, s in zip(texts, sources, strict=True)]
+    return sorted(prompts, key=lambda prompt: positions[prompt.prompt])
+
+
+def test_prompts_that_choose_the_policy_do_not_judge_it_if_there_are_enough() -> None:
+    for count, shared in ((10, 0), (9, 1), (6, 4), (4, 4), (2, 2)):
+        prompts, config = held_out(count), config_of(6, 4)
+        first, last = prompts_of_evaluation(config, prompts), prompts_of_ppo(config, prompts)
+        assert (first, last) == (prompts[:6], prompts[-4:])
+        assert shared_prompts(config, prompts) == shared == sum(prompt in last for prompt in first)
+
+
+def test_both_parts_have_the_sources_in_the_same_proportions() -> None:
+    prompts, config = held_out(4000), config_of(1000, 1000)
+    for part in (prompts_of_evaluation(config, prompts), prompts_of_ppo(config, prompts)):
+        share = sum(prompt.source == "a" for prompt in part) / len(part)
+        assert abs(share - 0.25) < 0.04, "three standard errors"
