@@ -37,27 +37,27 @@ def make_stage(run: PipelineRun, stage: StageName) -> ArtifactRef | None:
     """
     if not run.has(stage):
         return None
-    policy = RetryPolicy(run.config.run.retries)
+    retry_policy = RetryPolicy(run.config.run.retries)
     # Prefect draws an edge from the task that has returned an artifact to the task that gets it.
     #
     # A task that returns a state, as `Skipped` is, returns the state and not its data unless the state is
     # requested.
-    state: State[Any] = stage_task(stage, run.config.run, policy)(
-        run, stage, run.inputs(stage), policy, return_state=True
+    state: State[Any] = stage_task(stage, run.config.run, retry_policy)(
+        run, stage, run.inputs(stage), retry_policy, return_state=True
     )
     ref: ArtifactRef = state.result()
     return ref
 
 
-def stage_task(stage: StageName, settings: RunConfig, policy: RetryPolicy) -> Any:
-    """Return the task `attempt` under the name of `stage`, retried as `policy` decides."""
+def stage_task(stage: StageName, settings: RunConfig, retry_policy: RetryPolicy) -> Any:
+    """Return the task `attempt` under the name of `stage`, retried as `retry_policy` decides."""
     return attempt.with_options(
         name=stage,
         task_run_name=stage,
         retries=MAX_RETRIES,
         retry_delay_seconds=retry_delays(settings.retry_delay),
         # Prefect accepts only a plain function, and takes every other callable for a "no".
-        retry_condition_fn=lambda task, task_run, state: policy.should_retry(_error_of(state)),
+        retry_condition_fn=lambda task, task_run, state: retry_policy.should_retry(_error_of(state)),
     )
 
 
@@ -99,11 +99,11 @@ def follow_drift(report: DriftReport, run_name: str) -> None:
 
 @task(cache_policy=NO_CACHE, persist_result=False)
 def attempt(
-    run: PipelineRun, stage: StageName, inputs: Mapping[StageName, ArtifactRef], policy: RetryPolicy
+    run: PipelineRun, stage: StageName, inputs: Mapping[StageName, ArtifactRef], retry_policy: RetryPolicy
 ) -> State[ArtifactRef] | ArtifactRef:
     """Find the artifact of `stage`, or have a child process make it."""
     with ProgressPage(stage) as page:
-        record = get_or_run_stage(run, stage, inputs, policy, page.event)
+        record = get_or_run_stage(run, stage, inputs, retry_policy, page.event)
     publish_stage(run, stage, record)
     if record.reused:
         return Completed(name="Skipped", message=f"reused {record.ref.uri}", data=record.ref)

@@ -73,10 +73,10 @@ class RetryPolicy:
         return remaining > 0
 
 
-def retry_with(policy: RetryPolicy, first_delay: float) -> Retrying:
-    """Return a caller that repeats a failed call as `policy` allows, after the delays of `retry_delays`."""
+def retry_with(retry_policy: RetryPolicy, first_delay: float) -> Retrying:
+    """Return a caller that repeats a failed call as `retry_policy` allows, after the delays of `retry_delays`."""
     return Retrying(
-        retry=retry_if_exception(policy.should_retry),
+        retry=retry_if_exception(retry_policy.should_retry),
         wait=wait_chain(*map(wait_fixed, retry_delays(first_delay))),
         reraise=True,
     )

@@ -40,16 +40,16 @@ def make_with_retries(run: PipelineRun, stage: StageName) -> StageRecord:
 
     Raises InputError if `run` has not made an input of the stage yet.
     """
-    policy = RetryPolicy(run.config.run.retries)
-    retrying = retry_with(policy, run.config.run.retry_delay)
-    return retrying(get_or_run_stage, run, stage, run.inputs(stage), policy)
+    retry_policy = RetryPolicy(run.config.run.retries)
+    retrying = retry_with(retry_policy, run.config.run.retry_delay)
+    return retrying(get_or_run_stage, run, stage, run.inputs(stage), retry_policy)
 
 
 def get_or_run_stage(
     run: PipelineRun,
     stage: StageName,
     inputs: Mapping[StageName, ArtifactRef],
-    policy: RetryPolicy,
+    retry_policy: RetryPolicy,
     on_event: OnEvent | None = None,
 ) -> StageRecord:
     """Find the artifact of `stage`, or have a child process make it. This is one attempt.
@@ -58,7 +58,7 @@ def get_or_run_stage(
         run: The run that the stage belongs to.
         stage: Name of the stage.
         inputs: Artifacts of earlier stages; those that the stage does not read are ignored.
-        policy: Receives the events of the child.
+        retry_policy: Receives the events of the child.
         on_event: Also receives them, for example to show the progress.
 
     Raises:
@@ -86,12 +86,12 @@ def get_or_run_stage(
                 if event["event"] == "warning" and kind in event:
                     run.note(f"{kind}.{event[kind]}", event["message"])
             prepare_next(run, stage, event)
-            policy.on_event(event)
+            retry_policy.on_event(event)
             display.event(stage, event)
             if on_event is not None:
                 on_event(event)
 
-        ref = _make(run, spec, log_file, dispatch, policy, waiting)
+        ref = _make(run, spec, log_file, dispatch, retry_policy, waiting)
         failpoint("flow.made")
     elif run.next_stage.stage == stage:
         run.next_stage.close()  # the store has the artifact, which `prepare_next` does not look for
@@ -135,7 +135,7 @@ def _make(
     spec: StageSpec,
     log_file: Path,
     on_event: OnEvent,
-    policy: RetryPolicy,
+    retry_policy: RetryPolicy,
     waiting: StageProcess | None,
 ) -> ArtifactRef:
     """Run the child or the job, and end its MLflow run if it failed.
@@ -155,7 +155,7 @@ def _make(
         raise  # The MLflow run belongs to the other attempt.
     except Exception as error:
         run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
-        retries = policy.remaining(error)
+        retries = retry_policy.remaining(error)
         if retries:
             log.warning("%s; trying again from the last checkpoint, %d tries left", error, retries)
         raise

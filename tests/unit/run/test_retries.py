@@ -27,50 +27,50 @@ KILLED = StageFailed("stage ppo was killed by SIGKILL")
 CHECKPOINT = {"event": "checkpoint", "step": 10}
 
 
-def again(policy: RetryPolicy, error: BaseException) -> bool:
+def again(retry_policy: RetryPolicy, error: BaseException) -> bool:
     """Return whether an attempt that failed with `error` is retried; the log announces the same."""
-    remaining = policy.remaining(error)
-    retried = policy.should_retry(error)
+    remaining = retry_policy.remaining(error)
+    retried = retry_policy.should_retry(error)
     assert retried == (remaining > 0)
     return retried
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
 def test_stage_without_progress_is_retried_that_often(retries: int) -> None:
-    policy = RetryPolicy(retries)
-    assert [again(policy, KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2
+    retry_policy = RetryPolicy(retries)
+    assert [again(retry_policy, KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2
 
 
 def test_checkpoint_makes_up_for_the_failures_before_it() -> None:
-    policy = RetryPolicy(2)
+    retry_policy = RetryPolicy(2)
     for _ in range(20):
-        assert again(policy, KILLED) and again(policy, KILLED)
-        policy.on_event({"event": "progress", "task": "ppo", "done": 3, "total": 9})
-        policy.on_event({"event": "resumed", "step": 10})
-        policy.on_event(CHECKPOINT)
-    assert [again(policy, KILLED) for _ in range(3)] == [True, True, False]
+        assert again(retry_policy, KILLED) and again(retry_policy, KILLED)
+        retry_policy.on_event({"event": "progress", "task": "ppo", "done": 3, "total": 9})
+        retry_policy.on_event({"event": "resumed", "step": 10})
+        retry_policy.on_event(CHECKPOINT)
+    assert [again(retry_policy, KILLED) for _ in range(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("kind", NEVER_RETRIED)
 def test_deterministic_failure_is_not_retried(kind: type[RLHFError]) -> None:
-    policy = RetryPolicy(5)
-    policy.on_event(CHECKPOINT)
-    assert not again(policy, kind("no"))
+    retry_policy = RetryPolicy(5)
+    retry_policy.on_event(CHECKPOINT)
+    assert not again(retry_policy, kind("no"))
 
 
 @pytest.mark.parametrize(("retries", "expected"), [(0, [False]), (1, [True, False]), (5, [True, False])])
 def test_lack_of_memory_is_retried_once(retries: int, expected: list[bool]) -> None:
-    policy = RetryPolicy(retries)
-    assert [again(policy, OutOfMemory("CUDA out of memory")) for _ in expected] == expected
+    retry_policy = RetryPolicy(retries)
+    assert [again(retry_policy, OutOfMemory("CUDA out of memory")) for _ in expected] == expected
 
 
 def test_lack_of_memory_is_counted_separately() -> None:
-    policy = RetryPolicy(3)
-    assert [again(policy, error) for error in (KILLED, OutOfMemory("x"), KILLED, OutOfMemory("x"))] == [
+    retry_policy = RetryPolicy(3)
+    assert [again(retry_policy, error) for error in (KILLED, OutOfMemory("x"), KILLED, OutOfMemory("x"))] == [
         True
     ] * 3 + [False]
-    policy = RetryPolicy(3)
-    assert [again(policy, error) for error in (OutOfMemory("x"), OutOfMemory("x"))] == [True, False]
+    retry_policy = RetryPolicy(3)
+    assert [again(retry_policy, error) for error in (OutOfMemory("x"), OutOfMemory("x"))] == [True, False]
 
 
 def test_interrupt_is_not_retried() -> None:
