@@ -13,7 +13,7 @@ from pydantic import Field
 
 from flows.notify import notify_failure, notify_result
 from flows.pages import flow_run_tags, publish_run, publish_tags, show_log_lines
-from flows.tasks import check_drift, make_stage
+from flows.tasks import check_drift, run_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import StageName
@@ -81,16 +81,16 @@ def rlhf(
     checked = checked_config(config, overrides_of(fields, overrides), retry_store=True)
     with open_run(checked, start, until, flow_run_tags()) as run:
         publish_tags(run)
-        data = make_stage(run, "data")
+        data = run_stage(run, "data")
         check_drift(run, data)
-        make_stage(run, "sft")
-        make_stage(run, "reward")
-        make_stage(run, "judge")
-        make_stage(run, "dpo")
-        make_stage(run, "ppo")
-        make_stage(run, "sample")
-        make_stage(run, "evaluate")
-        make_stage(run, "register")
+        run_stage(run, "sft")
+        run_stage(run, "reward")
+        run_stage(run, "judge")
+        run_stage(run, "dpo")
+        run_stage(run, "ppo")
+        run_stage(run, "sample")
+        run_stage(run, "evaluate")
+        run_stage(run, "register")
         publish_run(run)
     summary = run.summary()
     notify_result(summary)

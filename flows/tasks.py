@@ -29,7 +29,7 @@ MAX_RETRIES = 1000
 """The limit that Prefect gets. `RetryPolicy` decides earlier."""
 
 
-def make_stage(run: PipelineRun, stage: StageName) -> ArtifactRef | None:
+def run_stage(run: PipelineRun, stage: StageName) -> ArtifactRef | None:
     """Return the artifact of `stage`, reused or made by its task; None if this run does not have
     the stage.
 

@@ -14,7 +14,7 @@ from rlhf_core.run.checks import CheckedConfig, probe
 from rlhf_core.run.drift import compare_with_champion
 from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
-from rlhf_core.run.stage_runner import make_with_retries
+from rlhf_core.run.stage_runner import run_with_retries
 from rlhf_core.types import ArtifactRef
 
 
@@ -75,7 +75,7 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
         for stage in STAGES:
             if not run.has(stage):
                 continue
-            record = make_with_retries(run, stage)
+            record = run_with_retries(run, stage)
             if stage == "data":
                 report = compare_with_champion(run, record.ref)
                 if report is not None:

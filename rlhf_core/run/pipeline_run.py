@@ -134,7 +134,7 @@ class PipelineRun:
         if not is_enabled(self.config, stage):
             raise InputError(f"this configuration has no stage {stage}; set {STAGES[stage].enabled_by}")
         if stage not in self.records:
-            raise InputError(f"this run has no artifact of stage {stage}; make the stage first")
+            raise InputError(f"this run has no artifact of stage {stage}; run the stage first")
         return self.records[stage].ref
 
     def inputs(self, stage: StageName) -> dict[StageName, ArtifactRef]:

@@ -74,7 +74,7 @@ class RetryPolicy:
 
 
 def retry_with(retry_policy: RetryPolicy, first_delay: float) -> Retrying:
-    """Return a caller that repeats a failed call as `retry_policy` allows, after the delays of `retry_delays`."""
+    """Return a caller that repeats a failed call as `retry_policy` allows, after `retry_delays`."""
     return Retrying(
         retry=retry_if_exception(retry_policy.should_retry),
         wait=wait_chain(*map(wait_fixed, retry_delays(first_delay))),

@@ -6,7 +6,7 @@
                            |
                     artifact, published by the child
 
-Prefect's task calls `get_or_run_stage` and retries by itself; `make_with_retries` does both without Prefect.
+Prefect's task calls `get_or_run_stage` and retries by itself; `run_with_retries` does both without Prefect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlhf_core.types import ArtifactRef
 log = logging.getLogger(__name__)
 
 
-def make_with_retries(run: PipelineRun, stage: StageName) -> StageRecord:
+def run_with_retries(run: PipelineRun, stage: StageName) -> StageRecord:
     """Return the artifact of `stage`; failures are retried with a growing delay, as the
     configuration says.
 
@@ -91,7 +91,7 @@ def get_or_run_stage(
             if on_event is not None:
                 on_event(event)
 
-        ref = _make(run, spec, log_file, dispatch, retry_policy, waiting)
+        ref = _run_stage(run, spec, log_file, dispatch, retry_policy, waiting)
         failpoint("flow.made")
     elif run.next_stage.stage == stage:
         run.next_stage.close()  # the store has the artifact, which `prepare_next` does not look for
@@ -130,7 +130,7 @@ def prepare_next(run: PipelineRun, stage: StageName, event: Mapping[str, Any]) -
         log.info("the process of stage %s starts later: %s", following, error)
 
 
-def _make(
+def _run_stage(
     run: PipelineRun,
     spec: StageSpec,
     log_file: Path,

@@ -31,7 +31,7 @@ from rlhf_core.run.local_context import RecordingMetrics, stage_context
 from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import resolve
-from rlhf_core.run.stage_runner import make_with_retries
+from rlhf_core.run.stage_runner import run_with_retries
 from rlhf_core.system.machine import machine
 from rlhf_core.types import StageContext
 
@@ -112,7 +112,7 @@ def tune(
     last: StageName = "reward" if config.reward.enabled else "sft"
     with open_run(checked, "data", last, {}, time.time()) as run:
         inputs = {
-            stage: run.artifacts.fetch(make_with_retries(run, stage).ref) for stage in filter(run.has, STAGES)
+            stage: run.artifacts.fetch(run_with_retries(run, stage).ref) for stage in filter(run.has, STAGES)
         }
     ppo = train or STAGES["ppo"].load()
     work = run.home.tune(run.name)

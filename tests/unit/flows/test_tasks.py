@@ -43,7 +43,7 @@ def test_prefect_follows_the_retry_policy(retries: int) -> None:
 
 
 def test_the_flow_calls_all_stages_in_their_order() -> None:
-    assert re.findall(r'make_stage\(run, "(\w+)"\)', inspect.getsource(rlhf.fn)) == list(STAGES)
+    assert re.findall(r'run_stage\(run, "(\w+)"\)', inspect.getsource(rlhf.fn)) == list(STAGES)
 
 
 def test_a_task_gets_the_artifacts_that_its_stage_reads(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_task_gets_the_artifacts_that_its_stage_reads(tmp_path: Path) -> None:
             run.records[stage] = StageRecord(ref, 1.0, False)
     assert given["reward"] == ["data", "sft"]
     assert given["register"] == ["data", "sft", "reward", "ppo", "evaluate"]
-    assert "dpo" not in given and tasks.make_stage(run, "dpo") is None
+    assert "dpo" not in given and tasks.run_stage(run, "dpo") is None
 
 
 def test_prefect_gets_the_page_before_the_run_ends(tmp_path: Path, api: PrefectApi) -> None:

@@ -159,7 +159,7 @@ def test_the_python_api_continues_with_the_same_version(
         raise InterruptedError
 
     monkeypatch.setattr(api, "open_run", interrupted)
-    monkeypatch.setattr(api, "make_with_retries", fail)
+    monkeypatch.setattr(api, "run_with_retries", fail)
     for version in ("1", "2"):
         if version == "2":
             make_champion("2")

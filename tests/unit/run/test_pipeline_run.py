@@ -131,7 +131,7 @@ def test_inputs_of_a_stage_are_the_artifacts_that_the_run_has_made(tmp_path: Pat
     run = pipeline(tmp_path)
     run.records["data"] = StageRecord(ref("data"), 1.0, False)
     assert run.inputs("sft") == {"data": ref("data")}
-    with pytest.raises(InputError, match="this run has no artifact of stage sft; make the stage first"):
+    with pytest.raises(InputError, match="this run has no artifact of stage sft; run the stage first"):
         run.inputs("reward")
     with pytest.raises(InputError, match=r"has no stage dpo; set dpo\.enabled"):
         run.artifact("dpo")

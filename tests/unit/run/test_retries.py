@@ -4,7 +4,7 @@
 - never after a user error or a deterministic failure, and not after an interrupt
 - once after a lack of memory
 - all attempts share the time of the stage
-- `make_with_retries` follows the policy, with a delay that doubles
+- `run_with_retries` follows the policy, with a delay that doubles
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed, StageTimedOut
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import NEVER_RETRIED, RetryPolicy, retry_with
-from rlhf_core.run.stage_runner import get_or_run_stage, make_with_retries
+from rlhf_core.run.stage_runner import get_or_run_stage, run_with_retries
 from rlhf_core.types import ArtifactRef
 from tests.support.toy_stage import toy_environment
 
@@ -131,7 +131,7 @@ return REF
 
 def test_a_failed_stage_is_made_by_the_next_attempt(stages: Stages, tmp_path: Path) -> None:
     run = stages.run(FAILS_ONCE, retries=1, retry_delay=0.1)
-    assert make_with_retries(run, "data").ref.uri == "/store/x"
+    assert run_with_retries(run, "data").ref.uri == "/store/x"
     assert (tmp_path / "tries").read_text() == "xx"
     assert [file.name for file in sorted(run.logs.glob("*.log"))] == ["data-01.log", "data-02.log"]
 
@@ -139,7 +139,7 @@ def test_a_failed_stage_is_made_by_the_next_attempt(stages: Stages, tmp_path: Pa
 def test_the_last_failure_is_raised(stages: Stages) -> None:
     run = stages.run(FAILS, retries=1, retry_delay=0.1)
     with pytest.raises(StageFailed, match="rank 1 died"):
-        make_with_retries(run, "data")
+        run_with_retries(run, "data")
     assert len(list(run.logs.glob("*.log"))) == 2
 
 
