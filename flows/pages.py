@@ -130,7 +130,7 @@ def publish_tags(run: PipelineRun) -> None:
 
 def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> None:
     """Report, table and link of a finished stage."""
-    links = run.where(record.ref.mlflow_run_id)
+    links = run.links(record.ref.mlflow_run_id)
     with _view_only(stage):
         create_markdown_artifact(
             stage_markdown(stage, record, links),
@@ -158,7 +158,7 @@ def publish_drift(report: DriftReport) -> None:
 
 def publish_run(run: PipelineRun) -> None:
     """Report and link of the whole run."""
-    links = run.where(run.parent_run_id)
+    links = run.links(run.parent_run_id)
     with _view_only("run"):
         create_markdown_artifact(
             run_markdown(run.summary()), key="pipeline-report", description="Whole pipeline"

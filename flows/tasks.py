@@ -35,7 +35,7 @@ def run_stage(run: PipelineRun, stage: StageName) -> ArtifactRef | None:
 
     Raises InputError if `run` has not made an input of the stage yet.
     """
-    if not run.has(stage):
+    if not run.includes(stage):
         return None
     retry_policy = RetryPolicy(run.config.run.retries)
     # Prefect draws an edge from the task that has returned an artifact to the task that gets it.

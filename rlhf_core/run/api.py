@@ -73,7 +73,7 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     with open_run(checked, start, until, tags, started) as run:
         # Also stages before `start`: their artifacts are found, or `PipelineRun.find` raises.
         for stage in STAGES:
-            if not run.has(stage):
+            if not run.includes(stage):
                 continue
             record = run_with_retries(run, stage)
             if stage == "data":

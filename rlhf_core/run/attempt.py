@@ -240,7 +240,7 @@ class _Attempt:
                 checkpoints.finish()
                 raise
         failpoint("stage.published")
-        # Only now. If a kill prevents it, `PipelineRun.tidy` does the same when the artifact is reused.
+        # Only now. If a kill prevents it, `PipelineRun.remove_leftovers` does it at the next reuse.
         checkpoints.clear()
         shutil.rmtree(spec.rollout_cache, ignore_errors=True)
         return ref

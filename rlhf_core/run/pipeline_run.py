@@ -98,9 +98,9 @@ class PipelineRun:
         self.parent_run_id: str | None = None
         """The MLflow run; None until MLflow answers."""
         self.records: dict[StageName, StageRecord] = {}
-        self.began: dict[StageName, float] = {}
+        self.first_started: dict[StageName, float] = {}
         """When this run first came to a stage, by the monotonic clock. Failed attempts count in its time."""
-        self.making: dict[str, str] = {}
+        self.current_stage: dict[str, str] = {}
         """`stage` and `log` of the stage that is being made."""
         self.next_stage = NextStage()
 
@@ -121,7 +121,7 @@ class PipelineRun:
                 self.tracking.remove_tags(self.parent_run_id, "rlhf.warnings")
             self.tracking.log_datasets(self.parent_run_id, data_sets(self.config, self.sources))
 
-    def has(self, stage: StageName) -> bool:
+    def includes(self, stage: StageName) -> bool:
         """Return whether `stage` is enabled and does not come after the last stage of this run."""
         names = list(STAGES)
         return is_enabled(self.config, stage) and names.index(stage) <= names.index(self.stages[-1])
@@ -175,7 +175,7 @@ class PipelineRun:
             )
         return found
 
-    def tidy(self, spec: StageSpec) -> None:
+    def remove_leftovers(self, spec: StageSpec) -> None:
         """Remove what an attempt left that was killed after it had published its artifact."""
         outbox = Outbox.of(self.store, self.home.outbox)
         # `clear` does not use the folder for downloads.
@@ -205,24 +205,24 @@ class PipelineRun:
     def stage_after(self, stage: StageName) -> StageName | None:
         """Return the stage that this run makes after `stage`, if there is one."""
         later = self.stages[self.stages.index(stage) + 1 :] if stage in self.stages else ()
-        return next((name for name in later if self.has(name)), None)
+        return next((name for name in later if self.includes(name)), None)
 
-    def begin(self, stage: StageName, log_file: Path) -> None:
+    def record_start(self, stage: StageName, log_file: Path) -> None:
         """Record that a stage is being made, for `rlhf status`."""
         # A retry within this run keeps the tags of earlier attempts.
-        if stage == "ppo" and self.making.get("stage") != "ppo":
+        if stage == "ppo" and self.current_stage.get("stage") != "ppo":
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
             self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
-        self.making = {"stage": stage, "log": str(log_file)}
+        self.current_stage = {"stage": stage, "log": str(log_file)}
         self.save_state("running")
 
-    def record(self, stage: StageName, record: StageRecord) -> None:
+    def record_result(self, stage: StageName, record: StageRecord) -> None:
         """Record the outcome of a stage, also for `rlhf status`."""
         self.records[stage] = record
-        self.making = {}
+        self.current_stage = {}
         self.save_state("running")
 
-    def note(self, name: str, message: str) -> None:
+    def tag_message(self, name: str, message: str) -> None:
         """Store a message of PPO as the tag `rlhf.{name}` of the MLflow run: `guard.loops`, `advice.sync`."""
         self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
 
@@ -252,7 +252,7 @@ class PipelineRun:
             "decided_by": key_fields(self.config, self.sources),
             "mlflow_run_id": self.parent_run_id,
             "stages": stages,
-            "making": self.making,
+            "making": self.current_stage,
         }
         write_json(self.folder / "run.json", content)
 
@@ -262,7 +262,7 @@ class PipelineRun:
             return ""  # This run itself was started before, and continues.
         return describe_unfinished(self.home, self.config_path, key_fields(self.config, self.sources))
 
-    def where(self, mlflow_run_id: str | None) -> dict[str, str]:
+    def links(self, mlflow_run_id: str | None) -> dict[str, str]:
         """Return addresses for people: of the logs, of the MLflow run and of the report."""
         addresses = {"logs": str(self.logs)}
         if mlflow_run_id is not None:
@@ -287,7 +287,7 @@ class PipelineRun:
             "tracking_uri": self.tracking.uri if given else None,
             "run": self.name,
             "pipeline_key": self.key,
-            "where": self.where(self.parent_run_id),
+            "where": self.links(self.parent_run_id),
         }
         return summarize(self.records, time.time() - self.started, identity)
 

@@ -65,7 +65,7 @@ def get_or_run_stage(
         RLHFError: As the child reported it, see `run_child`.
         GateFailed: A reused artifact does not meet the limits of this configuration.
     """
-    began = run.began.setdefault(stage, time.monotonic())
+    began = run.first_started.setdefault(stage, time.monotonic())
     run.ensure_parent()
     spec = run.spec(stage, inputs)
     display = current_display()
@@ -75,7 +75,7 @@ def get_or_run_stage(
         waiting = _take_waiting(run, stage)
         log_file = run.log_file(stage) if waiting is None else waiting.log_file
         display.started(stage, str(log_file))
-        run.begin(stage, log_file)
+        run.record_start(stage, log_file)
         failpoint("flow.stage")
 
         def dispatch(event: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def get_or_run_stage(
             continued = continued or event["event"] == "resumed"
             for kind in ("guard", "advice"):
                 if event["event"] == "warning" and kind in event:
-                    run.note(f"{kind}.{event[kind]}", event["message"])
+                    run.tag_message(f"{kind}.{event[kind]}", event["message"])
             prepare_next(run, stage, event)
             retry_policy.on_event(event)
             display.event(stage, event)
@@ -98,10 +98,10 @@ def get_or_run_stage(
     if reused:
         # An artifact that was made under other limits must meet those of this configuration.
         check_gate(run.config, stage, ref.metrics)
-        run.tidy(spec)
+        run.remove_leftovers(spec)
         run.tracking.link_reused(run.parent_run_id, stage, ref)
     record = StageRecord(ref, time.monotonic() - began, reused, continued)
-    run.record(stage, record)
+    run.record_result(stage, record)
     display.finished(stage, record)
     return record
 
@@ -144,7 +144,7 @@ def _run_stage(
     """
     config = run.config
     # All attempts of a stage share its time.
-    left = config.run.stage_timeout - (time.monotonic() - run.began[spec.stage])
+    left = config.run.stage_timeout - (time.monotonic() - run.first_started[spec.stage])
     try:
         if config.run.executor_of(spec.stage) == "local":
             environment = stage_environment(config)

@@ -112,7 +112,8 @@ def tune(
     last: StageName = "reward" if config.reward.enabled else "sft"
     with open_run(checked, "data", last, {}, time.time()) as run:
         inputs = {
-            stage: run.artifacts.fetch(run_with_retries(run, stage).ref) for stage in filter(run.has, STAGES)
+            stage: run.artifacts.fetch(run_with_retries(run, stage).ref)
+            for stage in filter(run.includes, STAGES)
         }
     ppo = train or STAGES["ppo"].load()
     work = run.home.tune(run.name)

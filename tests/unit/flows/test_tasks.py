@@ -50,7 +50,7 @@ def test_a_task_gets_the_artifacts_that_its_stage_reads(tmp_path: Path) -> None:
     run = PipelineRun(PipelineConfig.model_validate({"run": {"home": str(tmp_path)}}), "demo.yaml")
     given = {}
     for stage in STAGES:
-        if run.has(stage):
+        if run.includes(stage):
             given[stage] = list(run.inputs(stage))
             ref = ArtifactRef(stage, "a" * 16, "d", f"/{stage}")
             run.records[stage] = StageRecord(ref, 1.0, False)

@@ -122,7 +122,13 @@ def test_disabled_reward_model_is_no_input(tmp_path: Path) -> None:
         reward={"enabled": False},
         ppo={"rewards": [{"type": "length", "target": 9, "tolerance": 3}]},
     )
-    assert [stage for stage in STAGES if run.has(stage)] == ["data", "sft", "ppo", "evaluate", "register"]
+    assert [stage for stage in STAGES if run.includes(stage)] == [
+        "data",
+        "sft",
+        "ppo",
+        "evaluate",
+        "register",
+    ]
     inputs = {stage: ref(stage) for stage in STAGES}
     assert set(run.spec("ppo", inputs).inputs) == {"data", "sft"}
 
@@ -139,7 +145,7 @@ def test_inputs_of_a_stage_are_the_artifacts_that_the_run_has_made(tmp_path: Pat
 
 def test_until_ends_the_run_after_its_stage(tmp_path: Path) -> None:
     run = pipeline(tmp_path, until="reward")
-    assert [stage for stage in STAGES if run.has(stage)] == ["data", "sft", "reward"]
+    assert [stage for stage in STAGES if run.includes(stage)] == ["data", "sft", "reward"]
 
 
 def test_start_names_the_missing_artifact(tmp_path: Path) -> None:
@@ -167,7 +173,7 @@ def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     for folder in left:
         folder.mkdir(parents=True)
     assert run.store.list(f"checkpoints/{spec.key}")
-    run.tidy(spec)
+    run.remove_leftovers(spec)
     assert not run.store.list(f"checkpoints/{spec.key}")
     assert not any(folder.exists() for folder in left)
 
@@ -181,7 +187,7 @@ def test_empty_range_of_stages_is_refused() -> None:
 def test_new_run_names_the_unfinished_run_that_it_does_not_continue(tmp_path: Path) -> None:
     assert pipeline(tmp_path).unfinished_predecessor() == ""
     first = pipeline(tmp_path)
-    first.making = {"stage": "ppo", "log": ""}
+    first.current_stage = {"stage": "ppo", "log": ""}
     first.save_state("failed", "killed")
     same = pipeline(tmp_path, run={"stage_timeout": 9.0}, tracking={"system_metrics": False})
     assert same.unfinished_predecessor() == "", "it continues that one"
@@ -477,7 +483,7 @@ def test_warnings_are_logged_and_tagged(
 ) -> None:
     checked = checked_in(tmp_path, database, ppo={"kl": {"estimator": "k3"}})
     with pytest.raises(RuntimeError), open_run(checked, "data", "data") as run:
-        run.note("guard.loops", "step 4: guard loops: 30 %")
+        run.tag_message("guard.loops", "step 4: guard loops: 30 %")
         raise RuntimeError("asked enough")
     tags = tags_of(run)
     assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
@@ -531,17 +537,17 @@ def test_rerun_removes_outdated_warning_tags(tmp_path: Path, database: Path) -> 
     first = PipelineRun(checked_in(tmp_path, database).config, "demo.yaml")
     first.tags = {"rlhf.warnings": "ppo.kl.estimator: k3"}
     first.ensure_parent()
-    first.note("guard.loops", "step 4: guard loops: 30 %")
-    first.note("advice.sync", "advice, step 4: 30 %")
+    first.tag_message("guard.loops", "step 4: guard loops: 30 %")
+    first.tag_message("advice.sync", "advice, step 4: 30 %")
     run = PipelineRun(first.config, "demo.yaml")
     run.ensure_parent()
     assert _warnings_of(run) == {"rlhf.guard.loops", "rlhf.advice.sync"}
-    run.begin("sft", tmp_path / "log")
+    run.record_start("sft", tmp_path / "log")
     assert _warnings_of(run) == {"rlhf.guard.loops", "rlhf.advice.sync"}
-    run.begin("ppo", tmp_path / "log")
+    run.record_start("ppo", tmp_path / "log")
     assert _warnings_of(run) == set()
-    run.note("guard.loops", "step 5: guard loops: 30 %")
-    run.begin("ppo", tmp_path / "log")  # the second try of the same run
+    run.tag_message("guard.loops", "step 5: guard loops: 30 %")
+    run.record_start("ppo", tmp_path / "log")  # the second try of the same run
     assert _warnings_of(run) == {"rlhf.guard.loops"}
     again = PipelineRun(first.config, "demo.yaml")
     again.tags = first.tags

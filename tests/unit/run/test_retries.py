@@ -147,7 +147,7 @@ def test_all_attempts_share_the_time_of_the_stage(stages: Stages) -> None:
     run = stages.run(FAILS, stage_timeout=100)
     with pytest.raises(StageFailed, match="rank 1 died"):
         get_or_run_stage(run, "data", {}, RetryPolicy(5))
-    run.began["data"] -= 98.0
+    run.first_started["data"] -= 98.0
     stages.change("time.sleep(600)")
     limit = r"stopped after [0-2] seconds, all that run\.stage_timeout=100 left it"
     with pytest.raises(StageTimedOut, match=limit):

@@ -44,7 +44,7 @@ def test_reused_reward_model_below_the_limit_fails(tmp_path: Path) -> None:
     made = ArtifactRef("reward", "a" * 16, "digest", "/store/reward", {"accuracy": 0.59})
     run: Any = SimpleNamespace(
         config=config,
-        began={},
+        first_started={},
         ensure_parent=lambda: None,
         spec=lambda *_: None,
         find=lambda _spec: made,
