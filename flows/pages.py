@@ -102,7 +102,7 @@ class ProgressPage:
 
 
 def describe(event: dict[str, Any]) -> tuple[float, str]:
-    """Percent and a sentence for a progress event."""
+    """Return the percentage and a sentence for a progress event."""
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in (event.get("metrics") or {}).items())
     text = f"{event['task']}: {event['done']} of {event['total']} {event['unit']}" + (
         f" ({metrics})" if metrics else ""
@@ -117,7 +117,7 @@ def show_log_lines() -> None:
 
 
 def publish_tags(run: PipelineRun) -> None:
-    """Tags that tell this flow run from others: configuration, seed, and the pipeline's key."""
+    """Set tags that tell this flow run from others: configuration, seed, and the pipeline's key."""
     settings = run.config.run
     with _view_only("tags"), get_client(sync_client=True) as client:
         # An update replaces all tags, and the reconciler needs `auto-recover`.
@@ -149,7 +149,7 @@ def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> No
 
 
 def publish_drift(report: DriftReport) -> None:
-    """Page of the comparison with the champion's data."""
+    """Publish the page of the comparison with the champion's data."""
     with _view_only("drift"):
         create_markdown_artifact(
             report.markdown, key="data-drift", description=f"Drift from the data of {report.champion}"
@@ -178,7 +178,7 @@ def _view_only(what: str) -> Iterator[None]:
 
 
 def flow_run_tags() -> dict[str, str]:
-    """Tags by which an MLflow run leads back to the flow run that it belongs to."""
+    """Return tags by which an MLflow run leads back to the flow run that it belongs to."""
     tags = {"prefect.flow_run_id": runtime.flow_run.id, "prefect.flow_run_name": runtime.flow_run.name}
     if EMBEDDED not in os.environ:
         tags["prefect.flow_run_url"] = runtime.flow_run.ui_url

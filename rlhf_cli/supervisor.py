@@ -365,7 +365,7 @@ class Supervisor:
 
 
 def main() -> int:
-    """Entry point of the supervisor's process: `python -m rlhf_cli.supervisor HOME`."""
+    """Run the supervisor's process: `python -m rlhf_cli.supervisor HOME`."""
     handler = logging.StreamHandler()
     handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

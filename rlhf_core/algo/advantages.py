@@ -80,7 +80,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """R_t = r_t + gamma R_{t+1} over the valid tokens. [B, T], unit of the reward, 0 under the mask.
+    """Return R_t = r_t + gamma R_{t+1} over the valid tokens. [B, T], unit of the reward, 0 under the mask.
 
     Used by REINFORCE++ (Hu 2025) and for the per-token KL of the group estimators. GAE without a critic and
     with lam = 1 is this sum, so it follows the same rule for gaps.
@@ -90,7 +90,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 @torch.no_grad()
 def group_advantages(scores_B: Tensor, groups_B: Tensor, kind: GroupKind, eps: float = 1e-6) -> Tensor:
-    """Advantage of each sequence within its group, usually the samples of one prompt. [B] -> [B].
+    """Return the advantage of each sequence within its group, usually the samples of one prompt. [B] -> [B].
 
         grpo                         (s - mean) / (std_unbiased + eps)   Shao et al. 2024, "DeepSeekMath"
         dr_grpo, reinforce_baseline  s - mean                            Liu et al. 2025; Hu et al. 2025

@@ -21,7 +21,7 @@ that means something."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """Estimate of KL(policy || reference) at tokens sampled from the policy. Shape of the inputs, in nats.
+    """Return the estimate of KL(policy || reference) at tokens sampled from the policy, in nats.
 
     With d = logprobs - ref_logprobs (Schulman 2020, "Approximating KL divergence"):
 
@@ -98,5 +98,5 @@ class AdaptiveKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores `coef`; target and horizon belong to the configuration."""
+        """Restore `coef`; target and horizon belong to the configuration."""
         self.coef = float(state["coef"])

@@ -47,9 +47,9 @@ def token_logprobs(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1
 
 
 def token_entropy(logits_BTV: Tensor, temperature: float = 1.0) -> Tensor:
-    """Exact entropy -sum p log p of softmax(logits / temperature), per token. [..., V] -> [...], in nats.
+    """Return the exact entropy -sum p log p of softmax(logits / temperature), per token, in nats.
 
-    A logit of -inf is a word that cannot be sampled: it adds 0, and its gradient is 0.
+    [..., V] -> [...]. A logit of -inf is a word that cannot be sampled: it adds 0, and its gradient is 0.
     """
     _check(logits_BTV, temperature)
     # torch declares Function.apply without types
@@ -132,7 +132,7 @@ def _flat(logits: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of the first axis, each of about one chunk of elements."""
+    """Yield slices of the first axis, each of about one chunk of elements."""
     size = LOSS_CHUNK["cpu" if logits.device.type == "cpu" else "cuda"]
     step = max(1, size // max(1, math.prod(logits.shape[1:])))
     for start in range(0, logits.shape[0], step):

@@ -13,7 +13,7 @@ from rlhf_core.algo.masking import as_float
 
 @torch.no_grad()
 def overlong_penalty(lengths_B: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """Soft penalty for long responses (Yu et al. 2025, "DAPO", eq. 13). [B] -> [B], unit of the score.
+    """Return the soft penalty for long responses (Yu et al. 2025, "DAPO", eq. 13), in the unit of the score.
 
         length <= max_length - buffer    0
         up to max_length                 falls linearly to -factor

@@ -145,8 +145,8 @@ def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
 
 
 def generate(config: SyntheticConfig, seed: int, kind: SetName) -> Iterator[dict[str, Any]]:
-    """Rows of one set, in the formats of files: `prompt`+`completion`, `prompt`+`chosen`+`rejected`, or
-    `prompt`.
+    """Yield the rows of one set in the formats of files: `prompt`+`completion`, `prompt`+`chosen`+`rejected`,
+    or `prompt`.
 
     The same arguments give the same rows on every machine; row i does not depend on how many are asked for.
     """
@@ -167,7 +167,7 @@ def generate(config: SyntheticConfig, seed: int, kind: SetName) -> Iterator[dict
 
 
 def draw_response(rng: random.Random, topic: Topic, quality: float) -> str:
-    """Two to five sentences; `quality` in [0, 1] raises kindness, relevance, variety and grammar."""
+    """Return two to five sentences; `quality` in [0, 1] raises kindness, relevance, variety and grammar."""
     sentences: list[str] = []
     for index in range(rng.choices((2, 3, 4, 5), (2, 4, 3, 1))[0]):
         slips = rng.random() < 0.22 * (1 - quality)
@@ -255,7 +255,7 @@ def _sigmoid(x: float) -> float:
 
 @lru_cache(maxsize=8)
 def _distinct_prompts(seed: int) -> tuple[str, ...]:
-    """Every prompt of the task once, shuffled by the seed."""
+    """Return every prompt of the task once, shuffled by the seed."""
     prompts = [
         f"{ask} {adjective} {subject} {place}."
         for ask in ASKS

@@ -162,7 +162,7 @@ class Encoder:
         return Encoded(tuple(ids), tuple(mask))
 
     def text(self, text: str, max_tokens: int) -> Encoded:
-        """Plain text cut to `max_tokens`; EOS follows only where nothing was cut.
+        """Return plain text cut to `max_tokens`; EOS follows only where nothing was cut.
 
         The mask is 1 but on BOS.
         """
@@ -293,7 +293,7 @@ class Encoder:
         return self._begin(self._pieces(text, restore, template_specials=True))
 
     def _begin(self, tokens: _Tokens) -> _Tokens:
-        """BOS first where the tokenizer itself would put one and the template did not."""
+        """Return the tokens with BOS first if the tokenizer itself would put one and the template did not."""
         if self._bos is None or tokens.ids[:1] == [self._bos]:
             return tokens
         return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [0, *tokens.ends])
@@ -304,7 +304,7 @@ class Encoder:
     def _pieces(
         self, text: str, restore: dict[str, str] | None = None, template_specials: bool = False
     ) -> _Tokens:
-        """Tokens of `text` in which no special token is recognised but, on request, the template's own."""
+        """Return tokens of `text`. No special token is recognised but, on request, the template's own."""
         ids: list[int] = []
         starts: list[int] = []
         ends: list[int] = []

@@ -67,8 +67,9 @@ class TokenBatch:
     """(S+1,) the same as int32 on the device, for kernels."""
 
     def model_inputs(self, attention: str) -> dict[str, Any]:
-        """Arguments of a Hugging Face backbone with this attention. Ours and flash attention get the borders;
-        others see them in the positions.
+        """Return the arguments of a Hugging Face backbone with this attention.
+
+        Ours and flash attention get the borders; others see them in the positions.
         """
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_BL,

@@ -88,7 +88,7 @@ def _filled(lengths: Sequence[int], costs: Sequence[int], count: int, budget: in
 
 
 def _padded(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
-    """Groups of neighbours in length, so that there is little padding; the largest are halved up to a
+    """Return groups of neighbours in length, so that there is little padding; the largest are halved up to a
     multiple of `ranks`.
     """
     groups: list[list[int]] = []

@@ -74,7 +74,7 @@ class ModelShape:
         return weights + biases + norms
 
     def adapter_parameters(self, r: int, targets: Sequence[str] | None) -> int:
-        """Parameters of LoRA's A and B on `targets` in every layer, or on all linear layers for None.
+        """Return the parameters of LoRA's A and B on `targets` in every layer; None: on all linear layers.
 
         Raises ModelError for a target that is not a linear layer.
         """

@@ -241,7 +241,7 @@ class Model:
     # -- while computing, in addition to `state` --
 
     def backward(self, batch: ForwardPass) -> Bytes:
-        """Peak of a forward and backward pass, with the gradients of the micro-batches before."""
+        """Return the peak of a forward and backward pass, with the gradients of the micro-batches before."""
         # With checkpointing, only the input of each layer is kept.
         per_layer = self.size * self.shape.hidden if self._checkpoints else self._layer(batch)
         layers = batch.tokens * self.shape.layers * per_layer
@@ -302,7 +302,7 @@ class Model:
         return Bytes(gradients=self.gradients, buffers=4 * self.trainable if self.size == 2 else flat)
 
     def scoring(self, batch: ForwardPass) -> Bytes:
-        """Memory of a forward pass without gradients: one layer, the logits and the chunks of the loss."""
+        """Return the memory of a forward pass without gradients: one layer, logits and chunks of the loss."""
         shape, logits = self.shape, self._logits(batch)
         layer = batch.tokens * (self.size * (3 * shape.intermediate + 4 * shape.hidden) + 8 * shape.hidden)
         return Bytes(

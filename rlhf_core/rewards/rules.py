@@ -155,7 +155,7 @@ def well_formed(sample: RewardInput) -> float:
 
 
 def token_share(source: TokenShareReward, sample: RewardInput) -> float:
-    """Share, in [0, 1], of response token ids under `below`; 0 for an empty response."""
+    """Return the share, in [0, 1], of response token ids under `below`; 0 for an empty response."""
     ids = sample.response_ids
     return sum(token < source.below for token in ids) / len(ids) if ids else 0.0
 

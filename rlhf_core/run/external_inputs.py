@@ -20,8 +20,8 @@ from rlhf_core.tracking.tracker import DataSet
 
 
 def external_digests(config: PipelineConfig) -> dict[str, str]:
-    """Digests of all that the pipeline reads from outside: data, base model, template, the Python files that
-    rewards come from, the files of the judge, and votes of people.
+    """Return digests of all that the pipeline reads from outside: data, base model, template, the Python
+    files that rewards come from, the files of the judge, and votes of people.
     """
     return (
         source_digests(config)
@@ -74,8 +74,8 @@ def _rubric_digest(config: PipelineConfig) -> dict[str, str]:
 
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:
-    """Digests of the Python files that rewards come from (not of what those import) and of the rubrics of
-    language models, because a changed reward is another PPO run or another regression set.
+    """Return digests of the Python files that rewards come from (not of what those import) and of the rubrics
+    of language models, because a changed reward is another PPO run or another regression set.
     """
     rewards = {}
     for field, source in reward_fields(config).items():

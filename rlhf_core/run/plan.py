@@ -183,7 +183,7 @@ def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardwa
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Batches, memory, time, and the verdict."""
+    """Print batches, memory, time, and the verdict."""
     config, shape, device = plan.config, plan.shape, plan.hardware.device
 
     def say(text: str) -> None:
@@ -230,7 +230,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def as_json(plan: Plan) -> str:
-    """Everything in bytes and seconds."""
+    """Return the plan as JSON, in bytes and seconds."""
     found: dict[str, Any] = {
         "fits": plan.verdict.fits,
         "hardware": {

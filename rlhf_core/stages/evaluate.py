@@ -67,7 +67,7 @@ _HELD_OUT, _CHOSEN = "held-out", "chosen answers"
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
-    """Evaluates; see the module's docstring.
+    """Evaluate the models; see the module's docstring.
 
     Raises:
         DataError: There are no held-out prompts.
@@ -280,7 +280,7 @@ def _write(
     measured: Measured,
     metrics: Mapping[str, float],
 ) -> None:
-    """Files of the artifact, and the same content for the tracker."""
+    """Write the files of the artifact, and the same content for the tracker."""
     from rlhf_core.evaluation import plots, report
 
     out = context.output
@@ -409,7 +409,7 @@ def _data_card(folder: Path) -> str:
 
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat, for the tracker's table."""
+    """Return a row of the tracker's table, without nesting."""
     flat = {name: row[name] for name in ("prompt", *row["scores"], "winner")}
     for model, scores in row["scores"].items():
         flat |= {f"{model}/{name}": value for name, value in scores.items()}

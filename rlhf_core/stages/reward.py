@@ -283,7 +283,9 @@ def warn_of_rounding(stage: StageName, merge_gap: float, margin: float) -> None:
 def _examine(
     pairs: Sequence[PairExample], scores_P2: Any, out: Path, context: StageContext
 ) -> dict[str, float]:
-    """Calibration, length bias, accuracy by source and length: `examination.json`, a plot, and metrics."""
+    """Write `examination.json` and a plot, and return metrics: calibration, length bias, accuracy by source
+    and length.
+    """
     from rlhf_core.evaluation.calibration import accuracy_by, accuracy_by_length, calibration, length_bias
     from rlhf_core.evaluation.plots import reliability
 
@@ -409,8 +411,8 @@ def train_step(
 def evaluate_reward(
     engine: TrainingEngine, held_out: Sequence[PairExample], config: RewardConfig, pad_id: int
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Held-out `eval/accuracy` (ties count half), `eval/margin` and `eval/loss`, and the raw scores (pairs,
-    2), chosen first. A collective.
+    """Return held-out `eval/accuracy` (ties count half), `eval/margin` and `eval/loss`, and the raw scores
+    (pairs, 2), chosen first. A collective.
     """
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
