@@ -39,7 +39,7 @@ _UNSAFE_VARIABLES = {
 }
 """Environment variables that disable a guarantee of SECURITY.md, and the effect of each."""
 _PROXIES = ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-"""In capitals or small letters."""
+"""Variables of proxies, in capitals or small letters."""
 
 
 Part = tuple[str, Callable[[PipelineConfig], Iterator[Finding]]]

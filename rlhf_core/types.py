@@ -124,7 +124,7 @@ class Rollout:
     policy_version: int
     """Step whose weights sampled it, or its first token, which has the oldest version."""
     spans: VersionSpans = ()
-    """If several policy versions sampled it."""
+    """Spans of the policy versions, if several sampled it."""
 
 
 @dataclass(frozen=True)

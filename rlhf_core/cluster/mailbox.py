@@ -39,7 +39,7 @@ class CallRequest:
     """One call of rank 0."""
 
     function: Callable[[ContextServer], Any]
-    """Is called in the stage's process."""
+    """The function that is called in the stage's process."""
     needs_reply: bool = True
 
 

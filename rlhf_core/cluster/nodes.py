@@ -121,10 +121,10 @@ class ClusterNodes:
         self._digests = FileDigests()
         self._lock = threading.Lock()
         self.before_leave: Callable[[], None] = lambda: None
-        """Called while the agents still answer."""
+        """Function that is called while the agents still answer."""
         self._gpu_drivers = {driver} if (driver := machine().gpu_driver()) else set()
         self.on_gpu_drivers: Callable[[str], None] = lambda drivers: None
-        """Called with the versions of the GPU drivers of all hosts, this one included."""
+        """Function that is called with the versions of the GPU drivers of all hosts, this one included."""
 
     # -- start and end --
 

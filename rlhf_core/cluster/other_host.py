@@ -42,7 +42,7 @@ class Host:
     inputs: list[Path] = field(default_factory=list)
     """Folders of the stage's inputs there, which it has verified."""
     participants: list[Participant] = field(default_factory=list)
-    """As of now: their seconds go on after the report."""
+    """Participants as of now: their seconds go on after the report."""
     silent: float = 0.0
     """Seconds since the last report."""
     asked: float = math.inf

@@ -13,7 +13,7 @@ from rlhf_core.system.home import Home
 from rlhf_core.system.machine import machine
 
 MIN_FREE_BYTES = 200_000_000
-"""For logs, stacks and other small files."""
+"""Space for logs, stacks and other small files."""
 
 
 class Space(NamedTuple):

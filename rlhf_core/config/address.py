@@ -29,7 +29,7 @@ class Address:
 
     kind: AddressKind
     text: str
-    """As written in the configuration."""
+    """The address as written in the configuration."""
 
     @property
     def path(self) -> Path:

@@ -22,7 +22,7 @@ FORM = 1
 LETTERS = ("A", "B", "C")
 """The first answer, the second answer, neither."""
 AGAIN = "\n\nYour last reply did not end with one of the letters A, B and C. Write only this letter."
-"""Is added to a question whose reply has no letter."""
+"""Text that is added to a question whose reply has no letter."""
 
 _RUBRIC = (
     "You compare two answers to a request. The better answer does what was asked, is correct and is easy to"

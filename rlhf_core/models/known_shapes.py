@@ -63,7 +63,7 @@ _CONFIGS = {
     "Qwen/Qwen3-14B-Base": _qwen3(5120, 17408, 40, 40),
     "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64),
 }
-"""By the id on the hub. The files are at https://huggingface.co/<id>/blob/main/config.json."""
+"""Configurations by the id on the hub. The files are at https://huggingface.co/<id>/blob/main/config.json."""
 
 NAMES = tuple(_CONFIGS)
 

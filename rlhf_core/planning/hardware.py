@@ -65,7 +65,7 @@ class Hardware:
     device: Device
     hosts: int = 1
     network: Network | None = None
-    """None with one host."""
+    """Network between the hosts; None with one host."""
     host_memory: float | None = None
     """Bytes of a host's own memory; None if it is unknown."""
 

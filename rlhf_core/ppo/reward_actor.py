@@ -49,7 +49,9 @@ log = logging.getLogger(__name__)
 _CHUNKS = 64
 """Chunks that one call brings. More would fill the object store of the actor's node."""
 _DECODING_THREADS = 8
-"""At most. More would not help: a tenth of the work on a response holds Python's lock."""
+"""Largest number of threads that decode. More would not help: a tenth of the work on a response holds the
+lock of Python.
+"""
 _CLOSE_SECONDS = 10.0
 
 
@@ -86,7 +88,7 @@ class Scored:
     """Result of an actor for its part of a batch."""
 
     rewards: RewardBatch | None
-    """None after an error."""
+    """The scores; None after an error."""
     error: RLHFError | None
     """Its note is the traceback, because pickling loses causes."""
     records: list[logging.LogRecord]

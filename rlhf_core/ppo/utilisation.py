@@ -36,7 +36,7 @@ _SCORING = ("logprobs", "values", "scores", "make_experience")
 _TRAINING = ("update_policy", "update_critic")
 _SYNC = ("send_weights", "start_weight_update", "update_weights", "finish_weight_update", "acknowledge")
 _MOVING = ("sleep", "wake", "offload_states", "reload_states")
-"""With `ppo.engine.sleep_level`, one after the other."""
+"""Calls that are made one after the other with `ppo.engine.sleep_level`."""
 _WORK = (*_SAMPLING, *_SCORING, *_TRAINING, *_SYNC, *_MOVING)
 """Calls of one step. Checkpoints are saved between steps."""
 
@@ -48,7 +48,7 @@ class Steps:
     timings: Metrics = field(default_factory=dict)
     """Sum of each `timing/<phase>`, and `timing/step`."""
     batches: list[RolloutBatch] = field(default_factory=list)
-    """That were scored and trained on."""
+    """Batches that were scored and trained on."""
     engines_waited: bool = False
     """Whether an evaluation or a checkpoint between two syncs let the engines finish all batches, so that
     they are idle until the next sync.

@@ -195,7 +195,7 @@ class _Attempt:
     stop: StopRequest
     monitor: Monitor
     function: StageFunction | None
-    """None for the function in the table of stages."""
+    """What the stage does; None for the function in the table of stages."""
 
     def run(self) -> ArtifactRef:
         """Upload the artifact of an earlier attempt if one is pending, else make it."""

@@ -58,7 +58,7 @@ class StageProcess:
     events: BinaryIO
     """Receives the events of the stage."""
     request: BinaryIO | None
-    """For a process that waits: it begins after a line on this pipe, and ends if the pipe is closed."""
+    """Pipe to a process that waits: it begins after a line on it, and ends if it is closed."""
     stop_seconds: float = TERM_SECONDS
     """How long the stage may take to stop."""
 

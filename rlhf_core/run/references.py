@@ -54,7 +54,7 @@ class Reference:
     field: str
     """Field of the configuration, such as `data.sft.1.path`."""
     text: str
-    """As written in the configuration."""
+    """The reference as written in the configuration."""
     path: str
     """Local path or s3:// address."""
     origin: str

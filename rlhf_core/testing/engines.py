@@ -59,7 +59,7 @@ class _Running:
 
     rollouts: list[Rollout]
     tokens: int = 0
-    """That each response has, unless it is shorter."""
+    """Number of tokens that each response has, unless it is shorter."""
     versions: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     """First token of each version."""

@@ -322,7 +322,7 @@ class ScriptedFleet(Fleet):
         settings = config.ppo.engine.model_copy(update={"count": len(engines)})
         self.engines = ScriptedEnginePool(self._start_engine, settings, self.client)
         self.queues: list[ScriptedQueue] = []
-        """Those that were started."""
+        """Queues that were started."""
         self.node_ids = ["host"]
         """What `nodes` returns."""
         self.rewards: list[ScriptedRewards] = []

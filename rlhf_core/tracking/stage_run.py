@@ -41,7 +41,7 @@ class Pauses:
     """Seconds between requests to a tracker that does not answer."""
 
     first: float = 15.0
-    """After the first failure of a stage's run. It doubles with each failure."""
+    """Pause after the first failure of a stage's run. It doubles with each failure."""
     longest: float = 300.0
     wait: float = 2.0
     """Between the requests of `Tracking.wait`."""
