@@ -33,7 +33,7 @@ def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None)
     Args:
         home: `run.home`. It need not exist yet.
         copies: See `Nodes.copies`.
-        pending: Folder with what an earlier attempt could not upload, and what this one uploads or deletes
+        pending: Folder with files that an earlier attempt could not upload. This one uploads or deletes them
             before it writes a checkpoint. It need not exist.
     """
     cache = Home.of(home).cache
@@ -56,7 +56,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def space_problem(home: str, space: Space, part: int = 0) -> str:
-    """Return what is needed for what if a host has too little space, otherwise an empty string.
+    """Return a text that lists the needed space if a host has too little, otherwise an empty string.
 
     Args:
         home: `run.home`, for the message.

@@ -21,7 +21,7 @@ CPU_TOKENS_PER_STEP = 4096
 """Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
 """
 _MAX_EAGER_VOCABULARY = 8192
-"""Largest vocabulary for which the ranks of sampled tokens, which nobody reads, are counted without code that
+"""Largest vocabulary for which the ranks of sampled tokens, which are not used, are counted without code that
 torch compiles. Counting is slower, but compiling takes seconds at each start of an engine.
 """
 _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"

@@ -69,7 +69,7 @@ class NextStage:
             stage: Name of the stage.
             config: The configuration.
             environment: The whole environment of the process.
-            log_file: Gets its output. It is removed again if nobody takes the process.
+            log_file: File for its output. It is removed again if the process is not used.
         """
         self.close()
         self._origin = _Origin(stage, config, dict(environment), _modification_times(self._sources))
