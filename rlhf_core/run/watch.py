@@ -60,7 +60,7 @@ class WatchState:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RetrainingDecision:
     """Whether a retraining is due."""
 
     due: bool
@@ -107,7 +107,7 @@ class Watch:
         """
         return resolve(self._given, kept=self._kept).config
 
-    def look(self, *, min_new_rows: int, min_pause_hours: float) -> Verdict:
+    def check(self, *, min_new_rows: int, min_pause_hours: float) -> RetrainingDecision:
         """Return whether a retraining is due.
 
         Args:
@@ -115,14 +115,14 @@ class Watch:
             min_pause_hours: Hours since the start of the last one.
         """
         if self._failure:
-            return Verdict(False, "Waiting", self._failure)
+            return RetrainingDecision(False, "Waiting", self._failure)
         if self._state.marks == self._marks and self._has(self._state.weights):
-            return Verdict(False, "Unchanged", "the sources look as after the last retraining")
+            return RetrainingDecision(False, "Unchanged", "the sources look as after the last retraining")
         interrupted = bool(self._run) and self._state.run == self._run
         hours = (self._clock() - self._state.started) / 3600
         # Negative hours, after the clock was set back, are no reason to wait.
         if not interrupted and 0 <= hours < min_pause_hours:
-            return Verdict(
+            return RetrainingDecision(
                 False, "Waiting", f"{hours:.1f} hours since the last start, of {min_pause_hours:g}"
             )
         if self._state.read != self._look:
@@ -131,19 +131,19 @@ class Watch:
             if finished is not None and self._has(finished.attributes["weights_sha256"]):
                 self._found(finished.attributes["weights_sha256"], rows)
                 version = finished.attributes.get("version", "?")
-                return Verdict(
+                return RetrainingDecision(
                     False, "Unchanged", f"{self._model} version {version} was made from these inputs"
                 )
             self._state = replace(self._state, read=self._look, read_rows=rows)
         if interrupted:
-            return Verdict(True, "Due", "this flow run began it, and was interrupted")
+            return RetrainingDecision(True, "Due", "this flow run began it, and was interrupted")
         new = self._state.read_rows - (self._state.rows or 0)
         if self._state.rows is not None and new < min_new_rows:
             self._write()
-            return Verdict(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
-        return Verdict(True, "Due", "the sources have changed")
+            return RetrainingDecision(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
+        return RetrainingDecision(True, "Due", "the sources have changed")
 
-    def started(self) -> bool:
+    def record_start(self) -> bool:
         """Record the start of a retraining. Return whether MLflow has recorded it.
 
         Otherwise the retraining must not start: the next look would start it again without a pause.
@@ -151,7 +151,7 @@ class Watch:
         self._state = replace(self._state, started=self._clock(), run=self._run)
         return self._write()
 
-    def finished(self, weights: str) -> None:
+    def record_end(self, weights: str) -> None:
         """Record the end of a retraining that registered these weights."""
         rows = self._state.read_rows if self._state.read == self._look else self._state.rows
         self._state = replace(self._state, marks=self._marks, weights=weights, rows=rows, run="")

@@ -48,18 +48,18 @@ def overrides(database: Path, tmp_path: Path) -> tuple[str, ...]:
 def test_the_pipeline_runs_if_it_is_due(overrides: tuple[str, ...]) -> None:
     config = load_config(DEMO, overrides)
     watch = Watch(config)
-    verdict = watch.look(min_new_rows=0, min_pause_hours=0)
-    assert verdict.due
+    decision = watch.check(min_new_rows=0, min_pause_hours=0)
+    assert decision.due
     during: list[str] = []
 
     def pipeline() -> dict[str, Any]:
-        during.append(Watch(config).look(min_new_rows=0, min_pause_hours=2).message)
+        during.append(Watch(config).check(min_new_rows=0, min_pause_hours=2).message)
         mlflow = watch._tracking.mlflow
         name = config.registered_model
         mlflow.create_version(name, source="/x", run_id=None, tags={WEIGHTS: DIGEST}, description="")
         return {"weights_sha256": DIGEST}
 
-    assert retrain_if_due(watch, verdict, pipeline) == {"weights_sha256": DIGEST}
+    assert retrain_if_due(watch, decision, pipeline) == {"weights_sha256": DIGEST}
     assert during == ["0.0 hours since the last start, of 2"], "the start was recorded before"
     state: Any = retrain.fn(DEMO, overrides)
     assert (state.name, state.message) == ("Unchanged", "the sources look as after the last retraining")
@@ -67,20 +67,20 @@ def test_the_pipeline_runs_if_it_is_due(overrides: tuple[str, ...]) -> None:
 
 def test_nothing_is_trained_without_a_record_of_the_start(overrides: tuple[str, ...], tmp_path: Path) -> None:
     watch = Watch(load_config(DEMO, overrides))
-    verdict = watch.look(min_new_rows=0, min_pause_hours=0)
-    assert verdict.due
+    decision = watch.check(min_new_rows=0, min_pause_hours=0)
+    assert decision.due
     with sqlite3.connect(tmp_path / "mlflow.db") as connection:
         connection.execute("DROP TABLE registered_model_tags")
     connection.close()
-    state: Any = retrain_if_due(watch, verdict, lambda: pytest.fail("it was trained"))
+    state: Any = retrain_if_due(watch, decision, lambda: pytest.fail("it was trained"))
     assert (state.name, state.type) == ("Waiting", StateType.COMPLETED)
 
 
 def test_nothing_is_trained_before_it_is_due(overrides: tuple[str, ...], tmp_path: Path) -> None:
     watch = Watch(load_config(DEMO, overrides))
-    assert watch.look(min_new_rows=0, min_pause_hours=0).due
-    watch.started()
-    watch.finished(DIGEST)
+    assert watch.check(min_new_rows=0, min_pause_hours=0).due
+    watch.record_start()
+    watch.record_end(DIGEST)
     with (tmp_path / "rows.jsonl").open("a") as rows:
         rows.write(json.dumps({"prompt": "fox", "completion": "It jumps."}) + "\n")
     state: Any = retrain.fn(DEMO, overrides, min_new_rows=5)

@@ -87,8 +87,8 @@ def finish(config: PipelineConfig) -> None:
 def look(
     config: PipelineConfig, rows: int = 0, hours: float = 0, clock: Callable[[], float] = time.time
 ) -> tuple[str, str]:
-    verdict = Watch(config, clock=clock).look(min_new_rows=rows, min_pause_hours=hours)
-    return verdict.name, verdict.message
+    decision = Watch(config, clock=clock).check(min_new_rows=rows, min_pause_hours=hours)
+    return decision.name, decision.message
 
 
 class Clock:
@@ -139,7 +139,7 @@ def test_a_changed_judge_and_new_votes_are_seen(
     tree["evaluate"]["language_model"] = judge
     tree["register"]["votes"] = [str(tmp_path / "votes.json")]
     config = PipelineConfig.model_validate_json(json.dumps(tree))
-    Watch(config).finished(DIGEST)
+    Watch(config).record_end(DIGEST)
     finish(config)
     assert look(config) == ("Unchanged", "the sources look as after the last retraining")
     (tmp_path / name).write_text(files[name].replace(*change))
@@ -165,10 +165,10 @@ def test_a_policy_that_mlflow_has_lost_is_made_again(configured: Any) -> None:
 def test_it_waits_for_rows_and_for_the_pause(configured: Any, rows: Path) -> None:
     config, clock = configured("one"), Clock()
     first = Watch(config, clock=clock)
-    assert first.look(min_new_rows=5, min_pause_hours=24).due, "nothing was trained before"
-    first.started()
+    assert first.check(min_new_rows=5, min_pause_hours=24).due, "nothing was trained before"
+    first.record_start()
     finish(config)
-    first.finished(DIGEST)
+    first.record_end(DIGEST)
     add(rows, 4)
     assert look(config, 5, 0, clock) == ("Waiting", "4 new rows, of 5 that are needed")
     add(rows.with_name("part-2.jsonl"), 1)
@@ -176,8 +176,8 @@ def test_it_waits_for_rows_and_for_the_pause(configured: Any, rows: Path) -> Non
     assert look(config, 5, 24, clock) == ("Waiting", "6.0 hours since the last start, of 24")
     clock.add_hours(18)
     second = Watch(config, clock=clock)
-    assert second.look(min_new_rows=5, min_pause_hours=24).due
-    second.started()  # and it fails
+    assert second.check(min_new_rows=5, min_pause_hours=24).due
+    second.record_start()  # and it fails
     assert look(config, 5, 24, clock)[0] == "Waiting"
     clock.add_hours(24)
     assert look(config, 5, 24, clock)[0] == "Due", "a failed retraining is due again"
@@ -223,13 +223,13 @@ def test_waiting_reads_no_file_twice(configured: Any, rows: Path) -> None:
 def test_an_interrupted_flow_run_continues_its_retraining(configured: Any, rows: Path) -> None:
     config = configured("one")
     first = Watch(config, run="flow-run-1")
-    first.started()
+    first.record_start()
     for run, due in (("flow-run-1", True), ("flow-run-2", False), ("", False)):
-        assert Watch(config, run=run).look(min_new_rows=0, min_pause_hours=24).due is due
+        assert Watch(config, run=run).check(min_new_rows=0, min_pause_hours=24).due is due
     finish(config)
-    first.finished(DIGEST)
+    first.record_end(DIGEST)
     add(rows, 1)
-    assert not Watch(config, run="flow-run-1").look(min_new_rows=0, min_pause_hours=24).due
+    assert not Watch(config, run="flow-run-1").check(min_new_rows=0, min_pause_hours=24).due
 
 
 def test_a_state_that_cannot_be_parsed_costs_a_look_only(
@@ -253,8 +253,8 @@ def test_nothing_is_due_while_mlflow_does_not_answer(configured: Any) -> None:
     name, message = look(nowhere)
     assert name == "Waiting"
     assert message.startswith("MLflow at sqlite:////proc/nowhere/x.db does not answer (")
-    assert not Watch(nowhere).started()
-    assert Watch(config).started()
+    assert not Watch(nowhere).record_start()
+    assert Watch(config).record_start()
 
 
 def test_marks_of_objects_are_their_etags(s3_server: S3Server, configured: Any) -> None:
