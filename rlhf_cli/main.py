@@ -252,7 +252,7 @@ def _run(arguments: argparse.Namespace) -> int:
     home = Home.of(config.run.home)
     console = set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
-    from rlhf_cli.start import with_prefect
+    from rlhf_cli.with_prefect import with_prefect
 
     return with_prefect(config, lambda: _run_flow(arguments, home, console))
 

@@ -31,7 +31,7 @@ def add_rounds_command(commands: Any) -> None:
 
 
 def _rounds(arguments: argparse.Namespace) -> int:
-    from rlhf_cli.start import with_prefect
+    from rlhf_cli.with_prefect import with_prefect
     from rlhf_core.run.logs import set_up_logging
     from rlhf_core.run.rounds import check_rounds
     from rlhf_core.system.home import Home

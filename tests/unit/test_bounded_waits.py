@@ -24,7 +24,7 @@ CALLS = {
 """Functions that do, also with other arguments, without a `timeout`."""
 
 BOUNDED = {
-    "rlhf_cli/start.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
+    "rlhf_cli/with_prefect.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
     "rlhf_core/run/checks.py: _CHECKED.get()": "a context variable",
     "rlhf_core/run/display.py: _DISPLAY.get()": "a context variable",
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
