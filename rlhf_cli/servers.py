@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rlhf_cli.external import external_mlflow_uri, external_prefect_url, prefect_responds
 from rlhf_cli.prefect_server import external_database_url, read_auth_string
 from rlhf_cli.reconcile import ENGINE_VARIABLE
+from rlhf_cli.server_addresses import external_mlflow_uri, external_prefect_url, prefect_responds
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.run.environment import past_proxies

@@ -20,8 +20,8 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
         call: Must import Prefect itself, because settings are made before.
     """
     from flows.isolated import isolate_prefect
-    from rlhf_cli.external import external_prefect_url, prefect_responds
     from rlhf_cli.prefect_server import EmbeddedPrefect
+    from rlhf_cli.server_addresses import external_prefect_url, prefect_responds
     from rlhf_cli.servers import use_auth_string
     from rlhf_core.run.environment import past_proxies
     from rlhf_core.system.environment import NO_TELEMETRY

@@ -22,8 +22,8 @@ import pytest
 from bad_inputs import Bad, Command
 
 from rlhf_cli import main as cli
-from rlhf_cli.external import prefect_responds
 from rlhf_cli.main import exit_code
+from rlhf_cli.server_addresses import prefect_responds
 from rlhf_core.rewards import check as reward_checks
 from rlhf_core.run.environment import past_proxies
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
