@@ -26,6 +26,8 @@ from rlhf_core.config.devices import uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.devices import check_gpu_counts
+from rlhf_core.planning.fit import check_cluster_memory
+from rlhf_core.planning.hardware import cluster_hardware
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
@@ -68,7 +70,7 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int]) -> None:
 
     Raises:
         ConfigError: Nodes differ from this process, and the message names each of them with its differences;
-            or the GPUs of all nodes are too few for a stage.
+            or the GPUs of all nodes are too few or too small for a stage of the run.
         InfrastructureError: A node did not answer within `run.timeouts.start`.
     """
     nodes = RAY_CLUSTER.nodes()
@@ -112,6 +114,8 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int]) -> None:
             " the credentials of the store"
         )
     _warn_of_unlike_gpus(nodes, reports)
+    if uses_gpu(config.run.device):
+        _check_memory(nodes, reports, config, has_all_stages=not own_clusters)
     if not uses_gpu(config.run.device) and not config.run.threads:
         _warn_of_unlike_cores(nodes, reports)
 
@@ -122,6 +126,22 @@ def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig) -> None:
     problems = [error.message for error in check_gpu_counts(config, int(gpus), "registered")]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_memory(
+    nodes: list[dict[str, Any]], reports: Mapping[str, Any], config: PipelineConfig, *, has_all_stages: bool
+) -> None:
+    """Compare the memory of the GPUs with the needs of all stages, as the preflight does on one host."""
+    hosts = [(int(node["Resources"].get("GPU", 0)), reports[node["NodeID"]]["gpus"]) for node in nodes]
+    hardware = cluster_hardware(hosts)
+    if hardware is None:
+        log.info("the memory of the GPUs is not compared: unknown, or of several kinds")
+        return
+    found = check_cluster_memory(config, hardware, has_all_stages=has_all_stages)
+    if isinstance(found, ConfigError):
+        raise found
+    if found is not None:
+        log.warning("%s", found)
 
 
 def _store_probe(config: PipelineConfig) -> StoreProbe:

@@ -15,7 +15,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import section_of
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig
-from rlhf_core.errors import ConfigError, InputError, ModelError
+from rlhf_core.errors import ConfigError, Finding, InputError, ModelError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
@@ -86,25 +86,61 @@ def check_memory(config: PipelineConfig) -> None:
     No network requests are made. If the GPUs or the shape of the model are unknown on this machine, nothing
     is checked.
     """
-    if config.run.is_remote:
-        return  # other machines, which are not known
+    if config.run.is_remote or os.environ.get("RAY_ADDRESS"):
+        return  # other machines: `check_cluster_memory` compares their GPUs
     hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
-    if hardware is None or os.environ.get("RAY_ADDRESS"):
-        return  # unknown GPUs, or a Ray cluster on other machines
-    try:
-        shape = base_model_shape(config, local_only=True)
-    except ModelError:
-        return
+    if hardware is not None and (problem := _misfit(config, hardware)):
+        raise ConfigError(problem)
+
+
+def check_cluster_memory(
+    config: PipelineConfig, hardware: Hardware, *, has_all_stages: bool
+) -> Finding | None:
+    """Compare the GPUs of a cluster with the needs of all stages: also a later one must fit.
+
+    Returns an error with the sentences of the preflight, or None if everything fits or the shape of the model
+    is unknown on this machine. On a cluster that was created for one stage, it is a warning, because other
+    stages may get other GPUs, and numbers of GPUs are not compared.
+
+    Args:
+        config: Configuration of the pipeline.
+        hardware: GPUs of all nodes.
+        has_all_stages: Whether all stages run on this cluster.
+    """
+    if has_all_stages:
+        problem = _misfit(config, hardware)
+        return ConfigError(f"RAY_ADDRESS: not all stages fit on its GPUs: {problem}") if problem else None
+    shape = _known_shape(config)
+    problems = () if shape is None else compare_memory(config, shape, hardware).problems
+    found = "\n".join(problem.text for problem in problems if problem.what != "devices")
+    if not found:
+        return None
+    return f"not all stages fit on GPUs like those of this cluster: {found}; `rlhf plan --gpus` shows a fix"
+
+
+def _misfit(config: PipelineConfig, hardware: Hardware) -> str:
+    """Return what does not fit, and a fix; empty if everything fits or the shape of the model is unknown."""
+    shape = _known_shape(config)
+    if shape is None:
+        return ""
     verdict = compare_memory(config, shape, hardware)
-    if not verdict.fits:
-        changes = None
-        # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no
-        # setting helps.
-        if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
-            changes = advise(config, lambda changed: compare_memory(changed, shape, hardware))
-        other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
-        fix = f"it fits with {shlex.join(changes)}" if changes else other
-        raise ConfigError("\n".join(problem.text for problem in verdict.problems) + f"; {fix}")
+    if verdict.fits:
+        return ""
+    changes = None
+    # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no setting
+    # helps.
+    if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
+        changes = advise(config, lambda changed: compare_memory(changed, shape, hardware))
+    other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
+    fix = f"it fits with {shlex.join(changes)}" if changes else other
+    return "\n".join(problem.text for problem in verdict.problems) + f"; {fix}"
+
+
+def _known_shape(config: PipelineConfig) -> ModelShape | None:
+    try:
+        return base_model_shape(config, local_only=True)
+    except ModelError:
+        return None
 
 
 def _on_each_device(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ those of this machine.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.errors import ConfigError
@@ -143,9 +144,32 @@ def parse_link(text: str) -> Network:
 def visible_hardware() -> Hardware | None:
     """Return the visible GPUs of this machine, or None without GPUs and for unknown or different ones."""
     count = machine().visible_gpus()
-    names = machine().gpu_names() if count else []
-    kinds = {device for name in names for device in _DEVICES.values() if re.fullmatch(device.pattern, name)}
-    return Hardware(count, kinds.pop()) if len(kinds) == 1 else None
+    device = _device_of(machine().gpu_names()) if count else None
+    return None if device is None else Hardware(count, device)
+
+
+def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | None:
+    """Return the GPUs of a cluster, or None without GPUs and for unknown or different ones.
+
+    Hosts with different numbers of GPUs count as one host. The network between hosts is not known.
+
+    Args:
+        hosts: Of each host, the number of its GPUs that Ray uses, and the names of all from the driver.
+    """
+    counts = [count for count, _ in hosts if count]
+    device = _device_of([name for count, names in hosts if count for name in names or ("unknown",)])
+    if device is None:
+        return None
+    return Hardware(sum(counts), device, len(counts) if len(set(counts)) == 1 else 1)
+
+
+def _device_of(names: Iterable[str]) -> Device | None:
+    """Return the device that all these GPUs are."""
+    kinds = {
+        next((device for device in _DEVICES.values() if re.fullmatch(device.pattern, name)), None)
+        for name in names
+    }
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def cpu_hardware() -> Hardware:

@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from rlhf_core.system.held_folders import delete_abandoned, held
 
@@ -62,10 +65,22 @@ def test_folders_of_other_hosts_and_without_a_lock_stay(tmp_path: Path) -> None:
     delete_abandoned(tmp_path / "nothing")
 
 
-def test_a_folder_is_held_again_after_its_lock_was_deleted(tmp_path: Path) -> None:
-    folder = tmp_path / "work" / "sft-a"
+def test_a_holder_that_starts_during_a_deletion_gets_a_new_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path / "work" / "sft-a")
+    lock, flock = tmp_path / "work" / "sft-a.lock", fcntl.flock
+    opened: list[int] = []
+
+    def deleted_meanwhile(file: int, operation: int) -> None:
+        if not opened:
+            lock.unlink()
+        opened.append(file)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", deleted_meanwhile)
     with held(folder):
-        (tmp_path / "work" / "sft-a.lock").unlink()
-        with held(make(folder)):
-            delete_abandoned(folder.parent)
-            assert (folder / "shard").exists()
+        with held(folder):
+            pass
+        delete_abandoned(folder.parent)
+        assert (folder / "shard").exists()
