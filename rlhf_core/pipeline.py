@@ -217,7 +217,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=8,
+        version=9,
         sections=("register",),
         # Not `dpo`: its policy is never registered.
         inputs=("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"),

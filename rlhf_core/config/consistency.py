@@ -280,18 +280,24 @@ def _held_out_prompts(config: PipelineConfig) -> Iterator[str]:
         )
 
 
-def _match_prompts(config: PipelineConfig) -> Iterator[str]:
-    """Warn if a match with the champion rarely finds the win rate that is asked for against the SFT model.
+def prompts_for_level(rate: float, level: float) -> int | None:
+    """Return the number of prompts without a tie with which a win rate can be significant; None if it is not
+    above one half.
 
     A win rate w increases the logarithm of the evidence by at most w ln 2w + (1 - w) ln 2(1 - w) for each
-    prompt without a tie.
+    prompt. With so many prompts, the p-value of an exact sign test is at most the level (Chernoff).
     """
-    rate, prompts = config.register_.min_win_rate, min(config.evaluate.prompts, config.data.max_eval)
     if rate <= 0.5:
-        return
+        return None
     gain = sum(share * math.log(2 * share) for share in (rate, 1 - rate) if share > 0)
-    needed = math.ceil(math.log(_TESTS_OF_A_YEAR / config.register_.alpha) / gain)
-    if prompts < needed:
+    return math.ceil(math.log(1 / level) / gain)
+
+
+def _match_prompts(config: PipelineConfig) -> Iterator[str]:
+    """Warn if a match with the champion rarely finds the win rate that is asked for against the SFT model."""
+    rate, prompts = config.register_.min_win_rate, min(config.evaluate.prompts, config.data.max_eval)
+    needed = prompts_for_level(rate, config.register_.alpha / _TESTS_OF_A_YEAR)
+    if needed is not None and prompts < needed:
         yield (
             f"register.min_win_rate: a win rate of {rate:g} over a champion is rarely found with {prompts}"
             f" prompts (evaluate.prompts, data.max_eval); weekly matches need about {needed}; raise both"

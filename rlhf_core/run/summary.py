@@ -167,6 +167,11 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
     if "kl_dpo" in evaluation:
         rows.append(("KL to the SFT model, DPO", f"{evaluation['kl_dpo']:.3g} nats per response"))
+    registered = summary.get("registration", {})
+    if "reason" in registered:
+        outcome = "champion" if registered["champion"] else "not promoted"
+        rows.append(("promotion", f"{registered['model']} version {registered['version']}: {outcome}"))
+        rows.append(("reason", registered["reason"]))
     return rows
 
 

@@ -21,8 +21,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from rlhf_core.config.consistency import prompts_for_level
 from rlhf_core.errors import RLHFError
+from rlhf_core.evaluation.evidence import prompts_for_evidence
 from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences
+
+_BETTER = "; train a better policy"
+_AFTER_REGRESSION = (
+    "; read the answers, and train with data of this kind, or raise the margin (evaluate.regression)"
+)
+_AFTER_VOTES = "; read the pairs that it lost, and change the rewards or the data"
+"""What to do after a refusal."""
 
 Votes = Mapping[str, float]
 """Win rate of the policy by the votes of people (`evaluation.review.win_rate_by_people`)."""
@@ -224,14 +233,16 @@ def decide(
 def refused_alone(candidate: Evaluation, gate: Gate) -> Decision | None:
     """Return the refusal of a candidate that needs no test and no match; None if there is none."""
     if candidate.win_rate < gate.min_win_rate:
-        text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"
+        text = (
+            f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}; train a"
+            " better policy, or lower it"
+        )
         return Decision(False, "min_win_rate", text)
     if failed := failed_sets(candidate.regression):
-        return Decision(
-            False, "regression", f"regression sets failed against the SFT model: {', '.join(failed)}"
-        )
+        text = f"regression sets failed against the SFT model: {', '.join(failed)}{_AFTER_REGRESSION}"
+        return Decision(False, "regression", text)
     if gate.lost(candidate.votes):
-        text = f"people may prefer the SFT model{_by_people(candidate.votes, gate)}"
+        text = f"people may prefer the SFT model{_by_people(candidate.votes, gate)}{_AFTER_VOTES}"
         return Decision(False, "votes", text)
     if gate.independent_judge and candidate.judge_trained_on:
         text = (
@@ -255,6 +266,7 @@ def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
         return _too_few(words, gate)
     text = f"{words}; p={verdicts.p_value:.2g} at level {level:.2g} (register.alpha={gate.alpha:g})"
     if verdicts.p_value > level:
+        text += _more_prompts(prompts_for_level(candidate.win_rate, level))
         return Decision(False, "first", text, tested=True)
     return _with_votes("first", text, candidate.regression, candidate.votes, gate)
 
@@ -286,18 +298,33 @@ def _by_match(
     text += f" of the {1 / level:.3g} needed (level {level:.2g}, register.alpha={gate.alpha:g} in a year)"
     if match.smaller_log_evidence < -math.log(level):
         is_own = match.log_evidence < -math.log(level)
+        rates = [match.win_rate, *([] if match.away_win_rate is None else [match.away_win_rate])]
+        text += _more_prompts(prompts_for_evidence(min(rates), level))
         return Decision(False, "match" if is_own else "away", text, tested=True)
     # The evidence is its maximum over the prompts, so that the match can be lost in the end.
     if match.win_rate <= 0.5:
-        text += "; the candidate must win more than half of the match"
+        text += f"; the candidate must win more than half of the match{_BETTER}"
         return Decision(False, "match", text, tested=True)
     if match.away_win_rate is not None and match.away_win_rate <= 0.5:
-        text += "; the candidate must win more than half of the match by the champion's reward model as well"
+        text += (
+            "; the candidate must win more than half of the match by the champion's reward model as"
+            f" well{_BETTER}"
+        )
         return Decision(False, "away", text, tested=True)
     if failed := failed_sets(match.regression):
-        text += f"; regression sets failed against the champion: {', '.join(failed)}"
+        text += f"; regression sets failed against the champion: {', '.join(failed)}{_AFTER_REGRESSION}"
         return Decision(False, "regression", text, tested=True)
     return _with_votes("match", text, match.regression, match.votes, gate)
+
+
+def _more_prompts(needed: int | None) -> str:
+    """Return what to do if there is too little evidence."""
+    if needed is None:
+        return f"; at this win rate no number of prompts is enough{_BETTER}"
+    return (
+        f"; at this win rate about {needed:,} prompts are needed: raise evaluate.prompts and data.max_eval,"
+        " or train a better policy"
+    )
 
 
 def _evidence(logarithm: float) -> str:
@@ -316,7 +343,7 @@ def _with_votes(
         text += f"; register.votes_margin needs votes of people: `{page}`, then register.votes"
         return Decision(False, "votes", text, tested=True)
     if gate.lost(votes):
-        text += "; people may prefer the champion"
+        text += f"; people may prefer the champion{_AFTER_VOTES}"
         return Decision(False, "votes", text, tested=True)
     return Decision(True, rule, text, tested=True)
 
@@ -347,7 +374,10 @@ def _asked_champions_judge(match: Match, champion: Evaluation) -> bool:
 
 def _too_few(words: str, gate: Gate) -> Decision:
     # A test was made, because its outcome is known: more prompts continue it at its level.
-    text = f"{words}; register.min_prompts={gate.min_prompts} are needed"
+    text = (
+        f"{words}; register.min_prompts={gate.min_prompts} are needed; raise evaluate.prompts, data.max_eval"
+        " and data.eval_fraction until there are enough"
+    )
     return Decision(False, "min_prompts", text, tested=True)
 
 

@@ -206,7 +206,9 @@ def _revoked(mlflow: Mlflow, model: str, version: ModelVersion) -> Decision | No
     if found is None:
         return None
     return Decision(
-        False, "revoked", f"version {found.version} has this policy and was revoked: {found.reason}"
+        False,
+        "revoked",
+        f"version {found.version} has this policy and was revoked: {found.reason}; train another policy",
     )
 
 
@@ -279,7 +281,10 @@ def _decide(
 ) -> Decision:
     record = _record(champion) if champion is not None else None
     if champion is not None and record is None:
-        text = f"the champion, version {champion.version}, has no recorded evaluation"
+        text = (
+            f"the champion, version {champion.version}, has no recorded evaluation; a person can decide with"
+            " `rlhf promote`"
+        )
         return Decision(False, "unknown", text)
     return decide(candidate.evaluation, record, match, gate=gate, level=level)
 

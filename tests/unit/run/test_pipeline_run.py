@@ -298,6 +298,15 @@ def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
     assert "sample" not in summarize({}, 1.0, IDENTITY)
 
 
+@pytest.mark.parametrize(("champion", "outcome"), [("False", "not promoted"), ("True", "champion")])
+def test_result_table_has_the_promotion_with_its_reason(champion: str, outcome: str) -> None:
+    facts = {"model": "demo", "version": "3", "champion": champion, "rule": "match", "reason": "won [0.52]"}
+    made = ArtifactRef("register", "b" * 16, "d", "/store/r", {}, None, facts)
+    summary = summarize({"register": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)
+    assert results(summary) == [("promotion", f"demo version 3: {outcome}"), ("reason", "won [0.52]")]
+    assert "| reason | won [0.52] |" in run_markdown(summary)
+
+
 def test_result_table_names_judge_and_paired_difference() -> None:
     facts = {"judge": "reward model", "judge_trained_on": "True"}
     numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}

@@ -8,6 +8,7 @@
 - with a margin for votes of people, a candidate without them or with a loss is refused, by name; without a
   margin they are only in the reason
 - a first champion whose judge trained it is named as such, and refused with `independent_judge`
+- every refusal ends with what to do, also with the number of prompts that are enough at this win rate
 - without a match, or without the champion's judge, the champion stays
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +24,7 @@ import pytest
 
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.statistics import Verdicts
-from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, decide
+from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide
 
 GATE = Gate(0.5)
 LEVEL = 0.0025
@@ -203,6 +205,46 @@ def test_reasons_have_the_numbers_and_the_way_out() -> None:
     assert decide(record(), JUDGED, long, gate=GATE, level=LEVEL).champion
 
 
+NEEDED = re.compile(r"at this win rate about ([0-9,]+) prompts are needed: raise evaluate.prompts")
+
+
+@pytest.mark.parametrize("wins", [53, 55, 60, 65])
+def test_a_refusal_names_the_prompts_that_are_enough_at_this_win_rate(wins: int) -> None:
+    def refused(decision: Decision) -> int:
+        found = NEEDED.search(decision.reason)
+        assert not decision.champion and found, decision.reason
+        return int(found[1].replace(",", ""))
+
+    needed = refused(decide(record(), JUDGED, match(wins, **GOLD), gate=GATE, level=LEVEL))
+    for prompts, is_enough in ((round(needed * 1.05), True), (round(needed * 0.7), False)):
+        played = match(round(prompts * wins / 100), prompts, **GOLD)
+        assert decide(record(), JUDGED, played, gate=GATE, level=LEVEL).champion is is_enough
+    away = {"away_win_rate": wins / 100, "away_log_evidence": 1.0}
+    assert refused(decide(record(), JUDGED, match(80, **MODEL, **away), gate=GATE, level=LEVEL)) == needed
+
+    needed = refused(decide(record(wins), None, gate=GATE, level=1e-4))
+    enough = record(round(needed * wins / 100 + 1), needed)
+    assert decide(enough, None, gate=GATE, level=1e-4).champion
+
+
+def test_every_refusal_ends_with_what_to_do() -> None:
+    level = {"gate": GATE, "level": LEVEL}
+    low = {"away_win_rate": 0.45, "away_log_evidence": 7.0}
+    votes = {"gate": replace(GATE, votes_margin=0.1), "level": LEVEL}
+    for decision, end in (
+        (decide(record(49), None, **level), "train a better policy, or lower it"),
+        (decide(record(49, 49), None, **level), "until there are enough"),
+        (decide(record(51), None, **level), "or train a better policy"),
+        (decide(record(regression=FELL), None, **level), "or raise the margin (evaluate.regression)"),
+        (decide(record(), JUDGED, match(50, **GOLD), **level), "prompts is enough; train a better policy"),
+        (decide(record(), JUDGED, match(80, **MODEL, **low), **level), "as well; train a better policy"),
+        (decide(record(), JUDGED, match(80, **GOLD, regression=FELL), **level), "(evaluate.regression)"),
+        (decide(record(), JUDGED, match(80, **GOLD, votes=DISLIKED), **votes), "the rewards or the data"),
+        (decide(record(), JUDGED, match(80, **GOLD), **votes), "then register.votes"),
+    ):
+        assert not decision.champion and decision.reason.endswith(end), decision.reason
+
+
 def test_a_champion_of_older_code_has_no_judge_that_could_differ() -> None:
     assert decide(record(), record(), match(80, **GOLD), gate=GATE, level=LEVEL).champion
     assert decide(record(), record(), match(80, **MODEL), gate=GATE, level=LEVEL).rule == "judge"
@@ -214,7 +256,8 @@ def test_a_lost_match_promotes_no_policy() -> None:
     assert lost.log_evidence > -math.log(LEVEL), "the first prompts are evidence enough"
     decision = decide(record(), JUDGED, lost, gate=GATE, level=LEVEL)
     assert (decision.champion, decision.rule, decision.tested) == (False, "match", True)
-    assert decision.reason.endswith("; the candidate must win more than half of the match")
+    words = "; the candidate must win more than half of the match; train a better policy"
+    assert decision.reason.endswith(words)
 
 
 def test_evidence_at_the_level_is_enough() -> None:
