@@ -10,7 +10,8 @@ The first two commands need a gigabyte of downloads and nine of disk. Parts, eac
     modules        every module of `rlhf_core` is imported
     imports        every name that `rlhf_core` imports from torch, vLLM, DeepSpeed, Ray, transformers and PEFT
                    exists, also where the import is inside a function
-    signatures     every call of such a name gives keywords that it accepts
+    signatures     every call of such a name gives arguments that it accepts
+    methods        the same for the methods of `LLM`, vLLM's engine and DeepSpeed's engine
     engine         vLLM makes its whole configuration for each kind of engine, with its CUDA platform and a
                    described device of 80 GB
     deepspeed      DeepSpeed accepts each kind of configuration, and knows all its fields
@@ -41,6 +42,22 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"torch", "vllm", "deepspeed", "ray", "transformers", "peft", "safetensors", "accelerate"}
 OPTIONAL = {"kubernetes"}
 """Extras that the lock for GPUs does not have: they submit jobs, and do not run in them."""
+VLLM = "rlhf_core/engines/vllm.py"
+ACTOR = "rlhf_core/ppo/engine_actor.py"
+LLM = ("vllm", "LLM")
+TRAINER = ("deepspeed.runtime.engine", "DeepSpeedEngine")
+OBJECTS = {
+    (VLLM, "self.llm"): LLM,
+    (ACTOR, "self._engine.llm"): LLM,
+    (ACTOR, "llm"): LLM,
+    (VLLM, "self.llm.llm_engine"): ("vllm.v1.engine.llm_engine", "LLMEngine"),
+    (VLLM, "self.llm.llm_engine.engine_core"): ("vllm.v1.engine.core_client", "EngineCoreClient"),
+    ("rlhf_core/engines/deepspeed.py", "self.engine"): TRAINER,
+    ("rlhf_core/engines/host_states.py", "engine"): TRAINER,
+}
+"""The class of an object whose methods a file calls, by the file and the object in it."""
+UNDESCRIBED = {"AutoModelForCausalLM.from_config"}
+"""Calls that are not checked: transformers describes this one without its first argument."""
 TESTS = ("tests/unit/engines", "tests/unit/weight_sync", "tests/unit/models", "tests/unit/algo")
 PART_SECONDS = 1800.0
 
@@ -71,7 +88,7 @@ def check_imports() -> Iterator[str]:
 
 
 def check_signatures() -> Iterator[str]:
-    """Compare the keywords of each call of an imported name with its parameters."""
+    """Compare the arguments of each call of an imported name with its parameters."""
     count = 0
     for file, tree in _sources():
         known = {}
@@ -88,12 +105,32 @@ def check_signatures() -> Iterator[str]:
             if not isinstance(node, ast.Call):
                 continue
             called = _called(node.func, known)
-            if called is None:
+            if called is None or ast.unparse(node.func) in UNDESCRIBED:
                 continue
             count += 1
-            if problem := _refused(called, node):
-                yield f"{file}:{node.lineno}: {ast.unparse(node.func)} {problem}"
+            if problem := refused(called, node):
+                yield f"{file}:{node.lineno}: {ast.unparse(node.func)}: {problem}"
     print(f"{count} calls")
+
+
+def check_methods() -> Iterator[str]:
+    """Compare the arguments of each call of a method of `OBJECTS` with its parameters."""
+    found: set[tuple[str, str]] = set()
+    methods = set()
+    for file, tree in _sources():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            place = file.as_posix(), ast.unparse(node.func.value)
+            if place not in OBJECTS:
+                continue
+            found.add(place)
+            methods.add((OBJECTS[place], node.func.attr))
+            kind = _look_up(*OBJECTS[place])
+            if problem := refused(getattr(kind, node.func.attr, None), node, of_object=True):
+                yield f"{file}:{node.lineno}: {ast.unparse(node.func)}: {problem}"
+    yield from (f"{file}: calls no method of {name}" for file, name in OBJECTS.keys() - found)
+    print(f"{len(methods)} methods")
 
 
 def check_engine() -> Iterator[str]:
@@ -226,6 +263,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "modules": check_modules,
     "imports": check_imports,
     "signatures": check_signatures,
+    "methods": check_methods,
     "engine": check_engine,
     "deepspeed": check_deepspeed,
     "tests": check_tests,
@@ -286,17 +324,29 @@ def _called(function: ast.expr, known: dict[str, Any]) -> Any:
     return found
 
 
-def _refused(called: Any, node: ast.Call) -> str | None:
-    """Return which keywords `called` does not accept; None if it accepts all or has no signature."""
+def refused(called: Any, node: ast.Call, *, of_object: bool = False) -> str | None:
+    """Return why `called` does not accept the arguments of a call; None if it does, or has no signature.
+
+    Args:
+        called: A function or class, or a method of a class.
+        node: The call. What `*` and `**` add to its arguments is not known.
+        of_object: Whether `called` is a method, whose first argument is the object.
+    """
+    if called is None:
+        return "does not exist"
     try:
-        parameters = inspect.signature(called).parameters.values()
+        signature = inspect.signature(called)
     except (TypeError, ValueError):
         return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    names = {parameter.name for parameter in parameters}
-    given = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
-    return f"does not accept {sorted(given - names)}" if given - names else None
+    positional = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
+    keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+    is_static = len(positional) == len(node.args) and len(keywords) == len(node.keywords)
+    bind = signature.bind if is_static else signature.bind_partial
+    try:
+        bind(*[None] * of_object, *positional, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def _names(model: Any) -> set[str]:
