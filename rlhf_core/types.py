@@ -217,9 +217,13 @@ class Nodes(Protocol):
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
         """Start an agent on each other host: it fetches the stage's inputs and monitors the processes there.
 
-        To be called when Ray is connected, before any process loads a model. `ranks` has, by id of Ray's
+        This host fetches them as well if it has processes. To be called when Ray is connected, before any
+        process loads a model. `ranks` has, by id of Ray's
         node and by folder of the checkpoint ("" for its top folder), the training ranks on that node.
         """
+
+    def add_inputs(self, refs: Sequence[ArtifactRef]) -> None:
+        """Have the following calls of `join` fetch these artifacts as well."""
 
     @property
     def stored(self) -> Mapping[Path, str]:
@@ -259,7 +263,11 @@ class StageContext:
     """Everything outside the configuration that a stage may use."""
 
     inputs: Mapping[str, Path]
-    """Verified local folder of each input artifact, by stage name."""
+    """Verified local folder of each input artifact, by stage name.
+
+    On a cluster whose store is a bucket, files with weights (`is_weights`) are only on hosts with ranks or
+    engines.
+    """
     output: Path
     """Empty local folder; its content becomes the artifact of the stage."""
     scratch: Path

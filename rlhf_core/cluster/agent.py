@@ -27,13 +27,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.space import Space, space_of
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base_models import base_of
-from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.sources import model_digest, model_state
+from rlhf_core.data.sources import model_state
 from rlhf_core.errors import DataError, InputError, StoreError, classified
-from rlhf_core.pipeline import StageName
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
@@ -205,20 +203,15 @@ class NodeAgent:
         return [artifacts.fetch(ref).absolute() for ref in refs]
 
     @_served
-    def fetch_base_model(self, stage: StageName, digest: str) -> None:
-        """Download the base model of a stage, or compare a local folder with the `digest` that the driver's
-        has.
+    def fetch_base_model(self, model: BaseModel) -> None:
+        """Fetch the base model of a stage, or compare a local folder with that of the driver.
 
         Raises DataError if the folder has other files, and ModelError if there is none.
         """
-        base = base_of(self._config, stage)
-        if base is None:
-            return
-        if base.is_hub:
-            fetch_model(base.path, base.revision)
-            return
-        state = model_state(self._config, stage)
-        if model_digest(base.path, base.revision) != digest:
+        model.fetch(self._config, self._store)
+        state = model_state(self._config, model.stage)
+        if model.digest_here(self._config) != model.digest:
+            base = model.address(self._config)
             raise DataError(
                 f"{base.field}={base.path} has other files on host {socket.gethostname()} than on"
                 f" {self._driver}; copy the folder to every host"

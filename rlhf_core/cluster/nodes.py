@@ -1,6 +1,6 @@
 """The other hosts of a stage, as its driver sees them: an agent on each (`rlhf_core.cluster.agent`).
 
-    join     one agent per node of the stage other than the driver's; they fetch the inputs
+    join     one agent per node of the stage other than the driver's; hosts with processes fetch the inputs
     monitor  asks each agent what its processes do, once per second on a few hosts (`heartbeat.OtherHosts`)
     parts    of checkpoints: each agent hashes, uploads and fetches its own (`checkpoints.HostParts`)
     gather   moves what processes have written on other hosts to this one, and weights to the store
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.cluster.agent import MARK, NodeAgent, Started, mark_text
+from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.other_host import POLL_SECONDS, Host, HostCall, await_calls, of_host
@@ -32,6 +33,8 @@ from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import RemoteActor, fetch
 from rlhf_core.cluster.space import space_of, space_problem
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.hub import fetch_model
+from rlhf_core.data.sources import require_unchanged
 from rlhf_core.errors import (
     ConfigError,
     CorruptArtifact,
@@ -42,7 +45,7 @@ from rlhf_core.errors import (
     WorkerDied,
     WorkerStuck,
 )
-from rlhf_core.pipeline import StageName
+from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, is_weights
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
@@ -75,9 +78,11 @@ class ClusterNodes:
         work: Scratch folder of the attempt.
         inputs: Artifacts that the processes of the stage read.
         monitor: The heartbeat monitor of the stage.
-        base_model: The stage and the digest of its base model, if its processes read one.
+        base_model: That of the stage, if its processes read one.
         copies: See `Nodes.copies`.
         output: Takes the weights of other hosts; None if they are moved to this host.
+        artifacts: The store, for the inputs that processes on this host read, and for further inputs. None if
+            this host has the inputs.
         cluster: Has the other hosts.
         chunk_bytes: Size of the parts in which files are copied between hosts.
     """
@@ -88,17 +93,23 @@ class ClusterNodes:
         work: Path,
         inputs: Sequence[ArtifactRef],
         monitor: Monitor,
-        base_model: tuple[StageName, str] | None = None,
+        base_model: BaseModel | None = None,
         copies: Mapping[str, int] | None = None,
         output: StoredOutput | None = None,
+        artifacts: ArtifactStore | None = None,
         cluster: RayCluster = RAY_CLUSTER,
         chunk_bytes: int = 32 << 20,
     ) -> None:
         self._config = config
         self._work = work
-        self._inputs = inputs
+        self._inputs = tuple(inputs)
         self._monitor = monitor
         self._base_model = base_model
+        self._artifacts = artifacts
+        self._fetched_here = 0
+        """The number of inputs that this host has as a whole."""
+        self._has_base_model = False
+        """Whether this host has the base model."""
         self.copies = copies or {}
         self.output = output
         self.checkpoint_bytes = (0, 0)
@@ -116,6 +127,8 @@ class ClusterNodes:
         self._files_of: dict[str, str] = {}
         """Id of the node whose files each other node has."""
         self._own_id = ""
+        self._has_processes = False
+        """Whether processes of the stage are on this host."""
         self._token = secrets.token_hex(8)
         """Token of this attempt, so that files which a killed one has left are not taken for shared ones."""
         self._digests = FileDigests()
@@ -139,12 +152,17 @@ class ClusterNodes:
             for folder, of_node in folders.items():
                 merged[self._files_of.get(node_id, node_id)][folder] |= set(of_node)
         self._ranks = {node_id: dict(folders) for node_id, folders in merged.items()}
+        self._has_processes = self._own_id in {self._files_of.get(node_id, node_id) for node_id in ranks}
         self._wait([host.call(NodeAgent.discard_old_parts) for host in added if host.has_files])
         if not self._has_space:
             self._check_space()
             self._has_space = True
-        if added:
-            self._fetch_inputs(added)
+        self._fetch_inputs(added)
+
+    def add_inputs(self, refs: Sequence[ArtifactRef]) -> None:
+        self._inputs += tuple(refs)
+        if self._artifacts is not None:
+            self.copies = {**self.copies, **self._artifacts.copies(refs)}
 
     def _add_hosts(self, node_ids: Sequence[str]) -> list[Host]:
         """Start the agents, and return the new hosts."""
@@ -177,7 +195,9 @@ class ClusterNodes:
         """
         hosts, home, prefix = self._with_files(), self._config.run.home, self.checkpoint_prefix
         found = self._wait([host.call(NodeAgent.space, self.copies, prefix) for host in hosts])
-        spaces = {self._own_id: space_of(Path(home), self.copies, Home.of(home).outbox / prefix)}
+        # Without processes it has fetched what it needs.
+        own = self.copies if self._has_processes else dict.fromkeys(self.copies, 0)
+        spaces = {self._own_id: space_of(Path(home), own, Home.of(home).outbox / prefix)}
         spaces |= {host.node_id: space for host, space in zip(hosts, found, strict=True)}
         problems, names = [], self._cluster.node_names()
         for node_id, space in spaces.items():
@@ -193,19 +213,39 @@ class ClusterNodes:
             )
 
     def _fetch_inputs(self, added: Sequence[Host]) -> None:
-        """Have the agents of new hosts fetch and verify what the stage reads."""
+        """Fetch and verify what the stage reads on all hosts with processes, at the same time."""
         heartbeat("fetch inputs", math.inf)  # a download has no time limit
-        with_files = [host for host in added if host.has_files]
-        inputs = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
-        fetching = []
-        if self._base_model is not None:
-            # Also on hosts that share `run.home`, which need not share the base model.
-            fetching += [host.call(NodeAgent.fetch_base_model, *self._base_model) for host in added]
-        for host, folders in zip(with_files, self._wait(inputs), strict=True):
-            host.inputs = folders
-        self._wait(fetching)
-        names = sorted(host.name for host in self._hosts)
-        log.info("hosts of the stage: this one, %s", ", ".join(names))
+        behind = [host for host in self._with_files() if len(host.inputs) < len(self._inputs)]
+        fetching = [host.call(NodeAgent.fetch_artifacts, self._inputs[len(host.inputs) :]) for host in behind]
+        base = self._base_model
+        # Also on hosts that share `run.home`, which need not share the base model.
+        bases = [] if base is None else [host.call(NodeAgent.fetch_base_model, base) for host in added]
+        if self._has_processes:
+            self._fetch_inputs_here()
+        for host, folders in zip(behind, self._wait(fetching), strict=True):
+            host.inputs += folders
+        self._wait(bases)
+        if added:
+            names = sorted(host.name for host in self._hosts)
+            log.info("hosts of the stage: this one, %s", ", ".join(names))
+
+    def _fetch_inputs_here(self) -> None:
+        """Raises DataError if the base model is another one than when the run began."""
+        base = self._base_model
+        if self._artifacts is not None:
+            for ref in self._inputs[self._fetched_here :]:
+                self._artifacts.fetch(ref)
+        self._fetched_here = len(self._inputs)
+        if base is not None and not self._has_base_model:
+            address = base.address(self._config)
+            if address.is_hub:
+                fetch_model(address.path, address.revision)
+            require_unchanged(
+                {address.digest_name: base.digest_here(self._config)},
+                {address.digest_name: base.digest},
+                self._config,
+            )
+            self._has_base_model = True
 
     def _started(self, host: Host) -> Started:
         """Return what the agent returns when it has started."""
@@ -298,7 +338,7 @@ class ClusterNodes:
             host.call(NodeAgent.fetch_files, source, output.lacking(folder, files), folder)
             for host, files in zip(hosts, present, strict=True)
         ]
-        if self._own_id in self._ranks:
+        if self._has_processes:
             output.fetch(folder, self._digests.of(folder))
         self._wait(calls)
 

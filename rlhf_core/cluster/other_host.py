@@ -40,7 +40,7 @@ class Host:
     files_of: str = ""
     """The id of the node whose files it has: its own, unless hosts share the folder of the run."""
     inputs: list[Path] = field(default_factory=list)
-    """Folders of the stage's inputs there, which it has verified."""
+    """Folders of the stage's inputs there, which it has verified, in the order of the inputs."""
     participants: list[Participant] = field(default_factory=list)
     """Participants as of now: their seconds go on after the report."""
     silent: float = 0.0

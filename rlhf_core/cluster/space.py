@@ -37,7 +37,7 @@ def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None)
             before it writes a checkpoint. It need not exist.
     """
     cache = Home.of(home).cache
-    to_fetch = sum(size for name, size in copies.items() if not (cache / name).exists())
+    to_fetch = sum(max(0, size - _bytes_below(cache / name)) for name, size in copies.items())
     free = machine().disk(existing_parent(home)).free
     if pending is not None:
         free += _bytes_below(pending)

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -31,7 +30,7 @@ from rlhf_core.evaluation.trained_prompts import TrainedPrompts, data_of_ancesto
 from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
-from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, StageContext
+from rlhf_core.types import ArtifactRef, Nodes, PromptExample, RewardInput, StageContext
 
 log = logging.getLogger(__name__)
 
@@ -146,24 +145,42 @@ def _untrained_prompts(
     return list(unique.values())
 
 
+@dataclass(frozen=True)
+class _Registered:
+    """The artifacts of a registered version."""
+
+    artifacts: ArtifactStore
+    tags: Mapping[str, str]
+    """Of the version."""
+    nodes: Nodes | None
+    """The hosts whose processes read them; None if those are here, or the store is a folder."""
+
+    def fetch(self, stage: StageName) -> Path:
+        """Return the folder of an artifact. With `nodes`, those fetch its weights, and this host does not."""
+        ref = _artifact(self.artifacts, stage, self.tags)
+        if self.nodes is not None:
+            self.nodes.add_inputs([ref])
+        return self.artifacts.fetch(ref, weights=self.nodes is None)
+
+
 def _load_champion(
     config: PipelineConfig, context: StageContext, tags: Mapping[str, str], judge: str
 ) -> _Champion:
     artifacts = open_artifacts(config)
+    registered = _Registered(artifacts, tags, None if artifacts.is_local else context.nodes)
     try:
         policy = _artifact(artifacts, "ppo", tags)
         data = _artifact(artifacts, "data", tags)
         made = artifacts.config(policy)
         trained_on = (artifacts.fetch(data), *data_of_ancestors(config, artifacts, made))
-        folder = artifacts.fetch(policy)
-        sft = partial(_fetched, artifacts, "sft", tags)
+        folder = registered.fetch("ppo")
         # By the settings of its own run, which decide whether its adapter is loaded separately.
-        files = policy_files(made_with(made["ppo"]), folder, sft)
+        files = policy_files(made_with(made["ppo"]), folder, lambda: registered.fetch("sft"))
         own_judge = tags.get("eval.judge", "")
         stage = scoring.MODEL_STAGES.get(own_judge or judge)
         reward = None
         if stage is not None and not _is_own_model(context, tags, stage, judge):
-            reward = _reward_model(artifacts, tags, stage)
+            reward = _reward_model(registered, stage)
         tokenizer = tokenizer_digest(folder / "policy")
         return _Champion(files, tokenizer, trained_on, str(made["data"]["template"]), reward)
     except (CorruptArtifact, InputError) as error:  # other errors of the store are retried by the pipeline
@@ -177,16 +194,12 @@ def _is_own_model(context: StageContext, tags: Mapping[str, str], stage: StageNa
     return is_same and judge == tags.get("eval.judge")
 
 
-def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str], stage: StageName) -> Path | None:
+def _reward_model(champion: _Registered, stage: StageName) -> Path | None:
     try:
-        return _fetched(artifacts, stage, tags) / "model"
+        return champion.fetch(stage) / "model"
     except MatchSkipped as reason:
         log.warning("the champion's model of the stage %s will not judge: %s", stage, reason)
         return None
-
-
-def _fetched(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]) -> Path:
-    return artifacts.fetch(_artifact(artifacts, stage, tags))
 
 
 def _artifact(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]) -> ArtifactRef:

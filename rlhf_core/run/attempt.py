@@ -16,6 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.output import StoredOutput
@@ -205,15 +206,15 @@ class _Attempt:
         nodes = None
         if on_cluster():
             # Processes of later stages read models from artifacts.
-            base = base_of(spec.config, spec.stage)
-            digest = None if base is None else spec.sources.get(base.digest_name)
-            base_model = None if digest is None else (spec.stage, digest)
+            base_model = BaseModel.of(spec.config, spec.stage, spec.sources)
             inputs = list(spec.inputs.values())
             copies = artifacts.copies(inputs)
             key = attempt_folder(spec.stage, spec.key, self.fence)
             # A store in a folder may be on this host only.
             output = None if self.store.is_local else StoredOutput(output_folder(self.work), self.store, key)
-            nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model, copies, output)
+            nodes = ClusterNodes(
+                spec.config, self.work, inputs, self.monitor, base_model, copies, output, artifacts
+            )
             # The host of this process may have no GPU.
             nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
                 self.stage_run.run_id, {"rlhf.gpu_driver": drivers}
@@ -250,7 +251,9 @@ class _Attempt:
     ) -> ArtifactRef:
         spec = self.spec
         out, scratch = make_attempt_folders(self.work)
-        inputs = {str(stage): artifacts.fetch(ref) for stage, ref in spec.inputs.items()}
+        # On a cluster, the hosts with processes get the weights when Ray is connected (`ClusterNodes.join`).
+        weights = nodes is None or artifacts.is_local
+        inputs = {str(stage): artifacts.fetch(ref, weights=weights) for stage, ref in spec.inputs.items()}
         if nodes is not None:
             nodes.checkpoint_bytes = _checkpoint_bytes(spec, inputs)
             nodes.checkpoint_prefix = checkpoint_prefix(spec.key)

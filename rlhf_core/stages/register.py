@@ -54,10 +54,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )
     # Before anything is registered, because a file that cannot be used ends the stage.
     people = _People(config, context)
-    digest = weights_sha256(context.inputs["ppo"] / "policy")
+    ppo = lineage.inputs["ppo"]
+    # The weights need not be on this host.
+    digest = ppo.attributes.get("weights_sha256") or weights_sha256(context.inputs["ppo"] / "policy")
     content = _evaluation(context.inputs["evaluate"])
     reward = lineage.inputs.get("reward")
-    ppo = lineage.inputs["ppo"]
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
     metrics = {
         name: value

@@ -78,12 +78,13 @@ def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> Sta
     if base is not None:
         # Before the ranks start, as in SFT: a download, and reading all files, can take longer than their
         # time limits.
-        if base.is_hub:
+        if base.is_hub and context.nodes is None:
             fetch_model(base.path, base.revision)
         require_same_tokens(base, context.inputs["data"] / "tokenizer")
         state = model_state(config, stage)
-        digest = model_digest(base.path, base.revision)
-        require_unchanged({base.digest_name: digest}, context.sources, config)
+        if context.nodes is None:  # else `Nodes.join` does it on each host that has ranks
+            digest = model_digest(base.path, base.revision)
+            require_unchanged({base.digest_name: digest}, context.sources, config)
     metrics = train_on_ranks(
         _train,
         _settings(config, stage),

@@ -49,18 +49,22 @@ _SAMPLES_AT_ONCE = 32
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and log some sampled answers."""
     from rlhf_core.data.hub import fetch_model
-    from rlhf_core.data.sources import model_digests, model_state, require_unchanged
+    from rlhf_core.data.sources import model_digests, model_state, require_unchanged, template_digests
     from rlhf_core.engines.distributed import resolve_device
 
     device = resolve_device(config.run.device)
-    if config.model.path is not None and is_hub_model(config.model.path):
-        # Downloaded before the ranks start: a download has no time limit, but loading has
-        # `run.timeouts.start`.
-        fetch_model(config.model.path, config.model.revision)
     # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each
     # other.
     state = model_state(config)
-    require_unchanged(model_digests(config), context.sources, config)
+    if context.nodes is None:
+        if config.model.path is not None and is_hub_model(config.model.path):
+            # Downloaded before the ranks start: a download has no time limit, but loading has
+            # `run.timeouts.start`.
+            fetch_model(config.model.path, config.model.revision)
+        require_unchanged(model_digests(config), context.sources, config)
+    else:
+        # `Nodes.join` does the same with the model on each host that has ranks.
+        require_unchanged(template_digests(config), context.sources, config)
     metrics = train_on_ranks(
         _train,
         config.sft,

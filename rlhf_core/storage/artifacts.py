@@ -18,7 +18,7 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage import bundles
-from rlhf_core.storage.bundles import FileEntry, Manifest
+from rlhf_core.storage.bundles import FileEntry, Manifest, is_weights
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
@@ -60,7 +60,7 @@ class ArtifactStore:
         self._store = store
         self._cache = cache
         self._outbox = outbox
-        self._verified: dict[tuple[str, str, str], tuple[Path, _Stamp]] = {}
+        self._verified: dict[tuple[str, str, str, bool], tuple[Path, _Stamp]] = {}
 
     def find(self, kind: StageName, key: str) -> ArtifactRef | None:
         """Return the artifact of a stage key; None if there is none.
@@ -192,14 +192,19 @@ class ArtifactStore:
         shutil.rmtree(folder)
         return ref
 
-    def fetch(self, ref: ArtifactRef) -> Path:
+    def fetch(self, ref: ArtifactRef, *, weights: bool = True) -> Path:
         """Return a read-only local folder with the artifact's files.
 
         Every file is checked against its sha256. The check is repeated only if a file has changed. Raises
         CorruptArtifact with the name of the file. The artifact is then marked as damaged, so that the next
         run makes it again.
+
+        Args:
+            ref: The artifact.
+            weights: Whether the files with weights are needed (`is_weights`). Without, the folder may lack
+                them.
         """
-        identity = (ref.kind, ref.key, ref.digest)
+        identity = (ref.kind, ref.key, ref.digest, weights)
         if identity in self._verified:
             folder, stamp = self._verified[identity]
             if stamp == _stamp(folder):
@@ -209,7 +214,9 @@ class ArtifactStore:
         try:
             manifest = self._read(ref.kind, ref.key)
             if manifest is not None and manifest.digest == ref.digest:
-                folder = bundles.fetch(self._store, manifest, self._cache)
+                folder = bundles.fetch(
+                    self._store, manifest, self._cache, lambda path: weights or not is_weights(path)
+                )
                 if not self.is_local:
                     write_atomic(_store_file(folder), self._store.url)
                 self._verified[identity] = folder, _stamp(folder)

@@ -401,8 +401,8 @@ def fetch(
 ) -> Path:
     """Return a verified local folder with the bundle's files: that of a local store, else a copy in `cache`.
 
-    Only the files that are `needed` are verified and copied. Raises CorruptArtifact with the file's name; for
-    a remote store only if a second download fails, too.
+    Only the files that are `needed` are verified and copied; a copy that lacks some of them is completed.
+    Raises CorruptArtifact with the file's name; for a remote store only if a second download fails, too.
     """
     check_files(store, manifest)
     local = store.local_path(manifest.data)
@@ -414,29 +414,34 @@ def fetch(
     target = cache / manifest.copy_name
     if target.exists():
         try:
-            verify(target, manifest, needed)
-            return target
+            # A copy with some of the files was made by a caller that needed no others.
+            verify(target, manifest, lambda path: needed(path) and (target / path).exists())
         except CorruptArtifact as error:
             log.warning("The cached copy is deleted: %s", error.message)
             shutil.rmtree(target)
     try:
-        return _download(store, manifest, target, needed)
+        _complete(store, manifest, target, needed)
     except CorruptArtifact as error:
         # The damage may be that of one transfer.
         log.warning("Downloading once more: %s", error.message)
-        return _download(store, manifest, target, needed)
+        _complete(store, manifest, target, needed)
+    return target
 
 
-def _download(store: Store, manifest: Manifest, target: Path, needed: Callable[[str], bool]) -> Path:
-    files = [entry for entry in manifest.files if needed(entry.path)]
+def _complete(store: Store, manifest: Manifest, target: Path, needed: Callable[[str], bool]) -> None:
+    """Download and verify the files that are `needed` and that the folder `target` lacks."""
+    files = [entry for entry in manifest.files if needed(entry.path) and not (target / entry.path).exists()]
+    if not files and target.exists():
+        return
     size = sum(entry.size for entry in files)
     require_free(target.parent, size, f"The copy of {store.uri(manifest.prefix)}")
     temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
         _in_parallel(lambda entry: _download_file(store, manifest.data, entry, temporary), files)
+        paths = {entry.path for entry in files}
         try:
-            verify(temporary, manifest, needed)
+            verify(temporary, manifest, paths.__contains__)
         except CorruptArtifact as error:
             # `temporary` will be gone when the message is read.
             message = error.message.replace(str(temporary), store.uri(manifest.data))
@@ -444,11 +449,12 @@ def _download(store: Store, manifest: Manifest, target: Path, needed: Callable[[
         try:
             temporary.rename(target)
         except OSError:
-            # Another process has finished the same download first; its copy is equal to ours if it verifies.
-            verify(target, manifest, needed)
+            # There is a copy, perhaps of another process that does the same. Its files have the same content.
+            for path in paths:
+                (target / path).parent.mkdir(parents=True, exist_ok=True)
+                (temporary / path).replace(target / path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return target
 
 
 def _download_file(store: Store, source: str, entry: FileEntry, folder: Path) -> None:

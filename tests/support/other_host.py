@@ -10,6 +10,7 @@ from rlhf_core.cluster.agent import NodeAgent
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError
+from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.store import Store
@@ -135,6 +136,7 @@ def two_nodes(
     objects: LocalObjects | None = None,
     inputs: Sequence[ArtifactRef] = (),
     copies: Mapping[str, int] | None = None,
+    artifacts: ArtifactStore | None = None,
 ) -> ClusterNodes:
     """Return the driver's view of one other host before the stage has ranks."""
     cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent}, objects=objects)
@@ -142,4 +144,13 @@ def two_nodes(
     work.mkdir()
     monitor = Monitor(folder / "stacks")
     config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
-    return ClusterNodes(config, work, inputs, monitor, copies=copies, cluster=cluster, chunk_bytes=10)
+    return ClusterNodes(
+        config,
+        work,
+        inputs,
+        monitor,
+        copies=copies,
+        artifacts=artifacts,
+        cluster=cluster,
+        chunk_bytes=10,
+    )

@@ -89,9 +89,12 @@ def test_each_difference_is_named(
 
 def test_inputs_that_a_node_has_need_no_space(probe: StoreProbe, tmp_path: Path) -> None:
     home = Home.of(tmp_path / "home")
-    (home.cache / "data").mkdir(parents=True)
-    found = report_node(probe, "node-1", "127.0.0.1", str(home.path), {"data": 10, "sft": 300})
-    assert found["space"].to_fetch == 300
+    # A driver without ranks has fetched no weights.
+    for name, size in {"data": 10, "sft": 100}.items():
+        (home.cache / name).mkdir(parents=True)
+        (home.cache / name / "file").write_bytes(bytes(size))
+    found = report_node(probe, "node-1", "127.0.0.1", str(home.path), {"data": 10, "sft": 300, "reward": 5})
+    assert found["space"].to_fetch == 205
 
 
 def test_loopback_is_no_address_for_other_hosts(report: dict[str, Any]) -> None:

@@ -25,10 +25,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
+from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import ModelState, model_digest, model_digests, require_same_state
-from rlhf_core.errors import ConfigError, DataError, StoreError
+from rlhf_core.errors import ConfigError, CorruptArtifact, DataError, StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -380,7 +381,10 @@ def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
 ) -> None:
     missing = ArtifactRef("data", "k", "0" * 64, "nowhere")  # to fetch it is an error
     nodes = two_nodes(tmp_path, other, inputs=[missing], copies={"data-k": 50_000_000})
-    (tmp_path / "home" / "cache" / "data-k").mkdir(parents=True)  # the driver has it
+    copy = tmp_path / "home" / "cache" / "data-k" / "rows"  # the driver has it
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    os.truncate(copy, 50_000_000)
     # Rank 0 writes 100 MB alone; the three ranks write 500 MB each.
     nodes.checkpoint_bytes = (1_600_000_000, 100_000_000)
     ranks = {"1": {"": {0}}, "2": {"": {1, 2}}}
@@ -403,11 +407,13 @@ def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
         ),
     ):
         nodes.join(ranks)
-    with on_machine(ScriptedMachine(disk=Disk(10**10, 1_250_000_000))):
-        nodes.join(ranks)
-    # The checkpoints of the stage may use the space meanwhile.
-    with on_machine(ScriptedMachine(disk=Disk(10**10, 1_000_000))):
-        nodes.join(ranks)
+    # The checkpoints of the stage may use the space after the first comparison.
+    for free in (1_250_000_000, 1_000_000):
+        with (
+            on_machine(ScriptedMachine(disk=Disk(10**10, free))),
+            pytest.raises(CorruptArtifact, match="data/k is gone"),
+        ):
+            nodes.join(ranks)
 
 
 def test_parts_of_earlier_attempts_take_no_space_from_a_stage(
@@ -444,7 +450,7 @@ def test_a_base_model_that_the_agent_has_verified_is_not_read_again(tmp_path: Pa
     config = PipelineConfig.model_validate(tree, strict=False)
     (tmp_path / "work" / "scratch").mkdir(parents=True)
     agent = NodeAgent(config.model_dump_json(by_alias=True), tmp_path / "work", tmp_path, "driver")
-    agent.fetch_base_model("sft", model_digests(config)["model"])
+    agent.fetch_base_model(BaseModel("sft", model_digests(config)["model"]))
     on_driver = ModelState("driver", (("model.safetensors", 1, 2, 3),))
     unread = {"model": "the digest would differ from this"}
     require_same_state(on_driver, config, unread, tmp_path / "work" / "scratch")
@@ -454,7 +460,7 @@ def test_a_base_model_that_the_agent_has_verified_is_not_read_again(tmp_path: Pa
     with pytest.raises(DataError, match="was changed after its digest was taken"):
         require_same_state(on_driver, config, unread, tmp_path / "work" / "scratch")
     with pytest.raises(DataError, match=r"model\.path=.* has other files on host"):
-        agent.fetch_base_model("sft", "0")
+        agent.fetch_base_model(BaseModel("sft", "0"))
 
 
 def test_the_base_model_of_the_judge_is_compared_as_that_of_the_policy(tmp_path: Path) -> None:
@@ -465,11 +471,11 @@ def test_the_base_model_of_the_judge_is_compared_as_that_of_the_policy(tmp_path:
     config = PipelineConfig.model_validate(tree, strict=False)
     (tmp_path / "work" / "scratch").mkdir(parents=True)
     agent = NodeAgent(config.model_dump_json(by_alias=True), tmp_path / "work", tmp_path, "driver")
-    agent.fetch_base_model("judge", model_digest(str(model), None))
+    agent.fetch_base_model(BaseModel("judge", model_digest(str(model), None)))
     on_driver = ModelState("driver", (("model.safetensors", 1, 2, 3),))
     unread = {"reward.judge.path": "the digest would differ from this"}
     require_same_state(on_driver, config, unread, tmp_path / "work" / "scratch", "judge")
     with pytest.raises(DataError, match=r"reward\.judge\.path: .* was changed after the run began"):
         require_same_state(on_driver, config, unread, tmp_path, "judge")
     with pytest.raises(DataError, match=r"reward\.judge\.path=.* has other files on host"):
-        agent.fetch_base_model("judge", "0")
+        agent.fetch_base_model(BaseModel("judge", "0"))

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.ranks import RayCall, scripted_ranks
+from rlhf_core.types import ArtifactRef
 from tests.support.tiny_llama import save_tiny_llama
 from tests.support.weight_streams import stream_of
 
@@ -196,6 +197,8 @@ class SharedFolders:
         self.stored: Mapping[Path, str] = {}
 
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None: ...
+
+    def add_inputs(self, refs: Sequence[ArtifactRef]) -> None: ...
 
     def gather(self, folder: Path) -> None: ...
 

@@ -1,0 +1,170 @@
+"""Inputs of a stage on its hosts, from a store that is a bucket.
+
+- a driver whose host has no process of the stage fetches no weights; the hosts with processes fetch all files
+- when processes start on the driver's host, it fetches the weights that it lacks, and no file twice
+- further inputs, as those of a champion, are fetched by the hosts before their next processes start
+- a base model that is a copy of an artifact is fetched from the store of the artifact
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.cluster.agent import NodeAgent
+from rlhf_core.cluster.base_model import BaseModel
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.sources import model_digest
+from rlhf_core.errors import CorruptArtifact, DataError, ModelError
+from rlhf_core.pipeline import StageName
+from rlhf_core.storage.artifacts import ArtifactAddress, ArtifactStore, Provenance
+from rlhf_core.system.home import Home
+from rlhf_core.types import ArtifactRef
+from tests.support.other_host import Elsewhere, backend_of, bucket, two_nodes
+
+FILES = {
+    "model/config.json": "{}",
+    "model/model-00001-of-00002.safetensors": "w" * 25,
+    "model/model-00002-of-00002.safetensors": "v" * 30,
+}
+
+
+def published(folder: Path, stage: StageName, key: str = "k" * 16) -> ArtifactRef:
+    """Return an artifact in the bucket of `folder`."""
+    for name, text in FILES.items():
+        (folder / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "out" / name).write_text(text + stage)
+    return ArtifactStore(bucket(folder), folder / "unused").publish(stage, key, folder / "out", Provenance())
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+class TwoHosts:
+    """The driver's host and another one, of a stage with an artifact as input."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
+        self.here, self.there = bucket(folder), bucket(folder)
+        self.agent = Elsewhere(folder / "two", config, folder / "attempts" / "1", self.there)
+        self.artifacts = ArtifactStore(self.here, Home.of(folder / "home").cache)
+        self.ref = published(folder, "sft")
+        self.nodes = two_nodes(
+            folder,
+            self.agent,
+            inputs=[self.ref],
+            copies=self.artifacts.copies([self.ref]),
+            artifacts=self.artifacts,
+        )
+
+    def files(self, ref: ArtifactRef) -> tuple[set[str], set[str]]:
+        """Return the names of the artifact's files on the driver's host and on the other one."""
+        [name] = self.artifacts.copies([ref])
+        here = self.folder / "home" / "cache" / name
+        return names_in(here), names_in(self.agent.there(here))
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    found = TwoHosts(tmp_path)
+    yield found
+    found.agent.close()
+
+
+def test_weights_are_fetched_where_processes_are(hosts: TwoHosts) -> None:
+    hosts.artifacts.fetch(hosts.ref, weights=False)
+    hosts.nodes.join({"2": {"": {0}}})
+    assert hosts.files(hosts.ref) == ({"model/config.json"}, set(FILES))
+    hosts.nodes.join({"1": {}, "2": {}})  # engines
+    assert hosts.files(hosts.ref) == (set(FILES), set(FILES))
+    hosts.nodes.join({"1": {}, "2": {}})
+    for store in (hosts.here, hosts.there):
+        assert list(backend_of(store).fetched.values()) == [1, 1, 1]
+
+
+def test_processes_on_the_drivers_host_alone_have_the_inputs(hosts: TwoHosts) -> None:
+    hosts.artifacts.fetch(hosts.ref, weights=False)
+    hosts.nodes.join({"1": {"": {0}}})
+    assert hosts.files(hosts.ref) == (set(FILES), set())
+    hosts.nodes.join({"2": {"": {0}}})  # and ends it
+    assert hosts.files(hosts.ref) == (set(FILES), set(FILES))
+
+
+def test_further_inputs_are_fetched_before_the_next_processes_start(hosts: TwoHosts) -> None:
+    hosts.nodes.join({"2": {"": {0}}})
+    champion = published(hosts.folder, "ppo")
+    needed = sum(hosts.nodes.copies.values())
+    hosts.nodes.add_inputs([champion])
+    assert sum(hosts.nodes.copies.values()) == needed + sum(len(text + "ppo") for text in FILES.values())
+    hosts.artifacts.fetch(champion, weights=False)
+    hosts.nodes.join({"2": {"": {0}}})
+    assert hosts.files(champion) == ({"model/config.json"}, set(FILES))
+    assert hosts.files(hosts.ref)[0] == set()
+    folder = hosts.artifacts.fetch(champion, weights=False)
+    hosts.agent.folders_hashed.clear()
+    hosts.nodes.share(folder / "model")
+    assert not hosts.agent.folders_hashed, "it is an input that the host has verified"
+    hosts.nodes.join({"1": {"": {0}}})
+    assert hosts.files(champion)[0] == hosts.files(hosts.ref)[0] == set(FILES)
+
+
+def test_a_partial_copy_is_completed_and_a_damaged_one_made_again(tmp_path: Path) -> None:
+    ref, store = published(tmp_path, "sft"), bucket(tmp_path)
+    folder = ArtifactStore(store, tmp_path / "cache").fetch(ref, weights=False)
+    assert names_in(folder) == {"model/config.json"}
+    inode = (folder / "model" / "config.json").stat().st_ino
+    artifacts = ArtifactStore(store, tmp_path / "cache")
+    assert artifacts.fetch(ref, weights=False) == artifacts.fetch(ref) == folder
+    assert names_in(folder) == set(FILES)
+    assert (folder / "model" / "config.json").stat().st_ino == inode
+    assert list(backend_of(store).fetched.values()) == [1, 1, 1]
+    (folder / "model" / "config.json").write_text("[]sft")
+    assert artifacts.fetch(ref) == folder
+    assert (folder / "model" / "config.json").read_text() == "{}sft"
+    bad = next(key for key in store.list("artifacts/sft") if key.endswith("00002-of-00002.safetensors"))
+    store.put_bytes(bad, b"x" * 33)
+    artifacts.fetch(ref)  # the copy is intact
+    (folder / "model" / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptArtifact, match=r"model-00002-of-00002\.safetensors does not have the sha256"):
+        artifacts.fetch(ref)
+    assert names_in(folder) == set(FILES) - {"model/model-00002-of-00002.safetensors"}
+
+
+def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> None:
+    ref, theirs = published(tmp_path, "ppo", "a" * 16), bucket(tmp_path)
+    [name] = ArtifactStore(theirs, tmp_path).copies([ref])
+
+    def config_of(host: str) -> PipelineConfig:
+        home = tmp_path / host / "home"
+        path = home / "cache" / name / "model"
+        tree = {"model": {"path": str(path)}, "run": {"home": str(home)}}
+        return PipelineConfig.model_validate(tree, strict=False)
+
+    driver = ArtifactStore(theirs, Home.of(tmp_path / "one" / "home").cache)
+    folder = driver.address(ref, "model", local=True)
+    digest = model_digest(folder, None)
+    config = config_of("one")
+    assert config.model.path == folder
+    model = BaseModel.of(config, "sft", {"model": digest})
+    assert model == BaseModel("sft", digest, ArtifactAddress(theirs.url, "ppo", "a" * 16))
+    assert BaseModel.of(config, "sft", {}) is None and BaseModel.of(config, "ppo", {"model": "d"}) is None
+    (tmp_path / "work" / "scratch").mkdir(parents=True)
+    json = config_of("two").model_dump_json(by_alias=True)
+    agent = NodeAgent(json, tmp_path / "work", tmp_path / "stacks", "one", theirs)
+    with pytest.raises(ModelError, match="model path not found"):
+        agent.fetch_base_model(BaseModel("sft", digest))
+    agent.fetch_base_model(model)
+    copy = tmp_path / "two" / "home" / "cache" / name
+    assert names_in(copy) == set(FILES)
+    with pytest.raises(DataError, match=r"model\.path=.* has other files"):
+        agent.fetch_base_model(BaseModel("sft", "0", model.origin))
+    shutil.rmtree(copy)
+    theirs.delete_prefix("artifacts")
+    with pytest.raises(ModelError, match="model path not found"):
+        agent.fetch_base_model(model)
