@@ -202,7 +202,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=13,
+        version=14,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),
@@ -217,7 +217,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=9,
+        version=10,
         sections=("register",),
         # Not `dpo`: its policy is never registered.
         inputs=("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"),

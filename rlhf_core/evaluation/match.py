@@ -21,10 +21,11 @@ from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, class
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
+from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets
-from rlhf_core.evaluation.statistics import Answer, Comparison, compare, regression_differences
+from rlhf_core.evaluation.statistics import Answer, Comparison, Interval, compare, regression_differences
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.evaluation.trained_prompts import TrainedPrompts, data_of_ancestors
 from rlhf_core.pipeline import StageName
@@ -63,6 +64,8 @@ class MatchResult:
     """Comparison of the same prompts by the champion's reward model. None if the champion was not judged by
     one, if the judge is the same model, or if the model is not in this store.
     """
+    length_controlled: Interval
+    """Win rate of the candidate by the judge of its evaluation, with answers of equal length."""
     regression: Mapping[str, Mapping[str, float]]
     """Differences on the regression sets, candidate minus champion (`statistics.regression_differences`)."""
     by_source: Mapping[str, float]
@@ -278,8 +281,22 @@ def _run_match(
     prompt_ids = tuple(ours.prompt_id for ours, _ in pairs)
     preferences = dict(zip(prompt_ids, comparison.preferences, strict=True))
     first = tuple(_sample(*pair, preferences) for pair in pairs[: config.evaluate.samples])
-    by_source = _by_source(prompts, preferences)
-    return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model, regression, by_source, first)
+    controlled = length_controlled(
+        comparison.preferences,
+        [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in pairs],
+        config.evaluate.confidence,
+    )
+    return MatchResult(
+        judge,
+        digest,
+        prompt_ids,
+        comparison,
+        by_champion_model,
+        controlled,
+        regression,
+        _by_source(prompts, preferences),
+        first,
+    )
 
 
 def _compare_scores(

@@ -6,6 +6,12 @@ MODELS = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
 """Titles of all models that there can be. An evaluation has those with responses."""
 DPO_WIN_RATES = {"win_rate_dpo": "win rate, DPO over SFT", "win_rate_ppo_over_dpo": "win rate, PPO over DPO"}
 """Titles of the win rates of an evaluation with DPO."""
+WIN_RATES = {"win_rate": "win rate, PPO over SFT", **DPO_WIN_RATES}
+"""Titles of all win rates between models."""
+LENGTH_CONTROLLED = "_length_controlled"
+"""Suffix of the name of a win rate with responses of equal length."""
+WIN_RATE_NAMES = tuple(name + suffix for name in WIN_RATES for suffix in ("", LENGTH_CONTROLLED))
+"""Names in `evaluation.json` of all win rates, each followed by the length-controlled one."""
 MEASURES = {
     "gold_reward": "Gold reward",
     "judge_model": "Second reward model",

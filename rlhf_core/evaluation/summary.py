@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.length_control import length_controlled
-from rlhf_core.evaluation.measures import DPO_WIN_RATES, MEASURES
+from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MEASURES, WIN_RATE_NAMES
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
@@ -238,18 +238,30 @@ def _numbers(
 
 
 def dpo_json(
-    versus: Callable[[str, str, str], Comparison], measured: Measured, interval: Intervals
+    versus: Callable[[str, str, str], Comparison],
+    responses: Mapping[str, list[RewardInput]],
+    measured: Measured,
+    interval: Intervals,
 ) -> dict[str, Any]:
     """Return what `evaluation.json` has in addition if there is a policy of DPO.
 
     Args:
         versus: Compares two models, given by name; the third argument names the quantity.
+        responses: (n,) responses of each model.
         measured: Values of the responses.
         interval: Computes the confidence intervals.
     """
+    found: dict[str, Any] = {}
+    rates = (("win_rate_dpo", "dpo", "sft"), ("win_rate_ppo_over_dpo", "ppo", "dpo"))
+    for name, ours, theirs in rates:
+        comparison = versus(ours, theirs, name)
+        pairs = zip(responses[ours], responses[theirs], strict=True)
+        longer_by = [float(len(a.response_ids) - len(b.response_ids)) for a, b in pairs]
+        controlled = length_controlled(comparison.preferences, longer_by, interval.confidence)
+        found[name] = comparison.win_rate.to_json()
+        found[f"{name}{LENGTH_CONTROLLED}"] = controlled.to_json()
     return {
-        "win_rate_dpo": versus("dpo", "sft", "win_rate_dpo").win_rate.to_json(),
-        "win_rate_ppo_over_dpo": versus("ppo", "dpo", "win_rate_ppo_over_dpo").win_rate.to_json(),
+        **found,
         "kl_dpo": interval.mean("kl_dpo", measured.kl["dpo"]).to_json(),
     }
 
@@ -312,7 +324,7 @@ def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     for name, by_model in measures.items():
         for model, interval in by_model.items():
             flat |= {f"{name}/{model}/{part}": value for part, value in interval.items()}
-    for name in ("win_rate", "win_rate_length_controlled", *DPO_WIN_RATES):
+    for name in WIN_RATE_NAMES:
         flat |= {f"{name}/{part}": value for part, value in evaluation.get(name, {}).items()}
     if "kl_dpo" in evaluation:
         flat["kl_dpo"] = evaluation["kl_dpo"]["mean"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhf_core.evaluation.measures import DPO_WIN_RATES, MODELS
+from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MODELS, WIN_RATE_NAMES, WIN_RATES
 from rlhf_core.pipeline import STAGES, StageName
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
         measure, _, who = name.rpartition("/")
         if who in _WHO and (interval := _interval(metrics, name)):
             found.setdefault(measure, {})[who] = interval
-    for name in ("win_rate", "win_rate_length_controlled", *DPO_WIN_RATES):
+    for name in WIN_RATE_NAMES:
         if interval := _interval(metrics, name):
             found[name] = interval
     if "judge" in ref.attributes:
@@ -153,14 +153,11 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("judge, agreement with held-out pairs", _with_interval(evaluation["judge_agreement"])))
         changed = f"{evaluation['judge_inconsistent']:.3f}"
         rows.append(("verdicts that change with the order (ties)", changed))
-    if "win_rate" in evaluation:
-        rows.append((f"win rate, PPO over SFT{_judged(evaluation)}", _with_interval(evaluation["win_rate"])))
-    if "win_rate_length_controlled" in evaluation:
-        controlled = _with_interval(evaluation["win_rate_length_controlled"])
-        rows.append(("the same, length-controlled", controlled))
-    for name, label in DPO_WIN_RATES.items():
+    for name, label in WIN_RATES.items():
         if name in evaluation:
             rows.append((f"{label}{_judged(evaluation)}", _with_interval(evaluation[name])))
+        if controlled := evaluation.get(f"{name}{LENGTH_CONTROLLED}"):
+            rows.append(("the same, length-controlled", _with_interval(controlled)))
     if "fallen" in evaluation:
         rows.append(("regression sets that failed", evaluation["fallen"]))
     if "kl" in evaluation:

@@ -121,7 +121,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
                 return language_model.compare(responses[a], responses[b], name)
             return compare(found_answers[a], found_answers[b], judge, **interval.settings(name))
 
-        of_dpo = dpo_json(versus, measured, interval) if "dpo" in responses else {}
+        of_dpo = dpo_json(versus, responses, measured, interval) if "dpo" in responses else {}
         # The last one: what is reported of the judge's consistency is of this comparison.
         comparison = versus("ppo", "sft", "win_rate")
     facts = _judge_facts(config, context, judge, language_model, gold_known=gold_known)

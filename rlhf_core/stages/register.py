@@ -119,6 +119,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     headline = {"version": float(done.version), "champion": float(done.decision.champion)}
     if done.match is not None:
         headline["win_rate_over_champion"] = done.match.win_rate
+        controlled = done.match.length_controlled
+        headline |= {f"length_controlled_over_champion/{name}": value for name, value in controlled.items()}
         for source, win_rate in done.match.by_source.items():
             headline[f"by_source/{source}/win_rate_over_champion"] = win_rate
     against = {"sft": candidate.evaluation.votes, "champion": done.match.votes if done.match else None}
@@ -220,6 +222,7 @@ def _match(result: MatchResult) -> Match:
             " ".join([prompt, *(f"{outcome:g}" for outcome in outcomes)])
             for prompt, outcomes in zip(result.prompt_ids, by_prompt, strict=True)
         ),
+        length_controlled=result.length_controlled.to_json(),
         regression=result.regression,
         by_source=result.by_source,
     )

@@ -154,6 +154,10 @@ class Match:
     """`log_evidence` by the champion's reward model, if there is `away_win_rate`."""
     outcomes: tuple[str, ...] = ()
     """Prompt and outcomes, by one or both judges, of each prompt, in order. Not part of the record."""
+    length_controlled: Mapping[str, float] = field(default_factory=dict)
+    """`mean`, `low` and `high` of the win rate with answers of equal length. Empty in records of older
+    versions. It is shown and decides nothing.
+    """
     regression: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Differences to the champion on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
@@ -281,6 +285,9 @@ def _by_match(
     if match.judge:
         trained = ", which the policy was trained on" if candidate.judge_trained_on else ""
         words += f" (judge: {match.judge.replace('_', ' ')}{trained})"
+    if controlled := match.length_controlled:
+        mean, low, high = (controlled[name] for name in ("mean", "low", "high"))
+        words += f", length-controlled {mean:.3f} [{low:.3f}, {high:.3f}]"
     if match.away_win_rate is not None:
         words += f", and {match.away_win_rate:.3f} by the champion's reward model"
     words += _by_people(match.votes, gate)

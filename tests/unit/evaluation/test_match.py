@@ -31,6 +31,7 @@ from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.errors import ModelError, StoreError, WorkerDied
 from rlhf_core.evaluation import match
+from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.stages.register import _match
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
@@ -151,6 +152,10 @@ def test_judge_of_the_evaluation_decides_each_prompt(
 ) -> None:
     result = match.run_match(config, context, champion(says)[1])
     assert (result.comparison.win_rate.mean, len(result.comparison.preferences)) == (rate, len(PROMPTS))
+    longer_by = [len(TOKENIZER.encode(GOOD)) - len(TOKENIZER.encode(says))] * len(PROMPTS)
+    controlled = length_controlled(result.comparison.preferences, longer_by, 0.95)
+    assert result.length_controlled == controlled
+    assert _match(result).length_controlled == controlled.to_json()
     sample = {"prompt_id": "p0", "prompt": PROMPTS[0], "ppo": GOOD, "champion": says}
     assert result.samples[0] == sample | {"winner": "ppo" if rate == 1.0 else "tie"}
 

@@ -31,6 +31,7 @@ from rlhf_core.data.dataset import write
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError, GateFailed
 from rlhf_core.evaluation import scoring
+from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
@@ -561,6 +562,11 @@ def test_the_policy_of_dpo_is_a_third_column(scripted: Any, context: StageContex
     assert found["gold_reward"]["dpo"]["mean"] == pytest.approx(means["dpo"])
     assert found["gold_reward"]["ppo_minus_dpo"]["mean"] == pytest.approx(means["policy"] - means["dpo"])
     assert found["win_rate_ppo_over_dpo"]["mean"] == found["win_rate_dpo"]["mean"] == 1.0
+    for name, ours, theirs in (("win_rate_dpo", "dpo", "model"), ("win_rate_ppo_over_dpo", "policy", "dpo")):
+        longer_by = [len(tokens(answer(ours, p))) - len(tokens(answer(theirs, p))) for p in PROMPTS[:6]]
+        expected = length_controlled([1.0] * 6, longer_by, 0.95).to_json()
+        assert found[f"{name}_length_controlled"] == pytest.approx(expected)
+        assert result.metrics[f"{name}_length_controlled/mean"] == pytest.approx(expected["mean"])
     kl = {model: fmean(log_ratio(model, p) for p in PROMPTS[:6]) for model in ("policy", "dpo")}
     assert (found["kl"], found["kl_dpo"]["mean"]) == pytest.approx((kl["policy"], kl["dpo"]), rel=1e-4)
     assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0, "dpo": 0.0}

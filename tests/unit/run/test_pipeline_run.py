@@ -339,13 +339,15 @@ def test_result_table_has_the_agreement_of_a_language_model() -> None:
 
 def test_result_table_has_dpo_next_to_ppo() -> None:
     numbers = EVALUATION | {"kl_dpo": 1.5}
-    for name in ("win_rate_ppo_over_dpo", "gold_reward/dpo", "gold_reward/ppo_minus_dpo"):
+    controlled = "win_rate_ppo_over_dpo_length_controlled"
+    for name in ("win_rate_ppo_over_dpo", controlled, "gold_reward/dpo", "gold_reward/ppo_minus_dpo"):
         numbers |= {f"{name}/mean": 0.6, f"{name}/low": 0.5, f"{name}/high": 0.7}
     made = {"evaluate": StageRecord(ref("evaluate", **numbers), 1.0, False)}
     summary = summarize(made, 1.0, IDENTITY)  # type: ignore[arg-type]
     rows = dict(results(summary))
     for name in ("gold reward, DPO", "gold reward, PPO minus DPO by prompt", "win rate, PPO over DPO"):
         assert rows[name] == "0.600  [0.500, 0.700]"
+    assert rows["the same, length-controlled"] == "0.600  [0.500, 0.700]"
     assert rows["KL to the SFT model, DPO"] == "1.5 nats per response"
     assert summary["evaluate"]["kl_dpo"] == 1.5 and "win_rate_dpo" not in summary["evaluate"]
 

@@ -245,6 +245,12 @@ def test_every_refusal_ends_with_what_to_do() -> None:
         assert not decision.champion and decision.reason.endswith(end), decision.reason
 
 
+def test_the_win_rate_with_answers_of_equal_length_is_in_the_reason() -> None:
+    played = match(80, **GOLD, length_controlled={"mean": 0.45, "low": 0.4, "high": 0.5})
+    decision = decide(record(), JUDGED, played, gate=GATE, level=LEVEL)
+    assert decision.champion and ", length-controlled 0.450 [0.400, 0.500]" in decision.reason
+
+
 def test_a_champion_of_older_code_has_no_judge_that_could_differ() -> None:
     assert decide(record(), record(), match(80, **GOLD), gate=GATE, level=LEVEL).champion
     assert decide(record(), record(), match(80, **MODEL), gate=GATE, level=LEVEL).rule == "judge"
