@@ -35,10 +35,11 @@ def rollback(model: ModelName, reason: Reason, to: Target | None = None, home: s
         home: Folder with the database of MLflow, as the worker sees it; MLFLOW_TRACKING_URI overrides it.
     """
     mlflow = open_registry(home)
-    move = champions.rollback(mlflow, model, reason, to)
+    move, changed = champions.rollback(mlflow, model, reason, to)
     publish_history(model, champions.history(mlflow, model))
-    target = f"version {move.version}" if move.version else "no champion"
-    notify(f"{model} rolled back to {target}", move.reason)
+    if changed:
+        target = f"version {move.version}" if move.version else "no champion"
+        notify(f"{model} rolled back to {target}", move.reason)
     return move.version or champions.NONE
 
 
@@ -59,9 +60,10 @@ def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rl
         home: Folder with the database of MLflow, as the worker sees it; MLFLOW_TRACKING_URI overrides it.
     """
     mlflow = open_registry(home)
-    move = champions.promote(mlflow, model, version, reason)
+    move, changed = champions.promote(mlflow, model, version, reason)
     publish_history(model, champions.history(mlflow, model))
-    notify(f"{model} version {version} promoted", move.reason)
+    if changed:
+        notify(f"{model} version {version} promoted", move.reason)
     return version
 
 

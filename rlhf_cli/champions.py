@@ -114,8 +114,14 @@ def _rollback(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered import open_registry
     from rlhf_core.tracking.champions import rollback
 
-    move = rollback(open_registry(arguments.home), arguments.name, arguments.reason, arguments.to)
-    print(printable(f"{arguments.name}: {describe(move)}"))
+    move, changed = rollback(open_registry(arguments.home), arguments.name, arguments.reason, arguments.to)
+    text = describe(move)
+    if not changed:
+        text = (
+            f"nothing changed: this rollback was made at {_utc(move)} UTC; to go back further use --to or"
+            " another reason"
+        )
+    print(printable(f"{arguments.name}: {text}"))
     return 0
 
 
@@ -123,8 +129,12 @@ def _promote(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered import open_registry
     from rlhf_core.tracking.champions import promote
 
-    move = promote(open_registry(arguments.home), arguments.name, arguments.version, arguments.reason)
-    print(printable(f"{arguments.name}: {describe(move)}"))
+    mlflow = open_registry(arguments.home)
+    move, changed = promote(mlflow, arguments.name, arguments.version, arguments.reason)
+    text = describe(move)
+    if not changed:
+        text = f"nothing changed: version {move.version} is the champion since {_utc(move)} UTC"
+    print(printable(f"{arguments.name}: {text}"))
     return 0
 
 
@@ -167,9 +177,13 @@ def describe(move: Move) -> str:
     """Return one line about a move, with its time in UTC."""
     from rlhf_core.tracking.champions import ACTION_NAMES
 
-    when = datetime.fromtimestamp(move.time, UTC).strftime("%Y-%m-%d %H:%M")
+    when = _utc(move)
     state = "" if move.state == "done" else f" [{move.state}]"
     if move.action == "rolled_back":
         target = move.version or "no champion"
         return f"{when}  rolled back from version {move.previous} to {target}{state}: {move.reason}"
     return f"{when}  version {move.version} {ACTION_NAMES[move.action]}{state}: {move.reason}"
+
+
+def _utc(move: Move) -> str:
+    return datetime.fromtimestamp(move.time, UTC).strftime("%Y-%m-%d %H:%M")

@@ -9,21 +9,27 @@ MLflow has no transactions. Each move of the alias `champion` is therefore writt
 
 After a kill between two of them, `settle` finishes the move. Every command and every registration begins with
 it. Each move has a tag of its own, so that two writers do not overwrite each other's history.
+
+Two processes can move the alias at the same time. Each writes it before it reads the history again, so at
+least one of them sees the other's move, and the last finished move is applied again (`_compare`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, InputError, RLHFError
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, short_reason
+
+log = logging.getLogger(__name__)
 
 CHAMPION = "champion"
 NONE = "none"
@@ -90,6 +96,16 @@ class Move:
     def key(self) -> str:
         """Name of its tag. The names sort by time."""
         return f"{_MOVE}{round(self.time * 1e6):020d}"
+
+
+class Moved(NamedTuple):
+    """Result of a command of a person."""
+
+    move: Move
+    changed: bool
+    """False if the same command was given before, so that this one changed nothing. True if it finished a
+    move that was interrupted.
+    """
 
 
 @dataclass(frozen=True)
@@ -176,14 +192,34 @@ def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
         move = replace(move, time=earlier[-1].time + 1e-5)
     _record(mlflow, model, move)
     failpoint("champion.recorded")
-    return _finish(mlflow, model, move)
+    finished = _finish(mlflow, model, move)
+    settle(mlflow, model)
+    return finished
 
 
-def settle(mlflow: Mlflow, model: str) -> None:
-    """Finish moves that were interrupted."""
+def settle(mlflow: Mlflow, model: str) -> str | None:
+    """Finish moves that were interrupted. If the champion is revoked after them, give the alias to the last
+    champion in the history that is not, and return the version that had it.
+    """
     for move in history(mlflow, model):
         if move.state == "started":
             _finish(mlflow, model, move)
+    champion = mlflow.by_alias(model, CHAMPION)
+    versions, moves = mlflow.versions(model), history(mlflow, model)
+    if champion is None or revocation(champion, versions, moves) is None:
+        return None
+    usable = {each.version for each in versions if revocation(each, versions, moves) is None}
+    names = [
+        name for move in reversed(moves) if move.state == "done" for name in (move.version, move.previous)
+    ]
+    # None is also the target of a rollback to no champion.
+    target = next((name for name in names if name is None or name in usable), None)
+    _set(mlflow, model, target)
+    log.warning(
+        "%s: version %s is revoked and had the alias `%s`; %s has it now",
+        model, champion.version, CHAMPION, f"version {target}" if target else "none",
+    )  # fmt: skip
+    return champion.version
 
 
 def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
@@ -195,7 +231,7 @@ def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
     )
     if is_lost and _champion(mlflow, model) == move.previous:
         # Nothing can replace the champion, which is therefore not revoked either.
-        return _record(mlflow, model, replace(move, state="overtaken", digests=None))
+        return _close(mlflow, model, replace(move, state="overtaken", digests=None))
     if move.action == "rolled_back" and move.previous in versions:
         assert move.previous is not None
         mlflow.tag_version(model, move.previous, {REVOKED: move.reason})
@@ -203,15 +239,49 @@ def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
     # At neither end of the move, the alias was moved by somebody else, which is respected.
     if is_lost or _champion(mlflow, model) not in (move.previous, move.version):
         revoked = move.action == "rolled_back"
-        return _record(mlflow, model, replace(move, state="overtaken", revoked=revoked))
-    if move.version is None:
+        return _close(mlflow, model, replace(move, state="overtaken", revoked=revoked))
+    failpoint("champion.checked")
+    _set(mlflow, model, move.version)
+    failpoint("champion.moved")
+    _compare(mlflow, model, move)
+    failpoint("champion.done")
+    # Now others see that this move is finished. Those that finished before that are seen here.
+    return _compare(mlflow, model, move)
+
+
+def _compare(mlflow: Mlflow, model: str, move: Move) -> Move:
+    """Compare a move, whose alias was set, with those of other processes. Return it as it was recorded.
+
+    If a later move is finished, or another process has finished this one, the last finished move is applied
+    again. This move is recorded unless another process did.
+    """
+    moves = history(mlflow, model)
+    own = next((each for each in moves if each.key == move.key), move)
+    finished = [each for each in moves if each.state == "done" or (each == own and own.state == "started")]
+    last = finished[-1] if finished else own
+    champion = _champion(mlflow, model)
+    # At no version of another move, the alias was moved by hand.
+    if champion != last.version and champion in {each.version for each in moves if each.key != last.key}:
+        _set(mlflow, model, last.version)
+    if last == own:
+        return _close(mlflow, model, replace(move, state="done"))
+    return _close(mlflow, model, replace(move, state="overtaken", revoked=move.action == "rolled_back"))
+
+
+def _close(mlflow: Mlflow, model: str, move: Move) -> Move:
+    """Record that a move has ended, unless another process did. Return it as it was recorded."""
+    for each in history(mlflow, model):
+        if each.key == move.key and each.state != "started":
+            return each
+    return _record(mlflow, model, move)
+
+
+def _set(mlflow: Mlflow, model: str, version: str | None) -> None:
+    """Give the alias to a version, or to none."""
+    if version is None:
         mlflow.delete_alias(model, CHAMPION)
     else:
-        mlflow.set_alias(model, CHAMPION, move.version)
-    failpoint("champion.moved")
-    done = _record(mlflow, model, replace(move, state="done"))
-    failpoint("champion.done")
-    return done
+        mlflow.set_alias(model, CHAMPION, version)
 
 
 def _champion(mlflow: Mlflow, model: str) -> str | None:
@@ -250,12 +320,13 @@ def registered_models(mlflow: Mlflow) -> list[str]:
         return mlflow.model_names(100)
 
 
-def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Move:
-    """Make a version, given by its number or alias, champion by the decision of a person. Returns the move.
+def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Moved:
+    """Make a version, given by its number or alias, champion by the decision of a person.
 
     Raises InputError if there is no such version, if it was revoked, or if there is no reason.
     """
     with registry_errors(mlflow, f"promote a version of {model!r}"):
+        interrupted = _interrupted(mlflow, model)
         _begin(mlflow, model, reason)
         champion = mlflow.by_alias(model, CHAMPION)
         version = find_version(mlflow, model, version).version
@@ -263,17 +334,17 @@ def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Move:
             # The same command again, after a kill, returns the move that `settle` has finished.
             last = _last(mlflow, model)
             if last is not None and last.version == version:
-                return last
+                return Moved(last, last.key in interrupted)
             raise InputError(f"version {version} of {model} is the champion already")
         usable_version(mlflow, model, version)
         move = Move(time.time(), "promoted", version, champion.version if champion else None, reason)
-        return _require_done(model, move_champion(mlflow, model, move))
+        return Moved(_require_done(model, move_champion(mlflow, model, move)), True)
 
 
-def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> Move:
-    """Revoke the champion, make an earlier version champion, and return the move.
+def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> Moved:
+    """Revoke the champion, and make an earlier version champion.
 
-    The same call again, after an interruption or not, returns the same move and changes nothing.
+    The same call again returns the same move and changes nothing. After an interruption it finishes the move.
 
     Args:
         mlflow: The registry.
@@ -286,14 +357,21 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         InputError: There is no champion, no reason, or no such version to return to.
     """
     with registry_errors(mlflow, f"roll back {model!r}"):
-        _begin(mlflow, model, reason)
+        interrupted = _interrupted(mlflow, model)
+        lost = _begin(mlflow, model, reason)
         champion = mlflow.by_alias(model, CHAMPION)
         if to not in (None, NONE):
             to = find_version(mlflow, model, to).version
         # Before the checks below: after a rollback to no champion, the same command finds none.
         last = _last(mlflow, model)
         if last is not None and _is_same_rollback(last, champion.version if champion else None, reason, to):
-            return last
+            return Moved(last, last.key in interrupted)
+        if lost is not None:
+            raise InputError(
+                f"version {lost} of {model} was revoked already, and had the alias `{CHAMPION}`;"
+                f" {f'version {champion.version}' if champion else 'none'} has it now, and nothing else was"
+                f" changed; see `rlhf champions {model}`, and decide again"
+            )
         if champion is None:
             raise InputError(f"{model} has no champion that could be rolled back; use `rlhf promote`")
         if to == champion.version:
@@ -309,7 +387,7 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
             usable_version(mlflow, model, version)
         digests = {name: champion.tags[name] for name in (POLICY, WEIGHTS) if name in champion.tags}
         move = Move(time.time(), "rolled_back", version, champion.version, reason, digests=digests)
-        return _require_done(model, move_champion(mlflow, model, move))
+        return Moved(_require_done(model, move_champion(mlflow, model, move)), True)
 
 
 def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVersion:
@@ -351,7 +429,13 @@ def _is_same_rollback(last: Move, champion: str | None, reason: str, to: str | N
     return same and last.reason == reason and to in (None, last.version or NONE)
 
 
-def _begin(mlflow: Mlflow, model: str, reason: str) -> None:
+def _interrupted(mlflow: Mlflow, model: str) -> set[str]:
+    """Return the keys of the moves that `settle` would finish."""
+    return {move.key for move in history(mlflow, model) if move.state == "started"}
+
+
+def _begin(mlflow: Mlflow, model: str, reason: str) -> str | None:
+    """Check what every command checks, and return the result of `settle`."""
     if not reason.strip():
         raise InputError("--reason must say why; it is kept in the history of champions")
     if len(reason) > MAX_REASON:
@@ -360,7 +444,7 @@ def _begin(mlflow: Mlflow, model: str, reason: str) -> None:
             f" got {len(reason)}; shorten it"
         )
     _require_model(mlflow, model)
-    settle(mlflow, model)
+    return settle(mlflow, model)
 
 
 def _require_model(mlflow: Mlflow, model: str) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_core.evaluation.evidence import Spent, next_level
+from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
 from rlhf_core.tracking.mlflow_client import Mlflow
 
@@ -51,8 +53,7 @@ def all_tests(mlflow: Mlflow, model: str) -> dict[str, list[PromotionTest]]:
         if name.startswith(_TEST) and (test := _read(_parsed(text))) is not None:
             tests[name] = (name.rpartition(".")[2], test)
     for version in mlflow.versions(model):
-        entries = read_outcome(version.tags).get("tests")
-        for entry in entries if isinstance(entries, list) else []:
+        for entry in _entries(version.tags):
             test = _read(entry)
             if test is not None and _tag(version.version, test) not in tests:
                 record_test(mlflow, model, version.version, test)
@@ -105,12 +106,43 @@ def next_test(
     for test in own:
         if (test.champion, test.judge, test.outcomes) == (opponent, judge, digest(test.prompts)):
             return PromotionTest(test.time, test.level, opponent, judge, prompts, digest(prompts) or "")
-    if opponent is None:
-        level = gate.first_level(1 + sum(test.champion is None for test in others))
-    else:
-        spent = [Spent(test.time, test.level) for test in others if test.champion is not None]
-        level = next_level(spent, now, gate.alpha)
+    level = _level(opponent, others, gate, now)
     return PromotionTest(now, level, opponent, judge, prompts, digest(prompts) or "")
+
+
+def _level(opponent: str | None, others: Iterable[PromotionTest], gate: Gate, now: float) -> float:
+    """Return the level of a test at time `now` against `opponent`, after the tests `others`."""
+    if opponent is None:
+        return gate.first_level(1 + sum(test.champion is None for test in others))
+    spent = [Spent(test.time, test.level) for test in others if test.champion is not None]
+    return next_level(spent, now, gate.alpha)
+
+
+def spend(mlflow: Mlflow, model: str, version: str, test: PromotionTest, gate: Gate) -> PromotionTest:
+    """Record a test of a version, and return it with the level that it has.
+
+    Two processes can read the tests at the same time and would spend the same part of the budget. Each
+    records its test before it reads the others again. At least one of both sees the other's test, and its
+    level becomes smaller. The level of a test that the tag `OUTCOME` of its version has is settled.
+    """
+    record_test(mlflow, model, version, test)
+    failpoint("register.tested")
+    tags = next((each.tags for each in mlflow.versions(model) if each.version == version), {})
+    settled = [_read(entry) for entry in _entries(tags)]
+    if any(each is not None and (each.time, each.level) == (test.time, test.level) for each in settled):
+        return test
+    others = [
+        each
+        for number, tests in all_tests(mlflow, model).items()
+        for each in tests
+        if (number, each.time) != (version, test.time)
+    ]
+    # Five processes at the same time can leave nothing. A test needs a level above 0.
+    level = max(_level(test.champion, others, gate, test.time), sys.float_info.min)
+    if level < test.level:
+        test = replace(test, level=level)
+        record_test(mlflow, model, version, test)
+    return test
 
 
 def read_outcome(tags: Mapping[str, str]) -> dict[str, Any]:
@@ -119,6 +151,12 @@ def read_outcome(tags: Mapping[str, str]) -> dict[str, Any]:
     """
     kept = _parsed(tags.get(OUTCOME, "{}"))
     return kept if isinstance(kept, dict) else {}
+
+
+def _entries(tags: Mapping[str, str]) -> list[Any]:
+    """Return the tests in the tag `OUTCOME`, each as it was written."""
+    entries = read_outcome(tags).get("tests")
+    return entries if isinstance(entries, list) else []
 
 
 def _tag(version: str, test: PromotionTest) -> str:

@@ -36,7 +36,7 @@ from rlhf_core.tracking.promotion_tests import (
     all_tests,
     next_test,
     read_outcome,
-    record_test,
+    spend,
 )
 
 log = logging.getLogger(__name__)
@@ -127,12 +127,7 @@ def register(
             test = next_test(candidate.evaluation, match, opponent, own, others, gate, clock())
             refusal = revoked or _champion_is_missing(mlflow, model, champion)
             decision = refusal or _decide(candidate, champion, match, gate, test.level)
-            if decision.tested:
-                # A test that continues an earlier one has its time, and replaces it.
-                own = [*(each for each in own if each.time != test.time), test]
             outcome = _Outcome(decision, opponent, match if isinstance(match, Match) else None)
-            # MLflow has no transactions: two registrations that get here at the same moment can still spend
-            # the same part of the budget.
             now = mlflow.by_alias(model, CHAMPION)
             current = now.version if now else None
             if current != outcome.opponent:
@@ -140,8 +135,12 @@ def register(
                 continue
             # Before the alias, so that a retry after a kill in between makes the same decision.
             if decision.tested:
-                record_test(mlflow, model, version.version, test)
-                failpoint("register.tested")
+                failpoint("register.level")
+                test = spend(mlflow, model, version.version, test, gate)
+                decision = _decide(candidate, champion, match, gate, test.level)
+                outcome = outcome._replace(decision=decision)
+                # A test that continues an earlier one has its time, and replaces it.
+                own = [*(each for each in own if each.time != test.time), test]
             # A version that was champion before kept the evaluation of that time (`_find_or_create`).
             promoted_by = _tags(candidate) if decision.champion else {}
             mlflow.tag_version(model, version.version, {**outcome.tags(own), **promoted_by})
@@ -149,7 +148,8 @@ def register(
             if decision.champion:
                 evidence = outcome.match.record() if outcome.match else None
                 move = Move(clock(), "crowned", version.version, outcome.opponent, decision.reason, evidence)
-                if move_champion(mlflow, model, move).state != "done":  # revoked in the meantime
+                moved = move_champion(mlflow, model, move)
+                if moved.state != "done" or _revoked(mlflow, model, version):  # in the meantime
                     champion = mlflow.by_alias(model, CHAMPION)
                     continue
             failpoint("register.promoted")

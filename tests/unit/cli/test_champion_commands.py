@@ -1,13 +1,15 @@
 """`rlhf champions`, `rollback` and `promote`, and their Prefect flows, on a real registry.
 
-- the history is printed with reasons; a rollback moves the alias and says so; typed again it says the same
+- the history is printed with reasons; a rollback moves the alias and says so; typed again it says
+  that nothing changed
 - what cannot be done ends with exit code 2 and a message that names the way out
-- the flows have typed parameters and show the history as a table
+- the flows have typed parameters, show the history as a table, and notify once
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,12 @@ def test_history_rollback_and_promotion(model: str, capsys: pytest.CaptureFixtur
         "  2001-09-09 01:46  version 1 promoted automatically: it won 1",
         "  2001-09-09 01:46  version 2 promoted automatically: it won 2",
     ]
-    for _ in range(2):
-        assert rlhf("rollback", model, "--reason", "it insults people") == 0
-        assert "rolled back from version 2 to 1: it insults people" in capsys.readouterr().out
+    assert rlhf("rollback", model, "--reason", "it insults people") == 0
+    assert "rolled back from version 2 to 1: it insults people" in capsys.readouterr().out
+    assert rlhf("rollback", model, "--reason", "it insults people") == 0
+    made = r"this rollback was made at [\d-]+ [\d:]+ UTC"
+    further = "to go back further use --to or another reason"
+    assert re.fullmatch(f"{model}: nothing changed: {made}; {further}\n", capsys.readouterr().out)
     assert rlhf("promote", model, "2", "--reason", "it does not") == 2
     error = capsys.readouterr().err
     assert "was revoked: it insults people" in error and "remove the tag rlhf.revoked" in error
@@ -84,9 +89,14 @@ def test_unknown_names_and_folders_are_input_errors(
 
 def test_flows_do_the_same_and_show_the_history(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[dict[str, Any]] = []
+    sent: list[tuple[str, str]] = []
     monkeypatch.setattr(champion, "create_table_artifact", lambda **table: tables.append(table))
-    assert champion.rollback.fn(model, "it insults people") == "1"
-    [table] = tables
+    monkeypatch.setattr(champion, "notify", lambda subject, body: sent.append((subject, body)))
+    for _ in range(2):
+        assert champion.rollback.fn(model, "it insults people") == "1"
+    assert sent == [(f"{model} rolled back to version 1", "it insults people")]
+    [table, again] = tables
+    assert again == table
     assert [(row["version"], row["action"]) for row in table["table"]] == [
         ("1", "rolled back"), ("2", "promoted automatically"), ("1", "promoted automatically"),
     ]  # fmt: skip

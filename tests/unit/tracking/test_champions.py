@@ -24,23 +24,12 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.errors import InfrastructureError, InputError
-from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.tracking import champions, registry
 from rlhf_core.tracking.champions import REVOKED, WEIGHTS, Move, history, promote, rollback, settle
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.registry import Candidate, register, why_outdated
-
-OUTCOMES = [-1] * 10 + [1] * 90
-
-
-def played(outcomes: list[int]) -> Match:
-    wins = outcomes.count(1)
-    return Match(
-        wins / 100, 0.0, 1.0, 100, wins, 100 - wins,
-        log_evidence=log_evidence(outcomes), outcomes=tuple(map(str, outcomes)),
-    )  # fmt: skip
-
+from tests.support.champions import OUTCOMES, champion, enter, played, revoked
 
 WON = played(OUTCOMES)
 
@@ -73,38 +62,12 @@ class InBetween(Mlflow):
             act()
 
 
-def enter(
-    mlflow: Mlflow, model: str, digest: str, weights: str | None = None, outcomes: list[int] = OUTCOMES
-) -> Any:
-    met = []
-
-    def play(tags: Any) -> Match:
-        met.append(tags[WEIGHTS])
-        return played(outcomes)
-
-    record = Evaluation(0.8, 80, 20)
-    tags = {WEIGHTS: weights or f"weights of {digest}"}
-    done = register(
-        mlflow, model, Candidate(f"/{digest}", digest, None, tags, record), gate=Gate(0.5), run_match=play
-    )
-    return done, met
-
-
-def champion(mlflow: Mlflow, model: str) -> str | None:
-    found = mlflow.by_alias(model, "champion")
-    return found.version if found else None
-
-
-def revoked(mlflow: Mlflow, model: str) -> dict[str, str]:
-    return {each.version: each.tags[REVOKED] for each in mlflow.versions(model) if REVOKED in each.tags}
-
-
 def test_rollback_restores_the_last_champion_that_is_not_revoked(mlflow: Mlflow, model: str) -> None:
     assert champion(mlflow, model) == "3"
-    move = rollback(mlflow, model, "it insults people")
+    move, _ = rollback(mlflow, model, "it insults people")
     assert (move.action, move.version, move.previous, move.state) == ("rolled_back", "2", "3", "done")
     assert revoked(mlflow, model) == {"3": "it insults people"}
-    assert rollback(mlflow, model, "it is slow").version == "1"
+    assert rollback(mlflow, model, "it is slow").move.version == "1"
     assert revoked(mlflow, model) == {"3": "it insults people", "2": "it is slow"}
     with pytest.raises(InputError, match="has no earlier champion that is not revoked"):
         rollback(mlflow, model, "and this one")
@@ -112,9 +75,9 @@ def test_rollback_restores_the_last_champion_that_is_not_revoked(mlflow: Mlflow,
 
 
 def test_the_same_rollback_again_changes_nothing(mlflow: Mlflow, model: str) -> None:
-    move = rollback(mlflow, model, "bad")
-    assert rollback(mlflow, model, "bad") == move
-    assert rollback(mlflow, model, "bad", "2") == move
+    move, _ = rollback(mlflow, model, "bad")
+    assert rollback(mlflow, model, "bad") == (move, False)
+    assert rollback(mlflow, model, "bad", "2") == (move, False)
     assert (champion(mlflow, model), len(history(mlflow, model))) == ("2", 4)
 
 
@@ -123,7 +86,7 @@ def test_rollback_to_a_version(mlflow: Mlflow, model: str) -> None:
         rollback(mlflow, model, "bad", "3")
     with pytest.raises(InputError, match="has no version 9; its versions are 1, 2, 3"):
         rollback(mlflow, model, "bad", "9")
-    assert rollback(mlflow, model, "bad", "1").version == "1"
+    assert rollback(mlflow, model, "bad", "1").move.version == "1"
     with pytest.raises(InputError, match=r"version 3 of .* was revoked: bad"):
         rollback(mlflow, model, "worse", "3")
 
@@ -133,9 +96,9 @@ def test_the_only_champion_can_be_taken_back(mlflow: Mlflow) -> None:
     enter(mlflow, model, "a")
     with pytest.raises(InputError, match="name a version with --to, or use --to none"):
         rollback(mlflow, model, "bad")
-    move = rollback(mlflow, model, "bad", "none")
+    move, _ = rollback(mlflow, model, "bad", "none")
     assert (move.version, move.previous, champion(mlflow, model)) == (None, "1", None)
-    assert rollback(mlflow, model, "bad", "none") == rollback(mlflow, model, "bad") == move
+    assert rollback(mlflow, model, "bad", "none") == rollback(mlflow, model, "bad") == (move, False)
     with pytest.raises(InputError, match="has no champion that could be rolled back"):
         rollback(mlflow, model, "worse")
     assert enter(mlflow, model, "a")[0].decision.rule == "revoked" and champion(mlflow, model) is None
@@ -164,7 +127,7 @@ def test_a_rollback_does_not_restore_the_weights_that_it_revokes(mlflow: Mlflow,
     assert champion(mlflow, model) == "4"
     with pytest.raises(InputError, match=r"version 3 of .* has the same policy as the champion, version 4"):
         rollback(mlflow, model, "bad", "3")
-    assert rollback(mlflow, model, "bad").version == "2"
+    assert rollback(mlflow, model, "bad").move.version == "2"
     for action in (promote, rollback):
         with pytest.raises(InputError, match="has the same policy as version 4, which was revoked: bad"):
             action(mlflow, model, *(("3", "good") if action is promote else ("worse", "3")))
@@ -174,7 +137,7 @@ def test_a_rollback_does_not_restore_the_weights_that_it_revokes(mlflow: Mlflow,
 
 
 def test_weights_stay_revoked_after_their_version_was_deleted(mlflow: Mlflow, model: str) -> None:
-    move = rollback(mlflow, model, "bad")
+    move, _ = rollback(mlflow, model, "bad")
     mlflow._client.delete_model_version(model, "3")
     done, met = enter(mlflow, model, "c")
     assert (done.version, done.decision.rule, met) == ("4", "revoked", [])
@@ -246,17 +209,17 @@ def test_a_registration_is_not_outdated_by_a_later_champion(mlflow: Mlflow, mode
 
 
 def test_promotion_by_a_person(mlflow: Mlflow, model: str) -> None:
-    move = promote(mlflow, model, "1", "known from last year")
+    move, _ = promote(mlflow, model, "1", "known from last year")
     assert (champion(mlflow, model), move.previous, move.state) == ("1", "3", "done")
-    assert promote(mlflow, model, "1", "known from last year") == move
+    assert promote(mlflow, model, "1", "known from last year") == (move, False)
     assert revoked(mlflow, model) == {}
-    assert rollback(mlflow, model, "bad").version == "3"
+    assert rollback(mlflow, model, "bad").move.version == "3"
 
 
 def test_a_version_is_named_by_its_alias_too(mlflow: Mlflow, model: str) -> None:
     mlflow.set_alias(model, "known", "1")
-    assert promote(mlflow, model, "known", "good").version == "1"
-    assert rollback(mlflow, model, "bad", to="candidate").version == "3"
+    assert promote(mlflow, model, "known", "good").move.version == "1"
+    assert rollback(mlflow, model, "bad", to="candidate").move.version == "3"
     with pytest.raises(InputError, match=r"version 3 of .* is the champion; choose an earlier one"):
         rollback(mlflow, model, "worse", to="champion")
     assert champion(mlflow, model) == "3"
@@ -275,15 +238,15 @@ def test_without_the_alias_a_person_decides(mlflow: Mlflow, model: str) -> None:
     done, met = enter(mlflow, model, "d")
     assert (done.decision.champion, done.decision.rule, met) == (False, "unknown", [])
     assert "no version has the alias `champion`, although there were champions" in done.decision.reason
-    assert promote(mlflow, model, done.version, "good").previous is None
+    assert promote(mlflow, model, done.version, "good").move.previous is None
 
 
 def test_moves_are_in_order_even_if_the_clock_of_a_host_is_ahead(mlflow: Mlflow, model: str) -> None:
     ahead = Move(9e9, "crowned", "3", "2", "r", state="done")
     mlflow.tag_model(model, {ahead.key: json.dumps(ahead.__dict__)})
-    move = rollback(mlflow, model, "bad")
+    move, _ = rollback(mlflow, model, "bad")
     assert (move.version, history(mlflow, model)[-1]) == ("2", move)
-    assert rollback(mlflow, model, "bad") == move, "the same command again changes nothing"
+    assert rollback(mlflow, model, "bad") == (move, False), "the same command again changes nothing"
 
 
 def test_what_is_missing_is_an_input_error(mlflow: Mlflow, model: str) -> None:
@@ -389,8 +352,9 @@ def test_a_killed_rollback_is_finished_by_the_same_command(
 ) -> None:
     killed_at(point, lambda: rollback(Mlflow(f"sqlite:///{database}", "champions"), model, "bad", to))
     assert champion(mlflow, model) in (after, "3")
-    move = rollback(mlflow, model, "bad", to)
+    move, changed = rollback(mlflow, model, "bad", to)
     assert (move.version, move.previous, move.state) == (after, "3", "done")
+    assert changed == (point != "champion.done"), "it finishes the move, unless that was done"
     assert champion(mlflow, model) == after and revoked(mlflow, model) == {"3": "bad"}
     assert [each.state for each in history(mlflow, model)] == ["done"] * 4
 
@@ -401,7 +365,7 @@ def test_a_killed_promotion_is_finished_by_the_same_command(
 ) -> None:
     killed_at(point, lambda: promote(Mlflow(f"sqlite:///{database}", "champions"), model, "1", "good"))
     assert champion(mlflow, model) in ("1", "3")
-    assert promote(mlflow, model, "1", "good").version == "1"
+    assert promote(mlflow, model, "1", "good").move.version == "1"
     assert champion(mlflow, model) == "1" and len(history(mlflow, model)) == 4
 
 

@@ -1,0 +1,47 @@
+"""Candidates and champions of a registered model, for tests of the registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.evaluation.evidence import log_evidence
+from rlhf_core.tracking.champions import REVOKED, WEIGHTS
+from rlhf_core.tracking.gate import Evaluation, Gate, Match
+from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.registry import Candidate, register
+
+OUTCOMES = [-1] * 10 + [1] * 90
+
+
+def played(outcomes: list[int]) -> Match:
+    wins = outcomes.count(1)
+    return Match(
+        wins / 100, 0.0, 1.0, 100, wins, 100 - wins,
+        log_evidence=log_evidence(outcomes), outcomes=tuple(map(str, outcomes)),
+    )  # fmt: skip
+
+
+def enter(
+    mlflow: Mlflow, model: str, digest: str, weights: str | None = None, outcomes: list[int] = OUTCOMES
+) -> Any:
+    met = []
+
+    def play(tags: Any) -> Match:
+        met.append(tags[WEIGHTS])
+        return played(outcomes)
+
+    record = Evaluation(0.8, 80, 20)
+    tags = {WEIGHTS: weights or f"weights of {digest}"}
+    done = register(
+        mlflow, model, Candidate(f"/{digest}", digest, None, tags, record), gate=Gate(0.5), run_match=play
+    )
+    return done, met
+
+
+def champion(mlflow: Mlflow, model: str) -> str | None:
+    found = mlflow.by_alias(model, "champion")
+    return found.version if found else None
+
+
+def revoked(mlflow: Mlflow, model: str) -> dict[str, str]:
+    return {each.version: each.tags[REVOKED] for each in mlflow.versions(model) if REVOKED in each.tags}

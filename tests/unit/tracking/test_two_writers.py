@@ -1,0 +1,152 @@
+"""Two processes that change the champion of one model at the same time. Real MLflow on SQLite.
+
+- the later of two moves holds, in the alias and in the history, wherever the earlier one was interrupted
+- a version that is revoked meanwhile never keeps the alias, and its registration says that it is refused
+- an alias on a revoked version is moved by the next command, which then does nothing else
+- two candidates that are tested at the same time do not spend the same part of the budget
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.tracking.champions import REVOKED, Move, history, move_champion, promote, rollback, settle
+from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.promotion_tests import all_tests
+from tests.support.champions import champion, enter, revoked
+
+EVEN = [-1, 1] * 50
+
+
+@pytest.fixture
+def mlflow(database: Path) -> Mlflow:
+    return Mlflow(f"sqlite:///{database}", "champions")
+
+
+@pytest.fixture
+def model(mlflow: Mlflow, request: pytest.FixtureRequest) -> str:
+    """A model with the champions 1, 2 and 3, one after the other."""
+    name = f"two writers of {abs(hash(request.node.name))}"
+    for digest in "abc":
+        enter(mlflow, name, digest)
+    return name
+
+
+class Paused:
+    """Runs `action` in another process, which stops at the failpoint until `resume`."""
+
+    def __init__(self, point: str, mlflow: Mlflow, action: Callable[[Mlflow], object]) -> None:
+        self._child = os.fork()
+        if self._child == 0:
+            os.environ["RLHF_FAIL"] = f"{point}:1:stop"
+            try:
+                action(Mlflow(mlflow.uri, "champions"))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(self._child, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), status
+
+    def resume(self) -> int:
+        """Let it go on, and return its exit code."""
+        os.kill(self._child, signal.SIGCONT)
+        return os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+
+
+@pytest.mark.parametrize("to", [None, "none"])
+@pytest.mark.parametrize(
+    "point", ["champion.recorded", "champion.checked", "champion.moved", "champion.done"]
+)
+def test_a_rollback_during_a_registration_holds(
+    point: str, to: str | None, mlflow: Mlflow, model: str
+) -> None:
+    other = Paused(point, mlflow, lambda mlflow: enter(mlflow, model, "d"))
+    move, _ = rollback(mlflow, model, "bad", to)  # finishes the promotion of version 4 first
+    after = "3" if to is None else None
+    assert (move.previous, move.version) == ("4", after)
+    assert other.resume() == 0
+    assert champion(mlflow, model) == after and revoked(mlflow, model) == {"4": "bad"}
+    assert history(mlflow, model)[-1] == move
+    tags = {each.version: each.tags for each in mlflow.versions(model)}["4"]
+    assert tags["rlhf.gate"] == "revoked"
+
+
+@pytest.mark.parametrize(
+    "point", ["champion.recorded", "champion.revoked", "champion.checked", "champion.moved"]
+)
+def test_a_promotion_during_a_rollback_holds(point: str, mlflow: Mlflow, model: str) -> None:
+    other = Paused(point, mlflow, lambda mlflow: rollback(mlflow, model, "bad"))
+    move, _ = promote(mlflow, model, "1", "good")  # finishes the rollback first
+    assert (move.previous, move.version) == ("2", "1")
+    assert other.resume() == 0
+    assert champion(mlflow, model) == "1" and history(mlflow, model)[-1] == move
+    assert [each.state for each in history(mlflow, model)] == ["done"] * 5
+
+
+@pytest.mark.parametrize(("first", "second"), [(9e9, 9.1e9), (9.1e9, 9e9)])
+@pytest.mark.parametrize("point", ["champion.checked", "champion.moved"])
+def test_of_two_moves_from_one_champion_one_holds_in_alias_and_history(
+    point: str, first: float, second: float, mlflow: Mlflow, model: str
+) -> None:
+    """Neither process sees the other one's move before it moves the alias."""
+
+    class Blind(Mlflow):
+        """Its first view of the history is from before the other process."""
+
+        kept: dict[str, str] | None = None
+
+        def model_tags(self, name: str) -> dict[str, str] | None:
+            kept, self.kept = self.kept, None
+            return kept or super().model_tags(name)
+
+    blind = Blind(mlflow.uri, "champions")
+    blind.kept = mlflow.model_tags(model)
+    other = Paused(
+        point, mlflow, lambda mlflow: move_champion(mlflow, model, Move(first, "promoted", "1", "3", "first"))
+    )
+    mlflow.set_alias(model, "champion", "3")
+    move_champion(blind, model, Move(second, "promoted", "2", "3", "second"))
+    assert other.resume() == 0
+    [one, two] = history(mlflow, model)[-2:]
+    assert sorted((one.state, two.state)) == ["done", "overtaken"]
+    assert champion(mlflow, model) == (one if one.state == "done" else two).version
+
+
+def test_settle_takes_the_alias_from_a_revoked_version(mlflow: Mlflow, model: str) -> None:
+    move, _ = rollback(mlflow, model, "bad")
+    mlflow.set_alias(model, "champion", "3")
+    assert settle(mlflow, model) == "3" and champion(mlflow, model) == "2"
+    assert settle(mlflow, model) is None
+    mlflow.set_alias(model, "champion", "3")
+    assert rollback(mlflow, model, "bad") == (move, False) and champion(mlflow, model) == "2"
+    mlflow.set_alias(model, "champion", "3")
+    with pytest.raises(InputError, match=r"version 3 of .* was revoked already.*; version 2 has it now, and"):
+        rollback(mlflow, model, "another reason")
+    assert champion(mlflow, model) == "2" and history(mlflow, model)[-1] == move
+    for version in "12":
+        mlflow.tag_version(model, version, {REVOKED: "bad"})
+    settle(mlflow, model)
+    assert champion(mlflow, model) is None
+
+
+@pytest.mark.parametrize("point", ["register.level", "register.tested"])
+def test_two_candidates_do_not_spend_the_same_part_of_the_budget(
+    point: str, mlflow: Mlflow, model: str
+) -> None:
+    levels = [each[0].level for each in all_tests(mlflow, model).values()]
+    other = Paused(point, mlflow, lambda mlflow: enter(mlflow, model, "d", outcomes=EVEN))
+    enter(mlflow, model, "e", outcomes=EVEN)
+    assert other.resume() == 0
+    [first, second] = [all_tests(mlflow, model)[version][0].level for version in "45"]
+    # Each test spends a quarter of what is left: without the other one's test, both would spend the same.
+    expected = levels[-1] * 0.75**2
+    assert min(first, second) == pytest.approx(expected, rel=0.1), (levels, first, second)
+    outcome = json.loads({each.version: each.tags for each in mlflow.versions(model)}["4"]["rlhf.outcome"])
+    assert [each["level"] for each in outcome["tests"]] == [first], "both places have the same level"
