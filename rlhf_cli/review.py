@@ -12,7 +12,7 @@ from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.review import Opponent
-    from rlhf_core.run.review import Recorded
+    from rlhf_core.run.review import Everyone, Recorded
 
 _OPPONENTS: dict[Opponent, str] = {"sft": "the SFT model", "champion": "the champion"}
 
@@ -85,6 +85,20 @@ def _print_recorded(opponent: Opponent, done: Recorded) -> None:
             f" {verdicts.losses} losses, {verdicts.ties} ties); p = {verdicts.p_value:.2g}"
         )
         print(f"agreement with the judge of the run: {agreement}")
+    print(_all_votes(done.everyone))
     left_out = f"; {done.left_out} without, because their prompt is a conversation" if done.left_out else ""
     print(printable(f"{done.rows} preference rows for data.preference: {done.file}{left_out}"))
     print(printable(f"MLflow: run {done.mlflow_run_id}" if done.mlflow_run_id else "not recorded in MLflow"))
+
+
+def _all_votes(everyone: Everyone) -> str:
+    """Return one line about all recorded files of a page."""
+    text = f"all recorded files ({everyone.files}): "
+    if (rate := everyone.win_rate) is not None:
+        interval = f"[{rate['low']:.3f}, {rate['high']:.3f}]"
+        text += f"win rate {rate['mean']:.3f} {interval} on {rate['pairs']:g} pairs, "
+    who = "1 person" if everyone.people == 1 else f"{everyone.people} people"
+    text += f"{everyone.votes} votes of {who}; agreement of people: "
+    if everyone.agreement is None:
+        return f"{text}none, because no pair has votes of two people"
+    return f"{text}{everyone.agreement:.3f} on {everyone.shared} pairs"

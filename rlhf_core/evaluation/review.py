@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.evaluation.sampled import SampledAnswer, read_answers
 from rlhf_core.evaluation.statistics import Interval, Verdicts, wilson
-from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files
+from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, voters
 from rlhf_core.seeds import derive_seed
 
 Opponent = Literal["sft", "champion", "sample"]
@@ -234,17 +235,48 @@ def win_rate_by_people(
         InputError: A file of this page has another number of votes.
     """
     page = page_digest(pairs)
-    by_pair: dict[int, list[float]] = {}
-    for file in newest_files(files):
-        if file.page == page:
-            for vote in read_votes(file, pairs):
-                # By identity, because a pair contains a dict and has no hash.
-                by_pair.setdefault(id(vote.pair), []).append(vote.preference)
+    by_pair = votes_by_pair(files, lambda file: pairs if file.page == page else [])
     if not by_pair:
         return None
-    means = [math.fsum(votes) / len(votes) for votes in by_pair.values()]
+    means = [math.fsum(votes.values()) / len(votes) for votes in by_pair.values()]
     rate = interval_of_votes(means, confidence)
     return rate.to_json() | {"pairs": len(by_pair), "votes": sum(map(len, by_pair.values()))}
+
+
+def votes_by_pair(
+    files: Iterable[VoteFile], pairs_of: Callable[[VoteFile], Sequence[BlindPair]]
+) -> dict[int, dict[str, float]]:
+    """Return the preferences that count: by `id` of the pair, and by person (`voters`). Of several votes of a
+    person on a pair the one that was saved last counts.
+
+    Args:
+        files: Files of votes. Those that do not count (`newest_files`) are ignored.
+        pairs_of: Returns what the page of a file shows; nothing for a page that does not count.
+
+    Raises:
+        InputError: A file has another number of votes than its page has pairs.
+    """
+    files = list(files)
+    keys = voters(files)
+    by_pair: dict[int, dict[str, float]] = {}
+    for file in sorted(newest_files(files), key=lambda file: (file.saved, file.digest)):
+        if pairs := pairs_of(file):
+            for vote in read_votes(file, pairs):
+                # By identity, because a pair contains a dict and has no hash.
+                by_pair.setdefault(id(vote.pair), {})[keys[file.digest]] = vote.preference
+    return by_pair
+
+
+def agreement_of_people(by_pair: Mapping[int, Mapping[str, float]]) -> float | None:
+    """Return the mean agreement of two people who voted on the same pair, over all such people and pairs: 1
+    for the same vote, 0.5 if one of both is a tie. None if no pair has votes of two people.
+    """
+    same = [
+        1 - abs(one - other)
+        for votes in by_pair.values()
+        for one, other in itertools.combinations(votes.values(), 2)
+    ]
+    return math.fsum(same) / len(same) if same else None
 
 
 def preference_rows(votes: Sequence[Vote]) -> list[dict[str, str]]:

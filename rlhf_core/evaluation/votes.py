@@ -32,7 +32,9 @@ class VoteFile:
     choices: tuple[str | None, ...]
     """`1`, `2` or `tie` for each pair of the page in its order; None without a vote."""
     session: str | None = None
-    """Random name of the page load that saved it; None in files of older pages."""
+    """Random name of who voted in a browser, which a reload keeps; None in files of older pages."""
+    person: str | None = None
+    """Name that the person gave; None without one."""
 
     @property
     def is_empty(self) -> bool:
@@ -70,9 +72,11 @@ def parse_votes(text: str, name: str) -> VoteFile:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{name}: must be a file that a review page saved ({FORMAT}); choose another")
     page, saved, choices = content.get("page"), content.get("saved"), content.get("votes")
-    session = content.get("session")
-    if not isinstance(page, str) or not isinstance(session, str | None):
-        raise InputError(f"{name}: page and session must be texts; the file is damaged, save it again")
+    session, person = content.get("session"), content.get("person")
+    if not isinstance(page, str) or not isinstance(session, str | None) or not isinstance(person, str | None):
+        raise InputError(
+            f"{name}: page, session and person must be texts; the file is damaged, save it again"
+        )
     if type(saved) is not int:
         raise InputError(f"{name}: saved must be a time (an integer); the file is damaged, save it again")
     if not isinstance(choices, list):
@@ -84,17 +88,42 @@ def parse_votes(text: str, name: str) -> VoteFile:
                 " save it again"
             )
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return VoteFile(name, digest, page, saved, tuple(choices), session)
+    return VoteFile(name, digest, page, saved, tuple(choices), session, person)
+
+
+def voters(files: Iterable[VoteFile]) -> dict[str, str]:
+    """Return a key of the person who saved each file, by the digest of the file.
+
+    It is the name, without regard to case and spaces at its ends; without a name the session; without both
+    the digest of the file. A file without a name belongs to the name that the session has in other files, if
+    it has only one.
+    """
+    files = list(files)
+    names: dict[str, set[str]] = {}
+    for file in files:
+        if file.session and (name := _name(file)):
+            names.setdefault(file.session, set()).add(name)
+    keys = {}
+    for file in files:
+        name, of_session = _name(file), names.get(file.session or "", set())
+        if not name and len(of_session) == 1:
+            [name] = of_session
+        session = f"session {file.session}" if file.session else f"file {file.digest}"
+        keys[file.digest] = f"name {name}" if name else session
+    return keys
+
+
+def _name(file: VoteFile) -> str:
+    return (file.person or "").strip().casefold()
 
 
 def newest_files(files: Iterable[VoteFile]) -> list[VoteFile]:
-    """Return the files that count: the one that was saved last of each page load, and of equal files one.
-
-    Files without a session are distinct unless they are equal.
-    """
-    newest: dict[tuple[str, str | None], VoteFile] = {}
+    """Return the files that count: of each person (`voters`) and page the one that was saved last."""
+    files = list(files)
+    keys = voters(files)
+    newest: dict[tuple[str, str], VoteFile] = {}
     for file in files:
-        key = (file.page, file.session) if file.session else (file.digest, None)
+        key = (file.page, keys[file.digest])
         if key not in newest or file.saved > newest[key].saved:
             newest[key] = file
     return list(newest.values())

@@ -28,6 +28,7 @@ from rlhf_core.evaluation.review import (
     Opponent,
     ReviewResult,
     Vote,
+    agreement_of_people,
     count_votes,
     load_blind_pairs,
     load_sampled_pairs,
@@ -35,9 +36,11 @@ from rlhf_core.evaluation.review import (
     preference_rows,
     read_votes,
     render_page,
+    votes_by_pair,
+    win_rate_by_people,
 )
 from rlhf_core.evaluation.sampled import ANSWERS
-from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, newest_files, parse_votes
+from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.spec import config_from_json
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
@@ -121,17 +124,33 @@ class Review:
         """Return the recorded votes as rows for `data.preference`: of each pair one row with the answer that
         more people preferred, in the order of the page. A pair that is tied has none.
 
-        Of several votes of one page load on a pair the one that was saved last counts.
+        Of several votes of one person on a pair the one that was saved last counts.
 
         Raises InputError if a recorded file cannot be read.
         """
-        by_pair: dict[int, dict[str, float]] = {}
-        for file in sorted(newest_files(self._recorded()), key=lambda file: (file.saved, file.digest)):
-            for vote in read_votes(file, self.pairs_of(file)):
-                # By identity, because a pair contains a dict and has no hash.
-                by_pair.setdefault(id(vote.pair), {})[file.session or file.digest] = vote.preference
+        by_pair = votes_by_pair(self._recorded(), self.pairs_of)
         means = {pair: math.fsum(votes.values()) / len(votes) for pair, votes in by_pair.items()}
         return preference_rows([Vote(pair, means[id(pair)]) for pair in self.pairs if id(pair) in means])
+
+    def everyone(self) -> Everyone:
+        """Return what all recorded votes say. Raises InputError if a recorded file cannot be read."""
+        files = list(self._recorded())
+        by_pair = votes_by_pair(files, self.pairs_of)
+        people = {person for votes in by_pair.values() for person in votes}
+        shared = sum(len(votes) > 1 for votes in by_pair.values())
+        rate = None
+        # Both answers of the stage `sample` are of the policy, so nobody wins.
+        if self.opponent != "sample":
+            rate = win_rate_by_people(files, self.pairs, confidence=self.config.evaluate.confidence)
+        return Everyone(
+            files=len(files),
+            people=len(people),
+            votes=sum(map(len, by_pair.values())),
+            win_rate=rate,
+            agreement=agreement_of_people(by_pair),
+            shared=shared,
+            saved=max((file.saved for file in files), default=0),
+        )
 
     def _recorded(self) -> Iterator[VoteFile]:
         """Yield the files of votes that `record_votes` has written for pages of these samples."""
@@ -157,6 +176,34 @@ def _rows_beside(votes: Path) -> Path:
 
 
 @dataclass(frozen=True)
+class Everyone:
+    """What all recorded files of votes on one page say."""
+
+    files: int
+    people: int
+    votes: int
+    """Of several files of a person, those of the last one."""
+    win_rate: Mapping[str, float] | None
+    """`win_rate_by_people`; None for the stage `sample`."""
+    agreement: float | None
+    """`agreement_of_people`."""
+    shared: int
+    """Number of pairs with votes of two or more people."""
+    saved: int
+    """Time when the last file was saved, in milliseconds since 1970."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers for MLflow."""
+        numbers = {"people": float(self.people), "votes": float(self.votes)}
+        if self.agreement is not None:
+            numbers["agreement_of_people"] = self.agreement
+        for part in ("mean", "low", "high"):
+            if self.win_rate is not None:
+                numbers[f"win_rate/{part}"] = self.win_rate[part]
+        return numbers
+
+
+@dataclass(frozen=True)
 class Recorded:
     """What `record_votes` did."""
 
@@ -168,6 +215,8 @@ class Recorded:
     """Votes without a row, because their prompt is more than one message."""
     file: Path
     """The preference rows."""
+    everyone: Everyone
+    """All recorded votes, with those of this file."""
     mlflow_run_id: str | None
     """The run in MLflow that has the votes; None if the pipeline ran without MLflow."""
 
@@ -235,9 +284,11 @@ def record_votes(review: Review, path: Path) -> Recorded:
     write_jsonl(preferences, rows)
     write_atomic(kept, content)  # last: votes without rows are not recorded
     run_id = review.summary.get("mlflow_run_id")
+    left_out = len(votes) - len(usable)
+    done = Recorded(result, len(votes), len(rows), left_out, preferences, review.everyone(), run_id)
     if run_id is not None:
-        _log(review, run_id, result, len(votes), file.saved, [kept, preferences])
-    return Recorded(result, len(votes), len(rows), len(votes) - len(usable), preferences, run_id)
+        _log(review, run_id, done, file.saved, [kept, preferences])
+    return done
 
 
 def _read(path: Path, option: str = "") -> bytes:
@@ -248,19 +299,24 @@ def _read(path: Path, option: str = "") -> bytes:
         raise InputError(f"{option}cannot read {path}: {error.strerror or error}") from error
 
 
-def _log(
-    review: Review, run_id: str, result: ReviewResult, count: int, saved: int, files: list[Path]
-) -> None:
+def _log(review: Review, run_id: str, done: Recorded, saved: int, files: list[Path]) -> None:
     mlflow = _tracker(review)
     prefix = "review/of_sample" if review.opponent == "sample" else f"review/against_{review.opponent}"
-    metrics = {f"{prefix}/votes": float(count)}
+    result, everyone = done.result, done.everyone
+    metrics = {f"{prefix}/votes": float(done.votes)}
     if result.judge_agreement is not None:
         metrics[f"{prefix}/judge_agreement"] = result.judge_agreement
     # Both answers of the stage `sample` are of the policy, so nobody wins.
     if review.opponent != "sample":
         metrics |= {f"{prefix}/win_rate/{part}": value for part, value in result.win_rate.to_json().items()}
+    points = [Point(name, value, 0, saved) for name, value in metrics.items()]
+    # The number of files is the step, so that the last value is that of most files for any clock of a person.
+    points += [
+        Point(f"{prefix}/all/{name}", value, everyone.files, everyone.saved)
+        for name, value in everyone.metrics().items()
+    ]
     with registry_errors(mlflow, f"record the votes in the run {run_id}"):
-        mlflow.log_points(run_id, [Point(name, value, 0, saved) for name, value in metrics.items()])
+        mlflow.log_points(run_id, points)
         for file in files:
             mlflow.log_file(run_id, file, "review")
 

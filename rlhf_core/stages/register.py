@@ -146,7 +146,7 @@ class _People:
         for file in files.values():
             if file not in self._files:
                 log.info(
-                    "%s does not count: another file is equal, or has later votes of the same page load",
+                    "%s does not count: another file is equal, or has later votes of the same person",
                     file.name,
                 )
             elif file.is_empty:

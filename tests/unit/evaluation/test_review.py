@@ -4,8 +4,9 @@
 - the page does not contain which model wrote an answer; order and sides follow from the samples
 - votes are counted for the model that wrote the answer; those of another page or a damaged file are refused
 - votes of several people are pooled by pair, and those of other pages are ignored
-- of the files that one page load saved, the last one counts
+- of the files that one person saved, known by name or session, the last one counts
 - few votes with ties and no loss have a wide interval
+- people agree by the same vote, half by a tie, over all two people on a pair
 - votes are rows for `data.preference`, without ties and equal answers
 """
 
@@ -15,6 +16,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from rlhf_core.data.formats import normalise
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.review import (
     BlindPair,
+    agreement_of_people,
     blind_pairs,
     count_votes,
     interval_of_votes,
@@ -35,7 +38,7 @@ from rlhf_core.evaluation.review import (
     render_page,
     win_rate_by_people,
 )
-from rlhf_core.evaluation.votes import FORMAT, VoteFile, parse_votes
+from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, parse_votes, voters
 from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE
 
@@ -76,7 +79,6 @@ def test_the_policy_of_the_page_allows_its_script_and_no_request() -> None:
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     # The script checks a file of votes that is loaded as `parse_votes` and `read_votes` do.
     assert f'content.format === "{FORMAT}" && content.page === page' in script
-    assert "session: session, saved: Date.now()" in script and "crypto.getRandomValues" in script
     assert "http://" not in document and "https://" not in document and "src=" not in document
 
 
@@ -133,7 +135,7 @@ def test_votes_of_several_people_are_pooled_by_pair(tmp_path: Path) -> None:
     assert found["mean"] == pytest.approx((1 + 0.5 + 1) / 3) and found["low"] < found["mean"] < found["high"]
 
 
-def test_of_the_files_of_one_page_load_the_last_one_counts() -> None:
+def test_of_the_files_of_one_session_the_last_one_counts() -> None:
     ours = ["1" if pair.policy_first else "2" for pair in PAIRS]
     theirs = ["2" if pair.policy_first else "1" for pair in PAIRS]
     nothing: list[str | None] = [None] * len(PAIRS)
@@ -145,6 +147,29 @@ def test_of_the_files_of_one_page_load_the_last_one_counts() -> None:
     others = [parsed(ours, session="b", saved=1), parsed(ours, saved=1), parsed(ours, saved=2)]
     found = win_rate_by_people([first, last, *others], PAIRS, confidence=0.95)
     assert found is not None and found["votes"] == 2 + 3 * len(PAIRS), "files without a session are distinct"
+
+
+def test_the_agreement_of_people_is_over_all_two_people_on_a_pair() -> None:
+    assert agreement_of_people({1: {"a": 1.0}, 2: {}}) is None
+    # Pair 1 has three twos of people: equal, and twice half a tie; pair 2 has one, which disagrees.
+    votes = {1: {"a": 1.0, "b": 1.0, "c": 0.5}, 2: {"a": 0.0, "b": 1.0}, 3: {"c": 1.0}}
+    assert agreement_of_people(votes) == pytest.approx((1 + 0.5 + 0.5 + 0) / 4)
+
+
+def test_a_person_is_known_by_name_then_by_session() -> None:
+    ours: list[str | None] = ["1" if pair.policy_first else "2" for pair in PAIRS]
+    few: list[str | None] = [*ours[:2], *[None] * (len(PAIRS) - 2)]
+    early = parsed(few, session="a", saved=1)
+    named = parsed(few, session="b", person="Ann", saved=2)
+    again = parsed(ours, session="c", person=" ann ", saved=3)
+    other = parsed(few, session="c", person="Bob", saved=4)
+    assert newest_files([named, again]) == [again], "the same name on two machines"
+    assert newest_files([early, named]) == [early, named]
+    assert newest_files([replace(early, session="b"), named]) == [named], "the name was given later"
+    # Two people used one page one after the other: whose an unnamed file is, is not known.
+    unnamed = parsed(few, session="c", saved=1)
+    assert newest_files([again, other, unnamed]) == [again, other, unnamed]
+    assert len(set(voters([early, named, again, other, unnamed]).values())) == 4
 
 
 @pytest.mark.parametrize(("wins", "ties"), [(1, 1), (1, 10), (2, 2), (1, 0), (0, 1), (0, 12)])
@@ -195,8 +220,9 @@ def test_equal_answers_are_no_preference() -> None:
         (file_of(["1"] * 39), "must have 40 votes, one for each pair of its page; got 39"),
         (file_of(["1"] * 40, saved="x"), "saved must be a time"),
         (file_of(["1"] * 40, saved=True), "saved must be a time"),
-        (file_of(["1"] * 40, page=None), "page and session must be texts"),
-        (file_of(["1"] * 40, session=1), "page and session must be texts"),
+        (file_of(["1"] * 40, page=None), "page, session and person must be texts"),
+        (file_of(["1"] * 40, person=1), "page, session and person must be texts"),
+        (file_of(["1"] * 40, session=1), "page, session and person must be texts"),
         (file_of("1"), "votes must be a list"),
         (file_of(["1", "3"] + ["1"] * 38), "vote 2 must be 1, 2, tie or null; got '3'"),
         (file_of([["1"]] * 40), "vote 1 must be 1, 2, tie or null"),

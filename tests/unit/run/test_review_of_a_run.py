@@ -2,6 +2,7 @@
 
 - the page is written for a run by its name or its summary; votes are kept, recorded once and become rows
 - votes are recorded in the tracker of the run, also if it reused the evaluation of another one
+- win rate of all recorded files, people and their agreement are printed and logged; a person counts once
 - prompts that are more than one message have no row
 - runs without evaluation, and files that are no votes, are input errors
 """
@@ -114,6 +115,34 @@ def test_votes_are_counted_recorded_once_and_become_preferences(
     points = mlflow._client.get_metric_history(run_id, "review/against_sft/win_rate/mean")
     assert [point.value for point in points] == [0.625]
     assert len(mlflow._client.list_artifacts(run_id, "review")) == 2
+
+
+def test_the_win_rate_of_all_recorded_files_is_printed_and_logged(
+    run: Path, database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = run.parent.parent.parent
+    first = {"p0": "ppo", "p1": "ppo", "p2": "tie"}
+    given = [(first, "Ann", 5), ({"p0": "ppo", "p1": "sft"}, "Bob", 9), ({**first, "p2": "ppo"}, "ann", 7)]
+    for choices, person, saved in [*given, given[1]]:
+        file = saved_votes(run, choices)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"person": person, "saved": saved}))
+        assert rlhf("review", run, "--votes", file, "--home", home) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("all recorded")]
+    assert lines[0] == (
+        "all recorded files (1): win rate 0.833 [0.310, 0.982] on 3 pairs, 3 votes of 1 person; agreement of"
+        " people: none, because no pair has votes of two people"
+    )
+    # Ann's last file replaces her first one. Both agree on the first pair only.
+    assert lines[2].startswith("all recorded files (3): win rate 0.833 [")
+    assert lines[2].endswith("on 3 pairs, 5 votes of 2 people; agreement of people: 0.500 on 2 pairs")
+    assert lines[3] == lines[2]
+    mlflow = Mlflow(f"sqlite:///{database}", "review")
+    run_id = json.loads(run.read_text())["mlflow_run_id"]
+    points = mlflow._client.get_metric_history(run_id, "review/against_sft/all/win_rate/mean")
+    assert [point.value for point in points] == pytest.approx([2.5 / 3, 2 / 3, 2.5 / 3])
+    last = mlflow._client.get_run(run_id).data.metrics
+    assert last["review/against_sft/all/people"] == 2
+    assert last["review/against_sft/all/agreement_of_people"] == 0.5
 
 
 @pytest.mark.parametrize("where", ["another tracker", "the database in run.home", "an earlier release"])
