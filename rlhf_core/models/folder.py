@@ -28,7 +28,7 @@ from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
 from rlhf_core.models.headers import BadHeader, read_header
 from rlhf_core.models.shape import ModelShape, shape_from_config, tiny_shape
-from rlhf_core.system.files import UnfitFile, exists, read_bounded
+from rlhf_core.system.files import UnfitFile, exists, header_copy, read_bounded
 from rlhf_core.system.machine import machine
 
 _JSON_LIMIT = 256 << 20
@@ -107,7 +107,7 @@ class ModelFolder:
         """
         single, index = self.root / "model.safetensors", self.root / "model.safetensors.index.json"
         # Not `exists`: a link to nothing is reported as such, and not as a folder without weights.
-        if os.path.lexists(single):
+        if os.path.lexists(single) or header_copy(single).exists():
             return [single]
         if not index.is_file():
             raise self._no_weights()

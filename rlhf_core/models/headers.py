@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlhf_core.config.redact import shown
-from rlhf_core.system.files import LFS_POINTER, UnfitFile, open_regular
+from rlhf_core.system.files import LFS_POINTER, UnfitFile, header_copy, open_regular
 
 _HEADER_LIMIT = 16 << 20
 """Maximum size of a header in bytes, enough for about 100,000 tensors."""
@@ -33,9 +33,14 @@ class BadHeader(ValueError):
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Return the header entry of each tensor by name. Raises BadHeader."""
+    """Return the header entry of each tensor by name. Raises BadHeader.
+
+    A host that has no weights can have a copy of the header (`header_copy`).
+    """
+    copy = header_copy(file)
+    is_copy = copy.exists() and not file.exists()
     try:
-        stream = open_regular(file)
+        stream = open_regular(copy if is_copy else file)
     except FileNotFoundError as error:
         raise BadHeader(f"is missing ({error})") from error
     except UnfitFile as error:
@@ -43,10 +48,10 @@ def read_header(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadHeader(f"cannot be read ({error.strerror})") from error
     with stream:
-        return _parse_header(stream)
+        return _parse_header(stream, has_tensors=not is_copy)
 
 
-def _parse_header(stream: BinaryIO) -> dict[str, Any]:
+def _parse_header(stream: BinaryIO, *, has_tensors: bool) -> dict[str, Any]:
     """Parse the header of an open file: its length in 8 bytes, then a JSON object, then the tensors."""
     size = os.fstat(stream.fileno()).st_size
     start = stream.read(64)
@@ -79,7 +84,7 @@ def _parse_header(stream: BinaryIO) -> dict[str, Any]:
     # Any JSON can be in the file, so that every access above can fail with one of these.
     except (ValueError, AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise BadHeader("is not safetensors (its header is damaged)") from error
-    if size != 8 + length + end:
+    if has_tensors and size != 8 + length + end:
         raise BadHeader(f"has {size} bytes instead of {8 + length + end}: cut short or damaged")
     return header
 

@@ -23,7 +23,7 @@ from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
-from rlhf_core.system.files import exists, write_atomic
+from rlhf_core.system.files import exists, header_copy, write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef, artifact_prefix
 
@@ -33,6 +33,12 @@ _CODE_SUFFIXES = {
     ".py", ".pyc", ".pyd", ".so", ".sh", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt",
 }  # fmt: skip
 """Suffixes of programs, and of files that loading can turn into one. They are neither stored nor read."""
+
+
+_FIRST_BYTES = 1 << 18
+"""Enough for the headers of most files of weights."""
+_LARGEST_HEADER = 16 << 20
+"""Larger ones are not copied."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,7 @@ class ArtifactStore:
         Args:
             ref: The artifact.
             weights: Whether the files with weights are needed (`is_weights`). Without, the folder may lack
-                them.
+                them. It then has copies of their headers, which are not verified (`header_copy`).
         """
         identity = (ref.kind, ref.key, ref.digest, weights)
         if identity in self._verified:
@@ -219,6 +225,8 @@ class ArtifactStore:
                 )
                 if not self.is_local:
                     write_atomic(_store_file(folder), self._store.url)
+                    if not weights:
+                        self._fetch_headers(manifest, folder)
                 self._verified[identity] = folder, _stamp(folder)
                 return folder
         except CorruptArtifact as error:
@@ -231,6 +239,23 @@ class ArtifactStore:
         raise CorruptArtifact(
             f"The artifact {ref.kind}/{ref.key} {problem}; the same command makes it again."
         )
+
+    def _fetch_headers(self, manifest: Manifest, folder: Path) -> None:
+        """Write the headers of weights that a copy lacks. One that cannot be a header is left out."""
+        for entry in manifest.files:
+            file = folder / entry.path
+            copy = header_copy(file)
+            if not is_weights(entry.path) or file.exists() or copy.exists():
+                continue
+            key = f"{manifest.data}/{entry.path}"
+            start = self._store.read_start(key, _FIRST_BYTES)
+            size = 8 + int.from_bytes(start[:8], "little")
+            if size > min(entry.size, _LARGEST_HEADER):
+                continue
+            if size > len(start):
+                start = self._store.read_start(key, size)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(copy, start[:size])
 
     def copies(self, refs: Sequence[ArtifactRef]) -> dict[str, int]:
         """Return the bytes of the copy that a host makes of each artifact, by the copy's name in the cache.

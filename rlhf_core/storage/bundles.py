@@ -27,7 +27,7 @@ from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
 from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.files import TEMPORARY, existing_parent
+from rlhf_core.system.files import TEMPORARY, existing_parent, header_copy
 from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
@@ -453,6 +453,7 @@ def _complete(store: Store, manifest: Manifest, target: Path, needed: Callable[[
             for path in paths:
                 (target / path).parent.mkdir(parents=True, exist_ok=True)
                 (temporary / path).replace(target / path)
+                header_copy(target / path).unlink(missing_ok=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

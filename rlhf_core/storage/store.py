@@ -111,6 +111,12 @@ class Store:
         """Return the content of a small object; None if it does not exist."""
         return self._backend.read_bytes(check_key(key))
 
+    def read_start(self, key: str, size: int) -> bytes:
+        """Return the first `size` bytes of an object, or all of a shorter one. Raises FileNotFoundError if it
+        does not exist.
+        """
+        return self._backend.read_start(check_key(key), size)
+
     def exists(self, key: str) -> bool:
         """Return whether there is an object at `key`."""
         return key in self._backend.sizes(check_key(key))

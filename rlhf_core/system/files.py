@@ -49,6 +49,11 @@ class UnfitFile(OSError):
     """
 
 
+def header_copy(weights: Path) -> Path:
+    """Return the hidden file with the header of a safetensors file that is not on this host."""
+    return weights.with_name(f".{weights.name}.header")
+
+
 def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
     """Open `path` for reading bytes. This function never waits.
 

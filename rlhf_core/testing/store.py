@@ -22,7 +22,15 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
 
 Operation = Literal[
-    "put_file", "get_file", "put_bytes", "put_if_absent", "read_bytes", "sizes", "folders", "delete"
+    "put_file",
+    "get_file",
+    "put_bytes",
+    "put_if_absent",
+    "read_bytes",
+    "read_start",
+    "sizes",
+    "folders",
+    "delete",
 ]
 """Names of methods of `Store`. `list` and `exists` count as `sizes`, and each key of `delete` and
 `delete_prefix` as one `delete`.
@@ -107,6 +115,11 @@ class ScriptedStore(Store):
     def read_bytes(self, key: str) -> bytes | None:
         self._reach("read_bytes", key)
         return super().read_bytes(key)
+
+    @override
+    def read_start(self, key: str, size: int) -> bytes:
+        self._reach("read_start", key)
+        return super().read_start(key, size)
 
     @override
     def exists(self, key: str) -> bool:

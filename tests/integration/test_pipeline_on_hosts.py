@@ -3,7 +3,8 @@
 - three ranks of ZeRO-3 on two hosts in SFT, reward and PPO give the artifacts of one host, bit for bit, also
   over a link of 20 Mbit/s
 - the engine of PPO is on a host of the policy's ranks
-- a driver on a host without ranks commits the artifacts of one host without a copy of their weights
+- a driver on a host without ranks commits the artifacts of one host, registers the policy and has a match
+  with a champion played, without a copy of any weights
 """
 
 from __future__ import annotations
@@ -86,21 +87,32 @@ def test_pipeline_on_two_hosts_computes_the_bits_of_one() -> None:
             assert there[name] == here[name], stage
 
 
+def _logs(host: Host, home: str, stage: str) -> str:
+    return "".join(log.read_text() for log in (host.home / home / "logs").rglob(f"{stage}-*"))
+
+
 @pytest.mark.timeout(3600)
 def test_weights_of_other_hosts_do_not_pass_through_the_driver() -> None:
-    until = ("--until", "ppo")
+    judge = ("evaluate.judge=reward_model", "register.min_prompts=1")
     with start_hosts(3) as hosts, s3_server(hosts[2]) as store:
+        driver = hosts[0]
         with ray_cluster(hosts[:2], cpus=4, head_cpus=0, **store) as address:
-            there = _run(hosts[0], "two", "two", *until, RAY_ADDRESS=address, **store)
-            logs = {
-                stage: "".join(
-                    log.read_text() for log in (hosts[0].home / "two" / "logs").rglob(f"{stage}-*")
-                )
-                for stage in STAGES
-            }
-        here = _run(hosts[0], "one", "one", *until, **store)
-    assert there == here
+            cluster = {"RAY_ADDRESS": address, **store}
+            there = _run(driver, "two", "two", *judge, **cluster)
+            logs = {stage: _logs(driver, "two", stage) for stage in STAGES}
+            champion = ("hosts-policy", "1", "--reason", "for a match", "--home", "/tmp/home/two")
+            code, output = driver.run(*rlhf("promote", *champion), log="promote", **store)
+            assert code == 0, output
+            # Another policy of the same SFT model and reward model.
+            _run(driver, "two", "two", *judge, "ppo.steps=1", **cluster)
+        weights = list((driver.home / "two" / "cache").rglob("*.safetensors"))
+        summaries = [file.read_text() for file in (driver.home / "two" / "runs").rglob("summary.json")]
+        here = _run(driver, "one", "one", *judge, "--until", "ppo", **store)
+    assert {name: digest for name, digest in there.items() if name in here} == here
+    assert len(here) == len(STAGES)
     uploaded = {
         stage: "host-2 has put 1 files with weights into the store" in logs[stage] for stage in STAGES
     }
     assert uploaded == {"data": False, "sft": True, "reward": True, "ppo": True}
+    assert any("win_rate_over_champion" in summary for summary in summaries), "a match was played"
+    assert not weights

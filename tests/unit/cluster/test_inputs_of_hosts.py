@@ -3,6 +3,7 @@
 - a driver whose host has no process of the stage fetches no weights; the hosts with processes fetch all files
 - when processes start on the driver's host, it fetches the weights that it lacks, and no file twice
 - further inputs, as those of a champion, are fetched by the hosts before their next processes start
+- without the weights, the driver has their headers, and knows which models an engine can replace
 - a base model that is a copy of an artifact is fetched from the store of the artifact
 """
 
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rlhf_core.cluster.agent import NodeAgent
 from rlhf_core.cluster.base_model import BaseModel
@@ -21,8 +24,10 @@ from rlhf_core.data.sources import model_digest
 from rlhf_core.errors import CorruptArtifact, DataError, ModelError
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactAddress, ArtifactStore, Provenance
+from rlhf_core.system.files import header_copy
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
+from rlhf_core.weight_sync.files import are_interchangeable
 from tests.support.other_host import Elsewhere, backend_of, bucket, two_nodes
 
 FILES = {
@@ -41,7 +46,8 @@ def published(folder: Path, stage: StageName, key: str = "k" * 16) -> ArtifactRe
 
 
 def names_in(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return {path.relative_to(folder).as_posix() for path in files}
 
 
 class TwoHosts:
@@ -112,6 +118,30 @@ def test_further_inputs_are_fetched_before_the_next_processes_start(hosts: TwoHo
     assert not hosts.agent.folders_hashed, "it is an input that the host has verified"
     hosts.nodes.join({"1": {"": {0}}})
     assert hosts.files(champion)[0] == hosts.files(hosts.ref)[0] == set(FILES)
+
+
+def test_the_driver_has_the_headers_of_weights(tmp_path: Path) -> None:
+    store, refs = bucket(tmp_path), []
+    made: tuple[tuple[StageName, int], ...] = (("sft", 3), ("ppo", 3), ("dpo", 4))
+    for stage, rows in made:
+        folder = tmp_path / "out" / "model"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        # The first bytes of the file do not contain the header.
+        tensors = {
+            f"layer.{i:05}": torch.full((rows, 1), len(refs), dtype=torch.float32) for i in range(5000)
+        }
+        save_file(tensors, folder / "model.safetensors")
+        publisher = ArtifactStore(store, tmp_path / "unused")
+        refs.append(publisher.publish(stage, "k" * 16, tmp_path / "out", Provenance()))
+    artifacts = ArtifactStore(store, tmp_path / "cache")
+    sft, ppo, dpo = (artifacts.fetch(ref, weights=False) / "model" for ref in refs)
+    assert names_in(sft) == {"config.json"}
+    assert are_interchangeable(sft, ppo) and not are_interchangeable(sft, dpo)
+    assert all(key.endswith(".json") for key in backend_of(store).fetched)
+    weights = artifacts.fetch(refs[1]) / "model" / "model.safetensors"
+    assert weights.exists() and not header_copy(weights).exists()
+    assert are_interchangeable(sft, ppo)
 
 
 def test_a_partial_copy_is_completed_and_a_damaged_one_made_again(tmp_path: Path) -> None:
