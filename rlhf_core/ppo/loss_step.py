@@ -24,6 +24,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, to_device
 from rlhf_core.ppo.columns import FloatArray
+from rlhf_core.ppo.experience import padded
 
 
 def _nothing() -> FloatArray:
@@ -254,9 +255,7 @@ def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 
 def _stack(arrays: Sequence[Any], batch: TokenBatch) -> torch.Tensor:
-    # Copies: values and returns of a critic with one rank are arrays of Ray, which are read-only.
-    tensors = [torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays]
-    return to_device(pad_sequence(tensors, batch_first=True), batch.input_ids_BL.device)
+    return to_device(padded(arrays), batch.input_ids_BL.device)
 
 
 def _tokens(chosen: Sequence[TrainSample]) -> int:

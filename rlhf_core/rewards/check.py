@@ -152,6 +152,11 @@ def _function_problem(source: PythonReward, field: str) -> str | None:
     return None
 
 
+def function_file(source: PythonReward) -> Path | None:
+    """Return the file with the function of a reward, or None if its module is not found."""
+    return Path(source.file) if source.file else module_file(source.function.partition(":")[0])
+
+
 def module_file(module: str) -> Path | None:
     """Return the file of a module, or None if it is not found. The packages around it are not executed."""
     paths: list[str] | None = None

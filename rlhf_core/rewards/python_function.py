@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.errors import ConfigError, InputError, RewardError
-from rlhf_core.rewards.check import module_file
+from rlhf_core.rewards.check import function_file
 from rlhf_core.rewards.failures import Failure, Outcome, score_with_retries
 from rlhf_core.system.launch import launch, python_module
 from rlhf_core.types import RewardInput
@@ -62,7 +62,7 @@ class PythonFunction:
             raise ConfigError(
                 f"ppo.rewards.{self.name}.file must be an existing Python file; got {source.file}"
             )
-        file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
+        file = function_file(source)
         readable = file is not None and file.suffix == ".py" and file.is_file()
         self._code = file.read_bytes() if file is not None and readable else None
         if digest is not None and self._code is not None and hashlib.sha256(self._code).hexdigest() != digest:

@@ -81,15 +81,17 @@ def reuse_check(checked: CheckedConfig) -> None:
 
 def checked_config(path: str, overrides: Sequence[str], *, retry_store: bool = False) -> CheckedConfig:
     """Return the configuration that the command of this context has checked, else that of `check_config`."""
-    checked = _CHECKED.get()
-    if checked is not None and (checked.path, checked.overrides) == (path, tuple(overrides)):
-        return checked
-    return check_config(path, overrides, retry_store=retry_store)
+    return _checked_by_command(path, overrides) or check_config(path, overrides, retry_store=retry_store)
 
 
 def loaded_config(path: str, overrides: Sequence[str]) -> PipelineConfig:
     """Return the configuration without probing it: that of `checked_config` if there is one."""
+    checked = _checked_by_command(path, overrides)
+    return load_config(path, overrides) if checked is None else checked.config
+
+
+def _checked_by_command(path: str, overrides: Sequence[str]) -> CheckedConfig | None:
     checked = _CHECKED.get()
     if checked is not None and (checked.path, checked.overrides) == (path, tuple(overrides)):
-        return checked.config
-    return load_config(path, overrides)
+        return checked
+    return None

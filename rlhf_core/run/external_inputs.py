@@ -15,7 +15,7 @@ from rlhf_core.config.rewards import LanguageModelReward, PythonReward
 from rlhf_core.data.sources import file_states, model_digest, short_name, source_digests, source_marks
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
-from rlhf_core.rewards.check import module_file, reward_fields
+from rlhf_core.rewards.check import function_file, reward_fields
 from rlhf_core.tracking.tracker import DataSet
 
 
@@ -81,7 +81,7 @@ def reward_code_digests(config: PipelineConfig) -> dict[str, str]:
     for field, source in reward_fields(config).items():
         file = None
         if isinstance(source, PythonReward):
-            file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
+            file = function_file(source)
         elif isinstance(source, LanguageModelReward) and source.rubric is not None:
             file = Path(source.rubric)
         if file is not None and file.is_file():
