@@ -14,16 +14,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.consistency import sharding_problems
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import InputError
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.fit import Changes, compare_memory, host_memory
@@ -41,6 +40,7 @@ from rlhf_core.planning.loads import (
     trained_model,
 )
 from rlhf_core.planning.memory import ENGINE_CONTEXT, engine_memory
+from rlhf_core.planning.options import micro_batches, rank_counts, shardings
 from rlhf_core.planning.overrides import changed_fields, with_changes, with_section
 from rlhf_core.planning.speed import (
     PHASES,
@@ -55,10 +55,20 @@ from rlhf_core.planning.speed import (
     turn_time,
 )
 
-_MAX_TOKENS = 1 << 18
-"""Largest micro-batch that is tried, in tokens."""
 _KEPT = 40
 """Number of the fastest splits of PPO that are checked until one is a valid configuration that fits."""
+_LAYOUT = (
+    "ppo.colocate",
+    "ppo.policy_deepspeed.ranks",
+    "ppo.critic_deepspeed.ranks",
+    "ppo.reward_ranks",
+    "ppo.engine.count",
+    "ppo.engine.tensor_parallel",
+    "ppo.engine.sleep_level",
+)
+"""Fields that say which process of PPO uses which device, and when."""
+_OTHERS = 2
+"""Number of further splits of PPO."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,10 @@ class Split:
     phases: dict[str, Seconds]
     host: float
     """Bytes of offloaded state on each host."""
+    others: tuple[Split, ...] = ()
+    """Of PPO, at most two: the fastest splits that place the processes in another way, then those with other
+    micro-batches.
+    """
 
 
 @dataclass(frozen=True)
@@ -87,54 +101,6 @@ def fastest(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> tu
     """Return the fastest split of each training stage, or what is missing where nothing fits."""
     results = [_training(stage, config, shape, hardware) for stage in config.training_sections]
     return (*results, _PPOSearch(config, shape, hardware).run())
-
-
-# -- what is tried --
-
-
-def rank_counts(limit: int, per_host: int) -> list[int]:
-    """Return the numbers of ranks that are tried: all up to a host's devices, then halves of hosts."""
-    half = max(1, per_host // 2)
-    return [count for count in range(1, limit + 1) if count <= per_host or count % half == 0]
-
-
-def shardings(
-    base: DeepSpeedConfig, ranks: int, hardware: Hardware, lora: LoraConfig | None
-) -> Iterator[DeepSpeedConfig]:
-    """Yield ways to distribute a model over `ranks`, the simplest first."""
-    for stage, offload, hpz, checkpoints in product(
-        (0, 1, 2, 3), ("none", "optimizer", "all"), (1, hardware.per_host), (False, True)
-    ):
-        if ranks == 1 and offload == "none" and stage > 0:
-            continue  # there is nothing to share
-        if hpz > 1 and (offload != "none" or ranks <= hpz or ranks % hpz):
-            continue
-        if stage == 3 and lora is not None and lora.quantize is not None:
-            continue  # ZeRO cannot shard packed weights
-        sharding = base.model_copy(
-            update={
-                "ranks": ranks,
-                "zero_stage": stage,
-                "offload": offload,
-                "hpz": hpz,
-                "gradient_checkpointing": checkpoints,
-            }
-        )
-        if not any(sharding_problems("", sharding)):
-            yield sharding
-
-
-def micro_batches(configured: int, longest: int, largest: int) -> list[int]:
-    """Return the tokens of a micro-batch that are tried, in falling order: powers of two of sequences."""
-    limit = max(longest, min(largest, _MAX_TOKENS))
-    sizes = {longest, limit}
-    if longest <= configured <= limit:
-        sizes.add(configured)
-    size = longest
-    while size <= limit:
-        sizes.add(size)
-        size *= 2
-    return sorted(sizes, reverse=True)
 
 
 # -- sft, reward and dpo --
@@ -237,23 +203,41 @@ class _PPOSearch:
         self._tried = 0
 
     def run(self) -> Split | NoSplit:
-        """Return the fastest split, or why nothing fits."""
-        fastest = heapq.nsmallest(_KEPT, self._candidates())
-        for candidate in fastest:
-            changes = changed_fields(self._config, candidate.fields)
-            try:
-                changed = with_changes(self._config, changes)
-            except InputError:
-                continue
-            verdict = compare_memory(changed, self._shape, self._hardware)
-            if any(problem.stage == "ppo" for problem in verdict.problems):
-                continue
-            changes |= self._evaluation(changes)
-            time = step_time(changed, self._shape, self._hardware)
-            phases: dict[str, Seconds] = {name: time.phase(name) for name in PHASES}
-            loads = [load for load in verdict.loads if (load.stage, load.phase) == ("ppo", "step")]
-            return Split("ppo", changes, time.total, phases, host_memory(loads, self._hardware))
+        """Return the fastest split with those of other layouts, or why nothing fits."""
+        by_layout: dict[tuple[str | None, ...], _SplitCandidate] = {}
+        by_size: dict[tuple[str | None, ...], _SplitCandidate] = {}
+
+        def noted() -> Iterator[_SplitCandidate]:
+            for candidate in self._candidates():
+                for best, names in ((by_layout, _LAYOUT), (by_size, (*_LAYOUT, "ppo.micro_batch_tokens"))):
+                    key = tuple(map(candidate.fields.get, names))
+                    best[key] = min(candidate, best.get(key, candidate))
+                yield candidate
+
+        for candidate in heapq.nsmallest(_KEPT, noted()):
+            if split := self._checked(candidate):
+                found = [split]
+                for other in (*sorted(by_layout.values())[:_KEPT], *sorted(by_size.values())[:_KEPT]):
+                    if len(found) <= _OTHERS and (checked := self._checked(other)):
+                        found += [checked] if all(each.changes != checked.changes for each in found) else []
+                return replace(split, others=tuple(found[1:]))
         return NoSplit("ppo", self._reason())
+
+    def _checked(self, candidate: _SplitCandidate) -> Split | None:
+        """Return the split of a candidate, or None if it is no valid configuration that fits."""
+        changes = changed_fields(self._config, candidate.fields)
+        try:
+            changed = with_changes(self._config, changes)
+        except InputError:
+            return None
+        verdict = compare_memory(changed, self._shape, self._hardware)
+        if any(problem.stage == "ppo" for problem in verdict.problems):
+            return None
+        changes |= self._evaluation(changes)
+        time = step_time(changed, self._shape, self._hardware)
+        phases: dict[str, Seconds] = {name: time.phase(name) for name in PHASES}
+        loads = [load for load in verdict.loads if (load.stage, load.phase) == ("ppo", "step")]
+        return Split("ppo", changes, time.total, phases, host_memory(loads, self._hardware))
 
     def _evaluation(self, changes: Changes) -> Changes:
         """Return the smallest number of ranks on which the evaluation fits, if it needs other ones."""

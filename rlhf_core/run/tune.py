@@ -2,8 +2,8 @@
 
     data, sft, reward (reused, or made)  -->  short PPO runs  -->  CONFIG with the fields of the fastest
 
-Candidates are the configuration, on GPUs the fastest split of `rlhf plan`, on CPUs one engine for each core,
-and both with `ppo.staleness=1`. Prompts, models and rewards are those of the pipeline.
+Candidates are the configuration, on GPUs the fastest splits of `rlhf plan`, on CPUs one engine for each core,
+and all of them with `ppo.staleness=1`. Prompts, models and rewards are those of the pipeline.
 """
 
 from __future__ import annotations
@@ -141,12 +141,14 @@ def tune(
 def candidates(
     config: PipelineConfig, config_path: str | Path, overrides: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """Return the overrides of each candidate, at most four. The first has none."""
+    """Return the overrides of each candidate, at most eight. The first has none."""
     found: list[tuple[str, ...]] = [()]
     if runs_on_gpu(config):
         for split in make_plan(config_path, overrides).splits:
-            if isinstance(split, Split) and split.stage == "ppo" and split.changes:
-                found.append(tuple(f"{field}={value}" for field, value in split.changes.items()))
+            if isinstance(split, Split) and split.stage == "ppo":
+                # The plan assumes the utilisation of devices, so the fastest one may be another.
+                for each in filter(lambda one: one.changes, (split, *split.others)):
+                    found.append(tuple(f"{field}={value}" for field, value in each.changes.items()))
     else:
         # Not `run.threads`: with one thread, each engine and each rank still has a core of its own.
         cores = machine().cores()

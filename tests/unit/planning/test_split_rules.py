@@ -57,6 +57,27 @@ def config(**ppo: Any) -> PipelineConfig:
     return config_from_tree(tree, "test")
 
 
+@pytest.mark.parametrize(("model", "gpus", "layouts"), [("qwen3-0.6b", "H100", 1), ("qwen3-8b", "4xH100", 3)])
+def test_further_splits_fit_and_have_other_layouts_or_batches(model: str, gpus: str, layouts: int) -> None:
+    hardware = parse_gpus(gpus)
+    configured = config()
+    split = found_split(configured, model, hardware)
+    found, sizes = set(), set()
+    for each in (split, *split.others):
+        changed = with_changes(configured, each.changes)
+        problems = compare_memory(changed, shape(model), hardware).problems
+        assert not [problem.text for problem in problems if problem.stage == "ppo"]
+        ppo = changed.ppo
+        ranks = ppo.policy_deepspeed.ranks, ppo.critic_deepspeed.ranks, ppo.reward_ranks
+        engine = ppo.engine
+        layout = (ppo.colocate, *ranks, engine.count, engine.tensor_parallel, engine.sleep_level)
+        found.add(layout)
+        sizes.add((layout, ppo.micro_batch_tokens))
+        assert each.seconds >= split.seconds
+    assert len(found) == layouts
+    assert len(sizes) == 3
+
+
 def found_split(configured: PipelineConfig, model: str, hardware: Hardware) -> Split:
     *_, split = fastest(configured, shape(model), hardware)
     assert isinstance(split, Split), split.reason

@@ -2,6 +2,8 @@
 
 - candidates are the configuration, one engine for each core whatever `run.threads` is, and both with
   staleness; none that is refused or is the configuration already
+- on GPUs they are the fastest splits of the plan, each with another layout; the measured fastest is written,
+  also if the plan's is another
 - the fastest candidate is written with the user's overrides; an existing file is never overwritten
 - a candidate that fails is left out; if none runs, nothing is written
 - the table shows problems and overrides without markup
@@ -58,6 +60,33 @@ def test_candidates_on_cpus(file: Path) -> None:
 def test_the_demo_is_tried_with_an_engine_for_each_core(file: Path) -> None:
     demo = Path("deployments/configs/demo.yaml")
     assert ("ppo.engine.count=2",) in candidates(load_config(demo), demo, [])
+
+
+def test_several_splits_of_the_plan_are_measured_on_gpus(file: Path, tmp_path: Path) -> None:
+    measured: list[PipelineConfig] = []
+
+    def train(config: PipelineConfig, context: StageContext) -> None:
+        measured.append(config)
+        # The third one is the fastest, which is the second of the plan.
+        seconds = 1.0 if len(measured) == 3 else 2.0
+        for step in range(1, config.ppo.steps + 1):
+            context.metrics.log_metrics({"timing/step": seconds}, step)
+
+    with on_machine(ScriptedMachine(cores=16, gpus=["NVIDIA H100 80GB HBM3"] * 4)):
+        overrides = ("run.device=cuda", "ppo.staleness=1", "ppo.engine.count=1")
+        publish_inputs(load_config(file, overrides))
+        split, *others = [each for each in found(file, *overrides) if each]
+        assert 1 <= len(others) <= 2
+        out = tmp_path / "tuned.yaml"
+        tuned = tune(file, overrides, out, train)
+        assert [trial.changes for trial in tuned.trials] == [(), split, *others]
+        layouts = {
+            (ppo.policy_deepspeed.ranks, ppo.critic_deepspeed.ranks, ppo.engine.count)
+            for ppo in (config.ppo for config in measured[1:])
+        }
+        assert len(layouts) == 1 + len(others)
+        assert tuned.best.changes == others[0]
+        assert load_config(out) == load_config(file, [*overrides, *others[0]])
 
 
 def publish_inputs(config: PipelineConfig) -> None:
