@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Self
 
 from pydantic import model_validator
@@ -52,3 +53,14 @@ class RegressionSet(Source):
                 " them out"
             )
         return self
+
+
+def prompts_for_margin(margin: float, confidence: float) -> int:
+    """Return the least number of prompts of a set of right or wrong answers.
+
+    A policy that loses a share `margin` of such answers loses none of n prompts with a probability of
+    (1 - margin)^n <= exp(-margin n). The interval then has no width, and the set passes. With
+    n = ln(2 / (1 - confidence)) / margin this probability is (1 - confidence) / 2, that of the lower bound.
+    For a confidence of 0.95, n is 3.7 / margin.
+    """
+    return math.ceil(math.log(2 / (1 - confidence)) / margin)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from rlhf_core.config.address import Address, parse_address, s3_problem
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.data.files import check_beginning, list_files
 from rlhf_core.data.prompt_sets import check_rows
 from rlhf_core.data.templates import read_chat_template
@@ -23,6 +24,10 @@ _FILES_OF_A_FOLDER = 3
 """Number of files of a folder whose beginnings are read."""
 _ALL_ROWS_BYTES = 16 * 2**20
 """Maximum size of a regression set of which all rows are read, which takes up to about 5 s."""
+
+
+_RIGHT_OR_WRONG = ("answer", "format")
+"""Types of rewards that are 0 or 1."""
 
 
 def check_data(config: PipelineConfig) -> Iterator[Finding]:
@@ -65,9 +70,26 @@ def _check_all_rows(config: PipelineConfig, index: int) -> Iterator[Finding]:
         )
         return
     try:
-        check_rows(config, index)
+        count = check_rows(config, index)
     except DataError as error:
         yield error
+        return
+    each = config.evaluate.regression[index]
+    least = prompts_for_margin(each.margin, config.evaluate.confidence)
+    if each.reward.type in _RIGHT_OR_WRONG and count < least:
+        yield (
+            f"evaluate.regression.{index}.margin: {each.margin:g} needs about {least:,} prompts, but {path}"
+            f" has {count}: a policy that loses this share of the answers often passes, because no loss is"
+            " seen; add prompts, or raise the margin"
+        )
+
+
+def small_regression_sets(config: PipelineConfig) -> Iterator[str]:
+    """Yield the warnings about the rows of local regression sets. Files that cannot be used are left out."""
+    for index, each in enumerate(config.evaluate.regression):
+        if parse_address(each.path).kind == "local":
+            found = guarded(f"evaluate.regression.{index}", _check_all_rows(config, index))
+            yield from (text for text in found if isinstance(text, str))
 
 
 def check_source(field: str, source: Source) -> Iterator[Finding]:

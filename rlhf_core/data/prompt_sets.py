@@ -52,9 +52,9 @@ def read_sets(
     return sets
 
 
-def check_rows(config: PipelineConfig, index: int) -> None:
-    """Raise DataError for a row of a regression set that cannot be used, as far as this is known without a
-    tokenizer.
+def check_rows(config: PipelineConfig, index: int) -> int:
+    """Return the number of different prompts of a regression set. Raises DataError for a row that cannot be
+    used, as far as this is known without a tokenizer.
     """
     field, each = f"evaluate.regression.{index}", config.evaluate.regression[index]
     prompts = [
@@ -62,6 +62,7 @@ def check_rows(config: PipelineConfig, index: int) -> None:
         for item in _records(config, field, each, None)
     ]
     _require_scorable(prompts, each.reward, f"{field}.reward")
+    return len({prompt.prompt for prompt in prompts})
 
 
 def _records(

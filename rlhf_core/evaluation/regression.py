@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
+from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.data.dataset import load_pair_prompts, load_prompts, write
 from rlhf_core.data.prompt_sets import Sets, load_encoder, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
@@ -76,7 +77,7 @@ def compare_on_sets(
     code: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
     """Return the results of each set: the mean of both models and the `difference`, as intervals, `margin`,
-    the number of `prompts` and a digest of the `reward`.
+    the number of `prompts`, whether these are `too_few` for the margin, and a digest of the `reward`.
 
     Args:
         config: Configuration of the run.
@@ -94,6 +95,17 @@ def compare_on_sets(
         values = score_rules(config, (each.reward,), [*ours, *theirs], digests).by_source[name]
         our_values, their_values = values[: len(ours)], values[len(ours) :]
         paired = [our - their for our, their in zip(our_values, their_values, strict=True)]
+        least = prompts_for_margin(each.margin, config.evaluate.confidence)
+        is_small = set(values) <= {0.0, 1.0} and len(ours) < least
+        if is_small:
+            log.warning(
+                "regression set %s: %d prompts are too few for its margin of %g, which needs about %d: a loss"
+                " of this size often passes",
+                each.name,
+                len(ours),
+                each.margin,
+                least,
+            )
         seed = f"regression/{each.name}"
         settings = json.dumps(result_settings(each.reward), sort_keys=True) + digests.get(name, "")
         found[each.name] = {
@@ -102,6 +114,7 @@ def compare_on_sets(
             "difference": interval.mean(seed, paired).to_json(),
             "margin": each.margin,
             "prompts": len(ours),
+            "too_few": is_small,
             "reward": hashlib.sha256(settings.encode()).hexdigest()[:16],
         }
     return found

@@ -13,6 +13,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import unusual_settings
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config
+from rlhf_core.data.check import small_regression_sets
 from rlhf_core.errors import ConfigError, checking
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.known_shapes import NAMES, known_shape
@@ -179,6 +180,10 @@ def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardwa
     return seconds
 
 
+def _warnings(config: PipelineConfig) -> list[str]:
+    return [*unusual_settings(config), *small_regression_sets(config)]
+
+
 # -- shown --
 
 
@@ -189,7 +194,7 @@ def show(plan: Plan, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    for doubt in unusual_settings(config):
+    for doubt in _warnings(config):
         console.print(f"warning: {doubt}", highlight=False, markup=False, soft_wrap=True)
     say(
         f"{config.model.path or 'a model from scratch'}: {shape.parameters / 1e9:.3g} billion parameters, "
@@ -247,7 +252,7 @@ def as_json(plan: Plan) -> str:
         "optimizer_step_seconds": {stage: step.total for stage, step in plan.optimizer_steps.items()},
         "checkpoints": [asdict(size) for size in plan.checkpoints],
         "fastest": [_split(split) for split in plan.splits],
-        "warnings": list(unusual_settings(plan.config)),
+        "warnings": _warnings(plan.config),
         "problems": [problem.text for problem in plan.verdict.problems],
         "changes": plan.changes,
     }

@@ -30,7 +30,7 @@ from rlhf_core.system.files import write_json, write_jsonl
 from rlhf_core.tracking.champions import BASE, REFERENCE, WEIGHTS, registry_errors
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
 from rlhf_core.tracking.mlflow_client import Mlflow, clean_name
-from rlhf_core.tracking.registry import Candidate, register
+from rlhf_core.tracking.registry import Candidate, Registration, register
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult
 
@@ -116,6 +116,12 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "weights_sha256": digest,
     }
     write_json(context.output / "registration.json", facts, indent=1)
+    headline = _headline(done, candidate.evaluation.votes)
+    return StageResult(headline, {name: value for name, value in facts.items() if value is not None})
+
+
+def _headline(done: Registration, votes_against_sft: Votes | None) -> dict[str, float]:
+    """Return the metrics of the stage."""
     headline = {"version": float(done.version), "champion": float(done.decision.champion)}
     if done.match is not None:
         headline["win_rate_over_champion"] = done.match.win_rate
@@ -123,10 +129,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         headline |= {f"length_controlled_over_champion/{name}": value for name, value in controlled.items()}
         for source, win_rate in done.match.by_source.items():
             headline[f"by_source/{source}/win_rate_over_champion"] = win_rate
-    against = {"sft": candidate.evaluation.votes, "champion": done.match.votes if done.match else None}
+    against = {"sft": votes_against_sft, "champion": done.match.votes if done.match else None}
     for opponent, votes in against.items():
         headline |= {f"votes_against_{opponent}/{name}": value for name, value in (votes or {}).items()}
-    return StageResult(headline, {name: value for name, value in facts.items() if value is not None})
+    return headline
 
 
 class _People:
