@@ -240,6 +240,13 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
         " 1",
         within=Range(2, 1000, "a grade needs two values"),
     )
+    min_agreement: PositiveFloat | None = execution(
+        0.6,
+        "Before PPO, the model grades both answers of up to 100 held-out pairs that people have labelled. If"
+        " it grades the chosen answer higher in less than this share, or not significantly more often than by"
+        " chance, the stage `ppo` fails. Equal grades count half. null, or weight 0: not measured",
+        within=Range(0.51, 1.0, "agreement by chance is 0.5"),
+    )
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
+from rlhf_core.data.card import sources_of_models
 from rlhf_core.data.dataset import load_pairs, load_prompts
 from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import load_decoder
@@ -75,10 +76,10 @@ class LanguageModelJudge:
         self._order: dict[str, float] = {}
 
     def measure_agreement(self) -> dict[str, float]:
-        """Ask the judge about held-out preference pairs, and return its agreement with them as metrics.
+        """Ask the judge about held-out pairs of people, and return its agreement with them as metrics.
 
         Raises:
-            DataError: There are no held-out pairs.
+            DataError: There are no such pairs.
         """
         pairs = _held_out_pairs(self._context.inputs["data"], self._settings.pairs)
         found = self._judge(pairs, "pairs")
@@ -219,17 +220,32 @@ def check_questions(config: PipelineConfig, data: Path) -> None:
 
 def _held_out_pairs(data: Path, most: int) -> list[Pair]:
     """Return the held-out pairs that the agreement is measured with. Raises DataError if there are none."""
-    decoder = load_decoder(data)
-    pairs = [
-        Pair(pair.prompt, decoder.response(pair.chosen_ids), decoder.response(pair.rejected_ids))
-        for pair in load_pairs(data, "eval")[:most]
-    ]
+    pairs, of_models = held_out_pairs_of_people(data, most)
     if not pairs:
+        cause = f"all {of_models} are of sources with `labelled_by`" if of_models else "got 0"
         raise DataError(
-            "evaluate.language_model: its agreement is measured with held-out pairs; got 0; raise"
-            " data.eval_fraction or give more pairs"
+            "evaluate.language_model: its agreement is measured with held-out pairs that people labelled;"
+            f" {cause}; raise data.eval_fraction or give more pairs of people"
         )
     return pairs
+
+
+def held_out_pairs_of_people(data: Path, most: int) -> tuple[list[Pair], int]:
+    """Return held-out pairs whose labels are of people, with the chosen answer as `a`, and the number of
+    those that a model has labelled (`labelled_by` of their source).
+
+    Args:
+        data: Folder of the data artifact.
+        most: Largest number of pairs.
+    """
+    decoder, labelled = load_decoder(data), sources_of_models(data)
+    every = load_pairs(data, "eval")
+    of_people = [pair for pair in every if pair.source not in labelled]
+    pairs = [
+        Pair(pair.prompt, decoder.response(pair.chosen_ids), decoder.response(pair.rejected_ids))
+        for pair in of_people[:most]
+    ]
+    return pairs, len(every) - len(of_people)
 
 
 def _pairs(answers_a: Sequence[RewardInput], answers_b: Sequence[RewardInput]) -> list[Pair]:

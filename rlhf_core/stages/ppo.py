@@ -44,8 +44,10 @@ def run(
     from rlhf_core.data.tokenizer import load_decoder
     from rlhf_core.engines.distributed import resolve_device
     from rlhf_core.evaluation.published import measure_published
+    from rlhf_core.stages.reward_agreement import check_language_model_rewards
     from rlhf_core.storage.bundles import weights_sha256
 
+    check_language_model_rewards(config, context)
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.inputs["data"])
     fleet = make_fleet(config, context, device, decoder.pad)

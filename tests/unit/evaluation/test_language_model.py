@@ -219,7 +219,7 @@ def test_the_key_is_sent_and_written_nowhere(
 
 def test_without_held_out_pairs_there_is_no_judge(context: StageContext, tmp_path: Path) -> None:
     write(context.inputs["data"], "pairs", "eval", [])
-    with pytest.raises(DataError, match=r"held-out pairs; got 0; raise data\.eval_fraction"):
+    with pytest.raises(DataError, match=r"that people labelled; got 0; raise data\.eval_fraction"):
         agreement(config_of(tmp_path, "http://127.0.0.1/v1"), context)
 
 
