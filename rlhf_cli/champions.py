@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.arguments import add_command, add_endpoint, add_home
 from rlhf_core.config.redact import printable
+from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_core.tracking.champions import Move
@@ -74,6 +75,11 @@ def add_champion_commands(commands: Any) -> None:
         "target",
         metavar="DIR|hub:OWNER/NAME",
         help="folder that does not exist or is empty; or a repository, which is made private if it is new",
+    )
+    sub.add_argument(
+        "--replace",
+        action="store_true",
+        help="delete the files of a repository that was not written by rlhf publish",
     )
 
 
@@ -155,7 +161,12 @@ def _publish(arguments: argparse.Namespace) -> int:
 
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
     if arguments.target.startswith(HUB):
-        written = publish_to_hub(policy, arguments.target.removeprefix(HUB))
+        repository = arguments.target.removeprefix(HUB)
+        written, private = publish_to_hub(policy, repository, replace=arguments.replace)
+        if private is not None:
+            written += f" ({'private' if private else 'public: everybody can read it'})"
+    elif arguments.replace:
+        raise InputError("--replace: is for hub:OWNER/NAME; got a folder; leave it out")
     else:
         written = str(publish(policy, Path(arguments.target)))
     print(printable(f"{policy.name}@{policy.version.version}, weights {policy.weights}: {written}"))

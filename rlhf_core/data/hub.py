@@ -54,11 +54,11 @@ def fetch_model(repo: str, revision: str | None) -> None:
         log.debug("model %s: not fetched: %s", repo, error)
 
 
-def cached_card(repo: str, revision: str) -> Path | None:
-    """Return the model card of a model at a commit, branch or tag, if it is in the local cache."""
+def cached_card(repo: str, revision: str, kind: Literal["model", "dataset"] = "model") -> Path | None:
+    """Return the card of a model or data set at a commit, branch or tag, if it is in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, "README.md", revision=revision)
+    found = try_to_load_from_cache(repo, "README.md", revision=revision, repo_type=kind)
     return Path(found) if isinstance(found, str) else None
 
 

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.redact import scrubbed
@@ -25,8 +25,16 @@ from rlhf_core.run.registered import RegisteredPolicy, RegisteredVersion
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.files import TEMPORARY
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\n(.*?)^---[ \t]*$", re.MULTILINE | re.DOTALL)
 _LICENSE = re.compile(r"^license:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
+_LICENSES = re.compile(r"^license:[ \t]*\n((?:[ \t]*-[ \t]*[\w.-]+[ \t]*\n)+)", re.MULTILINE)
+_HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
+"""Digest of a data set of the hub, with its split."""
+_TAGS, _WEIGHTS = "tags: [rlhf, ppo]", "Weights: sha256 `"
+"""Parts of every card that `publish` has written."""
 _UNKNOWN = "unknown"
 _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
 """Rules whose reason consists of numbers. Others can contain messages of errors, and paths in them."""
@@ -61,30 +69,46 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     return folder
 
 
-def publish_to_hub(policy: RegisteredPolicy, repository: str) -> str:
-    """Upload the model and its card to a repository of the hub, which is made private if it is new.
+class OnHub(NamedTuple):
+    """What `publish_to_hub` made."""
+
+    address: str
+    """Of the commit."""
+    private: bool | None
+    """Whether only its owner can read the repository. None if the hub does not say."""
+
+
+def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool = False) -> OnHub:
+    """Upload the model and its card to a repository of the hub, which is made private if it is new. All other
+    files of the repository are deleted.
 
     The token is that of `hf auth login` or HF_TOKEN; HF_ENDPOINT names another hub.
 
     Args:
         policy: The policy.
         repository: `owner/name`.
-
-    Returns:
-        The address of the last commit.
+        replace: Whether a repository with other files is used whose card `publish` has not written.
 
     Raises:
-        InputError: The name is not one of a repository, or the hub refuses or cannot be reached.
+        InputError: The name is not one of a repository, or the hub refuses or cannot be reached, or the
+            repository has files of others.
     """
     import httpx2
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     api = HfApi()
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as temporary:
         folder = publish(policy, Path(temporary, "model"))
         try:
-            api.create_repo(repository, private=True, exist_ok=True)
+            private: bool | None = True
+            try:
+                private = api.repo_info(repository).private
+            except RepositoryNotFoundError:
+                api.create_repo(repository, private=True)
+            else:
+                if not replace:
+                    _require_own(api, repository, Path(temporary, "card"))
             commit = api.upload_folder(
                 repo_id=repository,
                 folder_path=folder,
@@ -93,7 +117,23 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str) -> str:
             )
         except (httpx2.HTTPError, OSError, HFValidationError) as error:  # OSError: the offline mode
             raise InputError(f"{repository} cannot be written on the hub: {error}") from error
-    return commit.commit_url
+    return OnHub(commit.commit_url, private)
+
+
+def _require_own(api: HfApi, repository: str, folder: Path) -> None:
+    """Raise InputError if a repository has files, and a card that `publish` has not written."""
+    files = [name for name in api.list_repo_files(repository) if name != ".gitattributes"]
+    if not files:
+        return
+    if "README.md" in files:
+        card = Path(api.hf_hub_download(repository, "README.md", local_dir=folder))
+        text = card.read_text(encoding="utf-8", errors="replace")
+        if _TAGS in text and _WEIGHTS in text:
+            return
+    raise InputError(
+        f"{repository} exists with {len(files)} files, and `rlhf publish` has not written its card: an upload"
+        " deletes all of them; name another repository, or use --replace"
+    )
 
 
 def model_card(policy: RegisteredPolicy) -> str:
@@ -113,11 +153,11 @@ def model_card(policy: RegisteredPolicy) -> str:
 
 def _front_matter(policy: RegisteredPolicy) -> str:
     base, on_hub = _base(_first(policy))
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [rlhf, ppo]"]
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", _TAGS]
     if on_hub:
         lines.append(f"base_model: {json.dumps(base)}")
     licence = _base_licence(policy)
-    if licence != _UNKNOWN:
+    if re.fullmatch(r"[\w.-]+", licence) and licence != _UNKNOWN:
         lines.append(f"license: {licence}")
     return "\n".join([*lines, "---"])
 
@@ -147,9 +187,13 @@ def _first(policy: RegisteredVersion) -> RegisteredVersion:
 
 
 def licence_of(card: Path) -> str:
-    """Return the licence in the front matter of a model card; "unknown" if it has none."""
+    """Return the licence in the front matter of a card, or several with commas; "unknown" if it has none."""
     front_matter = _FRONT_MATTER.match(card.read_text(encoding="utf-8", errors="replace"))
-    found = _LICENSE.search(front_matter.group(1)) if front_matter else None
+    if front_matter is None:
+        return _UNKNOWN
+    if several := _LICENSES.search(front_matter.group(1)):
+        return ", ".join(re.findall(r"[\w.][\w.-]*", several.group(1)))
+    found = _LICENSE.search(front_matter.group(1))
     return found.group(1) if found else _UNKNOWN
 
 
@@ -204,7 +248,7 @@ def _origin(policy: RegisteredPolicy) -> str:
         f"Base model: {_code(base)}{revision}{origin}, then supervised fine-tuning{reward} and PPO"
         f" (`{policy.config['ppo']['algorithm']}`, at most {policy.config['ppo']['steps']} steps, seed"
         f" {policy.config['run']['seed']}).",
-        f"Weights: sha256 `{policy.weights}`.",
+        f"{_WEIGHTS}{policy.weights}`.",
         "\n".join(rows),
     ]
     ppo = policy.config["ppo"]
@@ -223,14 +267,28 @@ def _origin(policy: RegisteredPolicy) -> str:
 
 
 def _data(policy: RegisteredPolicy) -> str:
-    card = _json(policy, "data", "data_card.json")
     rows = ["| use | source | digest |", "|---|---|---|"]
-    for source in card.get("sources", []):
+    for field, name, digest in _data_sources(policy):
+        rows.append(f"| {field} | {_code(name)} | {_code(digest[:24])} |")
+    return "\n".join(rows) if len(rows) > 2 else "The data artifact is not in the store any more."
+
+
+def _data_sources(policy: RegisteredPolicy) -> list[tuple[str, str, str]]:
+    """Return field, name without folders, and digest of each source of data."""
+    found = []
+    for source in _json(policy, "data", "data_card.json").get("sources", []):
         if source.get("path"):
             digest = str(source.get("digest", ""))
             name = source["path"] if digest.startswith("hub:") else _last_part(source["path"])
-            rows.append(f"| {source['field']} | {_code(name)} | {_code(digest[:24])} |")
-    return "\n".join(rows) if len(rows) > 2 else "The data artifact is not in the store any more."
+            found.append((str(source["field"]), name, digest))
+    return found
+
+
+def _data_licence(digest: str) -> str:
+    """Return the licence of a data set by its card in the local cache; "unknown" if it is not of the hub."""
+    found = _HUB_DATA.match(digest)
+    card = cached_card(found["name"], found["commit"], "dataset") if found else None
+    return _UNKNOWN if card is None else licence_of(card)
 
 
 def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
@@ -275,11 +333,18 @@ def _regression_row(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _licences(policy: RegisteredPolicy) -> str:
-    return (
-        f"- Base model: {_base_licence(policy)}\n"
-        f"- Data: {_UNKNOWN}; ask the owners of the sources above\n\n"
-        "The licence of this model follows from those of the base model and the data."
+    # Each data set once, although several fields can use it.
+    of_data = {name: _data_licence(digest) for _, name, digest in _data_sources(policy)}
+    lines = [f"- Base model: {_base_licence(policy)}"]
+    lines += [f"- Data {_code(name)}: {licence}" for name, licence in of_data.items()]
+    if not of_data:
+        lines.append(f"- Data: {_UNKNOWN}")
+    text = (
+        "\n".join(lines) + "\n\nThe licence of this model follows from those of the base model and the data."
     )
+    if _UNKNOWN in of_data.values() or not of_data:
+        text += " Ask the owners of data whose licence is unknown."
+    return text
 
 
 def _limits(evaluation: Mapping[str, Any]) -> str:

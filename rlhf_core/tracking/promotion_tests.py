@@ -124,6 +124,13 @@ def spend(mlflow: Mlflow, model: str, version: str, test: PromotionTest, gate: G
     Two processes can read the tests at the same time and would spend the same part of the budget. Each
     records its test before it reads the others again. At least one of both sees the other's test, and its
     level becomes smaller. The level of a test that the tag `OUTCOME` of its version has is settled.
+
+    Args:
+        mlflow: The registry.
+        model: Name of the registered model.
+        version: Number of the version that is tested.
+        test: Result of `next_test`.
+        gate: Requirements for a champion.
     """
     record_test(mlflow, model, version, test)
     failpoint("register.tested")

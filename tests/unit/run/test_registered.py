@@ -3,7 +3,7 @@
 - the files are those that were registered, or it is an error; revoked and unknown versions are refused
 - vLLM listens on loopback and refuses web pages; other addresses need a key, and --vllm cannot change it
 - a published folder loads with transformers, and its card has data, digests, evaluation, licences and limits
-- on the hub the files arrive in a private repository; a refusal is one message
+- on the hub the files arrive in a private repository; a refusal is one message; files of others are kept
 - a card has no paths, buckets and messages of errors; it says that the weights contain the adapter
 """
 
@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import pytest
 
@@ -162,6 +164,8 @@ class Hub(BaseHTTPRequestHandler):
     """The calls of the hub that an upload of small files needs. It refuses the owner `taken`."""
 
     calls: list[tuple[str, str]]
+    files: ClassVar[dict[str, str]] = {}
+    """Files of `team/demo`, which is public."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"])).decode()
@@ -182,19 +186,34 @@ class Hub(BaseHTTPRequestHandler):
             url = f"http://{self.headers['host']}/team/demo/commit/abc"
             self.reply(200, {"commitUrl": url, "commitOid": "abc"})
 
-    def do_GET(self) -> None:
-        if "/tree/" in self.path:
-            self.reply(
-                200, [{"type": "file", "path": "model-00002-of-00002.safetensors", "oid": "1", "size": 9}]
-            )
-        else:
-            self.reply(
-                404 if "taken" in self.path else 200, {"siblings": [], "sha": "0" * 40, "id": "team/demo"}
-            )
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
-    def reply(self, status: int, body: Any) -> None:
+    def do_GET(self) -> None:
+        if "/resolve/" in self.path:
+            content = self.files["README.md"].encode()
+            self.send_response(200)
+            headers = {"etag": '"1"', "x-repo-commit": "0" * 40, "content-length": str(len(content))}
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+        elif "/tree/" in self.path:
+            names = list(self.files) or ["model-00002-of-00002.safetensors"]
+            self.reply(200, [{"type": "file", "path": name, "oid": "1", "size": 9} for name in names])
+        else:
+            known = [{"rfilename": name} for name in self.files]
+            unknown = "taken" in self.path or "new" in self.path
+            status = 404 if unknown else 200
+            error = {"x-error-code": "RepoNotFound"} if unknown else {}
+            content = {"siblings": known, "sha": "0" * 40, "id": "team/demo", "private": False}
+            self.reply(status, content, error)
+
+    def reply(self, status: int, body: Any, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.send_response(status)
-        self.send_header("content-type", "application/json")
+        for name, value in {"content-type": "application/json", **headers}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
 
@@ -202,28 +221,54 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_published_on_the_hub(
-    home: str, weights: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Hub.calls = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
-        thread = threading.Thread(target=hub.serve_forever)
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    """A hub on loopback, which ends with the test."""
+    Hub.calls, Hub.files = [], {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(
-            "huggingface_hub.hf_api.ENDPOINT", f"http://127.0.0.1:{hub.server_port}", raising=False
-        )
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", address, raising=False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", address + template)
         monkeypatch.setenv("HF_TOKEN", "hf_token")
-        done = main(["publish", f"{MODEL}@1", "hub:team/demo", "--home", home])
-        refused = main(["publish", f"{MODEL}@1", "hub:taken/demo", "--home", home])
-        wrong = main(["publish", f"{MODEL}@1", "hub:no/such/name", "--home", home])
-        hub.shutdown()
+        yield server
+        server.shutdown()
         thread.join()
+
+
+def test_files_of_others_on_the_hub_are_deleted_only_on_request(
+    home: str, tmp_path: Path, hub: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"{MODEL}@1", "hub:team/demo", "--home", home
+    for files in ({"README.md": "# Mine"}, {"notes.txt": ""}):
+        Hub.files = {"data.bin": "", **files}
+        assert main(["publish", *target]) == 2
+        assert "team/demo exists with 2 files, and `rlhf publish` has not written" in capsys.readouterr().err
+    assert not [path for path, _ in Hub.calls if path.endswith("/commit/main")]
+    assert main(["publish", *target, "--replace"]) == 0
+    assert "(public: everybody can read it)" in capsys.readouterr().out
+    Hub.files = {"README.md": model_card(open_policy(MODEL, home)), "model.safetensors": ""}
+    assert main(["publish", *target]) == 0, "an earlier version of the policy"
+    assert main(["publish", f"{MODEL}@1", str(tmp_path / "out"), "--home", home, "--replace"]) == 2
+
+
+def test_published_on_the_hub(
+    home: str, weights: list[str], capsys: pytest.CaptureFixture[str], hub: ThreadingHTTPServer
+) -> None:
+    Hub.files = {}
+    done = main(["publish", f"{MODEL}@1", "hub:new/demo", "--home", home])
+    refused = main(["publish", f"{MODEL}@1", "hub:taken/demo", "--home", home])
+    wrong = main(["publish", f"{MODEL}@1", "hub:no/such/name", "--home", home])
+    hub.shutdown()
+    hub.server_close()
     gone = main(["publish", f"{MODEL}@1", "hub:team/demo", "--home", home])
     assert (done, refused, wrong, gone) == (0, 2, 2, 2)
     output = capsys.readouterr()
-    assert "commit/abc" in output.out
+    assert "commit/abc (private)" in output.out
     assert "taken/demo cannot be written on the hub" in output.err
     assert "no/such/name cannot be written on the hub" in output.err
     assert "team/demo cannot be written on the hub" in output.err
@@ -300,7 +345,8 @@ def test_the_licence_is_that_of_the_front_matter(home: str, tmp_path: Path) -> N
         ('---\nlicense: "mit"\n---\n', "mit"),
         ("---\r\ntags: [x]\r\nlicense: mit\r\n---\r\n", "mit"),
         ("---\nlicense:\nlanguage: en\n---\n", "unknown"),
-        ("---\nlicense:\n- mit\n---\n", "unknown"),
+        ("---\nlicense:\n- mit\n---\n", "mit"),
+        ("---\nlicense:\n- mit\n- apache-2.0\ntags:\n- x\n---\n", "mit, apache-2.0"),
         ("---\nlanguage: en\n---\nlicense: none\n", "unknown"),
         ("# Base\nlicense: none\n---\n", "unknown"),
     ):
@@ -317,11 +363,22 @@ def test_the_licence_of_a_hub_model_is_that_of_its_commit_in_the_cache(
     if is_cached:
         (snapshot / "README.md").write_text("---\nlicense: mit\n---\n")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    data = tmp_path / "hub" / "datasets--owner--rows" / "snapshots" / ("2" * 40)
+    data.mkdir(parents=True)
+    if is_cached:
+        (data / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n")
     sources = [{"field": "model", "path": "", "digest": f"hub:owner/base@{'1' * 40}"}]
+    sources += [
+        {"field": field, "path": "owner/rows", "digest": f"hub:owner/rows@{'2' * 40}:train[:10%]"}
+        for field in ("data.sft[0]", "data.prompts[0]")
+    ]
+    sources.append({"field": "data.preference[0]", "path": "a/own.jsonl", "digest": "d" * 64})
     policy = with_files(open_policy(MODEL, home), tmp_path, data=json.dumps({"sources": sources}))
     config = {**policy.config, "model": {**policy.config["model"], "path": "owner/base"}}
     card = model_card(replace(policy, config=config))
-    assert f"- Base model: {'mit' if is_cached else 'unknown'}" in card
+    assert f"- Base model: {'mit' if is_cached else 'unknown'}\n" in card
+    assert card.count(f"- Data `owner/rows`: {'cc-by-4.0' if is_cached else 'unknown'}\n") == 1
+    assert "- Data `own.jsonl`: unknown\n" in card
     assert 'base_model: "owner/base"' in card
 
 
