@@ -13,11 +13,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlhf_core.errors import InputError
 
 StageName = Literal["data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate", "register"]
+
+
+class MemoryField(NamedTuple):
+    """A configuration field that reduces the memory of a stage if it is lowered."""
+
+    name: str
+    device: Literal["GPU", "CPU"] | None = None
+    """The only device that it applies to; None: both."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,8 @@ class Stage:
     """How the stage uses the data, for MLflow."""
     headline: tuple[str, ...] = ()
     """Metrics that are shown on one line, the most important first."""
-    memory_fields: tuple[str, ...] = ()
-    """Configuration fields that reduce its memory if they are lowered, with the device that they apply to."""
+    memory_fields: tuple[MemoryField, ...] = ()
+    """Configuration fields that reduce its memory if they are lowered."""
     imports: tuple[str, ...] = ()
     """Modules that its function imports when it runs. A process that waits for the inputs of the stage
     imports them before.
@@ -96,9 +104,9 @@ def _load(path: str) -> Callable[..., Any]:
 
 
 _ENGINE_MEMORY = (
-    "ppo.engine.max_num_seqs",
-    "ppo.engine.gpu_memory_utilization (GPU)",
-    "ppo.engine.kv_cache_gib (CPU)",
+    MemoryField("ppo.engine.max_num_seqs"),
+    MemoryField("ppo.engine.gpu_memory_utilization", device="GPU"),
+    MemoryField("ppo.engine.kv_cache_gib", device="CPU"),
 )
 
 _TRAINING = ("deepspeed", "pyarrow.parquet", "rlhf_core.cluster.ranks")
@@ -126,7 +134,7 @@ _TABLE = (
         # The tokenizer of the data artifact comes from the model, but its weights are read here.
         sources=("model",),
         headline=("eval_loss", "perplexity", "tokens_per_s"),
-        memory_fields=("sft.micro_batch_tokens",),
+        memory_fields=(MemoryField("sft.micro_batch_tokens"),),
         imports=(*_TRAINING, "rlhf_core.evaluation.generate"),
         loads_model=True,
     ),
@@ -140,7 +148,7 @@ _TABLE = (
         enabled_by="reward.enabled",
         always_in_key=True,
         headline=("accuracy", "margin", "eval_loss"),
-        memory_fields=("reward.micro_batch_tokens",),
+        memory_fields=(MemoryField("reward.micro_batch_tokens"),),
         imports=(*_TRAINING, *_SCORING, *_PLOTS),
         loads_model=True,
     ),
@@ -153,7 +161,7 @@ _TABLE = (
         sources=("reward.judge.",),
         enabled_by="reward.judge",
         headline=("accuracy", "margin", "eval_loss"),
-        memory_fields=("reward.micro_batch_tokens",),
+        memory_fields=(MemoryField("reward.micro_batch_tokens"),),
         imports=(*_TRAINING, *_SCORING, *_PLOTS),
         loads_model=True,
     ),
@@ -167,7 +175,7 @@ _TABLE = (
         inputs=("data", "sft"),
         enabled_by="dpo.enabled",
         headline=("accuracy", "margin", "eval_loss"),
-        memory_fields=("dpo.micro_batch_tokens",),
+        memory_fields=(MemoryField("dpo.micro_batch_tokens"),),
         imports=_TRAINING,
         loads_model=True,
     ),
@@ -179,7 +187,7 @@ _TABLE = (
         inputs=("data", "sft", "reward", "judge"),
         sources=("ppo.",),
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
-        memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+        memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet", "ray"),
         preparation="rlhf_core.ppo.start_ray:start_ray",
     ),
@@ -194,7 +202,7 @@ _TABLE = (
         labelling=("evaluate.language_model",),
         enabled_by="sample",
         headline=("pairs", "best", "score_mean", "score_best"),
-        memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+        memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", *_SCORING),
         loads_model=True,
         samples=True,
@@ -209,7 +217,7 @@ _TABLE = (
         sources_of_inputs=("ppo.",),
         data_context="evaluation",
         headline=("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
-        memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+        memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", *_SCORING, *_PLOTS, "rlhf_core.evaluation.report"),
         loads_model=True,
         samples=True,

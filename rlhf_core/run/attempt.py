@@ -162,9 +162,9 @@ def _advised(error: RLHFError, spec: StageSpec) -> RLHFError:
 
 def _memory_advice(spec: StageSpec) -> str:
     settings = []
-    for name in STAGES[spec.stage].memory_fields:
-        value = attrgetter(name.partition(" ")[0])(spec.config)
-        settings.append(f"{name}={value:g}")
+    for name, device in STAGES[spec.stage].memory_fields:
+        only_on = "" if device is None else f" ({device})"
+        settings.append(f"{name}{only_on}={attrgetter(name)(spec.config):g}")
     advice = f"lower {', '.join(settings)}" if settings else "give the machine more memory"
     return f"{advice}; `rlhf plan CONFIG` shows what needs how much"
 
