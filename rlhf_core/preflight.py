@@ -17,7 +17,7 @@ from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, shown, texts
 from rlhf_core.data.check import check_data
-from rlhf_core.data.judge_base import check_base_of_judge
+from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_language_model, check_votes
 from rlhf_core.models.architectures import check_architecture

@@ -19,14 +19,14 @@ from functools import cached_property
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.base_models import base_of
 from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import Group
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig
-from rlhf_core.data.judge_base import shape_of_stage
 from rlhf_core.errors import ModelError
-from rlhf_core.models.folder import ModelFolder
-from rlhf_core.models.shape import ModelShape
+from rlhf_core.models.folder import ModelFolder, config_of_base
+from rlhf_core.models.shape import ModelShape, shape_from_config
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.hardware import GIB, Device
 from rlhf_core.planning.memory import (
@@ -265,6 +265,17 @@ def _sampling(config: PipelineConfig, shape: ModelShape, device: Device) -> Devi
     memory = engine_memory(shape, engine, device, config.model.head_dtype)
     devices = config.evaluate.engines * engine.tensor_parallel
     return DeviceLoad("evaluate", "engine", "sample", devices, engine=memory.bytes, device="cpu")
+
+
+def shape_of_stage(config: PipelineConfig, stage: StageName, shape: ModelShape) -> ModelShape:
+    """Return the shape of the model of a stage. It is `shape`, that of the policy, except for a judge with
+    another base model that can be read here.
+    """
+    base = base_of(config, stage) if stage == "judge" else None
+    try:
+        return shape if base is None else shape_from_config(config_of_base(base, local_only=True))
+    except ModelError:
+        return shape
 
 
 def judge_memory(config: PipelineConfig, device: Device) -> EngineMemory | None:

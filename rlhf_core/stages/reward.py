@@ -27,7 +27,7 @@ from rlhf_core.config.base_models import BaseModelAddress, base_of
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
 from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.judge_base import require_same_tokens
+from rlhf_core.data.judge_tokens import require_same_tokens
 from rlhf_core.data.sources import (
     ModelState,
     model_digest,

@@ -24,7 +24,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, stage_inputs
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import JudgeConfig
-from rlhf_core.data.judge_base import check_base_of_judge
+from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.data.sources import model_state
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.engines.distributed import Rank

@@ -1,4 +1,4 @@
-"""The base model of the judge (`reward.judge.path`), if it is not the SFT model."""
+"""Checks the base model of the judge (`reward.judge.path`): its tokens must be those of the data."""
 
 from __future__ import annotations
 
@@ -10,20 +10,6 @@ from rlhf_core.config.address import is_hub_model, is_reference
 from rlhf_core.config.base_models import JUDGE_PATH, BaseModelAddress, base_of
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ConfigError, Finding, ModelError
-from rlhf_core.models.folder import config_of_base
-from rlhf_core.models.shape import ModelShape, shape_from_config
-from rlhf_core.pipeline import StageName
-
-
-def shape_of_stage(config: PipelineConfig, stage: StageName, shape: ModelShape) -> ModelShape:
-    """Return the shape of the model of a stage. It is `shape`, that of the policy, except for a judge with
-    another base model that can be read here.
-    """
-    base = base_of(config, stage) if stage == "judge" else None
-    try:
-        return shape if base is None else shape_from_config(config_of_base(base, local_only=True))
-    except ModelError:
-        return shape
 
 
 def check_base_of_judge(config: PipelineConfig) -> Iterator[Finding]:
