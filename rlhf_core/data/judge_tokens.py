@@ -13,7 +13,7 @@ from rlhf_core.errors import ConfigError, Finding, ModelError
 
 
 def check_base_of_judge(config: PipelineConfig) -> Iterator[Finding]:
-    """Check that there is such a model, and that its tokens are those of a local `model.path`."""
+    """Check that the base model of the judge exists and has the tokens of a local `model.path`."""
     judge, base = base_of(config, "judge"), config.model.path
     if judge is None:
         return

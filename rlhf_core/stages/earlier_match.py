@@ -73,7 +73,7 @@ def load_match(config: PipelineConfig, name: str, output: Path) -> Match | None:
     try:
         folder = artifacts.fetch(ref)
     except CorruptArtifact as error:
-        log.warning("the match is played again: %s", error.message)
+        log.warning("the match is run again: %s", error.message)
         return None
     content = json.loads((folder / name).read_text(encoding="utf-8"))
     shutil.copyfile(folder / SAMPLES, output / SAMPLES)

@@ -91,7 +91,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             config.register_.votes_margin,
             config.register_.independent_judge,
         ),
-        run_match=lambda tags: _play(config, context, tags, people),
+        run_match=lambda tags: _find_or_run_match(config, context, tags, people),
     )
     people.warn_of_other_pages(done.already_champion)
     log.info(
@@ -177,15 +177,15 @@ class _People:
         if "champion" in self._pages:
             reason = "it has votes of a page that is not of this evaluation or match"
         elif already_champion:
-            reason = "no match was played, because the policy is champion already"
+            reason = "no match was run, because the policy is champion already"
         else:
-            reason = "no match was played, and it has votes of a page that is not of this evaluation"
+            reason = "no match was run, and it has votes of a page that is not of this evaluation"
         for file in self._files:
             if file.page not in self._pages.values():
                 log.warning("%s was not counted: %s", file.name, reason)
 
 
-def _play(
+def _find_or_run_match(
     config: PipelineConfig, context: StageContext, champion: Mapping[str, str], people: _People
 ) -> Match | NoMatch:
     name, samples = match_name(config, context, champion), context.output / SAMPLES
@@ -209,9 +209,9 @@ def _match(result: MatchResult) -> Match:
         result.by_champion_model,
     )
     own = _outcomes(result.comparison)
-    away = None if by_champion is None else _outcomes(by_champion)
+    champion_outcomes = None if by_champion is None else _outcomes(by_champion)
     # Both judges decide, so a match with other outcomes by one of them is another one.
-    by_prompt = zip(*(each for each in (own, away) if each is not None), strict=True)
+    by_prompt = zip(*(each for each in (own, champion_outcomes) if each is not None), strict=True)
     return Match(
         rate.mean,
         rate.low,
@@ -223,7 +223,7 @@ def _match(result: MatchResult) -> Match:
         judge_digest=result.judge_digest,
         log_evidence=log_evidence(own),
         away_win_rate=None if by_champion is None else by_champion.win_rate.mean,
-        away_log_evidence=log_evidence(away or ()),
+        away_log_evidence=log_evidence(champion_outcomes or ()),
         outcomes=tuple(
             " ".join([prompt, *(f"{outcome:g}" for outcome in outcomes)])
             for prompt, outcomes in zip(result.prompt_ids, by_prompt, strict=True)

@@ -225,7 +225,7 @@ def decide(
     if champion is None:
         return _first(candidate, gate, level)
     if not isinstance(match, Match):
-        why = match.reason if match else "it was not played"
+        why = match.reason if match else "it was not run"
         text = (
             f"there is no match against the champion ({why}), and numbers of other prompts are not compared;"
             " a person can decide with `rlhf promote`"

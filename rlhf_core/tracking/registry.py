@@ -89,7 +89,7 @@ def register(
     candidate: Candidate,
     *,
     gate: Gate,
-    run_match: RunMatch = lambda tags: NoMatch("it was not played"),
+    run_match: RunMatch = lambda tags: NoMatch("it was not run"),
     clock: Callable[[], float] = time.time,
 ) -> Registration:
     """Make `candidate` a version of `model` and move the aliases. Raises RLHFError if MLflow does not accept

@@ -114,5 +114,5 @@ def test_weights_of_other_hosts_do_not_pass_through_the_driver() -> None:
         stage: "host-2 has put 1 files with weights into the store" in logs[stage] for stage in STAGES
     }
     assert uploaded == {"data": False, "sft": True, "reward": True, "ppo": True}
-    assert any("win_rate_over_champion" in summary for summary in summaries), "a match was played"
+    assert any("win_rate_over_champion" in summary for summary in summaries), "a match was run"
     assert not weights

@@ -4,7 +4,7 @@
   against its SFT model, then against the champion in a match
 - the match of an earlier registration is used again, and continues its test at the same level, unless the
   champion's judge was missing then and is there now, or the reverse
-- a file of another page does not count, nor does one of a match that was not played; a warning says why
+- a file of another page does not count, nor does one of a match that was not run; a warning says why
 - a file that was changed, is damaged or is no file of votes is refused, before the start where it can be
 - a file without votes is a warning; of two files of one page load the later one counts
 """
@@ -52,7 +52,7 @@ POLICIES = {"one": 0, "two": 1, "three": 2, "four": 2}
 def answer(policy: str, prompt: str, match: int) -> str:
     """Return the answer in this match, from 1: in each match the answers are others, as they are on a GPU.
 
-    The candidate has a bad answer to as many prompts as matches were played.
+    The candidate has a bad answer to as many prompts as matches were run.
     """
     if PROMPTS.index(prompt) < match:
         return "It is rotten and dull."
@@ -188,15 +188,15 @@ def test_a_candidate_waits_for_the_votes_of_people(
     assert facts["match"]["votes"]["mean"] == pytest.approx(2 / 3) and facts["votes"]["votes"] == PAIRS
     assert facts["reason"].partition("(level ")[2] == level.partition("; register.votes_margin")[0]
     assert "not counted" not in caplog.text
-    # Registered again as the champion: nothing is played.
+    # Registered again as the champion: nothing is run.
     facts, _ = run("two", liked, against_sft)
     assert facts["champion"] and facts["votes"]["votes"] == PAIRS
     [warning] = [record.message for record in caplog.records if "not counted" in record.message]
-    assert warning.startswith(f"register.votes.0: {liked} was not counted: no match was played, because ")
+    assert warning.startswith(f"register.votes.0: {liked} was not counted: no match was run, because ")
     assert warning.endswith("the policy is champion already")
     caplog.clear()
     run("four", saved(tmp_path, evaluation, "sft", 10), liked)
-    assert "register.votes.1" in caplog.text and "no match was played, and it has votes" in caplog.text
+    assert "register.votes.1" in caplog.text and "no match was run, and it has votes" in caplog.text
     other = json.loads(Path(liked).read_text()) | {"page": "f" * 64}
     (tmp_path / "other.json").write_text(json.dumps(other))
     facts, _ = run("three", str(tmp_path / "other.json"))
@@ -207,14 +207,14 @@ def test_a_candidate_waits_for_the_votes_of_people(
 def test_votes_count_for_the_match_they_are_about(
     run: Any, engines: list[ScriptedEngine], tmp_path: Path
 ) -> None:
-    """On a GPU, the same match played again has other answers."""
+    """On a GPU, the same match run again has other answers."""
     run("one")
     run("one", saved(tmp_path, tmp_path / "evaluate" / "samples.jsonl", "sft", 40))
     waits, samples = run("two")
     facts, _ = run("two", saved(tmp_path, samples, "champion", 40))
     assert (facts["champion"], facts["rule"], len(engines)) == (True, "match", 2), facts["reason"]
     assert facts["match"] == {**waits["match"], "votes": facts["match"]["votes"]}
-    # Another policy, and the same one against another champion, play their own match.
+    # Another policy, and the same one against another champion, have their own match.
     run("three")
     run("three", str(tmp_path / "votes-champion-40.json"))
     assert len(engines) == 4

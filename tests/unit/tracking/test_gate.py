@@ -67,7 +67,7 @@ MODEL = {"judge": "reward_model", "judge_digest": "ours"}
 
 
 @pytest.mark.parametrize(
-    ("played", "becomes", "rule"),
+    ("result", "becomes", "rule"),
     [
         (match(72, **GOLD), True, "match"),  # evidence of 19,500 / 3 or more
         (match(65, **GOLD), False, "match"),
@@ -84,19 +84,19 @@ MODEL = {"judge": "reward_model", "judge_digest": "ours"}
         (None, False, "no_match"),
     ],
 )
-def test_a_match_needs_evidence_and_the_champions_judge(played: Any, becomes: bool, rule: str) -> None:
-    decision = decide(record(), JUDGED, played, gate=GATE, level=LEVEL)
+def test_a_match_needs_evidence_and_the_champions_judge(result: Any, becomes: bool, rule: str) -> None:
+    decision = decide(record(), JUDGED, result, gate=GATE, level=LEVEL)
     assert (decision.champion, decision.rule) == (becomes, rule), decision.reason
     assert decision.tested == (rule in ("match", "away", "min_prompts"))
-    assert decide(record(49), JUDGED, played, gate=GATE, level=LEVEL).rule == "min_win_rate"
+    assert decide(record(49), JUDGED, result, gate=GATE, level=LEVEL).rule == "min_win_rate"
 
 
 def test_a_judge_that_the_policy_was_trained_on_is_named_or_refused() -> None:
     candidate = record(judge="reward_model", judge_digest="ours", judge_trained_on=True)
     first = decide(candidate, None, gate=GATE, level=0.02)
     assert first.champion and "(judge: reward model ours, which the policy was trained on)" in first.reason
-    played = match(80, **MODEL, away_win_rate=0.55, away_log_evidence=1.0)
-    later = decide(candidate, JUDGED, played, gate=GATE, level=LEVEL)
+    result = match(80, **MODEL, away_win_rate=0.55, away_log_evidence=1.0)
+    later = decide(candidate, JUDGED, result, gate=GATE, level=LEVEL)
     assert (
         "(judge: reward model, which the policy was trained on), and 0.550 by the champion's" in later.reason
     )
@@ -136,14 +136,14 @@ HELD = {"code": {"mean": -0.001, "low": -0.019, "high": 0.02, "margin": 0.02}}
 def test_a_regression_set_that_fell_stops_the_promotion(
     own: Any, against_champion: Any, rule: str, reason: str
 ) -> None:
-    played = match(80, **GOLD, regression=against_champion)
+    result = match(80, **GOLD, regression=against_champion)
     candidate = record(regression=own)
-    decision = decide(candidate, JUDGED, played, gate=GATE, level=LEVEL)
+    decision = decide(candidate, JUDGED, result, gate=GATE, level=LEVEL)
     assert (decision.champion, decision.rule) == (rule == "match", rule) and reason in decision.reason
     assert decision.tested == (own == HELD), "a candidate that is refused before the match spends no level"
     assert decide(candidate, None, gate=GATE, level=0.02).champion == (own == HELD)
     assert Evaluation.from_json(candidate.to_json()) == candidate
-    assert Match(**json.loads(json.dumps(played.record()))).regression == against_champion
+    assert Match(**json.loads(json.dumps(result.record()))).regression == against_champion
 
 
 LIKED = {"mean": 0.6, "low": 0.45, "high": 0.75, "pairs": 40, "votes": 50}
@@ -170,13 +170,13 @@ def test_votes_of_people_can_stop_a_promotion(
     own: Any, against_champion: Any, champion: bool, reason: str
 ) -> None:
     gate = replace(GATE, votes_margin=0.1)
-    candidate, played = record(votes=own), match(80, **GOLD, votes=against_champion)
-    decision = decide(candidate, JUDGED, played, gate=gate, level=LEVEL)
+    candidate, result = record(votes=own), match(80, **GOLD, votes=against_champion)
+    decision = decide(candidate, JUDGED, result, gate=gate, level=LEVEL)
     assert (decision.champion, decision.rule) == (champion, "match" if champion else "votes")
     assert reason in decision.reason and decision.tested == (own != DISLIKED)
-    shown = decide(candidate, JUDGED, played, gate=GATE, level=LEVEL)
+    shown = decide(candidate, JUDGED, result, gate=GATE, level=LEVEL)
     assert shown.champion and ("votes of people" in shown.reason) == bool(against_champion)
-    assert Match(**json.loads(json.dumps(played.record()))).votes == against_champion
+    assert Match(**json.loads(json.dumps(result.record()))).votes == against_champion
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,14 @@ def recorded_tests(mlflow: Mlflow, model: str, version: str) -> list[dict[str, A
 def test_match_runs_only_for_candidates_that_pass_the_gate(mlflow: Mlflow) -> None:
     asked: list[Any] = []
 
-    def play(tags: Any) -> Match:
+    def run_match(tags: Any) -> Match:
         asked.append(tags["note"])
         return won(80)
 
     def enter(digest: str, win_rate: float) -> Any:
-        return register(mlflow, "m6", candidate(digest, win_rate, note=digest), gate=GATE, run_match=play)
+        return register(
+            mlflow, "m6", candidate(digest, win_rate, note=digest), gate=GATE, run_match=run_match
+        )
 
     enter("a", 0.8)
     enter("a", 0.8)
@@ -70,7 +72,7 @@ def test_match_runs_only_for_candidates_that_pass_the_gate(mlflow: Mlflow) -> No
     assert asked == ["a"]
     assert (done.match, done.previous) == (won(80), "1")
     assert aliases(mlflow, "m6") == {"candidate": "3", "champion": "3"}
-    # Killed after the alias moved, it says the same again, and plays nobody.
+    # Killed after the alias moved, it says the same again, and runs no match.
     again = replace(done, created=False, match=replace(won(80), outcomes=()), already_champion=True)
     assert enter("c", 0.6) == again and not done.already_champion
     assert asked == ["a"]
@@ -81,7 +83,7 @@ def test_a_candidate_that_fell_on_a_regression_set_plays_no_match(mlflow: Mlflow
     fell = {"math": {"mean": -0.1, "low": -0.2, "high": 0.0, "margin": 0.02}}
     other = candidate("b")
     other = replace(other, evaluation=replace(other.evaluation, regression=fell))
-    done = register(mlflow, "m8r", other, gate=GATE, run_match=lambda tags: pytest.fail("was played"))
+    done = register(mlflow, "m8r", other, gate=GATE, run_match=lambda tags: pytest.fail("was run"))
     assert (done.decision.rule, done.decision.champion) == ("regression", False)
     assert aliases(mlflow, "m8r") == {"candidate": "2", "champion": "1"}
     passed = {"math": {"mean": 0.1, "low": 0.0, "high": 0.2, "margin": 0.02}}
@@ -96,13 +98,13 @@ def test_new_champion_during_the_match_is_the_next_opponent(mlflow: Mlflow) -> N
     asked: list[str] = []
     register(mlflow, "m7", candidate("a", note="a"), gate=GATE)
 
-    def play(tags: Any) -> Match:
+    def run_match(tags: Any) -> Match:
         asked.append(tags["note"])
         if tags["note"] == "a":
             register(mlflow, "m7", candidate("b", note="b"), gate=GATE, run_match=lambda tags: won(80))
         return won(50) if tags["note"] == "b" else won(80)
 
-    done = register(mlflow, "m7", candidate("c", note="c"), gate=GATE, run_match=play)
+    done = register(mlflow, "m7", candidate("c", note="c"), gate=GATE, run_match=run_match)
     assert asked == ["a", "b"]
     assert (done.decision.champion, done.previous) == (False, "3")
     assert aliases(mlflow, "m7")["champion"] == "3"
@@ -204,12 +206,12 @@ def test_the_first_champion_is_not_made_by_evaluating_one_policy_until_it_passes
 
 
 def test_who_was_tested_during_the_match_counts(mlflow: Mlflow) -> None:
-    def play(tags: Any) -> Match:
+    def run_match(tags: Any) -> Match:
         register(mlflow, "m12", candidate("other"), gate=GATE, run_match=lambda tags: won(50))
         return won(50)
 
     register(mlflow, "m12", candidate("a"), gate=GATE)
-    done = register(mlflow, "m12", candidate("c"), gate=GATE, run_match=play)
+    done = register(mlflow, "m12", candidate("c"), gate=GATE, run_match=run_match)
     assert recorded_tests(mlflow, "m12", done.version)[0]["level"] == pytest.approx(0.0025 * 0.75, rel=1e-4)
 
 
@@ -249,12 +251,12 @@ def test_an_outcome_that_cannot_be_read_counts_as_no_test(mlflow: Mlflow, tag: s
 
 
 def test_error_of_the_match_is_not_reported_as_mlflow(mlflow: Mlflow) -> None:
-    def play(tags: Any) -> Match:
+    def run_match(tags: Any) -> Match:
         raise RuntimeError("CUDA out of memory")
 
     register(mlflow, "m8", candidate("a"), gate=GATE)
     with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
-        register(mlflow, "m8", candidate("b"), gate=GATE, run_match=play)
+        register(mlflow, "m8", candidate("b"), gate=GATE, run_match=run_match)
 
 
 def candidate(digest: str, win_rate: float = 0.8, **tags: str) -> Candidate:
