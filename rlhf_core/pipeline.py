@@ -210,7 +210,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=15,
+        version=16,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),
@@ -227,8 +227,8 @@ _TABLE = (
         "rlhf_core.stages.register:run",
         version=10,
         sections=("register",),
-        # Not `dpo`: its policy is never registered.
-        inputs=("data", "sft", "reward", "judge", "ppo", "sample", "evaluate"),
+        # Of `dpo` and `ppo` only the one whose policy is registered (`register.policy`).
+        inputs=("data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate"),
         sources=("ppo.", "evaluate.", "register."),
         sources_of_inputs=("ppo.", "evaluate."),
         data_context="evaluation",

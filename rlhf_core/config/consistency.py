@@ -80,7 +80,11 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "evaluate.judge: gold supports the demo task only; got other data.prompts; use auto"
         )
     yield from _kept_requests(ppo)
-    stopping = {"sft": config.sft.early_stop, "reward": config.reward.early_stop}
+    stopping = {
+        "sft": config.sft.early_stop,
+        "reward": config.reward.early_stop,
+        "dpo": config.dpo.early_stop,
+    }
     for name, early_stop in stopping.items():
         if early_stop is not None and config.data.eval_fraction == 0:
             yield ConfigError(
@@ -242,6 +246,11 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             )
     yield from _held_out_prompts(config)
     yield from _match_prompts(config)
+    if config.register_.policy == "dpo" and config.sample is not None:
+        yield (
+            "register.policy is dpo, but the stage sample draws its answers from the policy of PPO; leave one"
+            " of them out"
+        )
     if config.evaluation_temperature != ppo.temperature:
         yield (
             f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at"

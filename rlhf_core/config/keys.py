@@ -17,6 +17,7 @@ from rlhf_core.config.base import Section, effect_of, is_later
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.register import POLICIES
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.digests import json_sha256
@@ -30,7 +31,10 @@ _PIPELINE_SECTIONS = tuple(
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
     """Return the stages whose artifacts `stage` reads with this configuration."""
-    return tuple(name for name in STAGES[stage].inputs if is_enabled(config, name))
+    inputs = [name for name in STAGES[stage].inputs if is_enabled(config, name)]
+    if stage == "register":
+        inputs = [name for name in inputs if name not in POLICIES or name == config.register_.policy]
+    return tuple(inputs)
 
 
 def is_enabled(config: PipelineConfig, stage: StageName) -> bool:

@@ -159,8 +159,8 @@ class StoreConfig(Section):
     keep_best: NonNegativeInt = execution(
         1,
         "Number of older checkpoints that are also kept because they are the best, by the reward of their"
-        " own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, reward"
-        " model, but not an ensemble)",
+        " own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, DPO,"
+        " reward model, but not an ensemble)",
     )
     retry_seconds: PositiveFloat = execution(
         60.0,
@@ -375,6 +375,11 @@ class PipelineConfig(Section):
         if self.dpo.enabled and not self.data.preference:
             raise ValueError(
                 "dpo.enabled is true, but data.preference is empty; add pairs, or set dpo.enabled=false"
+            )
+        if self.register_.policy == "dpo" and not self.dpo.enabled:
+            raise ValueError(
+                "register.policy is dpo, but dpo.enabled is false, so there is no policy of DPO; add dpo:"
+                " {enabled: true}, or leave register.policy out"
             )
         return self
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from rlhf_core.config.base import (
     Fraction,
     NonNegativeInt,
@@ -13,6 +15,10 @@ from rlhf_core.config.base import (
     result,
 )
 
+PolicyStage = Literal["ppo", "dpo"]
+"""The stages whose policy can be registered."""
+POLICIES: tuple[PolicyStage, ...] = get_args(PolicyStage)
+
 
 class RegisterConfig(Section):
     """The MLflow registry."""
@@ -22,6 +28,12 @@ class RegisterConfig(Section):
         "Registered name; default `{run.name}-policy`",
         pattern=r"^[\w.-]{1,100}$",
         form="1 to 100 letters, digits, `.`, `_` and `-`",
+    )
+    policy: PolicyStage = result(
+        "ppo",
+        "The stage whose policy is registered, evaluated and matched with the champion. With `dpo`"
+        " ([promotion](promotion.md#the-policy-of-dpo)) PPO is trained too, and the report compares both",
+        later=True,
     )
     min_win_rate: Fraction = result(0.5, "Against SFT; below this value the alias `champion` is not set")
     min_prompts: NonNegativeInt = result(

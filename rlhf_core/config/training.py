@@ -375,5 +375,14 @@ class DPOConfig(PackedSection):
     )
     pack: Packing = result("auto", PACK)
     threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
-    eval_every: PositiveInt = execution(50, "Optimizer steps between evaluations on the held-out pairs")
+    early_stop: EarlyStopConfig | None = result(
+        None,
+        "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
+        " epochs and the last weights",
+        later=True,
+    )
+    eval_every: PositiveInt = execution(
+        50,
+        "Optimizer steps between evaluations on the held-out pairs; with `early_stop`, its `every` is used",
+    )
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")

@@ -22,7 +22,13 @@ from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.length_control import length_controlled
-from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
+from rlhf_core.evaluation.policy_files import (
+    CONFIGURED_BY,
+    PolicyFiles,
+    candidate_files,
+    files_made_with,
+    policy_stage,
+)
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets
 from rlhf_core.evaluation.statistics import Answer, Comparison, Interval, compare, regression_differences
@@ -108,7 +114,7 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
     prompts = prompts_of_evaluation(config, load_prompts(context.inputs["data"], "eval"))
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
     opponent = _load_champion(config, context, champion, judge)
-    tokenizer = tokenizer_digest(context.inputs["ppo"] / "policy")
+    tokenizer = tokenizer_digest(context.inputs[config.register_.policy] / "policy")
     if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
         raise MatchSkipped("it has another tokenizer or template")
     prompts = _untrained_prompts(config, context, opponent)
@@ -172,13 +178,13 @@ def _load_champion(
     artifacts = open_artifacts(config)
     registered = _Registered(artifacts, tags, None if artifacts.is_local else context.nodes)
     try:
-        policy = _artifact(artifacts, "ppo", tags)
+        trained_by = policy_stage(tags)
         data = _artifact(artifacts, "data", tags)
-        made = artifacts.config(policy)
+        made = artifacts.config(_artifact(artifacts, CONFIGURED_BY[trained_by], tags))
         trained_on = (artifacts.fetch(data), *data_of_ancestors(config, artifacts, made))
-        folder = registered.fetch("ppo")
+        folder = registered.fetch(trained_by)
         # By the settings of its own run, which decide whether its adapter is loaded separately.
-        files = policy_files(made_with(made["ppo"]), folder, lambda: registered.fetch("sft"))
+        files = files_made_with(made, trained_by, folder, lambda: registered.fetch("sft"))
         own_judge = tags.get("eval.judge", "")
         stage = scoring.MODEL_STAGES.get(own_judge or judge)
         reward = None
@@ -231,9 +237,8 @@ def _run_match(
             config, {name: files}, decoder.response, sets, device=device, context=context
         )[name]
 
-    candidate_by_set = respond(
-        "ppo", policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
-    )
+    # Here and in the samples, `ppo` is the candidate, also if DPO trained it.
+    candidate_by_set = respond("ppo", candidate_files(config, context.inputs))
     try:
         champion_by_set = respond("champion", champion.policy)
     except Exception as error:

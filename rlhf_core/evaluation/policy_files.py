@@ -11,15 +11,35 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import Section
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.register import POLICIES, PolicyStage
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
 from rlhf_core.errors import CorruptArtifact
+from rlhf_core.pipeline import StageName
+
+POLICY_STAGE = "rlhf.policy_stage"
+"""Tag of a version: the stage that trained it. Versions of PPO have no such tag."""
+CONFIGURED_BY: Mapping[PolicyStage, StageName] = {"ppo": "ppo", "dpo": "evaluate"}
+"""The stage whose artifact has the configuration that decides about the files of a policy. That of `dpo` can
+have another section `ppo` than the run that evaluated and registered the policy.
+"""
+
+_S = TypeVar("_S", bound=Section)
+
+
+def policy_stage(tags: Mapping[str, str]) -> PolicyStage:
+    """Return the stage that trained the version with these tags. Raises CorruptArtifact if it is unknown."""
+    stage = tags.get(POLICY_STAGE, "ppo")
+    if stage not in POLICIES:
+        raise CorruptArtifact(f"its tag {POLICY_STAGE} must be {' or '.join(POLICIES)}; got {stage}")
+    return stage
 
 
 @dataclass(frozen=True)
@@ -42,8 +62,8 @@ def policy_files(ppo: PPOConfig, artifact: Path, sft: Callable[[], Path]) -> Pol
     return PolicyFiles(artifact / "policy")
 
 
-def dpo_files(dpo: DPOConfig, ppo: PPOConfig, artifact: Path, sft: Path) -> PolicyFiles:
-    """Return the files of a `dpo` artifact that was created from the SFT artifact `sft`.
+def dpo_files(dpo: DPOConfig, ppo: PPOConfig, artifact: Path, sft: Callable[[], Path]) -> PolicyFiles:
+    """Return the files of a `dpo` artifact. `sft` returns the SFT artifact that it was created from.
 
     They have a separate adapter as those of PPO do. The evaluation samples and scores with the precisions of
     `ppo`.
@@ -53,31 +73,65 @@ def dpo_files(dpo: DPOConfig, ppo: PPOConfig, artifact: Path, sft: Path) -> Poli
         return PolicyFiles(artifact / "policy")
     if {dpo.deepspeed.dtype, ppo.engine.dtype, ppo.policy_deepspeed.dtype} == {"float32"}:
         return PolicyFiles(artifact / "policy")
-    return PolicyFiles(sft / "model", artifact / "adapter")
+    return PolicyFiles(sft() / "model", artifact / "adapter")
 
 
-def made_with(ppo: Mapping[str, Any]) -> PPOConfig:
-    """Return the settings that `policy_files` uses, from the section `ppo` of an artifact's configuration.
+def candidate_files(config: PipelineConfig, inputs: Mapping[str, Path]) -> PolicyFiles:
+    """Return the files of the policy that `register.policy` names, from the artifacts of the stages."""
 
-    Other fields get their defaults, because another version may have had different rules for them. Raises
-    CorruptArtifact.
+    def sft() -> Path:
+        return inputs["sft"]
+
+    if config.register_.policy == "dpo":
+        return dpo_files(config.dpo, config.ppo, inputs["dpo"], sft)
+    return policy_files(config.ppo, inputs["ppo"], sft)
+
+
+def files_made_with(
+    made: Mapping[str, Any], stage: PolicyStage, artifact: Path, sft: Callable[[], Path]
+) -> PolicyFiles:
+    """Return the files of the artifact of a policy, by the configuration of the run that evaluated it.
+
+    Args:
+        made: The configuration.
+        stage: The stage that trained the policy.
+        artifact: Its artifact.
+        sft: Returns the SFT artifact that the policy started from. It is only called if it is needed.
+
+    Raises:
+        CorruptArtifact: The settings cannot be read.
     """
-    kinds: dict[str, type[Section]] = {
-        "lora": LoraConfig,
-        "weight_sync": WeightSyncConfig,
-        "engine": EngineConfig,
-        "policy_deepspeed": DeepSpeedConfig,
-    }
+    ppo = _settings(PPOConfig(), made["ppo"], _PARTS_OF_PPO)
+    if stage == "ppo":
+        return policy_files(ppo, artifact, sft)
+    return dpo_files(_settings(DPOConfig(), made["dpo"], _PARTS_OF_DPO), ppo, artifact, sft)
+
+
+_PARTS_OF_PPO: Mapping[str, type[Section]] = {
+    "lora": LoraConfig,
+    "weight_sync": WeightSyncConfig,
+    "engine": EngineConfig,
+    "policy_deepspeed": DeepSpeedConfig,
+}
+_PARTS_OF_DPO: Mapping[str, type[Section]] = {"lora": LoraConfig, "deepspeed": DeepSpeedConfig}
+
+
+def _settings(default: _S, section: Mapping[str, Any], kinds: Mapping[str, type[Section]]) -> _S:
+    """Return the parts in `kinds` of a section of an artifact's configuration.
+
+    Other fields are those of `default`, because another version may have had different rules for them.
+    Raises CorruptArtifact.
+    """
     try:
         parts = {
             # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
-            name: kind.model_validate_json(json.dumps(ppo[name]))
+            name: kind.model_validate_json(json.dumps(section[name]))
             for name, kind in kinds.items()
-            if ppo.get(name) is not None
+            if section.get(name) is not None
         }
     except ValidationError as error:
         raise CorruptArtifact(f"its settings cannot be read: {error}") from error
-    return PPOConfig().model_copy(update=parts)
+    return default.model_copy(update=parts)
 
 
 def adapter_rank(folder: Path) -> int:

@@ -76,44 +76,47 @@ def compare_on_sets(
     opponent: str,
     code: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Return the results of each set: the mean of both models and the `difference`, as intervals, `margin`,
-    the number of `prompts`, whether these are `too_few` for the margin, and a digest of the `reward`.
+    """Return the results of each set: the mean of each model and the `difference`, policy minus opponent, as
+    intervals, `margin`, the number of `prompts`, whether these are `too_few` for the margin, and a digest of
+    the `reward`. With a policy of DPO also its `difference_dpo`.
 
     Args:
         config: Configuration of the run.
-        responses: Responses of the policy (`ppo`) and of the opponent, by set.
+        responses: Responses of the policy (`ppo`), of the opponent, and of `dpo` if there is one, by set.
         opponent: Name of the opponent in `responses`.
         code: Digests of the external inputs of the stage, for the code of Python rewards.
     """
     interval = Intervals(config)
     found: dict[str, dict[str, Any]] = {}
     for index, each in enumerate(config.evaluate.regression):
-        ours, theirs = responses["ppo"][each.name], responses[opponent][each.name]
+        count = len(responses["ppo"][each.name])
         field, name = f"evaluate.regression.{index}.reward", source_name(each.reward)
         digests = {name: code[field]} if field in code else {}
         # In one call, because a Python function may compare the responses of its batch.
-        values = score_rules(config, (each.reward,), [*ours, *theirs], digests).by_source[name]
-        our_values, their_values = values[: len(ours)], values[len(ours) :]
-        paired = [our - their for our, their in zip(our_values, their_values, strict=True)]
+        models = ["ppo", opponent, *(["dpo"] if "dpo" in responses else [])]
+        samples = [answer for model in models for answer in responses[model][each.name]]
+        scores = score_rules(config, (each.reward,), samples, digests).by_source[name]
+        values = {model: scores[n * count : (n + 1) * count] for n, model in enumerate(models)}
+        values["difference"] = _difference(values["ppo"], values[opponent])
+        if "dpo" in values:
+            values["difference_dpo"] = _difference(values["dpo"], values[opponent])
         least = prompts_for_margin(each.margin, config.evaluate.confidence)
-        is_small = set(values) <= {0.0, 1.0} and len(ours) < least
+        is_small = set(scores) <= {0.0, 1.0} and count < least
         if is_small:
             log.warning(
                 "regression set %s: %d prompts are too few for its margin of %g, which needs about %d: a loss"
                 " of this size often passes",
                 each.name,
-                len(ours),
+                count,
                 each.margin,
                 least,
             )
         seed = f"regression/{each.name}"
         settings = json.dumps(result_settings(each.reward), sort_keys=True) + digests.get(name, "")
         found[each.name] = {
-            opponent: interval.mean(seed, their_values).to_json(),
-            "ppo": interval.mean(seed, our_values).to_json(),
-            "difference": interval.mean(seed, paired).to_json(),
+            **{model: interval.mean(seed, own).to_json() for model, own in values.items()},
             "margin": each.margin,
-            "prompts": len(ours),
+            "prompts": count,
             "too_few": is_small,
             "reward": hashlib.sha256(settings.encode()).hexdigest()[:16],
         }
@@ -124,6 +127,12 @@ def regression_metrics(found: Mapping[str, Mapping[str, Any]]) -> dict[str, floa
     """Return the results of an evaluation as metrics."""
     metrics: dict[str, float] = {}
     for name, each in found.items():
-        for model in ("sft", "ppo", "difference"):
+        for model in ("sft", "ppo", "difference", "dpo", "difference_dpo"):
+            if model not in each:
+                continue
             metrics |= {f"regression/{name}/{model}/{part}": value for part, value in each[model].items()}
     return metrics
+
+
+def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]

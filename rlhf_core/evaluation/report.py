@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
 from rlhf_core.evaluation.measures import MEASURES, MODELS
+from rlhf_core.evaluation.of_policy import regression_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 
 _JUDGES = {
@@ -72,7 +73,7 @@ def render(report: Report) -> str:
     """Return the HTML document. The same report always gives the same bytes."""
     evaluation = report.evaluation
     verdict, tone = _verdict(evaluation["win_rate"])
-    sets = regression_differences(evaluation.get("regression", {}))
+    models = [model for model in MODELS if model in evaluation["eos_rate"]]
     page = environment().get_template("report.html.j2")
     document = page.render(
         name=report.name,
@@ -86,13 +87,20 @@ def render(report: Report) -> str:
         is_best_version=report.is_best_version,
         shared_prompts=report.shared_prompts,
         measures=MEASURES,
-        models=[model for model in MODELS if model in evaluation["eos_rate"]],
+        models=models,
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
-        fallen=[name for name, found in sets.items() if failed_sets({name: found})],
+        fallen=_fallen(evaluation, "ppo"),
+        fallen_dpo=_fallen(evaluation, "dpo") if "dpo" in models else [],
     )
     return document.strip() + "\n"
+
+
+def _fallen(evaluation: Mapping[str, Any], policy: str) -> list[str]:
+    """Return the names of the regression sets that failed."""
+    sets = regression_differences(regression_of(evaluation.get("regression", {}), policy))
+    return [name for name, found in sets.items() if failed_sets({name: found})]
 
 
 def _judge(evaluation: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
+from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.evaluation.sampled import SampledAnswer, read_answers
@@ -76,17 +77,36 @@ class ReviewResult:
     """
 
 
-def load_blind_pairs(file: Path, opponent: Opponent) -> list[BlindPair]:
+def load_blind_pairs(file: Path, opponent: Opponent, policy: PolicyStage = "ppo") -> list[BlindPair]:
     """Return the samples in `file` in random orders, which its content determines.
 
-    Raises CorruptArtifact.
+    Args:
+        file: Samples of an evaluation or of a match.
+        opponent: The other model.
+        policy: The stage that trained the policy.
+
+    Raises:
+        CorruptArtifact: The file cannot be read, or has no samples of this policy.
     """
     content = file.read_bytes()
     try:
         samples = [json.loads(line) for line in content.decode().splitlines()]
     except ValueError as error:
         raise CorruptArtifact(f"{file} cannot be read ({error}); run the evaluation again") from error
+    if policy == "dpo" and opponent == "sft":  # the policy of a match is named `ppo` in any case
+        try:
+            samples = [_of_dpo(sample) for sample in samples]
+        except KeyError as error:
+            raise CorruptArtifact(
+                f"{file} has no samples of DPO's policy; run the evaluation again"
+            ) from error
     return blind_pairs(samples, hashlib.sha256(content).hexdigest(), opponent)
+
+
+def _of_dpo(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample of the evaluation with the answer of DPO's policy in place of that of PPO's."""
+    winner = sample["winner_dpo"]
+    return {**sample, "ppo": sample["dpo"], "winner": "ppo" if winner == "dpo" else winner}
 
 
 def load_sampled_pairs(file: Path) -> list[BlindPair]:

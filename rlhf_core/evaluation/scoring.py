@@ -132,6 +132,14 @@ def trained_on(config: PipelineConfig, measure: str) -> bool:
     return any(not isinstance(source, ModelReward) for source in used)
 
 
+def dpo_trained_on(config: PipelineConfig, measure: str) -> bool:
+    """Return the same for the policy of DPO: the judge has labelled data of its training, or is the reward
+    model, which was trained with the same pairs.
+    """
+    labels = {source.labelled_by for source in (*config.data.sft, *config.data.preference)}
+    return measure == "reward_model" or measure in labels
+
+
 def score(
     measure: str,
     config: PipelineConfig,

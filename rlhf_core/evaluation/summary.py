@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -110,11 +110,13 @@ class Intervals:
         return bootstrap_mean(values, **self.settings(name))
 
     def by_model(self, name: str, values: ByModel) -> dict[str, dict[str, float]]:
-        """Return the mean of each model, of `difference`, PPO's policy minus SFT model by prompt, and of
-        `ppo_minus_dpo`, PPO's policy minus DPO's.
+        """Return the mean of each model, and of the differences by prompt: `difference`, PPO's policy minus
+        SFT model, and with a policy of DPO also `difference_dpo`, DPO's policy minus SFT model, and
+        `ppo_minus_dpo`.
         """
         columns = values | {"difference": _difference(values["ppo"], values["sft"])}
         if "dpo" in values:
+            columns["difference_dpo"] = _difference(values["dpo"], values["sft"])
             columns["ppo_minus_dpo"] = _difference(values["ppo"], values["dpo"])
         return {model: self.mean(name, column).to_json() for model, column in columns.items()}
 
@@ -238,23 +240,30 @@ def _numbers(
 
 
 def dpo_json(
-    versus: Callable[[str, str, str], Comparison],
     responses: Mapping[str, list[RewardInput]],
     measured: Measured,
+    dpo_over_sft: Comparison,
+    ppo_over_dpo: Comparison,
     interval: Intervals,
+    *,
+    trained_on: bool,
 ) -> dict[str, Any]:
     """Return what `evaluation.json` has in addition if there is a policy of DPO.
 
     Args:
-        versus: Compares two models, given by name; the third argument names the quantity.
         responses: (n,) responses of each model.
-        measured: Values of the responses.
+        measured: Their values.
+        dpo_over_sft: DPO's policy against SFT model.
+        ppo_over_dpo: PPO's policy against DPO's.
         interval: Computes the confidence intervals.
+        trained_on: Whether DPO's policy was trained with the judge.
     """
-    found: dict[str, Any] = {}
-    rates = (("win_rate_dpo", "dpo", "sft"), ("win_rate_ppo_over_dpo", "ppo", "dpo"))
-    for name, ours, theirs in rates:
-        comparison = versus(ours, theirs, name)
+    found: dict[str, Any] = {"verdicts_dpo": asdict(dpo_over_sft.verdicts)}
+    rates = (
+        ("win_rate_dpo", dpo_over_sft, "dpo", "sft"),
+        ("win_rate_ppo_over_dpo", ppo_over_dpo, "ppo", "dpo"),
+    )
+    for name, comparison, ours, theirs in rates:
         pairs = zip(responses[ours], responses[theirs], strict=True)
         longer_by = [float(len(a.response_ids) - len(b.response_ids)) for a, b in pairs]
         controlled = length_controlled(comparison.preferences, longer_by, interval.confidence)
@@ -263,6 +272,7 @@ def dpo_json(
     return {
         **found,
         "kl_dpo": interval.mean("kl_dpo", measured.kl["dpo"]).to_json(),
+        "judge_trained_on_dpo": trained_on,
     }
 
 
@@ -335,10 +345,11 @@ def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_rows(
-    answers: Mapping[str, Sequence[Answer]], comparison: Comparison, count: int
+    answers: Mapping[str, Sequence[Answer]], comparison: Comparison, count: int, dpo: Comparison | None = None
 ) -> list[dict[str, Any]]:
     """Return the models' answers to the first `count` prompts. They are not selected, so that they are
-    representative. The winner is that of `comparison`, PPO's policy or the SFT model.
+    representative. The winner is that of `comparison`, PPO's policy or the SFT model, and `winner_dpo` that
+    of `dpo`, DPO's policy or the SFT model.
     """
     winners = {1.0: "ppo", 0.5: "tie", 0.0: "sft"}
     rows = []
@@ -353,4 +364,6 @@ def sample_rows(
                 "winner": winners[preference],
             }
         )
+        if dpo is not None:
+            rows[-1]["winner_dpo"] = (winners | {1.0: "dpo"})[dpo.preferences[i]]
     return rows

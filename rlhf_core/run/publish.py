@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.redact import scrubbed
+from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES
+from rlhf_core.evaluation.of_policy import evaluation_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered import RegisteredPolicy, RegisteredVersion
@@ -33,7 +35,7 @@ _LICENSE = re.compile(r"^license:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
 _LICENSES = re.compile(r"^license:[ \t]*\n((?:[ \t]*-[ \t]*[\w.-]+[ \t]*\n)+)", re.MULTILINE)
 _HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
 """Digest of a data set of the hub, with its split."""
-_TAGS, _WEIGHTS = "tags: [rlhf, ppo]", "Weights: sha256 `"
+_TAGS, _WEIGHTS = "tags: [rlhf, ", "Weights: sha256 `"
 """Parts of every card that `publish` has written."""
 _UNKNOWN = "unknown"
 _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
@@ -139,6 +141,8 @@ def _require_own(api: HfApi, repository: str, folder: Path) -> None:
 def model_card(policy: RegisteredPolicy) -> str:
     """Return the model card, in Markdown."""
     evaluation = _json(policy, "evaluate", "evaluation.json")
+    if evaluation:
+        evaluation = dict(evaluation_of(evaluation, policy.trained_by))
     parts = [
         _front_matter(policy),
         f"# {policy.name}, version {policy.version.version}",
@@ -146,14 +150,15 @@ def model_card(policy: RegisteredPolicy) -> str:
         "## Data\n\n" + _data(policy),
         "## Evaluation\n\n" + _evaluation(policy, evaluation),
         "## Licences\n\n" + _licences(policy),
-        "## Limits\n\n" + _limits(evaluation),
+        "## Limits\n\n" + _limits(evaluation, policy.trained_by),
     ]
     return scrubbed("\n\n".join(parts)) + "\n"
 
 
 def _front_matter(policy: RegisteredPolicy) -> str:
     base, on_hub = _base(_first(policy))
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", _TAGS]
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    lines.append(f"{_TAGS}{policy.trained_by}]")
     if on_hub:
         lines.append(f"base_model: {json.dumps(base)}")
     licence = _base_licence(policy)
@@ -232,6 +237,20 @@ def _reward_model(config: Mapping[str, Any]) -> str:
     return f", {ensemble['members']} reward models" if ensemble else ", a reward model"
 
 
+def _training(policy: RegisteredPolicy) -> str:
+    """Return the part of the sentence about training that comes after supervised fine-tuning."""
+    config = policy.config
+    seed = config["run"]["seed"]
+    if policy.trained_by == "dpo":
+        dpo = config["dpo"]
+        return f" and DPO (beta {dpo['beta']:g}, epochs: at most {dpo['epochs']}, seed {seed})."
+    ppo = config["ppo"]
+    return (
+        f"{_reward_model(config['reward'])} and PPO (`{ppo['algorithm']}`, at most {ppo['steps']} steps, seed"
+        f" {seed})."
+    )
+
+
 def _origin(policy: RegisteredPolicy) -> str:
     tags, model = policy.version.tags, policy.config["model"]
     base, first = _base(policy)[0], _base(_first(policy))[0]
@@ -243,16 +262,14 @@ def _origin(policy: RegisteredPolicy) -> str:
                 f"| {stage} | `{tags[f'rlhf.{stage}.key']}` | `{tags[f'rlhf.{stage}.digest'][:16]}` |"
             )
     revision = f" at {_code(model['revision'])}" if model.get("revision") else ""
-    reward = _reward_model(policy.config["reward"])
     lines = [
-        f"Base model: {_code(base)}{revision}{origin}, then supervised fine-tuning{reward} and PPO"
-        f" (`{policy.config['ppo']['algorithm']}`, at most {policy.config['ppo']['steps']} steps, seed"
-        f" {policy.config['run']['seed']}).",
+        f"Base model: {_code(base)}{revision}{origin}, then supervised fine-tuning{_training(policy)}",
         f"{_WEIGHTS}{policy.weights}`.",
         "\n".join(rows),
     ]
     ppo = policy.config["ppo"]
-    if ppo.get("publish") == "average":  # a version of an earlier release has no such field
+    # A version of an earlier release has no field `publish`.
+    if policy.trained_by == "ppo" and ppo.get("publish") == "average":
         lines.append(
             "The weights are a moving average over the optimizer steps of PPO, with a decay of"
             f" {ppo['ema_decay']:g} per step (`ppo.publish: average`). They are not those of the last step."
@@ -347,14 +364,16 @@ def _licences(policy: RegisteredPolicy) -> str:
     return text
 
 
-def _limits(evaluation: Mapping[str, Any]) -> str:
+def _limits(evaluation: Mapping[str, Any], trained_by: PolicyStage) -> str:
     lines = [
         "- The evaluation is about prompts like the held-out ones. Other languages, topics and longer"
         " conversations were not tested, and neither were safety and facts.",
         "- Intervals are over prompts. They do not include the variation between training seeds.",
     ]
     if evaluation.get("judge_trained_on"):
-        lines.append("- **The policy was trained on the judge**, so that its win rate is too high.")
+        # The reward model judges a policy of DPO that was trained with the same pairs.
+        what = "with the pairs of the judge" if trained_by == "dpo" else "on the judge"
+        lines.append(f"- **The policy was trained {what}**, so that its win rate is too high.")
     return "\n".join(lines)
 
 

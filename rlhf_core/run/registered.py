@@ -17,8 +17,15 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import engine_rank
+from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
-from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank, made_with, policy_files
+from rlhf_core.evaluation.policy_files import (
+    CONFIGURED_BY,
+    PolicyFiles,
+    adapter_rank,
+    files_made_with,
+    policy_stage,
+)
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.storage.bundles import weights_sha256
@@ -28,6 +35,7 @@ from rlhf_core.system.loopback import is_loopback
 from rlhf_core.tracking.champions import BASE, CHAMPION, WEIGHTS, find_version, usable_version
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, sqlite_path
 from rlhf_core.tracking.tracker import open_tracking
+from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +63,11 @@ class RegisteredVersion:
         """What the configuration named in place of a base model, with the number of a version."""
         return self.version.tags.get(BASE)
 
+    @property
+    def trained_by(self) -> PolicyStage:
+        """The stage that trained the policy."""
+        return policy_stage(self.version.tags)
+
     def stage(self, stage: StageName) -> Path | None:
         """Return the verified artifact of a stage that belongs to the version; None if it has none."""
         return _fetch(self.artifacts, stage, self.version) if self._has(stage) else None
@@ -68,7 +81,7 @@ class RegisteredPolicy(RegisteredVersion):
     """A version of a registered model and its verified files."""
 
     folder: Path
-    """Folder of its `ppo` artifact."""
+    """Folder of the artifact of `trained_by`."""
     files: PolicyFiles
     """The files that were evaluated."""
 
@@ -129,7 +142,7 @@ def find_artifacts(
 
 def _store_of(version: ModelVersion, name: str, home: str, endpoint: str | None) -> ArtifactStore:
     source = parse_artifact_address(version.source)
-    if source is None or source.stage != "ppo":
+    if source is None or source.stage != policy_stage(version.tags):
         raise InputError(
             f"version {version.version} of {name} was not registered by this pipeline: its source is"
             f" {version.source}; choose another one"
@@ -146,17 +159,17 @@ def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | Non
     """
     name = address.partition("@")[0]
     version, artifacts = find_artifacts(mlflow, address, home, endpoint)
-    folder = _fetch(artifacts, "ppo", version)
+    stage = policy_stage(version.tags)
+    folder = _fetch(artifacts, stage, version)
     weights = weights_sha256(folder / "policy")
     if weights != version.tags.get(WEIGHTS):
         raise CorruptArtifact(
             f"the weights of version {version.version} of {name} have the sha256 {weights}, but"
             f" {version.tags.get(WEIGHTS)} is registered; choose another version"
         )
-    ref = artifacts.find("ppo", version.tags["rlhf.ppo.key"])
-    config = artifacts.config(ref) if ref else {}
+    config = artifacts.config(_find(artifacts, CONFIGURED_BY[stage], version))
     sft = partial(_fetched_sft, artifacts, version)
-    files = policy_files(made_with(config["ppo"]), folder, sft)
+    files = files_made_with(config, stage, folder, sft)
     base = _base_version(mlflow, version, home, endpoint, {(name, version.version)})
     return RegisteredPolicy(name, version, artifacts, config, folder, files, base=base)
 
@@ -180,7 +193,7 @@ def _base_version(
     try:
         found = find_version(mlflow, name, number)
         artifacts = _store_of(found, name, home, endpoint)
-        ref = artifacts.find_registered("ppo", found.tags)
+        ref = artifacts.find_registered(CONFIGURED_BY[policy_stage(found.tags)], found.tags)
         config = artifacts.config(ref) if ref is not None else None
     except (InputError, CorruptArtifact, StoreError) as error:
         log.warning("the base model %s cannot be found any more: %s", reference, error.message)
@@ -196,13 +209,17 @@ def _fetched_sft(artifacts: ArtifactStore, version: ModelVersion) -> Path:
 
 
 def _fetch(artifacts: ArtifactStore, stage: StageName, version: ModelVersion) -> Path:
+    return artifacts.fetch(_find(artifacts, stage, version))
+
+
+def _find(artifacts: ArtifactStore, stage: StageName, version: ModelVersion) -> ArtifactRef:
     ref = artifacts.find_registered(stage, version.tags)
     if ref is None:
         raise InputError(
             f"the {stage} artifact of version {version.version} is not in its store any more; choose another"
             " version, or run its configuration again"
         )
-    return artifacts.fetch(ref)
+    return ref
 
 
 def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence[str] = ()) -> list[str]:

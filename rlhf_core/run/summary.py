@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from rlhf_core.types import ArtifactRef
 
 _INTERVAL = ("mean", "low", "high")
-_WHO = {**MODELS, "difference": "difference by prompt", "ppo_minus_dpo": "PPO minus DPO by prompt"}
+_WHO = {
+    **MODELS,
+    "difference": "difference by prompt",
+    "difference_dpo": "difference by prompt, DPO",
+    "ppo_minus_dpo": "PPO minus DPO by prompt",
+}
 """Titles of the intervals of a measure."""
 
 
@@ -62,10 +67,12 @@ def summarize(
         # Attributes of artifacts are texts.
         registered = records["register"].ref.attributes
         summary["registration"] = {
-            name: registered[name] for name in ("model", "version", "rule", "reason") if name in registered
+            name: registered[name]
+            for name in ("model", "version", "policy", "rule", "reason")
+            if name in registered
         } | {"champion": registered.get("champion") == "True"}
-    # Only these stages report the weights of the final policy.
-    final: tuple[StageName, ...] = ("ppo", "register")
+    # Only these stages report the weights of the final policy. That of DPO can be registered.
+    final: tuple[StageName, ...] = ("register", "ppo")
     for name in final:
         attributes = records[name].ref.attributes if name in records else {}
         if "weights_sha256" in attributes:
@@ -96,8 +103,9 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     if interval := _interval(metrics, "language_model/agreement"):
         found["judge_agreement"] = interval
         found["judge_inconsistent"] = metrics["inconsistent"]
-    if "fallen" in ref.attributes:
-        found["fallen"] = ref.attributes["fallen"]
+    for name in ("fallen", "fallen_dpo"):
+        if name in ref.attributes:
+            found[name] = ref.attributes[name]
     for name in ("kl", "kl_dpo"):
         if name in metrics:
             found[name] = metrics[name]
@@ -160,6 +168,8 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append(("the same, length-controlled", _with_interval(controlled)))
     if "fallen" in evaluation:
         rows.append(("regression sets that failed", evaluation["fallen"]))
+    if "fallen_dpo" in evaluation:
+        rows.append(("regression sets that failed, DPO", evaluation["fallen_dpo"]))
     if "kl" in evaluation:
         rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
     if "kl_dpo" in evaluation:

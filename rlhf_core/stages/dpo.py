@@ -3,7 +3,8 @@
 
 Direct preference optimisation (Rafailov et al. 2023). The reference is the SFT model. Its log-probabilities
 of all pairs are computed before the first step, so no second model is in memory. The loss of one optimizer
-step is the mean over all its pairs, over every rank and micro-batch.
+step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the held-out loss
+decides when the training ends and which weights are its result.
 
 Axes: `P` pairs; the size 2 is for the chosen and the rejected response.
 """
@@ -33,6 +34,7 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
+from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, StageContext, StageResult
 
@@ -60,9 +62,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         context.scratch,
         context.output,
     )
-    shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "policy", dirs_exist_ok=True)
+    policy = context.output / "policy"
+    shutil.copytree(context.inputs["data"] / "tokenizer", policy, dirs_exist_ok=True)
     context.metrics.flush()
-    return StageResult(metrics)
+    # For the registration, whose host need not have the weights.
+    return StageResult(metrics, {"weights_sha256": weights_sha256(policy, context.stored_in(policy))})
 
 
 def _train(
@@ -89,7 +93,7 @@ def _train(
     dpo = dpo.model_copy(update={"pack": all_ranks_pack(policy, dpo.pack, rank, "dpo.pack")})
     pad_id = load_decoder(data).pad
     add_adapter(policy, dpo.lora)
-    engine = TrainingEngine(policy, dpo.deepspeed, dpo.optimizer, rank)
+    engine = TrainingEngine(policy, dpo.deepspeed, dpo.optimizer, rank, keep_best=dpo.early_stop is not None)
     train, held_out = training_pairs(config, data, "dpo"), load_pairs(data, "eval")
     training = Training("dpo", derive_seed(config.run.seed, "dpo"), pad_id, work, context)
     metrics = train_dpo(engine, train, held_out, dpo, training)
@@ -114,6 +118,8 @@ def train_dpo(
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one.
 
+    With `early_stop` the engine, which must keep its best weights, has these at the end.
+
     Args:
         engine: The SFT model with its optimizer.
         train: The training set.
@@ -123,7 +129,7 @@ def train_dpo(
 
     Returns:
         Held-out `accuracy`, `margin`, `eval_loss`, `rewards/chosen` and `rewards/rejected`, the number of
-        held-out `pairs`, and `tokens_per_s`.
+        held-out `pairs`, `tokens_per_s`, and `best_step` with `early_stop`.
     """
     pad_id = training.pad_id
     # Before a checkpoint is loaded: the engine still is the reference.
@@ -139,6 +145,7 @@ def train_dpo(
         evaluate_every=config.eval_every,
         tokens_of=lambda row: pair_tokens(row.pair),
         table_row=lambda row: table_row(row.pair),
+        early_stop=config.early_stop,
     )
     final = evaluate_dpo(engine, held_out_referenced, config, pad_id)
     if training.context is not None:

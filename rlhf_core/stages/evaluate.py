@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from rlhf_core.evaluation.chosen import (
 from rlhf_core.evaluation.exchange import exchanged_gold
 from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
+from rlhf_core.evaluation.of_policy import regression_of
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
@@ -121,7 +122,12 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
                 return language_model.compare(responses[a], responses[b], name)
             return compare(found_answers[a], found_answers[b], judge, **interval.settings(name))
 
-        of_dpo = dpo_json(versus, responses, measured, interval) if "dpo" in responses else {}
+        dpo, of_dpo = None, {}
+        if "dpo" in responses:
+            dpo = versus("dpo", "sft", "win_rate_dpo")
+            over_dpo = versus("ppo", "dpo", "win_rate_ppo_over_dpo")
+            is_trained_on = scoring.dpo_trained_on(config, judge)
+            of_dpo = dpo_json(responses, measured, dpo, over_dpo, interval, trained_on=is_trained_on)
         # The last one: what is reported of the judge's consistency is of this comparison.
         comparison = versus("ppo", "sft", "win_rate")
     facts = _judge_facts(config, context, judge, language_model, gold_known=gold_known)
@@ -133,7 +139,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         unscored=len(prompts) - len(measured.sources),
     )
     evaluation = evaluation_json(responses, measured, comparison, facts, interval, others)
-    samples = sample_rows(found_answers, comparison, config.evaluate.samples)
+    samples = sample_rows(found_answers, comparison, config.evaluate.samples, dpo)
     metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
     if language_model is not None:
         metrics |= language_model.metrics()
@@ -142,11 +148,21 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "prompts": len(prompts),
         "judge": scoring.judge_name(config, judge),
         "judge_trained_on": facts.trained_on,
+        **_fallen(regression, policies),
     }
-    if failed := failed_sets(regression_differences(regression)):
-        log.warning("regression sets failed against the SFT model: %s", ", ".join(failed))
-        attributes["fallen"] = ", ".join(failed)
     return StageResult(metrics, attributes)
+
+
+def _fallen(regression: Mapping[str, Any], policies: Iterable[str]) -> dict[str, str]:
+    """Return the regression sets that failed: `fallen` of PPO's policy, `fallen_dpo` of DPO's."""
+    fallen = {}
+    for policy, name in (("ppo", "fallen"), ("dpo", "fallen_dpo")):
+        if policy not in policies:
+            continue
+        if failed := failed_sets(regression_differences(regression_of(regression, policy))):
+            fallen[name] = ", ".join(failed)
+            log.warning("regression sets failed against the SFT model (%s): %s", policy, fallen[name])
+    return fallen
 
 
 def _judge_facts(
@@ -196,7 +212,7 @@ def _policies(config: PipelineConfig, context: StageContext) -> dict[str, Policy
     sft = context.inputs["sft"]
     policies = {"ppo": policy_files(config.ppo, context.inputs["ppo"], lambda: sft)}
     if "dpo" in context.inputs:
-        policies["dpo"] = dpo_files(config.dpo, config.ppo, context.inputs["dpo"], sft)
+        policies["dpo"] = dpo_files(config.dpo, config.ppo, context.inputs["dpo"], lambda: sft)
     return policies
 
 

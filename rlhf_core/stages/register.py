@@ -2,8 +2,9 @@
 so.
 
 Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`,
-`match`, `votes` against the SFT model, `source`, `weights_sha256`. After a match also `match_samples.jsonl`
-(pairs of answers to read) and `match-DIGEST.json` (the match, which a later registration uses again).
+`match`, `votes` against the SFT model, `source`, `weights_sha256`, and for a policy of DPO `policy`. After a
+match also `match_samples.jsonl` (pairs of answers to read) and `match-DIGEST.json` (the match, which a later
+registration uses again).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
+from rlhf_core.evaluation.of_policy import evaluation_of, metrics_of
+from rlhf_core.evaluation.policy_files import POLICY_STAGE
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
 from rlhf_core.evaluation.statistics import Comparison
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
@@ -41,7 +44,8 @@ TRACKER_SECONDS = 300.0
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
-    """Register the policy of the PPO artifact. The source is its address in the store: nothing is copied.
+    """Register the policy of the stage `register.policy`. The source is its address in the store: nothing is
+    copied.
 
     MLflow is waited for. Raises InfrastructureError if it does not answer; a second run then finds what the
     first one made.
@@ -54,23 +58,21 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )
     # Before anything is registered, because a file that cannot be used ends the stage.
     people = _People(config, context)
-    ppo = lineage.inputs["ppo"]
+    trained_by = config.register_.policy
+    policy = lineage.inputs[trained_by]
     # The weights need not be on this host.
-    digest = ppo.attributes.get("weights_sha256") or weights_sha256(context.inputs["ppo"] / "policy")
-    content = _evaluation(context.inputs["evaluate"])
+    digest = policy.attributes.get("weights_sha256") or weights_sha256(context.inputs[trained_by] / "policy")
+    content = evaluation_of(_evaluation(context.inputs["evaluate"]), trained_by)
     reward = lineage.inputs.get("reward")
+    found = metrics_of(lineage.inputs["evaluate"].metrics, trained_by)
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
-    metrics = {
-        name: value
-        for name, value in lineage.inputs["evaluate"].metrics.items()
-        if not name.startswith("by_source/")
-    }
+    metrics = {name: value for name, value in found.items() if not name.startswith("by_source/")}
     tracking = open_tracking(config)
     tracking.wait(TRACKER_SECONDS)
     candidate = Candidate(
-        source=f"{ppo.uri}/policy",
-        policy_digest=ppo.digest,
-        run_id=ppo.mlflow_run_id,
+        source=f"{policy.uri}/policy",
+        policy_digest=policy.digest,
+        run_id=policy.mlflow_run_id,
         tags=_tags(config, lineage, content, metrics, digest)
         | _references(tracking.mlflow, lineage.parent_run_id),
         evaluation=replace(
@@ -94,27 +96,23 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         run_match=lambda tags: _find_or_run_match(config, context, tags, people),
     )
     people.warn_of_other_pages(done.already_champion)
-    log.info(
-        "%s version %s: champion=%s (%s)",
-        done.model,
-        done.version,
-        done.decision.champion,
-        done.decision.reason,
-    )
+    decision = done.decision
+    log.info("%s version %s: champion=%s (%s)", done.model, done.version, decision.champion, decision.reason)
     tracking.set_tags(lineage.parent_run_id, {"rlhf.model_version": f"{done.model}/{done.version}"})
     facts: dict[str, Any] = {
         "model": done.model,
         "version": done.version,
         "created": done.created,
-        "champion": done.decision.champion,
-        "rule": done.decision.rule,
-        "reason": done.decision.reason,
+        "champion": decision.champion,
+        "rule": decision.rule,
+        "reason": decision.reason,
         "previous_champion": done.previous,
         "match": done.match.record() if done.match else None,
         "votes": candidate.evaluation.votes,
         "source": candidate.source,
         "weights_sha256": digest,
     }
+    facts |= {} if trained_by == "ppo" else {"policy": trained_by}
     write_json(context.output / "registration.json", facts, indent=1)
     headline = _headline(done, candidate.evaluation.votes)
     return StageResult(headline, {name: value for name, value in facts.items() if value is not None})
@@ -143,6 +141,7 @@ class _People:
 
     def __init__(self, config: PipelineConfig, context: StageContext) -> None:
         self._confidence = config.evaluate.confidence
+        self._policy = config.register_.policy
         files = read_vote_files(config)
         for field, file in files.items():
             if context.sources.get(field, file.digest) != file.digest:
@@ -165,7 +164,7 @@ class _People:
         """
         if not self._files:
             return None
-        pairs = load_blind_pairs(samples, opponent)
+        pairs = load_blind_pairs(samples, opponent, self._policy)
         self._pages[opponent] = page_digest(pairs)
         try:
             return win_rate_by_people(self._files, pairs, confidence=self._confidence)
@@ -279,6 +278,8 @@ def _tags(
         **{f"eval.{name}": f"{value:.6g}" for name, value in metrics.items()},
         "eval.judge": str(evaluation.get("judge")),
     }
+    if config.register_.policy != "ppo":
+        tags[POLICY_STAGE] = config.register_.policy
     if lineage.parent_run_id is not None:
         tags["rlhf.parent_run_id"] = lineage.parent_run_id
     return {clean_name(name.replace("/", ".")): value for name, value in tags.items()}

@@ -229,7 +229,7 @@ def test_run_shows_warnings(tmp_path: Path) -> None:
     assert any("ppo.kl.estimator: k3" in warning for warning in check(config_from_tree(tree, "test")))
 
 
-@pytest.mark.parametrize("section", ["sft", "reward"])
+@pytest.mark.parametrize("section", ["sft", "reward", "dpo"])
 def test_early_stop_needs_held_out_rows(section: str) -> None:
     tree = {"data": {"eval_fraction": 0.0}, section: {"early_stop": {}}}
     errors = [str(finding) for finding in check_consistency(config_from_tree(tree, "test"))]

@@ -90,6 +90,8 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"reward": {"judge": {"epochs": 1, "lora": {}}}}, {"reward", "judge", "dpo"}),
         ({"reward": {"ensemble": {}}}, SECTIONS["reward"]),
         ({"sft": {"early_stop": {"every": 9}}}, SECTIONS["sft"]),
+        ({"dpo": {"early_stop": {"every": 9}}}, SECTIONS["dpo"]),
+        ({"dpo": {"enabled": True}, "register": {"policy": "dpo"}}, SECTIONS["dpo"] | SECTIONS["register"]),
         ({"sample": {}}, SECTIONS["sample"]),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
@@ -127,7 +129,7 @@ EVERYTHING = {
     "sft": {"lora": {}, "early_stop": {}},
     "drift": {},
     "reward": {"lora": {}, "early_stop": {}, "judge": JUDGE, "ensemble": {"combine": "uncertainty"}},
-    "dpo": {"enabled": True, "lora": {}},
+    "dpo": {"enabled": True, "lora": {}, "early_stop": {}},
     "sample": {},
     "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
     "ppo": {

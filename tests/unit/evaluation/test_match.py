@@ -6,7 +6,8 @@
 - prompts that one of both, or a model before it, was trained on are left out; if too few are left, nothing is
   sampled; if so, or if the data of a model before cannot be read, there is no match
 - a tokenizer that was loaded and saved again is the same one
-- the champion is loaded with the settings of its own run (base and adapter, or the merge)
+- the champion is loaded with the settings of its own run (base and adapter, or the merge); a policy of DPO
+  plays like one of PPO, with the settings of its evaluation
 - the win rate is also given for each data source, up to a number of sources
 - both also answer the prompts of regression sets, which are in the artifact of the evaluation
 - the match is skipped, with a reason, if the champion is not in this store, has another tokenizer, or
@@ -33,6 +34,7 @@ from rlhf_core.errors import ModelError, StoreError, WorkerDied
 from rlhf_core.evaluation import match
 from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.match import MatchSkipped
+from rlhf_core.pipeline import StageName
 from rlhf_core.stages.register import _match
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
@@ -471,6 +473,50 @@ def test_champion_is_loaded_with_its_own_settings(
     model = fetched["sft"] / "model" if apart else fetched["ppo"] / "policy"
     assert {request.model for request in engine.requests} == {model}
     assert list(engine.adapters.values()) == ([fetched["ppo"] / "adapter"] if apart else [])
+
+
+def test_policies_of_dpo_and_ppo_meet_in_a_match(
+    context: StageContext, tmp_path: Path, scripted: list[ScriptedEngine]
+) -> None:
+    tree = {
+        "run": {"device": "cpu", "home": str(tmp_path)},
+        "evaluate": {"prompts": 8, "bootstrap": 200},
+        "dpo": {"enabled": True, "lora": {"r": 8}},
+        "ppo": {"engine": {"dtype": "bfloat16"}},
+        "register": {"policy": "dpo", "min_prompts": 8},
+    }
+    config = PipelineConfig.model_validate_json(json.dumps(tree))
+    made = config.model_dump(mode="json", by_alias=True)
+    # The run that trained the champion had another precision than the one that evaluated it.
+    other = made | {"ppo": made["ppo"] | {"engine": made["ppo"]["engine"] | {"dtype": "float32"}}}
+    store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
+    write_data_artifact(tmp_path / "d", tokenizer=TOKENIZER)
+    policy(tmp_path / "s" / "model", BAD)
+    policy(tmp_path / "o" / "policy", BAD)
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "evaluation.json").write_text("{}")
+    for folder in (tmp_path / "o", tmp_path / "dpo"):
+        (folder / "adapter").mkdir(parents=True)
+        (folder / "adapter" / "adapter_config.json").write_text('{"r": 8}')
+    tags, fetched = {"rlhf.policy_stage": "dpo"}, {}
+    folders: dict[StageName, str] = {"data": "d", "sft": "s", "dpo": "o", "evaluate": "e"}
+    for stage, name in folders.items():
+        run_config = other if stage == "dpo" else made
+        ref = store.publish(stage, "c" * 16, tmp_path / name, Provenance(config=run_config))
+        tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}
+        fetched[stage] = store.fetch(ref)
+    policy(tmp_path / "dpo" / "policy", BAD)
+    policy(tmp_path / "sft" / "model", GOOD)
+    inputs = {**context.inputs, "sft": tmp_path / "sft", "dpo": tmp_path / "dpo"}
+    del inputs["ppo"]
+    result = match.run_match(config, replace(context, inputs=inputs), tags)
+    assert result.comparison.win_rate.mean == 1.0
+    candidate, champion = scripted
+    assert list(candidate.adapters.values()) == [tmp_path / "dpo" / "adapter"]
+    assert list(champion.adapters.values()) == [fetched["dpo"] / "adapter"]
+    assert {request.model for request in champion.requests} == {fetched["sft"] / "model"}
+    with pytest.raises(MatchSkipped, match=r"its tag rlhf\.policy_stage must be ppo or dpo; got sft"):
+        match.run_match(config, replace(context, inputs=inputs), tags | {"rlhf.policy_stage": "sft"})
 
 
 def test_regression_sets_compare_the_candidate_with_the_champion(

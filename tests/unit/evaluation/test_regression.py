@@ -4,6 +4,7 @@
 - a set of right or wrong answers that is too small for its margin is a warning, before the run and in the
   result
 - its rows are read as prompts, each text once, and every row must be usable; the artifact has the prompts
+- the policy of DPO has a column of its own, and can fail a set that PPO's policy passes
 - the reward source of the set scores both models' answers, and prompts without a value are left out
 - sources and code of a set are in the keys of the evaluation and of no earlier stage
 - settings without effect are refused
@@ -25,6 +26,7 @@ from rlhf_core.data.check import small_regression_sets
 from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.of_policy import regression_of
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets, prepare_sets, regression_metrics
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.pipeline import STAGES
@@ -107,6 +109,22 @@ def test_a_set_that_is_too_small_for_its_margin_is_a_warning(
     assert ("36 prompts are too few for its margin of 0.1" in caplog.text) is is_small
     shares = config_of(tmp_path / "sums.jsonl", reward={"type": "relevance"})
     assert not list(small_regression_sets(shares)), "a loss can be smaller than a whole answer"
+
+
+def test_the_policy_of_dpo_has_a_column_and_a_difference_of_its_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "sums.jsonl", margin=0.1)
+    responses = {"sft": {"sums": answers(30)}, "ppo": {"sums": answers(36)}}
+    two = compare_on_sets(config, responses, "sft", {})["sums"]
+    three = compare_on_sets(config, {**responses, "dpo": {"sums": answers(24)}}, "sft", {})["sums"]
+    assert {name: three[name] for name in two} == two, "the results of PPO's policy do not change"
+    assert set(three) - set(two) == {"dpo", "difference_dpo"}
+    assert three["dpo"]["mean"] == 24 / 40 and three["difference_dpo"]["mean"] == pytest.approx(-6 / 40)
+    fallen = {}
+    for model in ("ppo", "dpo"):
+        fallen[model] = failed_sets(regression_differences(regression_of({"sums": three}, model)))
+    assert not fallen["ppo"] and fallen["dpo"][0].startswith("sums -0.150")
+    metrics = regression_metrics({"sums": three})
+    assert metrics["regression/sums/difference_dpo/low"] == three["difference_dpo"]["low"]
 
 
 def test_the_artifact_has_the_prompts_of_each_set(

@@ -149,6 +149,28 @@ def test_results_show_paired_differences_and_data_sources() -> None:
     assert "By data source" in text and "a.jsonl" in text and "0.300 0.200 to 0.400" in text
 
 
+def test_regression_sets_have_a_column_and_a_result_for_the_policy_of_dpo() -> None:
+    three = {name: interval(1.0) for name in ("sft", "ppo", "dpo", "difference", "difference_dpo")}
+    found: dict[str, Any] = evaluation()
+    for name in ("gold_reward", "lengths"):
+        found[name] = three | {"ppo_minus_dpo": interval(0.0)}
+    found |= {"rules": {}, "eos_rate": dict.fromkeys(("sft", "ppo", "dpo"), 1.0)}
+    found["distinct"] = {model: {"1": 0.1, "2": 0.2, "3": 0.3} for model in ("sft", "ppo", "dpo")}
+    rates = ("win_rate_ppo_over_dpo", "win_rate_dpo")
+    names = (*rates, *(f"{name}_length_controlled" for name in rates), "kl_dpo")
+    found |= dict.fromkeys(names, interval(0.5))
+    item = {"sft": interval(0.5), "ppo": interval(0.7), "dpo": interval(0.125), "margin": 0.2, "prompts": 9}
+    item |= {"difference": interval(0.2), "difference_dpo": interval(-0.375)}
+    rows = [sample() | {"dpo": "x", "scores": {model: {} for model in ("sft", "ppo", "dpo")}}]
+    page = render(report(evaluation=found | {"regression": {"sums": item}}, samples=rows))
+    text = parse(page.split("Regression sets")[1].split("</table>")[0]).text
+    assert "Change, DPO" in text and "0.125" in text and "-0.375 (-0.475 to -0.275)" in text
+    assert text.split()[-2:] == ["passed", "failed"], "PPO, then DPO"
+    header = parse(page.split("</header>")[0]).text
+    assert "DPO's policy is not promoted, because regression sets failed: sums." in header
+    assert "It is not promoted" not in header
+
+
 def test_data_card_becomes_headings_tables_lists_and_code() -> None:
     card = r"""
 ## Sets

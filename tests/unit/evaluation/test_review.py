@@ -24,9 +24,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.data.formats import normalise
-from rlhf_core.errors import InputError
+from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.review import (
     BlindPair,
+    Vote,
     agreement_of_people,
     blind_pairs,
     count_votes,
@@ -118,6 +119,21 @@ def test_votes_count_for_the_model_that_wrote_the_answer() -> None:
     lost = PAIRS[5].sample
     assert {"prompt": lost["prompt"], "chosen": lost["sft"], "rejected": lost["ppo"]} in rows
     assert {normalise(row).kind for row in rows} == {"preference"}
+
+
+def test_the_policy_of_dpo_has_a_page_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    rows = [dict(sample) | {"dpo": f"other {i}", "winner_dpo": "sft"} for i, sample in enumerate(SAMPLES)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ppo, dpo = load_blind_pairs(file, "sft"), load_blind_pairs(file, "sft", "dpo")
+    assert page_digest(ppo) != page_digest(dpo)
+    assert all(other in (pair.first, pair.second) for pair in dpo if (other := pair.sample["dpo"]))
+    votes = [Vote(pair, 1.0) for pair in dpo]
+    assert count_votes(votes, confidence=0.95).judge_agreement == 0.0
+    assert all(row["chosen"].startswith("other") for row in preference_rows(votes))
+    file.write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
+    with pytest.raises(CorruptArtifact, match="no samples of DPO's policy"):
+        load_blind_pairs(file, "sft", "dpo")
 
 
 def test_votes_of_several_people_are_pooled_by_pair(tmp_path: Path) -> None:

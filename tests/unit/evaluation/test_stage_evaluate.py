@@ -579,7 +579,13 @@ def test_the_policy_of_dpo_is_a_third_column(scripted: Any, context: StageContex
     )
     row = json.loads((three.output / "samples.jsonl").read_text().splitlines()[0])
     assert row["dpo"] == answer("dpo", PROMPTS[0]) and set(row["scores"]) == {"sft", "ppo", "dpo"}
-    assert row["winner"] == "ppo"
+    assert (row["winner"], row["winner_dpo"]) == ("ppo", "dpo")
+    assert found["verdicts_dpo"] == {"wins": 6, "losses": 0, "ties": 0}
+    assert found["win_rate_dpo_length_controlled"]["mean"] == pytest.approx(
+        result.metrics["win_rate_dpo_length_controlled/mean"]
+    )
+    assert found["gold_reward"]["difference_dpo"]["mean"] == pytest.approx(means["dpo"] - means["model"])
+    assert found["judge_trained_on_dpo"] is False
     page = (three.output / "report.html").read_text()
     assert "Win rate of PPO over DPO" in page and "PPO minus DPO" in page and row["dpo"] in page
 
@@ -605,7 +611,7 @@ def test_without_dpo_nothing_mentions_it(scripted: Any, context: StageContext) -
 )
 def test_an_adapter_of_dpo_is_not_rounded(dpo: dict[str, Any], engine: str, separate: bool) -> None:
     config = config_of(dpo=dpo, ppo={"engine": {"dtype": engine}})
-    files = dpo_files(config.dpo, config.ppo, Path("dpo"), Path("sft"))
+    files = dpo_files(config.dpo, config.ppo, Path("dpo"), lambda: Path("sft"))
     if separate:
         assert files == PolicyFiles(Path("sft/model"), Path("dpo/adapter"))
     else:

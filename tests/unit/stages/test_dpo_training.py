@@ -3,8 +3,10 @@
 - loss, accuracy and implicit rewards are means over all pairs of all ranks, for any micro-batches, packed or
   padded, also where a rank has no pair
 - the reference is the model before the first step, also after a checkpoint was loaded
+- with `early_stop` it ends early, in the weights of the lowest loss
 - a checkpoint has the negative held-out loss as its score; without held-out pairs there is none
-- pairs are needed, and the key of the stage depends on what it uses only
+- pairs are needed, and the key of the stage depends on what it uses only; `register` reads the policy that
+  it registers
 """
 
 from __future__ import annotations
@@ -153,6 +155,18 @@ def test_without_held_out_pairs_it_trains_to_the_end(tmp_path: Path) -> None:
     assert checkpoints.scores == {1: None, 2: None}
 
 
+def test_with_early_stop_the_weights_of_the_lowest_loss_remain(tmp_path: Path) -> None:
+    stop = {"early_stop": {"every": 1, "patience": 2}}
+    config = DPOConfig.model_validate({"batch_size": 1, "epochs": 3, **stop})
+    context = stage_context(tmp_path)
+    trainer = Drifting()
+    with single_rank():
+        found = train_dpo(trainer, PAIRS, PAIRS, config, Training("dpo", 0, 0, context.scratch, context))
+    # Each step raises the loss, so the first of nine steps is the best one and two others follow.
+    assert (found["best_step"], trainer.best_step, trainer.steps_done) == (1, 1, 3)
+    assert trainer.restored_best
+
+
 # -- configuration --
 
 
@@ -169,6 +183,7 @@ def config_of(dpo: dict[str, Any], **sections: Any) -> PipelineConfig:
         ({}, {"data": {"preference": []}, **RULES_ONLY}, "is true, but data.preference is empty"),
         ({"deepspeed": {"ranks": 9}, "batch_size": 8}, {}, "must be at most dpo.batch_size"),
         ({"label_smoothing": 0.5}, {}, "dpo.label_smoothing"),
+        ({"enabled": False}, {"register": {"policy": "dpo"}}, "register.policy is dpo, but dpo.enabled is"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(
@@ -185,6 +200,16 @@ def test_without_the_stage_no_key_contains_it() -> None:
     assert pipeline_key(plain, {}) == pipeline_key(other, {}) != pipeline_key(enabled, {})
 
 
+def test_the_registered_policy_is_an_input_of_register_and_the_other_is_not() -> None:
+    ppo, dpo = (config_of({"enabled": True}, register={"policy": policy}) for policy in ("ppo", "dpo"))
+    assert set(stage_inputs(ppo, "register")) - set(stage_inputs(dpo, "register")) == {"ppo"}
+    assert set(stage_inputs(dpo, "register")) - set(stage_inputs(ppo, "register")) == {"dpo"}
+    assert stage_inputs(ppo, "evaluate") == stage_inputs(dpo, "evaluate")
+    plain = config_of({"enabled": True})
+    assert stage_key(plain, "register", {}, {}) == stage_key(ppo, "register", {}, {})
+    assert stage_key(plain, "register", {}, {}) != stage_key(dpo, "register", {}, {})
+
+
 @pytest.mark.parametrize(
     ("sections", "changes"),
     [
@@ -192,6 +217,8 @@ def test_without_the_stage_no_key_contains_it() -> None:
         ({"ppo": {"steps": 3}}, False),
         ({"dpo": {"enabled": True, "micro_batch_tokens": 9, "eval_every": 3}}, False),
         ({"dpo": {"enabled": True, "beta": 0.2}}, True),
+        ({"dpo": {"enabled": True, "early_stop": None}}, False),
+        ({"dpo": {"enabled": True, "early_stop": {}}}, True),
         ({"reward": {"judge": {}}}, True),
     ],
 )

@@ -1,0 +1,179 @@
+"""The stage `register` with `register.policy: dpo`, on MLflow with SQLite.
+
+- the version is the policy of DPO: its files, its digest, its evaluation, its regression sets, its votes
+- `rlhf serve` and the model card read the same policy, with the precisions of its evaluation
+- the policy of PPO remains the default, with the tags and facts of earlier releases
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import stage_inputs
+from rlhf_core.errors import CorruptArtifact
+from rlhf_core.evaluation.policy_files import POLICY_STAGE, PolicyFiles
+from rlhf_core.run.publish import model_card
+from rlhf_core.run.registered import load_registered, serve_command
+from rlhf_core.stages import register
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.bundles import weights_sha256
+from rlhf_core.storage.store import open_store
+from rlhf_core.testing import stage_context
+from rlhf_core.testing.data import write_data_artifact
+from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.types import ArtifactRef, Lineage
+from tests.support.tiny_llama import save_tiny_llama
+from tests.support.word_tokenizer import word_tokenizer
+
+TOKENIZER = word_tokenizer(["a b c"])
+
+
+def interval(mean: float) -> dict[str, float]:
+    return {"mean": mean, "low": mean - 0.05, "high": mean + 0.05}
+
+
+def regression(ppo: float, dpo: float) -> dict[str, Any]:
+    return {
+        "sums": {
+            "sft": interval(0.5),
+            "ppo": interval(0.5 + ppo),
+            "dpo": interval(0.5 + dpo),
+            "difference": interval(ppo),
+            "difference_dpo": interval(dpo),
+            "margin": 0.1,
+        }
+    }
+
+
+EVALUATION = {
+    "win_rate": interval(0.4),
+    "win_rate_length_controlled": interval(0.41),
+    "verdicts": {"wins": 40, "losses": 60, "ties": 0},
+    "kl": 9.0,
+    "kl_interval": interval(9.0),
+    "win_rate_dpo": interval(0.9),
+    "win_rate_dpo_length_controlled": interval(0.85),
+    "verdicts_dpo": {"wins": 90, "losses": 10, "ties": 0},
+    "kl_dpo": interval(2.0),
+    "win_rate_ppo_over_dpo": interval(0.3),
+    "gold_reward": {"sft": interval(0.1), "ppo": interval(0.2), "dpo": interval(0.7)},
+    "judge": "gold",
+    "judge_digests": {"gold": "synthetic-1"},
+    "judge_trained_on": True,
+    "judge_trained_on_dpo": False,
+    "regression": regression(ppo=-0.3, dpo=0.2),
+}
+"""PPO's policy loses against the SFT model and fails a regression set. DPO's wins."""
+METRICS = {"win_rate/mean": 0.4, "win_rate_dpo/mean": 0.9, "kl": 9.0, "kl_dpo": 2.0}
+
+Run = Callable[..., tuple[dict[str, Any], PipelineConfig, Mlflow]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, database: Path) -> Run:
+    """Registers a policy, and returns `registration.json`, the configuration and the registry."""
+
+    def register_policy(
+        policy: str, evaluation: dict[str, Any] | None = None, **sections: Any
+    ) -> tuple[dict[str, Any], PipelineConfig, Mlflow]:
+        tree = {
+            "run": {"home": str(tmp_path / "home"), "name": f"n{abs(hash(tmp_path))}", "device": "cpu"},
+            "tracking": {"uri": f"sqlite:///{database}"},
+            "register": {"policy": policy},
+            "dpo": {"enabled": True},
+            **sections,
+        }
+        config = PipelineConfig.model_validate_json(json.dumps(tree))
+        store = ArtifactStore(open_store(config), tmp_path / "cache")
+        refs: dict[Any, ArtifactRef] = {}
+        for number, stage in enumerate(("data", "sft", "dpo", "ppo", "evaluate")):
+            folder = tmp_path / "made" / stage
+            made = config.model_dump(mode="json", by_alias=True)
+            metrics: dict[str, float] = {}
+            if stage == "data":
+                write_data_artifact(folder, tokenizer=TOKENIZER)
+            elif stage == "evaluate":
+                folder.mkdir(parents=True)
+                content = EVALUATION if evaluation is None else evaluation
+                (folder / "evaluation.json").write_text(json.dumps(content))
+                (folder / "samples.jsonl").write_text("")
+                metrics = METRICS
+            else:
+                save_tiny_llama(folder / ("model" if stage == "sft" else "policy"), number, vocab_size=64)
+                if stage == "dpo":
+                    # An earlier run with another precision of the engines made it.
+                    made["ppo"]["engine"]["dtype"] = "float32"
+                    (folder / "adapter").mkdir()
+                    (folder / "adapter" / "adapter_config.json").write_text('{"r": 8}')
+            refs[stage] = store.publish(stage, "a" * 16, folder, Provenance(config=made, metrics=metrics))
+        inputs = stage_inputs(config, "register")
+        lineage = {stage: refs[stage] for stage in inputs if stage in refs}
+        context = stage_context(
+            tmp_path / f"stage-{policy}",
+            inputs={stage: store.fetch(ref) for stage, ref in lineage.items()},
+            lineage=Lineage(lineage),
+        )
+        register.run(config, context)
+        facts = json.loads((context.output / "registration.json").read_text())
+        return facts, config, Mlflow(f"sqlite:///{database}", "x")
+
+    return register_policy
+
+
+def test_the_policy_of_dpo_becomes_champion_and_is_served(run: Run, tmp_path: Path) -> None:
+    lora = {"enabled": True, "lora": {"r": 8}}
+    facts, config, mlflow = run("dpo", dpo=lora, ppo={"engine": {"dtype": "bfloat16"}})
+    assert (facts["champion"], facts["rule"], facts["policy"]) == (True, "first", "dpo"), facts["reason"]
+    assert "win rate 0.900 over the SFT model on 100 prompts" in facts["reason"]
+    assert "regression sets passed: sums" in facts["reason"]
+    assert "/dpo/" in facts["source"] and facts["source"].endswith("/policy")
+
+    policy = load_registered(mlflow, facts["model"], config.run.home)
+    tags = policy.version.tags
+    assert tags[POLICY_STAGE] == "dpo" and "rlhf.ppo.key" not in tags and tags["rlhf.dpo.key"] == "a" * 16
+    assert (tags["eval.win_rate.mean"], tags["eval.kl"]) == ("0.9", "2")
+    assert policy.weights == facts["weights_sha256"] == weights_sha256(policy.folder / "policy")
+    # With the precision of the evaluation, not that of the run that trained it.
+    sft = policy.stage("sft")
+    assert sft is not None and policy.files == PolicyFiles(sft / "model", policy.folder / "adapter")
+    assert "--dtype bfloat16" in " ".join(serve_command(policy, "127.0.0.1", 8000))
+
+    card = model_card(policy)
+    for words in (
+        "tags: [rlhf, dpo]",
+        "then supervised fine-tuning and DPO (beta 0.1, epochs: at most 1, seed 0).",
+        f"| dpo | `{'a' * 16}` |",
+        "| win rate over the SFT model | 0.900 |",
+        "| the same, length-controlled | 0.850 |",
+        "(90 won, 10 lost, 0 tied)",
+        "| gold reward | 0.7 |",
+        "| KL to the SFT model | 2 |",
+        "| regression set sums, change (passed) | +0.2 |",
+    ):
+        assert words in card, words
+    assert "PPO" not in card and "was trained on the judge" not in card
+
+
+def test_a_regression_set_of_the_policy_of_dpo_stops_it(run: Run) -> None:
+    facts, _, _ = run("dpo", EVALUATION | {"regression": regression(ppo=0.2, dpo=-0.3)})
+    assert (facts["champion"], facts["rule"]) == (False, "regression")
+
+
+def test_the_policy_of_ppo_is_the_default(run: Run) -> None:
+    facts, config, mlflow = run("ppo")
+    assert (facts["champion"], facts["rule"]) == (False, "min_win_rate") and "policy" not in facts
+    policy = load_registered(mlflow, f"{facts['model']}@candidate", config.run.home)
+    assert POLICY_STAGE not in policy.version.tags and "rlhf.dpo.key" not in policy.version.tags
+    assert policy.trained_by == "ppo" and "and PPO (`ppo`" in model_card(policy)
+
+
+def test_an_evaluation_of_an_earlier_release_is_refused(run: Run) -> None:
+    earlier = {name: value for name, value in EVALUATION.items() if name != "verdicts_dpo"}
+    with pytest.raises(CorruptArtifact, match="no verdicts_dpo; the evaluate stage must be run again"):
+        run("dpo", earlier)
