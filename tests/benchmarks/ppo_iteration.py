@@ -55,6 +55,31 @@ def make_model(folder: Path, positions: int = 256) -> None:
     )
 
 
+def iteration_tree(
+    model: str, *, steps: int = 9, staleness: int = 0, dtype: str = "float32"
+) -> dict[str, Any]:
+    """Return the configuration of the iterations."""
+    return {
+        "run": {"device": "cpu", "name": "bench", "threads": 2},
+        "model": {"path": model},
+        "data": {"max_prompt_tokens": PROMPT},
+        "ppo": {
+            "steps": steps,
+            "staleness": staleness,
+            "prompts_per_step": PROMPTS,
+            "colocate": "none",
+            "max_new_tokens": RESPONSE,
+            "minibatches": 4,
+            "engine": {"count": 2, "dtype": dtype},
+            "policy_deepspeed": {"dtype": dtype},
+            "critic_deepspeed": {"dtype": dtype},
+            "policy": {"learning_rate": 1e-5},
+            "critic": {"learning_rate": 1e-5},
+            "rewards": [{"type": "token_share", "below": VOCABULARY // 2}],
+        },
+    }
+
+
 class MeasuredController(PPOController):
     """A controller that also measures the CPU time of all processes in each phase."""
 
@@ -75,29 +100,10 @@ def run(
     """The measured iterations' medians. With `staleness`, iteration k + 1 is sampled during iteration k.
     `dtype` is the precision of models and engines.
     """
-    config = config_from_tree(
-        {
-            "run": {"device": "cpu", "name": "bench", "threads": 2},
-            "model": {"path": str(work / "model")},
-            "data": {"max_prompt_tokens": PROMPT},
-            "ppo": {
-                # With staleness the last step would not sample a next one.
-                "steps": warm_up + iterations + staleness,
-                "staleness": staleness,
-                "prompts_per_step": PROMPTS,
-                "colocate": "none",
-                "max_new_tokens": RESPONSE,
-                "minibatches": 4,
-                "engine": {"count": 2, "dtype": dtype},
-                "policy_deepspeed": {"dtype": dtype},
-                "critic_deepspeed": {"dtype": dtype},
-                "policy": {"learning_rate": 1e-5},
-                "critic": {"learning_rate": 1e-5},
-                "rewards": [{"type": "token_share", "below": VOCABULARY // 2}],
-            },
-        },
-        "bench",
-    )
+    # With staleness the last step would not sample a next one.
+    steps = warm_up + iterations + staleness
+    tree = iteration_tree(str(work / "model"), steps=steps, staleness=staleness, dtype=dtype)
+    config = config_from_tree(tree, "bench")
     make_model(work / "model")
     rng = random.Random(0)
     prompts = [
