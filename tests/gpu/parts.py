@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -285,18 +285,50 @@ def run_rollout_speed(device: str, folder: Path, note: Note) -> None:
 
 def run_weight_sync(device: str, folder: Path, note: Note) -> None:
     """Make a step of PPO, compare engine and trainer after its sync, and alter a tensor of the next one."""
-    from rlhf_core.errors import WeightSyncError
     from tests.support.small_ppo import TENSORS
 
+    _sync_and_alter(device, folder, note, TENSORS, {})
+
+
+def run_adapter_sync(device: str, folder: Path, note: Note) -> None:
+    """Do what `run_weight_sync` does with an adapter that is sent alone."""
+    from tests.support.small_ppo import ADAPTER_TENSORS
+
+    # With this rate of learning, an engine without the adapter would differ from the policy.
+    ppo = {"lora": {"r": 8}, "policy": {"learning_rate": 5e-2, "schedule": "constant"}}
+    _sync_and_alter(device, folder, note, ADAPTER_TENSORS, ppo, {"lora": "adapter"})
+
+
+def _sync_and_alter(
+    device: str,
+    folder: Path,
+    note: Note,
+    tensors: int,
+    ppo: dict[str, Any],
+    weight_sync: dict[str, Any] | None = None,
+) -> None:
+    """Make a step of PPO, compare engine and trainer after its sync, and alter a tensor of the next one.
+
+    Args:
+        device: "cuda" or "cpu".
+        folder: Scratch folder.
+        note: Writes numbers.
+        tensors: Number of those of a sync.
+        ppo: Further settings of the section.
+        weight_sync: The same of `ppo.weight_sync`.
+    """
+    from rlhf_core.errors import WeightSyncError
+
     # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken.
-    os.environ["RLHF_FAIL"] = f"weight_sync.send:{2 * TENSORS + 5}:alter"
+    os.environ["RLHF_FAIL"] = f"weight_sync.send:{2 * tensors + 5}:alter"
     dtype = "bfloat16" if device == "cuda" else "float32"
-    with _small_ppo(device, folder, dtype=dtype) as controller:
+    with _small_ppo(device, folder, dtype=dtype, ppo=ppo, weight_sync=weight_sync or {}) as controller:
         first = controller.iterate()
         note(backend=controller._fleet.sync_backend, first_gap=first["rollout/logprob_gap_mean"])
         note(sync_s=round(first["sync/seconds"], 3), sync_mb=round(first["sync/bytes"] / 1e6, 2))
-        gap = controller.score(controller.collect()).metrics["rollout/logprob_gap_mean"]
-        note(gap_after_sync=gap)
+        metrics = controller.score(controller.collect()).metrics
+        gap = metrics["rollout/logprob_gap_mean"]
+        note(gap_after_sync=gap, kl_after_sync=metrics["objective/kl"])
         assert gap < LARGEST_GAP[dtype], f"after the sync, engine and trainer differ by {gap:.2g}"
         try:
             controller.iterate()
@@ -383,20 +415,30 @@ def _three_steps(folder: Path, note: Note, settings: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _small_ppo(device: str, folder: Path, *, dtype: str, eager: bool = True) -> Iterator[Any]:
-    """Yield a controller of PPO with a model of two layers."""
+def _small_ppo(
+    device: str,
+    folder: Path,
+    *,
+    dtype: str,
+    eager: bool = True,
+    ppo: Mapping[str, Any] | None = None,
+    weight_sync: Mapping[str, Any] | None = None,
+) -> Iterator[Any]:
+    """Yield a controller of PPO with a model of two layers, and with further settings."""
     from tests.support.small_ppo import save_small_model
 
     # On GPUs a vocabulary with an embedding that is larger than a bucket.
     model = save_small_model(_empty(folder) / "model", vocabulary=8192 if device == "cuda" else 101)
-    ppo = {
-        "prompts_per_step": 16, "max_new_tokens": 12, "minibatches": 2, "weight_sync": {"bucket_mib": 1},
+    settings = {
+        "prompts_per_step": 16, "max_new_tokens": 12, "minibatches": 2,
+        "weight_sync": {"bucket_mib": 1, **(weight_sync or {})},
         "policy_deepspeed": {"dtype": dtype}, "critic_deepspeed": {"dtype": dtype},
         "engine": {
             "dtype": dtype, "gpu_memory_utilization": 0.3, "kv_cache_gib": 0.5, "enforce_eager": eager,
         },
+        **(ppo or {}),
     }  # fmt: skip
-    with _ppo(device, model, folder, ppo) as controller:
+    with _ppo(device, model, folder, settings) as controller:
         yield controller
 
 

@@ -24,17 +24,18 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.types import PromptExample, Rollout
-from tests.support.small_ppo import TENSORS as WHOLE
 from tests.support.small_ppo import (
+    ADAPTER_TENSORS,
     sampled_rollouts,
     save_small_model,
     small_config,
     small_ppo,
     small_prompts,
 )
+from tests.support.small_ppo import TENSORS as WHOLE
 
 RANK = 4
-TENSORS = {"merged": WHOLE, "adapter": 2 * 7 * 2}
+TENSORS = {"merged": WHOLE, "adapter": ADAPTER_TENSORS}
 """The whole model, or the A and B of seven adapted matrices in each of two decoder layers."""
 
 

@@ -35,6 +35,8 @@ C = TypeVar("C", bound=PPOController)
 VOCABULARY = 101
 TENSORS = 2 * 9 + 2
 """Tensors of `save_small_model`: two decoder layers of nine each, the tied embedding and the last norm."""
+ADAPTER_TENSORS = 2 * 7 * 2
+"""Tensors of its adapter: two for each of the seven linear layers of a decoder layer."""
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
 
 

@@ -4,6 +4,7 @@
 - each result is in the report as soon as it is known; a part that does not end keeps what it has noted
 - nothing but Python is needed: where torch is missing, the report says so
 - every part has a function, and the parts go from the cheapest to the dearest
+- the part of the adapter sends an adapter alone, alters one of its tensors, and fails if nothing notices it
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import WeightSyncError
 from tests.gpu import parts
 from tests.gpu.first_run import PARTS, Part, run_parts
 
@@ -142,6 +148,48 @@ def test_on_the_cpu_the_cheap_parts_run_and_those_for_gpus_say_so(tmp_path: Path
     others = [row for name, row in rows.items() if name not in ("versions", "packed_attention")]
     assert len(others) == 5
     assert {(row["status"], row["why"]) for row in others} == {("not run", "needs a GPU")}
+
+
+class _Syncing:
+    """A controller of PPO whose second step ends with the error of an altered tensor, if it is noticed."""
+
+    def __init__(self, config: PipelineConfig, *, notices: bool) -> None:
+        self.config, self._notices, self._steps = config, notices, 0
+        self._fleet = SimpleNamespace(sync_backend="scripted")
+
+    def iterate(self) -> dict[str, float]:
+        self._steps += 1
+        if self._steps == 2 and self._notices:
+            raise WeightSyncError("engine 0 received other weights than version 2 sent")
+        return {"rollout/logprob_gap_mean": 0.0, "sync/seconds": 0.1, "sync/bytes": 1e6}
+
+    def collect(self) -> None:
+        """Sample nothing."""
+
+    def score(self, _batch: None) -> SimpleNamespace:
+        return SimpleNamespace(metrics={"rollout/logprob_gap_mean": 0.0, "objective/kl": 0.2})
+
+
+@pytest.mark.parametrize("notices", [True, False])
+def test_the_part_of_the_adapter_sends_it_alone(
+    notices: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PipelineConfig] = []
+
+    @contextmanager
+    def scripted(config: PipelineConfig, *_: Any) -> Iterator[_Syncing]:
+        made.append(config)
+        yield _Syncing(config, notices=notices)
+
+    monkeypatch.setattr("tests.support.small_ppo.small_ppo", scripted)
+    monkeypatch.setenv("RLHF_FAIL", "")
+    found: dict[str, Any] = {}
+    with nullcontext() if notices else pytest.raises(AssertionError, match="nothing noticed it"):
+        parts.run_adapter_sync("cpu", tmp_path / "work", lambda **numbers: found.update(numbers))
+    [config] = made
+    assert config.ppo.syncs_adapter and config.ppo.weight_sync.bucket_mib == 1
+    assert os.environ["RLHF_FAIL"] == "weight_sync.send:61:alter"
+    assert ("altered_tensor" in found) is notices
 
 
 @pytest.mark.slow
