@@ -27,13 +27,15 @@ Override = Annotated[str, Field(pattern=r"^[a-z_][\w.]*=")]
 
 def run_name() -> str:
     """Return a name such as `demo-seed0-3fa2c1`: configuration, seed and flow run. A restart keeps it."""
-    given = runtime.flow_run.parameters
+    parameters = runtime.flow_run.parameters
     flow_run = str(runtime.flow_run.id)[:6]
-    fields = {"run.name": given.get("name"), "run.seed": given.get("seed")}
+    fields = {"run.name": parameters.get("name"), "run.seed": parameters.get("seed")}
     try:
-        config = loaded_config(given["config"], overrides_of(fields, given.get("overrides") or ())).run
+        config = loaded_config(
+            parameters["config"], overrides_of(fields, parameters.get("overrides") or ())
+        ).run
     except InputError:  # the flow itself reports the error
-        return f"{Path(given['config']).stem}-{flow_run}"
+        return f"{Path(parameters['config']).stem}-{flow_run}"
     return f"{config.name}-seed{config.seed}-{flow_run}"
 
 

@@ -336,5 +336,5 @@ def _checkpoint_bytes(spec: StageSpec, inputs: Mapping[str, Path]) -> tuple[int,
 
 def _params(spec: StageSpec) -> dict[str, Any]:
     """Return the configuration of the stage with flat names, for MLflow."""
-    own = [name.partition(".")[0] for name in STAGES[spec.stage].sections[:1]]
-    return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", *own))}
+    sections = [name.partition(".")[0] for name in STAGES[spec.stage].sections[:1]]
+    return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", *sections))}

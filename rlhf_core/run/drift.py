@@ -226,7 +226,7 @@ def _measure(run: PipelineRun, request: DriftRequest) -> None:
 
 
 def _publish(run: PipelineRun, report: DriftReport) -> None:
-    values = {each.drift.metric: each.drift.value for each in report.findings}
+    values = {finding.drift.metric: finding.drift.value for finding in report.findings}
     run.tracking.log_results(run.key, {name: value for name, value in values.items() if value is not None})
     run.tracking.log_file(run.parent_run_id, report.page)
     for finding in report.findings:

@@ -20,10 +20,10 @@ def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     Libraries prefer different spellings of the variable, so both spellings get the entries of both. `*` means
     all hosts only if it is the only entry.
     """
-    given = [environ.get(name, "").strip() for name in ("no_proxy", "NO_PROXY")]
-    if "*" in given:
+    values = [environ.get(name, "").strip() for name in ("no_proxy", "NO_PROXY")]
+    if "*" in values:
         return {"NO_PROXY": "*", "no_proxy": "*"}
-    names = [name.strip() for names in given for name in names.split(",")]
+    names = [name.strip() for names in values for name in names.split(",")]
     value = ",".join(dict.fromkeys([*filter(None, names), "127.0.0.1", "localhost"]))
     return {"NO_PROXY": value, "no_proxy": value}
 

@@ -14,5 +14,5 @@ def overrides_of(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> li
     which win.
     """
     # JSON is valid YAML, and unlike YAML's plain scalars it keeps the name "1e3" a text.
-    given = [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
-    return [*given, *overrides]
+    from_fields = [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
+    return [*from_fields, *overrides]

@@ -161,19 +161,19 @@ class PipelineRun:
 
         Raises InputError if it must be made, but this run starts after the stage.
         """
-        found = self.artifacts.find(spec.stage, spec.key)
-        if found is not None and spec.stage == "register":
-            reason = self.tracking.why_outdated(self.config.registered_model, found.attributes)
+        ref = self.artifacts.find(spec.stage, spec.key)
+        if ref is not None and spec.stage == "register":
+            reason = self.tracking.why_outdated(self.config.registered_model, ref.attributes)
             if reason:
-                self.artifacts.invalidate(found, f"The policy was registered once, but {reason}.")
-                found = None
-        if found is None and spec.stage not in self.stages:
+                self.artifacts.invalidate(ref, f"The policy was registered once, but {reason}.")
+                ref = None
+        if ref is None and spec.stage not in self.stages:
             raise InputError(
                 f"the run starts at stage {self.stages[0]} (--from) and needs the artifact of stage"
                 f" {spec.stage} (key {spec.key}), which is not in {self.config.store_url};"
                 f" start at {spec.stage}"
             )
-        return found
+        return ref
 
     def remove_leftovers(self, spec: StageSpec) -> None:
         """Remove what an attempt left that was killed after it had published its artifact."""

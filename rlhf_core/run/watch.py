@@ -196,12 +196,12 @@ class Watch:
 def finished_registration(config: PipelineConfig) -> ArtifactRef | None:
     """Return the artifact of stage `register` if the store has all stages for the present inputs."""
     run = PipelineRun(config, "")
-    found: dict[StageName, ArtifactRef] = {}
+    artifacts: dict[StageName, ArtifactRef] = {}
     for stage in STAGES:
         if not is_enabled(config, stage):
             continue
-        ref = run.artifacts.find(stage, run.spec(stage, found).key)
+        ref = run.artifacts.find(stage, run.spec(stage, artifacts).key)
         if ref is None:
             return None
-        found[stage] = ref
-    return found["register"]
+        artifacts[stage] = ref
+    return artifacts["register"]

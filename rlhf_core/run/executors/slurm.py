@@ -75,8 +75,8 @@ class SlurmJobs:
             "--time": resources.time_limit and max(1, resources.time_limit // 60),  # minutes
             "--output": self._logs / f"{job.name}.out",
         }
-        given = [f"{name}={value}" for name, value in options.items() if value is not None]
-        self._run(["sbatch", "--parsable", *given, str(script), *job.command], refused=ConfigError)
+        flags = [f"{name}={value}" for name, value in options.items() if value is not None]
+        self._run(["sbatch", "--parsable", *flags, str(script), *job.command], refused=ConfigError)
 
     def status(self, name: str) -> JobStatus:
         """Return the status of a job: from the queue, or from accounting if it has left the queue."""
@@ -88,8 +88,8 @@ class SlurmJobs:
             lines = self._run([*accounting, "--format=State,Reason"], without="").splitlines()
         if not lines:
             return JobStatus("missing")
-        found = [_status(line) for line in lines]
-        return next((status for status in found if status.is_active), found[-1])
+        statuses = [_status(line) for line in lines]
+        return next((status for status in statuses if status.is_active), statuses[-1])
 
     def cancel(self, name: str) -> None:
         """End a job. A job that has ended or does not exist is ignored."""
