@@ -94,27 +94,25 @@ def parse_votes(text: str, name: str) -> VoteFile:
 def voters(files: Iterable[VoteFile]) -> dict[str, str]:
     """Return a key of the person who saved each file, by the digest of the file.
 
-    It is the name, without regard to case and spaces at its ends; without a name the session; without both
-    the digest of the file. A file without a name belongs to the name that the session has in other files, if
-    it has only one.
+    Files with the same session are of one person, because a session is one list of votes. So are files with
+    the same name, without regard to case and spaces at its ends, and files that are connected through others.
     """
+    # Each person as all sessions and names that belong together, and the key of the person.
+    people: dict[frozenset[str], str] = {}
     files = list(files)
-    names: dict[str, set[str]] = {}
     for file in files:
-        if file.session and (name := _name(file)):
-            names.setdefault(file.session, set()).add(name)
-    keys = {}
-    for file in files:
-        name, of_session = _name(file), names.get(file.session or "", set())
-        if not name and len(of_session) == 1:
-            [name] = of_session
-        session = f"session {file.session}" if file.session else f"file {file.digest}"
-        keys[file.digest] = f"name {name}" if name else session
-    return keys
+        marks = _marks(file)
+        same = [each for each in people if each & marks]
+        key = min([f"file {file.digest}", *(people.pop(each) for each in same)])
+        people[marks.union(*same)] = key
+    return {file.digest: next(people[each] for each in people if each & _marks(file)) for file in files}
 
 
-def _name(file: VoteFile) -> str:
-    return (file.person or "").strip().casefold()
+def _marks(file: VoteFile) -> frozenset[str]:
+    """Return what identifies the person of a file: session and name; the digest if it has neither."""
+    name = (file.person or "").strip().casefold()
+    marks = [f"session {file.session}"] * bool(file.session) + [f"name {name}"] * bool(name)
+    return frozenset(marks or [f"file {file.digest}"])
 
 
 def newest_files(files: Iterable[VoteFile]) -> list[VoteFile]:

@@ -172,7 +172,7 @@ def test_the_agreement_of_people_is_over_all_two_people_on_a_pair() -> None:
     assert agreement_of_people(votes) == pytest.approx((1 + 0.5 + 0.5 + 0) / 4)
 
 
-def test_a_person_is_known_by_name_then_by_session() -> None:
+def test_a_person_is_known_by_session_and_name() -> None:
     ours: list[str | None] = ["1" if pair.policy_first else "2" for pair in PAIRS]
     few: list[str | None] = [*ours[:2], *[None] * (len(PAIRS) - 2)]
     early = parsed(few, session="a", saved=1)
@@ -182,10 +182,17 @@ def test_a_person_is_known_by_name_then_by_session() -> None:
     assert newest_files([named, again]) == [again], "the same name on two machines"
     assert newest_files([early, named]) == [early, named]
     assert newest_files([replace(early, session="b"), named]) == [named], "the name was given later"
-    # Two people used one page one after the other: whose an unnamed file is, is not known.
+    # A session is one list of votes, also if its name changes.
     unnamed = parsed(few, session="c", saved=1)
-    assert newest_files([again, other, unnamed]) == [again, other, unnamed]
-    assert len(set(voters([early, named, again, other, unnamed]).values())) == 4
+    assert newest_files([again, other, unnamed]) == [other]
+    assert len(set(voters([again, other, unnamed]).values())) == 1
+    # Through the session `c`, Ann's file of another session and Bob's of a third one belong together.
+    elsewhere = parsed(few, session="d", person="bob", saved=5)
+    for files in ([early, named, again, other, elsewhere], [elsewhere, early, named, other, again]):
+        keys = voters(files)
+        assert len(set(keys.values())) == 2 and keys[named.digest] == keys[elsewhere.digest]
+    found = win_rate_by_people([again, other], PAIRS, confidence=0.95)
+    assert found is not None and found["votes"] == 2, "one list of votes is no second person"
 
 
 @pytest.mark.parametrize(("wins", "ties"), [(1, 1), (1, 10), (2, 2), (1, 0), (0, 1), (0, 12)])

@@ -3,7 +3,8 @@
 - a reload keeps votes, session and name; the file that is saved then is one of the same person
 - `Another person` begins without votes, in another session, and not before the votes are saved
 - keys that are typed in the field of the name are no votes
-- a browser without storage still votes and saves, and asks before it leaves unsaved votes
+- a browser without storage still votes and saves, and asks before it leaves unsaved votes; so does a tab
+  whose votes another tab has replaced in the storage
 """
 
 from __future__ import annotations
@@ -126,3 +127,17 @@ def test_a_browser_without_storage_asks_before_votes_are_lost() -> None:
     out, [saved] = run('load(false); key("1"); out.push(asks()); click("save"); out.push(asks());')
     assert out == [True, False]
     assert parse_votes(saved, "file").choices == ("1", None, None)
+
+
+@pytest.mark.parametrize("of_one_session", [False, True])
+def test_a_tab_asks_if_another_tab_has_replaced_its_votes(of_one_session: bool) -> None:
+    first = 'load(true); key("1"); ' if of_one_session else ""
+    actions = f"""
+    {first}load(true); const one = [beforeunload, keydown];
+    load(true); const two = [beforeunload, keydown];
+    const use = (tab) => {{ [beforeunload, keydown] = tab; }};
+    use(one); key("1"); out.push(asks());
+    use(two); key("2"); key("2"); out.push(asks());
+    use(one); out.push(asks());
+    """
+    assert run(actions)[0] == [False, False, True]
