@@ -185,13 +185,16 @@ class _Follower:
         """Wait for the flow that created these files to submit the job. Submit it if that does not happen.
 
         Not all schedulers refuse a second job of the same name. Return False if another flow was to submit
-        it instead and has not done so either, or if the files are of other settings than those of this flow.
+        it instead and has not done so either, if the job was cancelled, or if the files are of other settings
+        than those of this flow.
         """
+        if files.is_asked_to_stop():
+            return False
         name = files.submission.job_name
         log.info("%s: waiting for the flow that began to submit it", self._what(name))
         if self._appears(name):
             return True
-        if files.submission.spec.config != self._spec.config:
+        if files.is_asked_to_stop() or files.submission.spec.config != self._spec.config:
             return False
         if not files.take_over():
             return self._appears(name)
@@ -322,6 +325,8 @@ class _Follower:
                 elif event["event"] == "error":
                     self._outcome = from_record({"type": event["type"], "message": event["message"]})
                 else:
+                    # After an outcome, it is of a job that its scheduler has started again.
+                    self._outcome = None
                     self._on_event(event)
         # After the events: the job writes its progress before its outcome.
         progress = files.read_progress()

@@ -3,6 +3,8 @@
 - a flow that is started again reads each event once, and progress is one object, however long the job runs
 - jobs are found without listing their events; a job without a spec was deleted, and its number is not used
   again
+- a job that was cancelled in a queue is not submitted again
+- an outcome before other events is that of a start that was preempted
 - all jobs of a stage key are deleted when its artifact exists, and not before
 - the job before the newest is kept, and earlier ones are deleted, when another is submitted
 """
@@ -62,10 +64,14 @@ def store(spec: StageSpec) -> ScriptedStore:
 
 
 def follower(
-    spec: StageSpec, store: ScriptedStore, scheduler: OneState, events: list[dict[str, Any]]
+    spec: StageSpec,
+    store: ScriptedStore,
+    scheduler: OneState,
+    events: list[dict[str, Any]],
+    clock: ManualClock | None = None,
 ) -> _Follower:
     log_file = spec.home.make().path / "data-01.log"
-    follower = _Follower(scheduler, spec, log_file, 1e6, events.append, Waits(), ManualClock())
+    follower = _Follower(scheduler, spec, log_file, 1e6, events.append, Waits(), clock or ManualClock())
     follower._store = store
     return follower
 
@@ -145,6 +151,49 @@ def test_two_flows_that_find_no_job_create_one(spec: StageSpec, store: ScriptedS
     assert [flow._find() for flow in flows] == [None, None]
     assert [flow._submit().number for flow in flows] == [1, 1]
     assert len(scheduler.submitted) == 1
+
+
+def test_a_job_that_was_cancelled_in_a_queue_is_not_submitted_again(
+    spec: StageSpec, store: ScriptedStore
+) -> None:
+    """It would read the request to stop of the flow that has cancelled it, and end."""
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    follower(spec, store, OneState("pending"), [])._stop(files, files.submission.job_name)
+    scheduler = OneState("missing")
+    again = follower(spec, store, scheduler, [])
+    assert again._find() is None
+    new = again._submit()
+    assert new.number == 2 and not new.is_asked_to_stop()
+    assert scheduler.submitted == [new.submission.job_name]
+
+
+def test_a_job_that_is_cancelled_while_another_flow_waits_for_it_is_not_submitted_again(
+    spec: StageSpec, store: ScriptedStore
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    scheduler, clock = OneState("missing"), ManualClock()
+    clock.events.append((clock.now + 10.0, files.ask_to_stop))
+    assert follower(spec, store, scheduler, [], clock)._find() is None
+    assert scheduler.submitted == []
+
+
+def test_an_outcome_before_other_events_is_not_that_of_the_job(spec: StageSpec, store: ScriptedStore) -> None:
+    """The job was preempted while no flow followed it, and its scheduler has started it again."""
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    evicted = {"event": "error", "type": "StageFailed", "message": "asked to stop, or evicted"}
+    for number, event in enumerate(({"event": "started"}, evicted, {"event": "started"}), start=1):
+        files.write_events(number, [event])
+    flow = follower(spec, store, OneState("running"), [])
+    found = flow._find()
+    assert found is not None
+    flow._read_events(found)
+    assert flow._outcome is None
+    files.write_events(4, [evicted])
+    flow._read_events(found)
+    assert isinstance(flow._outcome, StageFailed)
 
 
 def test_jobs_are_deleted_when_the_artifact_exists(
