@@ -46,6 +46,8 @@ _HELD_OUT = "held-out"
 """Name of the prompts of the match; no regression set can have it."""
 
 
+_OWN, _OF_CHAMPION = "own", "of champion"
+"""Names of the scores by the judge of the candidate's evaluation and by the champion's reward model."""
 _Pair = tuple[RewardInput, RewardInput]
 """Answers of candidate and champion to one prompt."""
 
@@ -251,12 +253,10 @@ def _run_match(
     pairs = list(zip(candidate_by_set[_HELD_OUT], champion_by_set[_HELD_OUT], strict=True))
     code = code_digests(config.ppo.rewards, context.sources)
 
-    def compare_by(
-        measure: str, reward: Path | None, pairs: Sequence[_Pair]
-    ) -> tuple[Comparison, list[_Pair]]:
+    def score(measure: str, reward: Path | None) -> list[float]:
         # In one call, so that batch normalisation treats both models' responses alike.
         samples = [ours for ours, _ in pairs] + [theirs for _, theirs in pairs]
-        scores = scoring.score(
+        return scoring.score(
             measure,
             config,
             reward,
@@ -266,21 +266,23 @@ def _run_match(
             reward_code=code,
             context=context,
         )
-        return _compare_scores(config, measure, pairs, scores)
 
     stage = scoring.MODEL_STAGES.get(judge)
+    own_model = None if stage is None else context.inputs[stage] / "model"
+    scores = {} if judge == MEASURE else {_OWN: score(judge, own_model)}
+    if champion.reward is not None:
+        # The measure only selects the kind of scoring: the model may also be one of the stage `judge`.
+        scores[_OF_CHAMPION] = score("reward_model", champion.reward)
+    # Both judges compare the same pairs, and a language model is asked about no others.
+    pairs, scored = _scored(pairs, scores)
     if judge == MEASURE:
         model = LanguageModelJudge(config, context, device)
         comparison = model.compare([ours for ours, _ in pairs], [theirs for _, theirs in pairs], "match")
         digest: str | None = model.digest
     else:
-        own_model = None if stage is None else context.inputs[stage] / "model"
-        comparison, pairs = compare_by(judge, own_model, pairs)
+        comparison = _compare_scores(config, _OWN, scored)
         digest = _judge_digest(config, context, judge, code)
-    by_champion_model = None
-    if champion.reward is not None:
-        # The measure only selects the kind of scoring: the model may also be one of the stage `judge`.
-        by_champion_model, _ = compare_by("reward_model", champion.reward, pairs)
+    by_champion_model = None if champion.reward is None else _compare_scores(config, _OF_CHAMPION, scored)
     by_set = {"ppo": candidate_by_set, "champion": champion_by_set}
     regression = regression_differences(compare_on_sets(config, by_set, "champion", context.sources))
     prompt_ids = tuple(ours.prompt_id for ours, _ in pairs)
@@ -304,23 +306,32 @@ def _run_match(
     )
 
 
-def _compare_scores(
-    config: PipelineConfig, measure: str, pairs: Sequence[_Pair], scores: Sequence[float]
-) -> tuple[Comparison, list[_Pair]]:
-    """Return the comparison of the pairs that have two scores, and these pairs.
+def _scored(
+    pairs: list[_Pair], scores: Mapping[str, Sequence[float]]
+) -> tuple[list[_Pair], list[tuple[Answer, Answer]]]:
+    """Return the pairs to which no judge gave NaN, and their answers with the scores.
 
-    `scores` (2n,) has those of the candidate's answers, then those of the champion's.
+    `scores` has, by judge, those (2n,) of the candidate's answers, then those of the champion's. Raises
+    MatchSkipped if no pair is left.
     """
-    ours: list[Answer] = []
-    theirs: list[Answer] = []
-    for pair, our_score, their_score in zip(pairs, scores[: len(pairs)], scores[len(pairs) :], strict=True):
-        if not math.isnan(our_score + their_score):
-            ours.append(Answer(pair[0], {measure: our_score}))
-            theirs.append(Answer(pair[1], {measure: their_score}))
-    if not ours:
+    kept: list[_Pair] = []
+    scored: list[tuple[Answer, Answer]] = []
+    for index, (ours, theirs) in enumerate(pairs):
+        our_scores = {name: values[index] for name, values in scores.items()}
+        their_scores = {name: values[len(pairs) + index] for name, values in scores.items()}
+        if not any(map(math.isnan, (*our_scores.values(), *their_scores.values()))):
+            kept.append((ours, theirs))
+            scored.append((Answer(ours, our_scores), Answer(theirs, their_scores)))
+    if not kept:
         raise MatchSkipped("no response could be scored")
-    comparison = compare(ours, theirs, measure, **Intervals(config).settings("match"))
-    return comparison, [(a.sample, b.sample) for a, b in zip(ours, theirs, strict=True)]
+    return kept, scored
+
+
+def _compare_scores(
+    config: PipelineConfig, judge: str, scored: Sequence[tuple[Answer, Answer]]
+) -> Comparison:
+    ours, theirs = zip(*scored, strict=True)
+    return compare(ours, theirs, judge, **Intervals(config).settings("match"))
 
 
 def _by_source(prompts: Sequence[PromptExample], preferences: Mapping[str, float]) -> dict[str, float]:

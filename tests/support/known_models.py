@@ -5,7 +5,7 @@ Attention and MLP of their only layer add nothing, so the hidden state of a toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,16 @@ def save_unigram_policy(
     return folder
 
 
-def save_last_token_scorer(folder: Path, scores: Mapping[int, float], vocabulary: int) -> Path:
+def save_last_token_scorer(
+    folder: Path, scores: Mapping[int, float], vocabulary: int, overflowing: Sequence[int] = ()
+) -> Path:
     """Write a reward model whose score of a response is that of its last token, and return `folder`.
 
     Args:
         folder: Is created.
         scores: Score of each token. Other tokens have 0.
         vocabulary: Number of tokens.
+        overflowing: Tokens whose score is NaN, although all weights are finite.
     """
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -62,6 +65,9 @@ def save_last_token_scorer(folder: Path, scores: Mapping[int, float], vocabulary
         model.model.embed_tokens.weight[:, 1] = (1.0 - cosines.square()).sqrt()
         model.score.weight.zero_()
         model.score.weight[0, 0] = largest / _HIDDEN**0.5
+        if overflowing:
+            model.model.embed_tokens.weight[list(overflowing)] = torch.tensor([0.0, 0.0, 0.5**0.5, 0.5**0.5])
+            model.score.weight[0, 2:] = torch.tensor([3e38, -3e38])  # infinity minus infinity
     model.save_pretrained(folder)
     return folder
 

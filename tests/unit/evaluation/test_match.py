@@ -2,7 +2,8 @@
 
 - both answer the prompts of the evaluation, and its judge decides each prompt; a language model is asked in
   both orders
-- the champion's reward model compares the same answers, unless it is the judge itself
+- the champion's reward model compares the same answers, unless it is the judge itself; a pair to which one
+  of both gives NaN is left out
 - prompts that one of both, or a model before it, was trained on are left out; if too few are left, nothing is
   sampled; if so, or if the data of a model before cannot be read, there is no match
 - a tokenizer that was loaded and saved again is the same one
@@ -136,10 +137,15 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
 
 @pytest.fixture(autouse=True)
 def scripted() -> Iterator[list[ScriptedEngine]]:
-    """Models that always give the text in their file `says`."""
+    """Models that give the text in their file `says`. JSON there has a text by prompt, and at "" that of the
+    others.
+    """
 
     def respond(request: Request) -> Reply:
         text = (request.model / "says").read_text()
+        if text.startswith("{"):
+            by_prompt = json.loads(text)
+            text = by_prompt.get(request.prompt.prompt_id, by_prompt[""])
         if text in FAILURES:
             raise FAILURES[text]
         return Reply(TOKENIZER.encode(text, add_special_tokens=False))
@@ -192,10 +198,13 @@ def test_a_language_model_decides_each_prompt(
     assert result.judge_digest is not None and len(result.prompt_ids) == len(PROMPTS)
 
 
-def reward_model(folder: Path, likes: str) -> Path:
-    """Write an artifact with a reward model that gives a point to this answer, and return its folder."""
+def reward_model(folder: Path, likes: str, cannot_score: str | None = None) -> Path:
+    """Write an artifact with a reward model that gives a point to one answer, and can give NaN to another
+    one. Return its folder.
+    """
     last = TOKENIZER.encode(likes)[-1]
-    save_last_token_scorer(folder / "model", {last: 1.0}, len(TOKENIZER))
+    overflowing = () if cannot_score is None else (TOKENIZER.encode(cannot_score)[-1],)
+    save_last_token_scorer(folder / "model", {last: 1.0}, len(TOKENIZER), overflowing)
     return folder
 
 
@@ -236,16 +245,18 @@ def test_a_masked_score_is_no_defeat(
 def against_reward_model(
     config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
 ) -> Callable[[str, bool], match.MatchResult]:
-    """Plays against a champion whose reward model likes what it says. That of the candidate is another one,
-    or the same.
+    """Plays against a champion whose reward model likes what it says, and can give NaN to an answer. That of
+    the candidate is another one, or the same.
     """
 
-    def play(judge: str, is_same: bool) -> match.MatchResult:
+    def play(
+        judge: str, is_same: bool, cannot_score: str | None = None, **evaluate: Any
+    ) -> match.MatchResult:
         tree = config.model_dump(mode="json", by_alias=True)
-        tree["evaluate"]["judge"] = judge
+        tree["evaluate"] |= {"judge": judge, **evaluate}
         tags = champion(BAD)[1] | {"eval.judge": "reward_model"}
         store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
-        theirs = reward_model(tmp_path / "theirs", BAD)
+        theirs = reward_model(tmp_path / "theirs", BAD, cannot_score)
         ref = store.publish("reward", "d" * 16, theirs, Provenance())
         tags |= {"rlhf.reward.key": ref.key, "rlhf.reward.digest": ref.digest}
         own = store.fetch(ref) if is_same else reward_model(tmp_path / "reward", GOOD)
@@ -267,6 +278,23 @@ def test_champions_reward_model_scores_the_same_answers(judge: str, against_rewa
     assert (result.comparison.win_rate.mean, result.by_champion_model.win_rate.mean) == (1.0, 0.0)
     assert _match(result).outcomes[0] == "p0 1 -1"
     assert (_match(result).away_win_rate, _match(result).away_log_evidence) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("judge", ["gold", "reward_model", "language_model"])
+def test_pairs_that_one_reward_model_cannot_score_are_compared_by_neither(
+    judge: str, config: PipelineConfig, context: StageContext, against_reward_model: Any, tmp_path: Path
+) -> None:
+    odd = "It is kind and warm"
+    assert len({TOKENIZER.encode(text)[-1] for text in (odd, GOOD, BAD)}) == 3
+    (context.inputs["ppo"] / "policy" / "says").write_text(json.dumps({"": GOOD, "p3": odd}))
+    with ChatServer(prefer_longer) as server:
+        language_model = {"url": server.url, "model": "m", "allowed_hosts": ["127.0.0.1"]}
+        settings = {"language_model": language_model} if judge == "language_model" else {}
+        result = against_reward_model(judge, False, cannot_score=odd, **settings)
+        assert not any(odd in json.dumps(request) for request in server.requests)
+    assert result.prompt_ids == tuple(f"p{i}" for i in range(8) if i != 3)
+    assert len(result.comparison.preferences) == len(result.by_champion_model.preferences) == 7
+    assert _match(result).outcomes[3] == "p4 1 -1"
 
 
 @pytest.mark.parametrize(("judge", "outcomes"), [("reward_model", "p0 -1"), ("gold", "p0 1 -1")])
