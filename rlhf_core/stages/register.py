@@ -27,6 +27,7 @@ from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest,
 from rlhf_core.evaluation.statistics import Comparison
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.stages.earlier_match import SAMPLES, keep_match, load_match, match_name
+from rlhf_core.storage.artifacts import open_artifacts
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import write_json, write_jsonl
@@ -60,8 +61,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     people = _People(config, context)
     trained_by = config.register_.policy
     policy = lineage.inputs[trained_by]
-    # The weights need not be on this host.
-    digest = policy.attributes.get("weights_sha256") or weights_sha256(context.inputs[trained_by] / "policy")
+    digest = policy.attributes.get("weights_sha256")
+    if digest is None:  # an earlier release made it, and the weights need not be on this host
+        stored = open_artifacts(config).file_digests(policy, "policy")
+        digest = weights_sha256(context.inputs[trained_by] / "policy", stored)
     content = evaluation_of(_evaluation(context.inputs["evaluate"]), trained_by)
     reward = lineage.inputs.get("reward")
     found = metrics_of(lineage.inputs["evaluate"].metrics, trained_by)

@@ -299,12 +299,14 @@ class ArtifactStore:
 
     def config(self, ref: ArtifactRef) -> Mapping[str, Any]:
         """Return the configuration of the run that made it. Raises CorruptArtifact if it is gone."""
-        manifest = self._read(ref.kind, ref.key)
-        if manifest is None:
-            raise CorruptArtifact(
-                f"The artifact {ref.kind}/{ref.key} is gone; the same command makes it again."
-            )
-        return dict(manifest.body["config"])
+        return dict(self._present(ref).body["config"])
+
+    def file_digests(self, ref: ArtifactRef, folder: str) -> dict[str, str]:
+        """Return the sha256 of the files in a folder of an artifact, by name, without those in its folders.
+        Nothing is fetched. Raises CorruptArtifact if the artifact is gone.
+        """
+        paths = {PurePosixPath(entry.path): entry.sha256 for entry in self._present(ref).files}
+        return {path.name: digest for path, digest in paths.items() if str(path.parent) == folder}
 
     def parent(self, ref: ArtifactRef, kind: StageName) -> ArtifactRef | None:
         """Return the artifact of the stage `kind` that an artifact was made from; None if it was made from
@@ -357,6 +359,14 @@ class ArtifactStore:
                 f"The manifest of {kind}/{key} appeared and vanished again; the same command tries again."
             )
         return self._ref(manifest)
+
+    def _present(self, ref: ArtifactRef) -> Manifest:
+        manifest = self._read(ref.kind, ref.key)
+        if manifest is None:
+            raise CorruptArtifact(
+                f"The artifact {ref.kind}/{ref.key} is gone; the same command makes it again."
+            )
+        return manifest
 
     def _read(self, kind: str, key: str) -> Manifest | None:
         manifest = bundles.read(self._store, artifact_prefix(kind, key))

@@ -3,11 +3,13 @@
 - the version is the policy of DPO: its files, its digest, its evaluation, its regression sets, its votes
 - `rlhf serve` and the model card read the same policy, with the precisions of its evaluation
 - the policy of PPO remains the default, with the tags and facts of earlier releases
+- artifacts of earlier releases have no digest of the weights, which need not be on the host of the stage
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,10 +79,12 @@ Run = Callable[..., tuple[dict[str, Any], PipelineConfig, Mlflow]]
 
 @pytest.fixture
 def run(tmp_path: Path, database: Path) -> Run:
-    """Registers a policy, and returns `registration.json`, the configuration and the registry."""
+    """Registers a policy, and returns `registration.json`, the configuration and the registry. Without
+    `weights`, the host of the stage has no weights of the policies, as on a cluster.
+    """
 
     def register_policy(
-        policy: str, evaluation: dict[str, Any] | None = None, **sections: Any
+        policy: str, evaluation: dict[str, Any] | None = None, weights: bool = True, **sections: Any
     ) -> tuple[dict[str, Any], PipelineConfig, Mlflow]:
         tree = {
             "run": {"home": str(tmp_path / "home"), "name": f"n{abs(hash(tmp_path))}", "device": "cpu"},
@@ -114,9 +118,16 @@ def run(tmp_path: Path, database: Path) -> Run:
             refs[stage] = store.publish(stage, "a" * 16, folder, Provenance(config=made, metrics=metrics))
         inputs = stage_inputs(config, "register")
         lineage = {stage: refs[stage] for stage in inputs if stage in refs}
+        fetched = {stage: store.fetch(ref) for stage, ref in lineage.items()}
+        if not weights:
+            ignored = shutil.ignore_patterns("*.safetensors")
+            fetched = {
+                stage: shutil.copytree(folder, tmp_path / "here" / stage, ignore=ignored)
+                for stage, folder in fetched.items()
+            }
         context = stage_context(
             tmp_path / f"stage-{policy}",
-            inputs={stage: store.fetch(ref) for stage, ref in lineage.items()},
+            inputs=fetched,
             lineage=Lineage(lineage),
         )
         register.run(config, context)
@@ -171,6 +182,13 @@ def test_the_policy_of_ppo_is_the_default(run: Run) -> None:
     policy = load_registered(mlflow, f"{facts['model']}@candidate", config.run.home)
     assert POLICY_STAGE not in policy.version.tags and "rlhf.dpo.key" not in policy.version.tags
     assert policy.trained_by == "ppo" and "and PPO (`ppo`" in model_card(policy)
+
+
+@pytest.mark.parametrize("policy", ["dpo", "ppo"])
+def test_weights_of_an_earlier_release_need_not_be_on_this_host(policy: str, run: Run) -> None:
+    """Its artifact has no attribute `weights_sha256`."""
+    facts, _, _ = run(policy, weights=False)
+    assert facts["weights_sha256"] == weights_sha256(Path(facts["source"]))
 
 
 def test_an_evaluation_of_an_earlier_release_is_refused(run: Run) -> None:

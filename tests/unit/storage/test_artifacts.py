@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,20 @@ def test_the_digest_of_weights_covers_every_shard(tmp_path: Path) -> None:
     two = weights_sha256(tmp_path)
     (tmp_path / "b.safetensors").write_bytes(b"3")
     assert len({two, weights_sha256(tmp_path), "6b86"}) == 3
+
+
+def test_digests_of_files_are_read_without_the_files(artifacts: ArtifactStore, tmp_path: Path) -> None:
+    folder = output(tmp_path)
+    for name in ("policy/1.safetensors", "policy/2.safetensors", "policy/old/3.safetensors"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    expected = weights_sha256(folder / "policy")
+    ref = publish(artifacts, folder)
+    digests = artifacts.file_digests(ref, "policy")
+    (tmp_path / "empty").mkdir()
+    assert "3.safetensors" not in digests and weights_sha256(tmp_path / "empty", digests) == expected
+    with pytest.raises(CorruptArtifact, match="is gone"):
+        artifacts.file_digests(replace(ref, key="f" * 16), "policy")
 
 
 def test_files_of_an_upload_are_no_artifact_and_no_reason_for_a_warning(
