@@ -160,17 +160,18 @@ class _Follower:
         files = JobFiles.newest(self._store, self._spec.key)
         if files is None:
             return None
-        if not files.exists:
+        submission = files.read_submission()
+        if submission is None:
             self._next_number = files.number + files.has_remains
             return None
         self._next_number = files.number + 1
-        if files.submission.executor != self._kind:
+        if submission.executor != self._kind:
             return None
         written = files.count_events()
         # A scheduler can report a job as active for a while after it has sent its outcome, its last event.
-        if any(event["event"] in ("result", "error") for event in files.read_events(written) or ()):
+        if files.has_outcome(written):
             return None
-        name = files.submission.job_name
+        name = submission.job_name
         status = self._until_answered(name, lambda: self._scheduler.status(name))
         if status.is_active:
             message = f"{self._what(name)} is {status.state} already; following it"
@@ -185,16 +186,17 @@ class _Follower:
         """Wait for the flow that created these files to submit the job. Submit it if that does not happen.
 
         Not all schedulers refuse a second job of the same name. Return False if another flow was to submit
-        it instead and has not done so either, if the job was cancelled, or if the files are of other settings
-        than those of this flow.
+        it instead and has not done so either, if the job was cancelled or deleted, or if the files are of
+        other settings than those of this flow.
         """
-        if files.is_asked_to_stop():
+        submission = files.read_submission()
+        if submission is None or files.is_asked_to_stop():
             return False
-        name = files.submission.job_name
+        name = submission.job_name
         log.info("%s: waiting for the flow that began to submit it", self._what(name))
         if self._appears(name):
             return True
-        if files.is_asked_to_stop() or files.submission.spec.config != self._spec.config:
+        if not files.exists or files.is_asked_to_stop() or submission.spec.config != self._spec.config:
             return False
         if not files.take_over():
             return self._appears(name)

@@ -11,6 +11,7 @@
 They carry the words of a run and not its results: what a stage has made is decided by the manifest of its
 artifact. The flow deletes all jobs of a stage key when the artifact exists. Until then the last job that
 failed is kept for people, also while the next one runs; earlier ones are deleted when another is submitted.
+`spec.json` is deleted first: without its events, a job would look as if it had not been submitted yet.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from rlhf_core.config.resources import Executor
@@ -58,6 +58,7 @@ class JobFiles:
         self._stage_key = stage_key
         self.folder = f"jobs/{stage_key}/{number:06d}"
         self.number = number
+        self._submission: Submission | None = None
 
     @classmethod
     def newest(cls, store: Store, stage_key: str) -> JobFiles | None:
@@ -69,10 +70,14 @@ class JobFiles:
         return cls(store, stage_key, numbers[-1]) if numbers else None
 
     def delete_before_previous(self) -> None:
-        """Delete the jobs before the one that precedes this job."""
+        """Delete the jobs before the one that precedes this job, except those without an outcome, which may
+        still run.
+        """
         for number in _numbers(self._store, self._stage_key):
-            if number < self.number - 1:
-                self._store.delete_prefix(JobFiles(self._store, self._stage_key, number).folder)
+            job = JobFiles(self._store, self._stage_key, number)
+            if number < self.number - 1 and (job.has_outcome(job.count_events()) or not job.exists):
+                self._store.delete([f"{job.folder}/spec.json"])
+                self._store.delete_prefix(job.folder)
 
     def create(
         self, spec: StageSpec, executor: Executor, seconds: float, environment: Mapping[str, str]
@@ -105,24 +110,32 @@ class JobFiles:
     @property
     def exists(self) -> bool:
         """Whether there is a `spec.json`."""
-        return self._store.read_bytes(f"{self.folder}/spec.json") is not None
+        return self.read_submission() is not None
 
     @property
     def has_remains(self) -> bool:
         """Whether there are objects of a job without `spec.json`: its number must not be used again."""
         return bool(self._store.list(self.folder))
 
-    @cached_property
+    @property
     def submission(self) -> Submission:
-        """The content of `spec.json`. Raises ConfigError if there is none."""
-        data = self._store.read_bytes(f"{self.folder}/spec.json")
-        if data is None:
+        """The content of `spec.json`, which is read once. Raises ConfigError if there is none."""
+        submission = self._submission or self.read_submission()
+        if submission is None:
             raise ConfigError(
                 f"store.url: {self._store.uri(self.folder)} has no spec.json on this host; use a bucket, or a"
                 " folder that is mounted at the same path on every host"
             )
+        return submission
+
+    def read_submission(self) -> Submission | None:
+        """Read `spec.json` and return its content; None if there is none at present."""
+        data = self._store.read_bytes(f"{self.folder}/spec.json")
+        if data is None:
+            return None
         content = json.loads(data)
-        return Submission(**{**content, "spec": StageSpec.from_json(content["spec"])})
+        self._submission = Submission(**{**content, "spec": StageSpec.from_json(content["spec"])})
+        return self._submission
 
     # -- written by the job --
 
@@ -157,6 +170,10 @@ class JobFiles:
         data = self._store.read_bytes(f"{self.folder}/events/{number:06d}.jsonl")
         return None if data is None else _events(data)
 
+    def has_outcome(self, number: int) -> bool:
+        """Return whether the result or the error of the job is in object `number`, the last one."""
+        return any(event["event"] in ("result", "error") for event in self.read_events(number) or ())
+
     def read_progress(self) -> list[dict[str, Any]]:
         """Return the latest progress of each task; empty if there is none."""
         return _events(self._store.read_bytes(f"{self.folder}/progress.jsonl") or b"")
@@ -173,6 +190,7 @@ class JobFiles:
 def delete_jobs(store: Store, spec: StageSpec) -> None:
     """Delete all jobs of a stage key if its artifact exists."""
     if ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key) is not None:
+        store.delete([f"jobs/{spec.key}/{number:06d}/spec.json" for number in _numbers(store, spec.key)])
         store.delete_prefix(f"jobs/{spec.key}")
 
 

@@ -6,7 +6,9 @@
 - a job that was cancelled in a queue is not submitted again
 - an outcome before other events is that of a start that was preempted
 - all jobs of a stage key are deleted when its artifact exists, and not before
-- the job before the newest is kept, and earlier ones are deleted, when another is submitted
+- a job that is being deleted is not submitted again
+- the job before the newest is kept, and earlier ones that have an outcome are deleted, when another is
+  submitted
 """
 
 from __future__ import annotations
@@ -217,7 +219,9 @@ def test_jobs_are_deleted_when_the_artifact_exists(
 
 def test_jobs_before_the_last_that_failed_are_deleted(spec: StageSpec, store: ScriptedStore) -> None:
     for number in (1, 2, 3):
-        assert JobFiles(store, KEY, number).create(spec, "slurm", 1.0, {})
+        files = JobFiles(store, KEY, number)
+        assert files.create(spec, "slurm", 1.0, {})
+        files.write_events(1, [{"event": "error", "type": "StageFailed", "message": "rank 1 died"}])
     flow = follower(spec, store, OneState("failed"), [])
     assert flow._find() is None
     store.before("delete", StoreError("503"))
@@ -226,3 +230,58 @@ def test_jobs_before_the_last_that_failed_are_deleted(spec: StageSpec, store: Sc
     assert flow._find() is None
     assert flow._submit().number == 5
     assert sorted(store.folders(f"jobs/{KEY}")) == ["000004", "000005"]
+
+
+def test_jobs_without_an_outcome_stay(spec: StageSpec, store: ScriptedStore) -> None:
+    """They may still run, and be followed by a flow."""
+    for number in (1, 2, 3):
+        assert JobFiles(store, KEY, number).create(spec, "slurm", 1.0, {})
+    JobFiles(store, KEY, 1).write_events(1, [{"event": "checkpoint", "step": 5}])
+    JobFiles(store, KEY, 2).write_events(1, [{"event": "result"}])
+    JobFiles(store, KEY, 4).write_log(b"the rest of a job whose deletion was interrupted\n")
+    JobFiles(store, KEY, 6).delete_before_previous()
+    assert sorted(store.folders(f"jobs/{KEY}")) == ["000001", "000003"]
+
+
+@pytest.mark.parametrize("whole_stage", [True, False])
+def test_a_job_that_is_being_deleted_is_not_submitted_again(
+    spec: StageSpec, store: ScriptedStore, tmp_path: Path, whole_stage: bool
+) -> None:
+    """Without its events, it looks as if it had not been submitted yet."""
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    files.write_events(1, [{"event": "result"}])
+    files.write_log(b"step 5\n")
+    scheduler = OneState("missing")
+    found: list[JobFiles | None] = []
+    other = follower(spec, store, scheduler, [])
+    store.before("delete", lambda: found.append(other._find()), key="log.txt")
+    if whole_stage:
+        publish(spec, store, tmp_path)
+        delete_jobs(store, spec)
+    else:
+        JobFiles(store, KEY, 3).delete_before_previous()
+    assert found == [None]
+    assert scheduler.submitted == []
+
+
+def test_a_job_that_is_deleted_while_a_flow_finds_it_is_not_an_error(
+    spec: StageSpec, store: ScriptedStore
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    store.before("read_bytes", lambda: store.delete_prefix(files.folder), key="spec.json", call=2)
+    scheduler = OneState("missing")
+    assert follower(spec, store, scheduler, [])._find() is None
+    assert scheduler.submitted == []
+
+
+def test_a_job_that_is_deleted_while_a_flow_waits_for_it_is_not_submitted(
+    spec: StageSpec, store: ScriptedStore
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    scheduler, clock = OneState("missing"), ManualClock()
+    clock.events.append((clock.now + 10.0, lambda: store.delete_prefix(files.folder)))
+    assert follower(spec, store, scheduler, [], clock)._find() is None
+    assert scheduler.submitted == []
