@@ -14,6 +14,7 @@ from rlhf_core.storage.artifacts import ArtifactAddress, ArtifactStore, parse_ar
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
+from rlhf_core.types import ArtifactRef
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,24 @@ class BaseModel:
         if base.is_hub:
             fetch_model(base.path, base.revision)
         elif self.origin is not None:
-            _fetch_artifact(self.origin, config, store)
+            artifacts, ref = _find_artifact(self.origin, config, store)
+            # The path of the copy contains the digest: without this artifact, there is no such folder.
+            if ref is not None:
+                artifacts.fetch(ref)
+
+    def copies(self, config: PipelineConfig, store: Store) -> dict[str, int]:
+        """Return the bytes of the copy that a host makes (`ArtifactStore.copies`); empty without `origin`.
+
+        Raises StoreError if the store of the artifact fails.
+
+        Args:
+            config: The whole configuration.
+            store: That of the run.
+        """
+        if self.origin is None:
+            return {}
+        artifacts, ref = _find_artifact(self.origin, config, store)
+        return {} if ref is None else artifacts.copies([ref])
 
     def digest_here(self, config: PipelineConfig) -> str:
         """Return the `digest` of the files on this host. Raises ModelError if there is no such folder."""
@@ -71,14 +89,13 @@ class BaseModel:
         return base
 
 
-def _fetch_artifact(origin: ArtifactAddress, config: PipelineConfig, store: Store) -> None:
+def _find_artifact(
+    origin: ArtifactAddress, config: PipelineConfig, store: Store
+) -> tuple[ArtifactStore, ArtifactRef | None]:
     home = Home.of(config.run.home)
     if origin.store == store.url:
         artifacts = ArtifactStore(store, home.cache)
     else:
         artifacts = origin.open_store(home, s3_endpoint(config.store.endpoint))
     stage = next((name for name in STAGES if name == origin.stage), None)
-    # The path of the copy contains the digest: without this artifact, there is no such folder.
-    ref = None if stage is None else artifacts.find(stage, origin.key)
-    if ref is not None:
-        artifacts.fetch(ref)
+    return artifacts, None if stage is None else artifacts.find(stage, origin.key)

@@ -209,6 +209,8 @@ class _Attempt:
             base_model = BaseModel.of(spec.config, spec.stage, spec.sources)
             inputs = list(spec.inputs.values())
             copies = artifacts.copies(inputs)
+            if base_model is not None:
+                copies |= base_model.copies(spec.config, self.store)
             key = attempt_folder(spec.stage, spec.key, self.fence)
             # A store in a folder may be on this host only.
             output = None if self.store.is_local else StoredOutput(output_folder(self.work), self.store, key)

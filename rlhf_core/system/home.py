@@ -45,9 +45,21 @@ def home_problem(folder: Path) -> str | None:
     return None
 
 
+_MAY_BE_LINKS = ("work", "journal", "cache", "outbox", "parts")
+"""Folders in `run.home` that may be links to another disk."""
+
+
 def is_below(path: Path, home: Path) -> bool:
-    """Return whether a path, its links followed, is below the folder `home`."""
-    return home.resolve() in path.resolve().parents
+    """Return whether a path, its links followed, is below the folder `home`, or below one of its folders
+    `_MAY_BE_LINKS` and named by it.
+
+    Other files on that disk are not below `home`: they may be those of the user.
+    """
+    found, home = path.resolve(), home.resolve()
+    if home in found.parents:
+        return True
+    own = [each for each in path.absolute().parents if each.name in _MAY_BE_LINKS]
+    return any(each.parent.resolve() == home and each.resolve() in found.parents for each in own)
 
 
 def output_folder(work: Path) -> Path:

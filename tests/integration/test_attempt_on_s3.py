@@ -3,6 +3,7 @@
 - it commits the weights that another host has put into the store, and has no copy of them
 - if the stage or a later step before the commit fails, they are deleted from the store
 - at a stop they stay, and the next attempt that commits deletes them
+- a base model from the bucket counts in the bytes that each host fetches
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import pytest
 
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.sources import model_digest
 from rlhf_core.errors import GateFailed, InputError
 from rlhf_core.run.attempt import execute
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance, open_artifacts
 from rlhf_core.storage.store import open_store
 from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
@@ -89,6 +91,29 @@ def test_stopped_attempt_keeps_weights_until_the_next_one_commits(attempt: Attem
     folder = ArtifactStore(attempt.store, tmp_path / "cache").fetch(ref)
     assert (folder / WEIGHTS).read_text() == "weights"
     assert (folder / "model" / "config.json").exists()
+
+
+def test_a_base_model_from_a_bucket_is_counted(attempt: Attempt, tmp_path: Path) -> None:
+    model = tmp_path / "out" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("w" * 1000)
+    artifacts = open_artifacts(attempt.config)
+    ref = artifacts.publish("ppo", "a" * 16, tmp_path / "out", Provenance())
+    path = artifacts.address(ref, "model", local=True)
+    base = attempt.config.model.model_copy(update={"path": path})
+    config = attempt.config.model_copy(update={"model": base})
+    found: list[int] = []
+
+    def stage(_config: PipelineConfig, context: StageContext) -> StageResult:
+        assert context.nodes is not None
+        found.extend(context.nodes.copies.values())
+        (context.output / "numbers.json").write_text("{}")
+        return StageResult({})
+
+    spec = StageSpec("sft", KEY, config, sources={"model": model_digest(path, None)})
+    execute(spec, Events(None), function=stage)
+    assert found == [1002]
 
 
 def _fail(_context: StageContext) -> None:

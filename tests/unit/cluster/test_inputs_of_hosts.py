@@ -4,7 +4,7 @@
 - when processes start on the driver's host, it fetches the weights that it lacks, and no file twice
 - further inputs, as those of a champion, are fetched by the hosts before their next processes start
 - without the weights, the driver has their headers, and knows which models an engine can replace
-- a base model that is a copy of an artifact is fetched from the store of the artifact
+- a base model that is a copy of an artifact is fetched from the store of the artifact, and its bytes count
 """
 
 from __future__ import annotations
@@ -183,6 +183,10 @@ def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> N
     assert config.model.path == folder
     model = BaseModel.of(config, "sft", {"model": digest})
     assert model == BaseModel("sft", digest, ArtifactAddress(theirs.url, "ppo", "a" * 16))
+    size = sum(len(text + "ppo") for text in FILES.values())
+    assert (
+        model.copies(config, theirs) == {name: size} and BaseModel("sft", digest).copies(config, theirs) == {}
+    )
     assert BaseModel.of(config, "sft", {}) is None and BaseModel.of(config, "ppo", {"model": "d"}) is None
     (tmp_path / "work" / "scratch").mkdir(parents=True)
     json = config_of("two").model_dump_json(by_alias=True)

@@ -3,6 +3,7 @@
 - a folder is copied to another host, and back, in parts; a file that changes on its way is noticed
 - inputs that a host has verified are not read again
 - a folder outside run.home is compared, and nothing is written there, also through a link
+- scratch files of the run are below run.home also if `work` is a link to another disk
 """
 
 from __future__ import annotations
@@ -144,6 +145,29 @@ def test_agent_changes_nothing_outside_run_home(
         with pytest.raises(InputError, match=r"is not below run\.home"):
             other.remove(outside)
     assert (other.there(folder) / "config.json").read_text() == "{}"
+
+
+def test_scratch_files_may_be_on_another_disk(
+    tmp_path: Path, two_hosts: ClusterNodes, other: Elsewhere
+) -> None:
+    works, disk = tmp_path / "home" / "work", tmp_path / "disk"
+    for link, target in ((works, disk), (other.there(works), other.there(disk))):
+        target.mkdir(parents=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    folder = works / "sft-k" / "out"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text("w" * 25)
+    two_hosts.share(folder)
+    there = other.there(disk) / "sft-k" / "out"
+    assert (there / "weights").read_text() == "w" * 25
+    (there / "log").write_text("new")
+    two_hosts.gather(folder)
+    assert (folder / "log").read_text() == "new" and list(there.iterdir()) == []
+    users = disk / "judge"  # by its own path, it is not of the run
+    for outside in (users, works, works / ".." / "link" / "judge", works / ".." / ".." / "judge"):
+        with pytest.raises(InputError, match=r"is not below run\.home"):
+            other.remove(outside)
 
 
 def test_inputs_that_a_host_has_verified_are_not_read_again(tmp_path: Path, other: Elsewhere) -> None:
