@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from prefect import flow
+from prefect import flow, runtime
 from prefect.artifacts import create_table_artifact
 from pydantic import Field
 
@@ -37,7 +37,7 @@ def rollback(model: ModelName, reason: Reason, to: Target | None = None, home: s
     mlflow = open_registry(home)
     move, changed = champions.rollback(mlflow, model, reason, to)
     publish_history(model, champions.history(mlflow, model))
-    if changed:
+    if changed or _is_asked_again(move, "rolled_back", reason):
         target = f"version {move.version}" if move.version else "no champion"
         notify(f"{model} rolled back to {target}", move.reason)
     return move.version or champions.NONE
@@ -62,9 +62,16 @@ def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rl
     mlflow = open_registry(home)
     move, changed = champions.promote(mlflow, model, version, reason)
     publish_history(model, champions.history(mlflow, model))
-    if changed:
+    if changed or _is_asked_again(move, "promoted", reason):
         notify(f"{model} version {version} promoted", move.reason)
     return version
+
+
+def _is_asked_again(move: champions.Move, action: champions.Action, reason: str) -> bool:
+    """Return whether a restarted flow run asked for this move. Then it may have been killed after the move and
+    before the notification.
+    """
+    return runtime.flow_run.run_count > 1 and (move.action, move.reason) == (action, reason)
 
 
 def publish_history(model: str, moves: list[champions.Move]) -> None:

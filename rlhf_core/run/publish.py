@@ -35,8 +35,8 @@ _LICENSE = re.compile(r"^license:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
 _LICENSES = re.compile(r"^license:[ \t]*\n((?:[ \t]*-[ \t]*[\w.-]+[ \t]*\n)+)", re.MULTILINE)
 _HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
 """Digest of a data set of the hub, with its split."""
-_TAGS, _WEIGHTS = "tags: [rlhf, ", "Weights: sha256 `"
-"""Parts of every card that `publish` has written."""
+_WEIGHTS, _ARTIFACTS = "Weights: sha256 `", "| stage | key | digest |"
+"""Parts of every card that `publish` has written. The block at its beginning can be edited on the hub."""
 _UNKNOWN = "unknown"
 _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
 """Rules whose reason consists of numbers. Others can contain messages of errors, and paths in them."""
@@ -130,7 +130,7 @@ def _require_own(api: HfApi, repository: str, folder: Path) -> None:
     if "README.md" in files:
         card = Path(api.hf_hub_download(repository, "README.md", local_dir=folder))
         text = card.read_text(encoding="utf-8", errors="replace")
-        if _TAGS in text and _WEIGHTS in text:
+        if _WEIGHTS in text and _ARTIFACTS in text:
             return
     raise InputError(
         f"{repository} exists with {len(files)} files, and `rlhf publish` has not written its card: an upload"
@@ -158,7 +158,7 @@ def model_card(policy: RegisteredPolicy) -> str:
 def _front_matter(policy: RegisteredPolicy) -> str:
     base, on_hub = _base(_first(policy))
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    lines.append(f"{_TAGS}{policy.trained_by}]")
+    lines.append(f"tags: [rlhf, {policy.trained_by}]")
     if on_hub:
         lines.append(f"base_model: {json.dumps(base)}")
     licence = _base_licence(policy)
@@ -255,7 +255,7 @@ def _origin(policy: RegisteredPolicy) -> str:
     tags, model = policy.version.tags, policy.config["model"]
     base, first = _base(policy)[0], _base(_first(policy))[0]
     origin = "" if first == base else f" (which goes back to {_code(first)})"
-    rows = ["| stage | key | digest |", "|---|---|---|"]
+    rows = [_ARTIFACTS, "|---|---|---|"]
     for stage in STAGES:
         if f"rlhf.{stage}.key" in tags:
             rows.append(

@@ -344,7 +344,8 @@ def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Moved:
 def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> Moved:
     """Revoke the champion, and make an earlier version champion.
 
-    The same call again returns the same move and changes nothing. After an interruption it finishes the move.
+    If finishing an interrupted move makes another version champion, that one is not revoked: the caller has
+    seen the one before. The same call again returns the same move and changes nothing. After an interruption it finishes the move.
 
     Args:
         mlflow: The registry.
@@ -354,11 +355,12 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
             one that was champion and is not revoked.
 
     Raises:
-        InputError: There is no champion, no reason, or no such version to return to.
+        InputError: There is no champion, no reason, or no such version to return to, or another version has
+            become champion.
     """
     with registry_errors(mlflow, f"roll back {model!r}"):
         interrupted = _interrupted(mlflow, model)
-        lost = _begin(mlflow, model, reason)
+        seen, lost = _begin(mlflow, model, reason)
         champion = mlflow.by_alias(model, CHAMPION)
         if to not in (None, NONE):
             to = find_version(mlflow, model, to).version
@@ -371,6 +373,12 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
                 f"version {lost} of {model} was revoked already, and had the alias `{CHAMPION}`;"
                 f" {f'version {champion.version}' if champion else 'none'} has it now, and nothing else was"
                 f" changed; see `rlhf champions {model}`, and decide again"
+            )
+        now = champion.version if champion else None
+        if now != seen:
+            raise InputError(
+                f"an interrupted move was finished: version {now or NONE} of {model} is champion now, not"
+                f" {seen or NONE}; nothing else was changed; see `rlhf champions {model}`, and decide again"
             )
         if champion is None:
             raise InputError(f"{model} has no champion that could be rolled back; use `rlhf promote`")
@@ -434,8 +442,10 @@ def _interrupted(mlflow: Mlflow, model: str) -> set[str]:
     return {move.key for move in history(mlflow, model) if move.state == "started"}
 
 
-def _begin(mlflow: Mlflow, model: str, reason: str) -> str | None:
-    """Check what every command checks, and return the result of `settle`."""
+def _begin(mlflow: Mlflow, model: str, reason: str) -> tuple[str | None, str | None]:
+    """Check what every command checks, and finish interrupted moves. Return the champion before that, and the
+    result of `settle`.
+    """
     if not reason.strip():
         raise InputError("--reason must say why; it is kept in the history of champions")
     if len(reason) > MAX_REASON:
@@ -444,7 +454,7 @@ def _begin(mlflow: Mlflow, model: str, reason: str) -> str | None:
             f" got {len(reason)}; shorten it"
         )
     _require_model(mlflow, model)
-    return settle(mlflow, model)
+    return _champion(mlflow, model), settle(mlflow, model)
 
 
 def _require_model(mlflow: Mlflow, model: str) -> None:

@@ -3,7 +3,8 @@
 - the history is printed with reasons; a rollback moves the alias and says so; typed again it says
   that nothing changed
 - what cannot be done ends with exit code 2 and a message that names the way out
-- the flows have typed parameters, show the history as a table, and notify once
+- the flows have typed parameters, show the history as a table, and notify once; a restarted flow run
+  notifies also if the move was made before
 """
 
 from __future__ import annotations
@@ -103,6 +104,30 @@ def test_flows_do_the_same_and_show_the_history(model: str, monkeypatch: pytest.
     form = json.dumps(champion.promote.parameters.model_dump())
     assert champion.promote.parameters.required == ["model", "version", "reason"]
     assert "Number of the version" in form
+
+
+def test_a_flow_run_that_is_restarted_sends_its_notification(
+    model: str, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed between the move and the notification."""
+    sent: list[str] = []
+    monkeypatch.setattr(champion, "create_table_artifact", lambda **table: None)
+    monkeypatch.setattr(champion, "notify", lambda subject, body: sent.append(f"{subject}: {body}"))
+    assert rlhf("rollback", model, "--reason", "it insults people") == 0
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "2")
+    champion.rollback.fn(model, "it insults people")
+    assert sent == [f"{model} rolled back to version 1: it insults people"]
+    champion.promote.fn(model, "1", "it insults people")
+    assert len(sent) == 1, "the last move was no promotion"
+    assert rlhf("rollback", model, "--to", "none", "--reason", "all do") == 0
+    version = Mlflow(f"sqlite:///{database}", "commands").create_version(
+        model, source="/s", run_id=None, tags={}, description=""
+    )
+    assert rlhf("promote", model, version.version, "--reason", "it is polite") == 0
+    champion.promote.fn(model, version.version, "another reason")
+    assert len(sent) == 1, "another call promoted it"
+    champion.promote.fn(model, version.version, "it is polite")
+    assert sent[1:] == [f"{model} version {version.version} promoted: it is polite"]
 
 
 @pytest.mark.parametrize("parameters", [{"model": "a b"}, {"version": "x"}, {"reason": ""}])

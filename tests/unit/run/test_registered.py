@@ -251,8 +251,13 @@ def test_files_of_others_on_the_hub_are_deleted_only_on_request(
     assert not [path for path, _ in Hub.calls if path.endswith("/commit/main")]
     assert main(["publish", *target, "--replace"]) == 0
     assert "(public: everybody can read it)" in capsys.readouterr().out
-    Hub.files = {"README.md": model_card(open_policy(MODEL, home)), "model.safetensors": ""}
-    assert main(["publish", *target]) == 0, "an earlier version of the policy"
+    card = model_card(open_policy(MODEL, home))
+    _, block, body = card.split("---\n", 2)
+    assert "tags: [rlhf, ppo]" in block
+    edited = "---\nlicense: mit\ntags:\n- rlhf\n- ppo\n---\n" + body
+    for ours in (card, edited, edited.replace("\n", "\r\n")):
+        Hub.files = {"README.md": ours, "model.safetensors": ""}
+        assert main(["publish", *target]) == 0, "an earlier version of the policy"
     assert main(["publish", f"{MODEL}@1", str(tmp_path / "out"), "--home", home, "--replace"]) == 2
 
 

@@ -1,5 +1,6 @@
 """Two processes that change the champion of one model at the same time. Real MLflow on SQLite.
 
+- a rollback revokes only the champion that the caller could see, not one that a registration makes meanwhile
 - the later of two moves holds, in the alias and in the history, wherever the earlier one was interrupted
 - a version that is revoked meanwhile never keeps the alias, and its registration says that it is refused
 - an alias on a revoked version is moved by the next command, which then does nothing else
@@ -60,10 +61,23 @@ class Paused:
         return os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
 
 
+@pytest.mark.parametrize("to", [None, "none", "2"])
+@pytest.mark.parametrize("point", ["champion.recorded", "champion.checked"])
+def test_a_rollback_revokes_no_champion_that_a_registration_makes_meanwhile(
+    point: str, to: str | None, mlflow: Mlflow, model: str
+) -> None:
+    other = Paused(point, mlflow, lambda mlflow: enter(mlflow, model, "d"))
+    with pytest.raises(InputError, match=r"version 4 of .* is champion now, not 3; nothing else was changed"):
+        rollback(mlflow, model, "version 3 insults people", to)
+    assert champion(mlflow, model) == "4" and revoked(mlflow, model) == {}
+    assert other.resume() == 0
+    assert champion(mlflow, model) == "4" and revoked(mlflow, model) == {}
+    move, _ = rollback(mlflow, model, "version 4 insults people", to)
+    assert move.previous == "4" and list(revoked(mlflow, model)) == ["4"]
+
+
 @pytest.mark.parametrize("to", [None, "none"])
-@pytest.mark.parametrize(
-    "point", ["champion.recorded", "champion.checked", "champion.moved", "champion.done"]
-)
+@pytest.mark.parametrize("point", ["champion.moved", "champion.done"])
 def test_a_rollback_during_a_registration_holds(
     point: str, to: str | None, mlflow: Mlflow, model: str
 ) -> None:
