@@ -68,8 +68,8 @@ def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rl
 
 
 def _is_asked_again(move: champions.Move, action: champions.Action, reason: str) -> bool:
-    """Return whether a restarted flow run asked for this move. Then it may have been killed after the move and
-    before the notification.
+    """Return whether a restarted flow run asked for this move. Then it may have been killed between the move
+    and the notification.
     """
     return runtime.flow_run.run_count > 1 and (move.action, move.reason) == (action, reason)
 

@@ -344,8 +344,8 @@ def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Moved:
 def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> Moved:
     """Revoke the champion, and make an earlier version champion.
 
-    If finishing an interrupted move makes another version champion, that one is not revoked: the caller has
-    seen the one before. The same call again returns the same move and changes nothing. After an interruption it finishes the move.
+    The same call again returns the same move and changes nothing. After an interruption it finishes the move.
+    If it finishes another move, which makes another version champion, it raises: that version was not meant.
 
     Args:
         mlflow: The registry.
