@@ -287,6 +287,7 @@ class PipelineRun:
             "tracking_uri": self.tracking.uri if given else None,
             "run": self.name,
             "pipeline_key": self.key,
+            "policy": self.config.register_.policy,
             "where": self.links(self.parent_run_id),
         }
         return summarize(self.records, time.time() - self.started, identity)

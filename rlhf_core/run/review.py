@@ -256,8 +256,8 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
                 " sample.temperature or ppo.max_new_tokens"
             )
     else:
-        policy = (summary.get("registration") or {}).get("policy", "ppo")
-        pairs = load_blind_pairs(samples_file, opponent, policy)
+        # Earlier releases registered the policy of PPO only.
+        pairs = load_blind_pairs(samples_file, opponent, summary.get("policy", "ppo"))
     config = config_from_json(artifacts.config(ref))
     name = str(summary.get("run", file.parent.name))
     return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)

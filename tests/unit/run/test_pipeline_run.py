@@ -290,6 +290,12 @@ def test_the_summary_names_the_tracker_without_credentials(
     assert pipeline(tmp_path).summary()["tracking_uri"] == "http://127.0.0.1:9/mlflow"
 
 
+@pytest.mark.parametrize("policy", ["dpo", "ppo"])
+def test_the_summary_names_the_policy_without_the_stage_register(policy: str, tmp_path: Path) -> None:
+    sections = {"dpo": {"enabled": True}, "register": {"policy": policy}}
+    assert pipeline(tmp_path, until="evaluate", **sections).summary()["policy"] == policy
+
+
 def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
     made = {"sample": StageRecord(ref("sample", pairs=7.0, best=9.0), 1.0, False)}
     summary = summarize(made, 1.0, IDENTITY)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """`rlhf review` on a run in a store, with MLflow on SQLite.
 
-- the page is written for a run by its name or its summary; votes are kept, recorded once and become rows
+- the page is written for a run by its name or its summary, with the policy of `register.policy`
+- votes are kept, recorded once and become rows
 - votes are recorded in the tracker of the run, also if it reused the evaluation of another one
 - win rate of all recorded files, people and their agreement are printed and logged; a person counts once
 - prompts that are more than one message have no row
@@ -31,6 +32,7 @@ from rlhf_core.types import PromptExample
 TEXTS = [f"Tell me about a small {animal}." for animal in ("fox", "cat", "dog", "bear")]
 SAMPLES = [
     {"prompt_id": f"p{i}", "prompt": text, "sft": f"bad {i}", "ppo": f"good {i}", "winner": "ppo"}
+    | {"dpo": f"other {i}", "winner_dpo": "sft"}
     for i, text in enumerate(TEXTS)
 ]
 
@@ -143,6 +145,15 @@ def test_the_win_rate_of_all_recorded_files_is_printed_and_logged(
     last = mlflow._client.get_run(run_id).data.metrics
     assert last["review/against_sft/all/people"] == 2
     assert last["review/against_sft/all/agreement_of_people"] == 0.5
+
+
+@pytest.mark.parametrize(("policy", "shown"), [("dpo", "other"), ("ppo", "good"), (None, "good")])
+def test_the_page_has_the_policy_that_is_registered(policy: str | None, shown: str, run: Path) -> None:
+    """The run ended before `register`. The summary of an earlier release does not name the policy."""
+    summary = json.loads(run.read_text())
+    run.write_text(json.dumps(summary if policy is None else summary | {"policy": policy}))
+    pairs = open_review("small-seed0", str(run.parent.parent.parent)).pairs
+    assert sorted(pair.sample["ppo"] for pair in pairs) == [f"{shown} {i}" for i in range(4)]
 
 
 @pytest.mark.parametrize("where", ["another tracker", "the database in run.home", "an earlier release"])
