@@ -24,7 +24,7 @@ class BaseModel:
     stage: StageName
     """The stage that starts from it."""
     digest: str
-    """Of its files, or id and commit of a hub model, as in the key of the stage."""
+    """Digest of its files, or id and commit of a hub model, as in the key of the stage."""
     origin: ArtifactAddress | None = None
     """The artifact in a bucket that its folder is a copy of; None for other folders."""
 

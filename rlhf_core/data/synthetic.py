@@ -68,7 +68,9 @@ MAX_KIND = 6
 """Distinct kind words beyond this earn nothing."""
 _RAW_MEAN = 0.82
 _RAW_STD = 1.62
-"""Of responses drawn as the demonstrations are, so that a policy that imitates them scores about 0 +- 1."""
+"""Mean and standard deviation of the raw reward of responses drawn as the demonstrations are. A policy that
+imitates them scores about 0 +- 1.
+"""
 _TIE = 0.25
 """Annotators skip pairs whose gold rewards are closer than this."""
 _OTHER_TOPIC = 1 / 3

@@ -162,7 +162,7 @@ class _Registered:
 
     artifacts: ArtifactStore
     tags: Mapping[str, str]
-    """Of the version."""
+    """Tags of the version."""
     nodes: Nodes | None
     """The hosts whose processes read them; None if those are here, or the store is a folder."""
 

@@ -19,7 +19,7 @@ from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 
 _MIN_FREE_BYTES = 30_000_000
-"""Of databases and logs alone."""
+"""Space for databases and logs alone."""
 
 
 def check_devices(config: PipelineConfig) -> Iterator[Finding]:

@@ -112,7 +112,9 @@ def check_cluster_memory(
         return ConfigError(f"RAY_ADDRESS: not all stages fit on its GPUs: {problem}") if problem else None
     shape = _known_shape(config)
     problems = () if shape is None else compare_memory(config, shape, hardware).problems
-    found = "\n".join(problem.text for problem in problems if problem.what != "devices")
+    found = "\n".join(
+        problem.text for problem in problems if problem.what not in ("devices", "engine layout")
+    )
     if not found:
         return None
     return f"not all stages fit on GPUs like those of this cluster: {found}; `rlhf plan --gpus` shows a fix"
@@ -214,7 +216,7 @@ def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
                 f"ppo: the {placement.tensor_parallel} GPUs of an engine must be in one host of"
                 f" {hardware.per_host}; the training ranks {have} too few for {placement.engines} engines"
             )
-            yield Problem("ppo", "engine", text)
+            yield Problem("ppo", "engine layout", text)
 
 
 def _on_each_host(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:
@@ -347,7 +349,7 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
     # -0.1: an engine on the devices of ranks leaves them more memory. 0.05: one by itself needs more.
     if "engine" in problem.what:
         yield from _larger_engine(config, -0.1 if "+engine" in problem.what else 0.05)
-    if problem.what in ("engine", "devices"):
+    if problem.what in ("engine", "engine layout", "devices"):
         return
     yield from _smaller_passes("ppo", ppo.micro_batch_tokens, config.max_sequence_tokens)
     if "policy" in problem.what or "reference" in problem.what:

@@ -154,7 +154,7 @@ def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | N
     Hosts with different numbers of GPUs count as one host. The network between hosts is not known.
 
     Args:
-        hosts: Of each host, the number of its GPUs that Ray uses, and the names of all from the driver.
+        hosts: For each host, the number of its GPUs that Ray uses, and the names of all its GPUs.
     """
     counts = [count for count, _ in hosts if count]
     device = _device_of([name for count, names in hosts if count for name in names or ("unknown",)])

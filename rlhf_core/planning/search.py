@@ -84,7 +84,7 @@ class Split:
     host: float
     """Bytes of offloaded state on each host."""
     others: tuple[Split, ...] = ()
-    """Of PPO, at most two: the fastest splits that place the processes in another way, then those with other
+    """At most two other splits of PPO: the fastest ones with another layout, then those with other
     micro-batches.
     """
 
@@ -216,11 +216,14 @@ class _PPOSearch:
 
         for candidate in heapq.nsmallest(_KEPT, noted()):
             if split := self._checked(candidate):
-                found = [split]
+                others: list[Split] = []
                 for other in (*sorted(by_layout.values())[:_KEPT], *sorted(by_size.values())[:_KEPT]):
-                    if len(found) <= _OTHERS and (checked := self._checked(other)):
-                        found += [checked] if all(each.changes != checked.changes for each in found) else []
-                return replace(split, others=tuple(found[1:]))
+                    checked = self._checked(other)
+                    if checked and all(known.changes != checked.changes for known in (split, *others)):
+                        others.append(checked)
+                    if len(others) == _OTHERS:
+                        break
+                return replace(split, others=tuple(others))
         return NoSplit("ppo", self._reason())
 
     def _checked(self, candidate: _SplitCandidate) -> Split | None:

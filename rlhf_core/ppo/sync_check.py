@@ -19,9 +19,9 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.types import PromptExample
 
 PROMPTS = 4
-"""Of each engine."""
+"""Prompts of each engine."""
 TOKENS = 16
-"""Of each response, at most."""
+"""Largest number of tokens of each response."""
 EVERY = 10
 """Syncs from one comparison to the next, which takes as long as a short rollout."""
 

@@ -43,7 +43,7 @@ TERM_SECONDS = 20.0
 """How long a stage may take to stop after SIGTERM."""
 EXIT_SECONDS = 30.0
 """How long a stage may take to exit after it sent its result, which is committed by then."""
-_GUARD_SECONDS = 10.0
+_REAPER_SECONDS = 10.0
 """What the reaper may need beyond that."""
 _POLL_SECONDS = 0.25
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Stuck|Failed|Interrupt)\b.*:|^Fatal Python error")
@@ -92,9 +92,9 @@ class StageProcess:
         """
         try:
             try:
-                _ask_to_end(self.process, self.stop_seconds + _GUARD_SECONDS)
+                _ask_to_end(self.process, self.stop_seconds + _REAPER_SECONDS)
             except BaseException:
-                _ask_to_end(self.process, _GUARD_SECONDS)
+                _ask_to_end(self.process, _REAPER_SECONDS)
                 raise
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -75,7 +75,7 @@ class OnHub(NamedTuple):
     """What `publish_to_hub` made."""
 
     address: str
-    """Of the commit."""
+    """URL of the commit."""
     private: bool | None
     """Whether only its owner can read the repository. None if the hub does not say."""
 

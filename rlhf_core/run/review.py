@@ -182,7 +182,7 @@ class Everyone:
     files: int
     people: int
     votes: int
-    """Of several files of a person, those of the last one."""
+    """Number of votes. If a person has several files, those of the last one count."""
     win_rate: Mapping[str, float] | None
     """`win_rate_by_people`; None for the stage `sample`."""
     agreement: float | None

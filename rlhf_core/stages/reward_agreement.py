@@ -20,7 +20,7 @@ from rlhf_core.types import RewardInput, StageContext
 log = logging.getLogger(__name__)
 
 _PAIRS = 100
-"""At most. Each costs two questions."""
+"""Largest number of pairs. Each costs two questions."""
 
 
 def check_language_model_rewards(config: PipelineConfig, context: StageContext) -> None:

@@ -171,6 +171,7 @@ def tensor_checksum(tensor: torch.Tensor, first: int = 0) -> str:
         values = part.to(torch.int64, copy=True)
         # Sums and products of int64 wrap around, which is arithmetic modulo 2^64.
         sums.append(torch.stack([values.sum(), values.mul_(weights[: len(values)]).sum()]))
+        del values  # before the next part is converted
     # A GPU is only waited for once.
     found = torch.stack(sums).tolist()
     weighted = sum(own + _ODD * (first + i * chunk) * plain for i, (plain, own) in enumerate(found))

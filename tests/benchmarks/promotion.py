@@ -17,7 +17,7 @@ from rlhf_core.evaluation.evidence import BETS, YEAR, Spent, next_level
 HISTORIES, WEEKS, ALPHA = 2000, 52, 0.05
 LEAST_PROMPTS = 1536
 """Prompts of a match with one judge that finds a win rate of 55 % within three weeks."""
-LEAST_PROMPTS_OF_TWO = 2048
+LEAST_PROMPTS_OF_TWO = 1792
 """Prompts of a match that finds a win rate of 55 % by the candidate's and by the champion's judge."""
 
 
@@ -178,7 +178,7 @@ def main() -> None:
     print("| win rate | prompts | first weeks | after 52 weekly tests |")
     print("|---|---|---|---|")
     for rate, prompts in (
-        (0.55, 1024), (0.55, LEAST_PROMPTS), (0.55, 1792), (0.55, LEAST_PROMPTS_OF_TWO), (0.6, 384),
+        (0.55, 1024), (0.55, LEAST_PROMPTS), (0.55, LEAST_PROMPTS_OF_TWO), (0.55, 2048), (0.6, 384),
         (0.6, 448), (0.65, 192), (0.65, 256),
     ):  # fmt: skip
         shares = [two_judges(chance, prompts, (rate, rate), 3, after)["present"] for after in (0, 52)]

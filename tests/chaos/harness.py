@@ -38,7 +38,7 @@ STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "re
 """Those of this configuration."""
 TRACE = "RLHF_FAIL_TRACE"
 MEASURED_IN_SECONDS = (
-    "seconds", "per_s", "timing/", "cpu/", "system/", "gpu/", "sync/gb", "sync/share",
+    "seconds", "per_s", "timing/", "system/", "gpu/", "sync/gb", "sync/share",
     "sync/link_share", "stage/", "idle/", "data_wait/", "padding/", "checkpoint/share",
     "rollout/token_latency", "rollout/decode_steps", "rollout/engine_balance", "tokens/minibatch",
 )  # fmt: skip

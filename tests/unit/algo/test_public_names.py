@@ -9,6 +9,8 @@ import inspect
 
 import pytest
 
+from rlhf_core.algo import kl, losses
+
 PAIRS = "policy_chosen_B, policy_rejected_B, ref_chosen_B, ref_rejected_B"
 AGGREGATED = "aggregation='token-mean', denominator=None"
 
@@ -47,3 +49,14 @@ def test_a_public_name_keeps_its_signature(name: str) -> None:
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     shown = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
     assert f"{shown[1:-1]}, ".startswith(f"{SIGNATURES[name]}, ")
+    known = inspect.signature(eval(f"lambda {SIGNATURES[name]}: 0")).parameters
+    assert all(p.default is not p.empty for p in parameters[len(known) :])
+
+
+def test_public_results_and_controllers_keep_their_names() -> None:
+    assert losses.PolicyLoss._fields[:3] == ("loss", "clip_fraction", "approx_kl")
+    assert losses.ValueLoss._fields[:2] == ("loss", "clip_fraction")
+    for controller in (kl.FixedKL(0.1), kl.AdaptiveKL(0.1, 6.0, 10000)):
+        controller.load_state_dict(controller.state_dict())
+        controller.update(6.0, 1)
+        assert controller.coef == pytest.approx(0.1)

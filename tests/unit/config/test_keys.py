@@ -194,7 +194,7 @@ IN_NO_KEY = {
     "ppo.rewards.remote.items_per_request",
     "ppo.rewards.remote.retries", "ppo.rewards.remote.timeout",
     *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "allowed_hosts", "api_key_env",
-        "concurrency", "timeout", "retries", "backoff")),
+        "min_agreement", "concurrency", "timeout", "retries", "backoff")),
 }  # fmt: skip
 """Whatever they are, the result is the same but for rounding, or its content counts in their place."""
 

@@ -96,5 +96,5 @@ def test_a_judge_that_favours_each_candidate_does_not_promote_equal_policies() -
     favoured = promotion.two_judges(chance, 1024, (0.55, 0.5), 52, histories=40)
     assert favoured["before"] > 0.9 and favoured["present"] <= 0.05
     for after in (0, 52):
-        better = promotion.two_judges(chance, least, (0.55, 0.55), 3, after, histories=200)
+        better = promotion.two_judges(chance, least, (0.55, 0.55), 3, after, histories=1000)
         assert better["present"] >= 0.8

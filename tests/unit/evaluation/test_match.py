@@ -316,7 +316,7 @@ def test_training_prompts_of_the_champion_are_left_out(
         match.run_match(least(config, 6), context, tags)
 
 
-def test_a_match_of_too_few_prompts_is_not_played(
+def test_a_match_of_too_few_prompts_is_not_run(
     config: PipelineConfig, context: StageContext, champion: Any, scripted: list[ScriptedEngine]
 ) -> None:
     """Its outcome would be known, which spends a level, although the refusal is certain."""

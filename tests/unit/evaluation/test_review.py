@@ -167,7 +167,7 @@ def test_of_the_files_of_one_session_the_last_one_counts() -> None:
 
 def test_the_agreement_of_people_is_over_all_two_people_on_a_pair() -> None:
     assert agreement_of_people({1: {"a": 1.0}, 2: {}}) is None
-    # Pair 1 has three twos of people: equal, and twice half a tie; pair 2 has one, which disagrees.
+    # Three pairs of people voted on pair 1: one agrees, and two agree by half. Two people disagree on pair 2.
     votes = {1: {"a": 1.0, "b": 1.0, "c": 0.5}, 2: {"a": 0.0, "b": 1.0}, 3: {"c": 1.0}}
     assert agreement_of_people(votes) == pytest.approx((1 + 0.5 + 0.5 + 0) / 4)
 

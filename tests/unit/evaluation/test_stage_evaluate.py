@@ -35,6 +35,7 @@ from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
+from rlhf_core.system.files import write_json
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
 from rlhf_core.testing.ranks import RayCall, scripted_ranks
@@ -516,6 +517,7 @@ def test_a_language_model_is_measured_first_and_then_decides(
         PairExample(f"p{i}", "Tell", (1,), tokens(words), tokens(words)[2:]) for i, words in enumerate(WORDS)
     ]
     write(context.inputs["data"], "pairs", "eval", pairs)
+    write_json(context.inputs["data"] / "data_card.json", {"sources": []})
     with ChatServer(respond) as server:
         judge = {"url": server.url, "model": "big-judge", "allowed_hosts": ["127.0.0.1"]}
         config = config_of(

@@ -177,8 +177,21 @@ def test_the_critic_schedule_includes_its_warm_up() -> None:
     assert (policy.total, critic.total) == ((5 - 2) * 3 * 4, 5 * 3 * 4)
 
 
+WAITING = frozenset(
+    (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "equal",
+        "repeat_interleave",
+    )
+)
+
+
 class Waits(TorchDispatchMode):
-    """Stores the operations that wait for a GPU."""
+    """Stores the operations that wait for a GPU: `WAITING`, and indexing with a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +199,8 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "masked_select", "unique"):
+        indices = args[1] if name in ("index", "index_put_") else ()
+        if name in WAITING or any(index is not None and index.dtype == torch.bool for index in indices):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
 

@@ -134,7 +134,7 @@ def test_reaper_keeps_no_descriptor_of_the_stage(usual: Path) -> None:
     assert done.stdout == "[0, 1, 2]\n"
 
 
-GUARD_OF_ENDED_STAGE = """
+REAPER_OF_ENDED_STAGE = """
 import os, signal
 from rlhf_core.run import reaper
 
@@ -153,6 +153,6 @@ def test_request_to_stop_is_not_sent_to_a_stage_that_has_ended() -> None:
     pid.
     """
     done = subprocess.run(
-        [sys.executable, "-c", GUARD_OF_ENDED_STAGE], capture_output=True, text=True, check=False
+        [sys.executable, "-c", REAPER_OF_ENDED_STAGE], capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.stderr) == ("7\n", "")
