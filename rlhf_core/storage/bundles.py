@@ -11,6 +11,7 @@ Files without a manifest do not exist for readers. They are leftovers, or an att
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -418,11 +419,15 @@ def fetch(
             verify(target, manifest, lambda path: needed(path) and (target / path).exists())
         except CorruptArtifact as error:
             log.warning("The cached copy is deleted: %s", error.message)
-            shutil.rmtree(target)
+            # Renamed first: another process must not complete a copy that is being deleted.
+            damaged = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+            with contextlib.suppress(FileNotFoundError):  # another process has done it
+                target.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
     try:
         _complete(store, manifest, target, needed)
     except CorruptArtifact as error:
-        # The damage may be that of one transfer.
+        # The damage may be that of one transfer, or of the copy, which another process has deleted.
         log.warning("Downloading once more: %s", error.message)
         _complete(store, manifest, target, needed)
     return target
@@ -450,10 +455,15 @@ def _complete(store: Store, manifest: Manifest, target: Path, needed: Callable[[
             temporary.rename(target)
         except OSError:
             # There is a copy, perhaps of another process that does the same. Its files have the same content.
-            for path in paths:
-                (target / path).parent.mkdir(parents=True, exist_ok=True)
-                (temporary / path).replace(target / path)
-                header_copy(target / path).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # it is deleted, see below
+                for path in paths:
+                    (target / path).parent.mkdir(parents=True, exist_ok=True)
+                    (temporary / path).replace(target / path)
+                    header_copy(target / path).unlink(missing_ok=True)
+        # Another process may have found the copy damaged and deleted it, with the files that it had before.
+        for entry in manifest.files:
+            if needed(entry.path) and not (target / entry.path).exists():
+                raise CorruptArtifact(f"{target / entry.path} is missing.")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1,0 +1,125 @@
+"""Copies of artifacts from a bucket, which several processes of a host use and repair.
+
+- a copy that another process deletes while files are added to it is complete when it is returned
+- a damaged copy is not seen while it is deleted
+- a header of weights is copied completely or not at all, and empty weights have none
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import StoreError
+from rlhf_core.storage import bundles
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.bundles import Manifest
+from rlhf_core.system.files import header_copy
+from rlhf_core.testing.store import ScriptedStore
+from rlhf_core.types import ArtifactRef, artifact_prefix
+
+KEY = "0123456789abcdef"
+HEADER = (300_000).to_bytes(8, "little") + b"h" * 300_000
+FILES = {"config.json": b"{}", "model.safetensors": HEADER + b"w" * 50, "no.safetensors": b""}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ScriptedStore:
+    return ScriptedStore(tmp_path / "store", remote=True)
+
+
+@pytest.fixture
+def ref(store: ScriptedStore, tmp_path: Path) -> ArtifactRef:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    return ArtifactStore(store, tmp_path / "unused").publish("sft", KEY, folder, Provenance())
+
+
+@pytest.fixture
+def manifest(store: ScriptedStore, ref: ArtifactRef) -> Manifest:
+    found = bundles.read(store, artifact_prefix(ref.kind, ref.key))
+    assert found is not None
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def partial_copy(store: ScriptedStore, manifest: Manifest, cache: Path) -> Path:
+    """Return a copy that has one file."""
+    target = bundles.fetch(store, manifest, cache, lambda path: path == "config.json")
+    assert set(contents(target)) == {"config.json"}
+    return target
+
+
+@pytest.mark.parametrize("has_begun_another", [False, True])
+def test_a_copy_that_is_deleted_while_it_is_completed_is_complete_in_the_end(
+    store: ScriptedStore, manifest: Manifest, tmp_path: Path, has_begun_another: bool
+) -> None:
+    target = partial_copy(store, manifest, tmp_path / "cache")
+
+    def repair() -> None:
+        shutil.rmtree(target)
+        if has_begun_another:
+            target.mkdir()
+            (target / "no.safetensors").touch()
+
+    store.before("get_file", repair, key="model.safetensors")
+    assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
+
+
+def test_a_copy_that_is_deleted_while_files_are_moved_is_complete_in_the_end(
+    store: ScriptedStore, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = partial_copy(store, manifest, tmp_path / "cache")
+    replace = Path.replace
+
+    def repaired_meanwhile(self: Path, to: Any) -> Path:
+        if Path(to).parent == target and (target / "config.json").exists():
+            shutil.rmtree(target)
+        return replace(self, to)
+
+    monkeypatch.setattr(Path, "replace", repaired_meanwhile)
+    assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
+
+
+def test_a_damaged_copy_is_not_seen_while_it_is_deleted(
+    store: ScriptedStore, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = bundles.fetch(store, manifest, tmp_path / "cache")
+    (target / "config.json").write_bytes(b"{x")
+    rmtree = shutil.rmtree
+
+    def deleted(folder: Path, **more: Any) -> None:
+        assert Path(folder) != target
+        rmtree(folder, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", deleted)
+    assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_header_that_arrives_in_part_is_copied_by_the_next_fetch(
+    store: ScriptedStore, ref: ArtifactRef, manifest: Manifest, tmp_path: Path
+) -> None:
+    stored = tmp_path / "store" / manifest.data / "model.safetensors"
+    store.before("read_start", lambda: stored.write_bytes(HEADER[:1000]), call=2)
+    weights = ArtifactStore(store, tmp_path / "cache").fetch(ref, weights=False) / "model.safetensors"
+    assert not header_copy(weights).exists()
+    stored.write_bytes(FILES["model.safetensors"])
+    ArtifactStore(store, tmp_path / "cache").fetch(ref, weights=False)
+    assert header_copy(weights).read_bytes() == HEADER
+    assert not weights.exists()
+
+
+def test_no_header_of_empty_weights_is_read(store: ScriptedStore, ref: ArtifactRef, tmp_path: Path) -> None:
+    """A server answers 416 to a request for a part of an empty object."""
+    store.before("read_start", StoreError("416"), key="no.safetensors")
+    folder = ArtifactStore(store, tmp_path / "cache").fetch(ref, weights=False)
+    assert not header_copy(folder / "no.safetensors").exists()
