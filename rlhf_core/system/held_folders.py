@@ -52,12 +52,13 @@ def delete_abandoned(parent: Path) -> None:
     """Delete the folders below `parent` that processes of this host held, none of which is alive."""
     for lock in sorted(parent.glob(f"*{_SUFFIX}")):
         # OSError: a process holds it, or has deleted it.
-        with suppress(OSError), lock.open("rb") as file:
+        with suppress(OSError), lock.open("rb+") as file:  # on NFS, LOCK_EX needs a writable one
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.read() == socket.gethostname().encode() and _is_current(file.fileno(), lock):
                 folder = lock.with_name(lock.name.removesuffix(_SUFFIX))
-                log.info("%s is deleted: the processes that used it have ended", folder)
-                shutil.rmtree(folder, ignore_errors=True)
+                if folder.exists():
+                    log.info("%s is deleted: the processes that used it have ended", folder)
+                    shutil.rmtree(folder, ignore_errors=True)
                 lock.unlink()
 
 

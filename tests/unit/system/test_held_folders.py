@@ -2,16 +2,22 @@
 
 - the end of a holder, also by SIGKILL, releases its folder
 - a folder that a process holds stays, and one of another host, and one that nobody ever held
+- the lock file is opened for writing, without which NFS refuses the lock
+- a deletion is logged if there was a folder
 - a holder that starts while the folder is deleted gets a lock of its own
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,3 +90,34 @@ def test_a_holder_that_starts_during_a_deletion_gets_a_new_lock(
             pass
         delete_abandoned(folder.parent)
         assert (folder / "shard").exists()
+
+
+def test_folders_are_deleted_where_the_lock_needs_a_file_opened_for_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS, the kernel turns `flock` into a lock of a range, which has this condition."""
+    folder = make(tmp_path / "work" / "sft-a")
+    with held(folder):
+        pass
+    flock = fcntl.flock
+
+    def as_on_nfs(file: Any, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    delete_abandoned(folder.parent)
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_deletion_is_logged_if_there_was_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("sft-a", "sft-b"):
+        with held(tmp_path / name):
+            pass
+    make(tmp_path / "sft-b")
+    with caplog.at_level(logging.INFO):
+        delete_abandoned(tmp_path)
+    [line] = caplog.messages
+    assert "sft-b is deleted" in line
+    assert list(tmp_path.iterdir()) == []
