@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping
 
 from rlhf_core.cluster.environment import rank_environment
 from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.types import Nodes
 
 
 def on_cluster() -> bool:
@@ -22,7 +22,7 @@ def connect(
     processes: int,
     device: str,
     config: PipelineConfig | None = None,
-    copies: Mapping[str, int] | None = None,
+    nodes: Nodes | None = None,
 ) -> None:
     """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1, unless this process has
     started it before and it is still alive.
@@ -34,7 +34,7 @@ def connect(
         device: "cpu" or "cuda".
         config: The configuration. If given, all processes on a cluster get its environment, and the nodes are
             checked.
-        copies: See `Nodes.copies`.
+        nodes: The other hosts of the stage.
 
     Raises:
         ConfigError: The cluster cannot be joined, or its nodes cannot be used (see `check_nodes`).
@@ -69,7 +69,7 @@ def connect(
                 " the same image here and on its nodes, and start Ray on this host with `ray start`"
             ) from error
         if config is not None:
-            check_nodes(config, copies or {})
+            check_nodes(config, {} if nodes is None else nodes.copies, () if nodes is None else nodes.stages)
         return
     if ray.is_initialized():
         if _is_alive():

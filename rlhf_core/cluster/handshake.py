@@ -24,7 +24,7 @@ from rlhf_core.cluster.space import space_of, space_problem
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
-from rlhf_core.pipeline import STAGES
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.devices import check_gpu_counts
 from rlhf_core.planning.fit import check_cluster_memory
 from rlhf_core.planning.hardware import cluster_hardware
@@ -60,17 +60,19 @@ class StoreProbe:
         return f"{self.prefix}/{node}"
 
 
-def check_nodes(config: PipelineConfig, copies: Mapping[str, int]) -> None:
+def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Collection[StageName]) -> None:
     """Ask every node of the cluster for its report. Call it after `connect`, on a cluster.
 
     Args:
         config: The configuration.
         copies: See `Nodes.copies`. Nodes without GPUs have no ranks of a stage that uses GPUs, and need no
             space for them.
+        stages: See `Nodes.stages`.
 
     Raises:
         ConfigError: Nodes differ from this process, and the message names each of them with its differences;
-            or the GPUs of all nodes are too few or too small for a stage of the run.
+            or the GPUs of all nodes are too few for a stage of the pipeline, or too small for one of
+            `stages`.
         InfrastructureError: A node did not answer within `run.timeouts.start`.
     """
     nodes = RAY_CLUSTER.nodes()
@@ -115,7 +117,7 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int]) -> None:
         )
     _warn_of_unlike_gpus(nodes, reports)
     if uses_gpu(config.run.device):
-        _check_memory(nodes, reports, config, has_all_stages=not own_clusters)
+        _check_memory(nodes, reports, config, () if own_clusters else stages)
     if not uses_gpu(config.run.device) and not config.run.threads:
         _warn_of_unlike_cores(nodes, reports)
 
@@ -129,15 +131,18 @@ def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig) -> None:
 
 
 def _check_memory(
-    nodes: list[dict[str, Any]], reports: Mapping[str, Any], config: PipelineConfig, *, has_all_stages: bool
+    nodes: list[dict[str, Any]],
+    reports: Mapping[str, Any],
+    config: PipelineConfig,
+    stages: Collection[StageName],
 ) -> None:
-    """Compare the memory of the GPUs with the needs of all stages, as the preflight does on one host."""
+    """Compare the memory of the GPUs with the needs of all stages; those of `stages` must fit."""
     hosts = [(int(node["Resources"].get("GPU", 0)), reports[node["NodeID"]]["gpus"]) for node in nodes]
     hardware = cluster_hardware(hosts)
     if hardware is None:
         log.info("the memory of the GPUs is not compared: unknown, or of several kinds")
         return
-    found = check_cluster_memory(config, hardware, has_all_stages=has_all_stages)
+    found = check_cluster_memory(config, hardware, stages)
     if isinstance(found, ConfigError):
         raise found
     if found is not None:

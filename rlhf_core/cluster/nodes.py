@@ -45,6 +45,7 @@ from rlhf_core.errors import (
     WorkerDied,
     WorkerStuck,
 )
+from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, is_weights
 from rlhf_core.storage.s3 import s3_endpoint
@@ -111,6 +112,8 @@ class ClusterNodes:
         self._has_base_model = False
         """Whether this host has the base model."""
         self.copies = copies or {}
+        self.stages: Collection[StageName] = ()
+        """See `Nodes.stages`."""
         self.output = output
         self.checkpoint_bytes = (0, 0)
         """Bytes of a checkpoint of the stage, see `planning.checkpoints.checkpoint_bytes`. The first `join`

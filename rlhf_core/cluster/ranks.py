@@ -303,7 +303,7 @@ def ray_session(
         return
     heartbeat("start Ray", _limits(config).start)
     try:
-        connect(processes, device, config, None if nodes is None else nodes.copies)
+        connect(processes, device, config, nodes)
         idle()  # the body may do anything
         yield
     except BaseException:

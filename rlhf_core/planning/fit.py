@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain, count
 
 from rlhf_core.config import PipelineConfig
@@ -18,7 +18,7 @@ from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, Finding, InputError, ModelError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.hardware import GIB, Device, Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.layout import layout
 from rlhf_core.planning.loads import (
@@ -94,22 +94,21 @@ def check_memory(config: PipelineConfig) -> None:
 
 
 def check_cluster_memory(
-    config: PipelineConfig, hardware: Hardware, *, has_all_stages: bool
+    config: PipelineConfig, hardware: Hardware, stages: Collection[StageName]
 ) -> Finding | None:
-    """Compare the GPUs of a cluster with the needs of all stages: also a later one must fit.
+    """Compare the GPUs of a cluster with the needs of all stages.
 
-    Returns an error with the sentences of the preflight, or None if everything fits or the shape of the model
-    is unknown on this machine. On a cluster that was created for one stage, it is a warning, because other
-    stages may get other GPUs, and numbers of GPUs are not compared.
+    Returns an error with the sentences of the preflight if one of `stages` does not fit. If only others do
+    not fit, it is a warning, for which numbers and layouts of GPUs are not compared: these stages may get
+    other GPUs. None if everything fits or the shape of the model is unknown on this machine.
 
     Args:
         config: Configuration of the pipeline.
         hardware: GPUs of all nodes.
-        has_all_stages: Whether all stages run on this cluster.
+        stages: The stages that will run on this cluster.
     """
-    if has_all_stages:
-        problem = _misfit(config, hardware)
-        return ConfigError(f"RAY_ADDRESS: not all stages fit on its GPUs: {problem}") if problem else None
+    if problem := _misfit(config, hardware, stages):
+        return ConfigError(f"RAY_ADDRESS: not all stages fit on its GPUs: {problem}")
     shape = _known_shape(config)
     problems = () if shape is None else compare_memory(config, shape, hardware).problems
     found = "\n".join(
@@ -120,19 +119,26 @@ def check_cluster_memory(
     return f"not all stages fit on GPUs like those of this cluster: {found}; `rlhf plan --gpus` shows a fix"
 
 
-def _misfit(config: PipelineConfig, hardware: Hardware) -> str:
-    """Return what does not fit, and a fix; empty if everything fits or the shape of the model is unknown."""
+def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[str] = tuple(STAGES)) -> str:
+    """Return what of `stages` does not fit, and a fix; empty if they fit or the shape of the model is
+    unknown.
+    """
     shape = _known_shape(config)
     if shape is None:
         return ""
-    verdict = compare_memory(config, shape, hardware)
+
+    def compare(changed: PipelineConfig) -> FitVerdict:
+        verdict = compare_memory(changed, shape, hardware)
+        return replace(verdict, problems=tuple(each for each in verdict.problems if each.stage in stages))
+
+    verdict = compare(config)
     if verdict.fits:
         return ""
     changes = None
     # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no setting
     # helps.
     if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
-        changes = advise(config, lambda changed: compare_memory(changed, shape, hardware))
+        changes = advise(config, compare)
     other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
     fix = f"it fits with {shlex.join(changes)}" if changes else other
     return "\n".join(problem.text for problem in verdict.problems) + f"; {fix}"

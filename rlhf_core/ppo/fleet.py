@@ -193,8 +193,7 @@ class Fleet:
         self._client = ActorClient(self._monitor, self._timeouts)
         try:
             heartbeat("start Ray", self._timeouts.start)
-            copies = None if self._nodes is None else self._nodes.copies
-            connect(self._plan.cores(gpus=self._device == "cuda"), self._device, self._config, copies)
+            connect(self._plan.cores(gpus=self._device == "cuda"), self._device, self._config, self._nodes)
             self._start_actors()
         # `with` does not call `__exit__` if `__enter__` raises.
         except BaseException as error:

@@ -35,7 +35,7 @@ from rlhf_core.errors import (
 )
 from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_base
 from rlhf_core.models.shape import shape_from_config
-from rlhf_core.pipeline import STAGES
+from rlhf_core.pipeline import STAGES, stages_between
 from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
@@ -217,6 +217,7 @@ class _Attempt:
             nodes = ClusterNodes(
                 spec.config, self.work, inputs, self.monitor, base_model, copies, output, artifacts
             )
+            nodes.stages = stages_between(spec.stage, spec.until)
             # The host of this process may have no GPU.
             nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
                 self.stage_run.run_id, {"rlhf.gpu_driver": drivers}

@@ -154,7 +154,8 @@ class PipelineRun:
                 if not name.startswith(STAGES[stage].sources_of_inputs):
                     in_key[name] = digest
         key = stage_key(self.config, stage, digests, in_key)
-        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, read)
+        until = self.stages[-1]
+        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, read, until)
 
     def find(self, spec: StageSpec) -> ArtifactRef | None:
         """Return the artifact of this key, or None if it must be made.

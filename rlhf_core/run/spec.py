@@ -37,6 +37,8 @@ class StageSpec:
     """Key of the whole pipeline, for lineage."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests of the external inputs of the stage, in `key` or in the key of an input."""
+    until: StageName = "register"
+    """The last stage of the run."""
 
     @property
     def home(self) -> Home:
@@ -63,6 +65,7 @@ class StageSpec:
             "parent_run_id": self.parent_run_id,
             "pipeline_key": self.pipeline_key,
             "sources": dict(self.sources),
+            "until": self.until,
         }
 
     def write(self, path: Path) -> None:
@@ -87,6 +90,7 @@ class StageSpec:
             payload["parent_run_id"],
             payload["pipeline_key"],
             payload["sources"],
+            payload["until"],
         )
 
 

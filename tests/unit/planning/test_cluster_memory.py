@@ -1,7 +1,8 @@
 """The GPUs of a cluster are compared with the needs of all stages, with the sentences of the preflight.
 
-- a later stage that will not fit is an error of the first one, with the fields that make it fit
-- on a cluster of one stage it is a warning, without numbers of GPUs
+- a later stage of the run that will not fit is an error of the first one, with the fields that make it fit
+- a stage that the run does not come to is a warning, and so is every stage on a cluster of one stage, without
+  numbers of GPUs
 - GPUs that are unknown or of several kinds, nodes without GPUs and unknown models are not compared
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from rlhf_core.cluster import handshake
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
+from rlhf_core.pipeline import StageName, stages_between
 from rlhf_core.planning.fit import check_cluster_memory
 from rlhf_core.planning.hardware import Hardware, cluster_hardware
 from rlhf_core.testing.cluster import node
@@ -55,9 +58,11 @@ def config(tmp_path: Path) -> PipelineConfig:
     return config_from_tree(tree, "test")
 
 
-def check(config: PipelineConfig, gpus: list[str], *, has_all_stages: bool = True) -> None:
+def check(
+    config: PipelineConfig, gpus: list[str], stages: Collection[StageName] = stages_between("sft", "register")
+) -> None:
     reports = {each["NodeID"]: {"gpus": gpus if "GPU" in each["Resources"] else []} for each in NODES}
-    handshake._check_memory(NODES, reports, config, has_all_stages=has_all_stages)
+    handshake._check_memory(NODES, reports, config, stages)
 
 
 def test_a_later_stage_that_does_not_fit_is_an_error_with_a_fix(config: PipelineConfig) -> None:
@@ -74,12 +79,25 @@ def test_a_later_stage_that_does_not_fit_is_an_error_with_a_fix(config: Pipeline
 def test_on_a_cluster_of_one_stage_it_is_a_warning(
     config: PipelineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check(config, [H100] * 8, has_all_stages=False)
+    check(config, [H100] * 8, ())
     assert "evaluate: policy needs 1" in caplog.text and "H100-80G has 79.1" in caplog.text
     small = cluster_hardware([(1, [H100])])
     assert small is not None
-    found = check_cluster_memory(config, small, has_all_stages=False)
+    found = check_cluster_memory(config, small, ())
     assert isinstance(found, str) and "devices;" not in found
+
+
+def test_a_stage_that_the_run_does_not_come_to_is_a_warning(
+    config: PipelineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(config, [H100] * 8, stages_between("sft", "reward"))
+    assert "evaluate: policy needs 1" in caplog.text
+    # The fix of what the run needs does not change other stages.
+    deepspeed = config.sft.deepspeed.model_copy(update={"zero_stage": 0})
+    sft = config.sft.model_copy(update={"deepspeed": deepspeed})
+    with pytest.raises(ConfigError, match=r"it fits with .*sft\.deepspeed") as caught:
+        check(config.model_copy(update={"sft": sft}), [H100] * 8, stages_between("sft", "reward"))
+    assert "evaluate" not in caught.value.message
 
 
 @pytest.mark.parametrize("gpus", [[], ["NVIDIA T4"] * 8, [H100] * 7 + ["NVIDIA H200"]])

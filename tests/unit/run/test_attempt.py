@@ -4,6 +4,7 @@
 - an artifact that another run has made since the flow looked for it is reused
 - on a cluster, the bytes of the stage's checkpoints are known before its ranks are placed; those of a judge
   only if the config.json of its own base model can be read
+- the stage knows the later stages of its run, for which the handshake compares the memory of the GPUs
 - the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
   wrote or start from the beginning where all are damaged
 """
@@ -64,13 +65,13 @@ class Attempt:
         self.config = PipelineConfig.model_validate(sections)
         self.store = Store(self.config.store_url)
 
-    def __call__(self, body: Callable[[StageContext], object]) -> ArtifactRef:
+    def __call__(self, body: Callable[[StageContext], object], until: StageName = "register") -> ArtifactRef:
         def stage(_config: PipelineConfig, context: StageContext) -> StageResult:
             body(context)
             (context.output / "numbers.json").write_text("{}")
             return StageResult({})
 
-        return execute(StageSpec(self.stage, KEY, self.config), Events(None), function=stage)
+        return execute(StageSpec(self.stage, KEY, self.config, until=until), Events(None), function=stage)
 
     def saved(self) -> list[str]:
         """Checkpoints of which there is any file."""
@@ -133,6 +134,21 @@ def test_bytes_of_checkpoints_are_known_before_ranks_are_placed(
     attempt(body)
     shape = tiny_shape(attempt.config.model.tiny)
     assert found == [checkpoint_bytes(attempt.config, shape, "sft")] and found[0][0] > 0
+
+
+def test_a_stage_on_a_cluster_knows_the_later_stages_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    attempt = Attempt(tmp_path)
+    found: list[StageName] = []
+
+    def body(context: StageContext) -> None:
+        assert context.nodes is not None
+        found.extend(context.nodes.stages)
+
+    attempt(body, until="reward")
+    assert found == ["sft", "reward"]
 
 
 def test_a_judge_of_the_hub_that_is_not_here_has_no_known_bytes(

@@ -484,15 +484,14 @@ def test_flow_reuses_the_check_of_its_command(tmp_path: Path) -> None:
     contextvars.copy_context().run(command)
 
 
-def test_spec_contains_digests_of_external_inputs(
-    tmp_path: Path,
-) -> None:
+def test_spec_contains_digests_of_external_inputs_and_the_last_stage(tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"text": "a"}\n')
-    run = pipeline(tmp_path, data={"sft": [{"path": str(rows)}]})
+    run = pipeline(tmp_path, until="reward", data={"sft": [{"path": str(rows)}]})
     run.spec("data", {}).write(tmp_path / "spec.json")
-    sources = StageSpec.read(tmp_path / "spec.json").sources
-    assert sources == source_digests(run.config) and set(sources) >= {"data.sft[0]", "data.prompts[0]"}
+    spec = StageSpec.read(tmp_path / "spec.json")
+    assert spec.sources == source_digests(run.config)
+    assert set(spec.sources) >= {"data.sft[0]", "data.prompts[0]"} and spec.until == "reward"
 
 
 def test_warnings_are_logged_and_tagged(
