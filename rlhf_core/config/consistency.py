@@ -14,7 +14,7 @@ from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.pipeline import PipelineConfig, section_of
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.rewards import ModelReward
+from rlhf_core.config.rewards import ModelReward, measured_graders
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import ConfigError, Finding
 
@@ -47,27 +47,10 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             "evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules"
         )
-    language_model = config.evaluate.language_model
-    if judge == "language_model" and language_model is None:
-        yield ConfigError(
-            "evaluate.judge: language_model needs evaluate.language_model; got none; add it, or use auto"
-        )
-    if language_model is not None and not config.judging_stages:
-        yield ConfigError(
-            f"evaluate.language_model: is not asked, because evaluate.judge is {judge}; leave one of them out"
-        )
-    if language_model is not None and not config.data.preference:
-        yield ConfigError(
-            "evaluate.language_model: its agreement is measured with held-out pairs, but data.preference is"
-            " empty; add pairs"
-        )
+    yield from _language_model(config)
     if config.sample is not None and config.sample.judge == "judge_model" and config.reward.judge is None:
         yield ConfigError(
             "sample.judge: judge_model needs reward.judge; got none; add reward.judge={}, or use reward"
-        )
-    if config.labels_by_language_model and language_model is None:
-        yield ConfigError(
-            "sample.judge: language_model needs evaluate.language_model; got none; add it, or use reward"
         )
     yield from _labels_of_people(config)
     if judge == "rules" and not rules:
@@ -103,6 +86,39 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
                 " leave it out"
             )
         yield from sharding_problems(field, deepspeed)
+
+
+def _language_model(config: PipelineConfig) -> Iterator[Finding]:
+    judge, language_model = config.evaluate.judge, config.evaluate.language_model
+    if language_model is None:
+        if judge == "language_model":
+            yield ConfigError(
+                "evaluate.judge: language_model needs evaluate.language_model; got none; add it, or use auto"
+            )
+        if config.labels_by_language_model:
+            yield ConfigError(
+                "sample.judge: language_model needs evaluate.language_model; got none; add it, or use reward"
+            )
+        return
+    if not config.judging_stages:
+        yield ConfigError(
+            f"evaluate.language_model: is not asked, because evaluate.judge is {judge}; leave one of them out"
+        )
+    if not config.data.preference:
+        yield ConfigError(
+            "evaluate.language_model: its agreement is measured with held-out pairs, but data.preference is"
+            " empty; add pairs"
+        )
+    elif config.judging_stages and _only_models_labelled(config):
+        yield ConfigError(
+            "evaluate.language_model: its agreement is measured with held-out pairs that people labelled, but"
+            " all sources of data.preference have labelled_by; add pairs of people, or use another judge"
+        )
+
+
+def _only_models_labelled(config: PipelineConfig) -> bool:
+    pairs = config.data.preference
+    return bool(pairs) and all(source.labelled_by is not None for source in pairs)
 
 
 def _labels_of_people(config: PipelineConfig) -> Iterator[Finding]:
@@ -206,6 +222,13 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     yield from _guards(config)
     if not any(source.weight for source in ppo.rewards):
         yield "ppo.rewards: all weights are 0, so only the KL trains the policy; give a source a weight"
+    graders = measured_graders(ppo.rewards)
+    if graders and _only_models_labelled(config):
+        names = ", ".join(source.model for source in graders)
+        yield (
+            f"ppo.rewards: the agreement of {names} with people is not measured, because all sources of"
+            " data.preference have labelled_by; add pairs of people, or set min_agreement to null"
+        )
     if ppo.publish == "best" and ppo.trains_on_reward_model and config.reward.judge is None:
         yield (
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"

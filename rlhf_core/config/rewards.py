@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -270,3 +271,12 @@ AnyReward = Annotated[
     | LanguageModelReward,
     Field(discriminator="type"),
 ]
+
+
+def measured_graders(rewards: Iterable[AnyReward]) -> list[LanguageModelReward]:
+    """Return the language models whose agreement with people must reach `min_agreement`."""
+    return [
+        source
+        for source in rewards
+        if isinstance(source, LanguageModelReward) and source.weight and source.min_agreement is not None
+    ]

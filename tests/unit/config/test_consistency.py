@@ -17,6 +17,7 @@ from rlhf_core.config.consistency import check_consistency, deepspeed_sections, 
 from rlhf_core.config.intervals import checkpoint_interval, default_evaluation_interval
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import ConfigError
 from rlhf_core.preflight import check
 
 PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "configs").glob("*.yaml"))
@@ -214,6 +215,30 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
 def test_plan_and_run_show_warnings_of_other_sections(tree: dict[str, Any], words: tuple[str, ...]) -> None:
     (warning,) = unusual_settings(config_from_tree({"run": {"device": "cpu"}, **tree}, "test"))
     assert all(word in warning for word in words), warning
+
+
+@pytest.mark.parametrize(
+    ("labels", "settings", "warned"),
+    [
+        (("reward", "reward"), {}, True),
+        (("reward", None), {}, False),
+        (("reward",), {"min_agreement": None}, False),
+        (("reward",), {"weight": 0.0}, False),
+    ],
+)
+def test_a_grader_is_not_measured_without_pairs_of_people(
+    labels: tuple[str | None, ...], settings: dict[str, Any], warned: bool
+) -> None:
+    grader = {"type": "language_model", "url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}
+    tree = {
+        "run": {"device": "cpu"},
+        "data": {"preference": [{"path": "synthetic", "labelled_by": label} for label in labels]},
+        "ppo": {"rewards": [{"type": "model"}, grader | settings]},
+    }
+    config = config_from_tree(tree, "test")
+    found = [text for text in unusual_settings(config) if "ppo.rewards: the agreement of m with" in text]
+    assert len(found) == warned
+    assert not any(isinstance(finding, ConfigError) for finding in check_consistency(config))
 
 
 def test_a_run_of_many_steps_can_be_checked() -> None:

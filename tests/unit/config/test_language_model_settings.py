@@ -2,7 +2,7 @@
 
 - it has a folder, or an address on the allow-list with a model, and not both
 - its key is the name of a variable whose value logs hide
-- it needs pairs, and `evaluate.judge` or `sample.judge` must ask it
+- it needs pairs, not only of models, and `evaluate.judge` or `sample.judge` must ask it
 - rubric, folder, key and host are checked before the run, and nothing is asked
 """
 
@@ -19,6 +19,8 @@ from rlhf_core.config.consistency import check_consistency
 from rlhf_core.evaluation.check import check_language_model
 
 SERVER = {"url": "http://judge.example/v1", "model": "m", "allowed_hosts": ["judge.example"]}
+OF_PEOPLE: dict[str, Any] = {"path": "synthetic"}
+OF_MODEL = OF_PEOPLE | {"labelled_by": "reward"}
 
 
 def config_of(judge: dict[str, Any], **sections: Any) -> PipelineConfig:
@@ -52,6 +54,10 @@ def test_a_judge_that_cannot_be_asked_is_refused(judge: dict[str, Any], words: s
         ({"evaluate": {"judge": "gold"}}, "is not asked, because evaluate.judge is gold"),
         ({"data": {"preference": []}, "reward": {"enabled": False}, "ppo": {"rewards": [{"type": "gold"}]}},
             "held-out pairs, but data.preference is empty"),
+        ({"data": {"preference": [OF_MODEL]}}, "all sources of data.preference have labelled_by; add"),
+        ({"data": {"preference": [OF_MODEL, OF_PEOPLE]}}, None),
+        ({"data": {"preference": [OF_MODEL]}, "evaluate": {"judge": "gold"},
+            "sample": {"judge": "language_model"}}, "all sources of data.preference have labelled_by"),
         ({"evaluate": {"judge": "language_model", "language_model": None}}, "needs evaluate.language_model"),
         ({"evaluate": {"judge": "language_model"}}, None),
         ({"evaluate": {"judge": "gold"}, "sample": {"judge": "language_model"}}, None),
