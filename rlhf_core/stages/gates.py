@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import why_merged
 from rlhf_core.config.language_model import LanguageModelConfig
+from rlhf_core.config.rewards import LanguageModelReward, measured_graders
 from rlhf_core.errors import GateFailed
 from rlhf_core.pipeline import StageName
 
@@ -23,6 +24,9 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     # Either stage can have another judge, and then no agreement.
     if stage in ("evaluate", "sample") and language_model is not None and f"{_AGREEMENT}/mean" in metrics:
         _check_language_model(language_model, stage, metrics)
+    if stage == "ppo":
+        for grader in measured_graders(config.ppo.rewards):
+            _check_grader(grader, metrics)
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
     # `not <=`, so that NaN does not pass.
     if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
@@ -44,6 +48,29 @@ def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]
                 f"{stage}: held-out accuracy{which} {metrics[name]:.3f} is below reward.min_accuracy={limit};"
                 " train longer, raise the learning rate, or check the pairs in the data card"
             )
+
+
+def _check_grader(grader: LanguageModelReward, metrics: Mapping[str, float]) -> None:
+    """Check the agreement of a reward source with people, if it was measured."""
+    from rlhf_core.rewards.compose import source_name
+
+    name = source_name(grader)
+    prefix = f"reward_agreement/{name}"
+    if f"{prefix}/mean" not in metrics:
+        return
+    agreement, low, high, pairs = (metrics[f"{prefix}/{part}"] for part in ("mean", "low", "high", "pairs"))
+    assert grader.min_agreement is not None
+    if agreement < grader.min_agreement:
+        reason = f"below min_agreement={grader.min_agreement:g}"
+    elif low <= 0.5:
+        reason = "not significantly more often than by chance (0.5)"
+    else:
+        return
+    raise GateFailed(
+        f"ppo: reward {name} ({grader.model}) agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
+        f" {pairs:.0f} held-out pairs of people (equal grades count half), {reason}. Use a better model or"
+        " rubric, or set its min_agreement to null if its grades are not about the preference of people"
+    )
 
 
 def _check_language_model(

@@ -47,7 +47,7 @@ def run(
     from rlhf_core.stages.reward_agreement import check_language_model_rewards
     from rlhf_core.storage.bundles import weights_sha256
 
-    check_language_model_rewards(config, context)
+    agreement = check_language_model_rewards(config, context)
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.inputs["data"])
     fleet = make_fleet(config, context, device, decoder.pad)
@@ -74,7 +74,7 @@ def run(
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
     return StageResult(
-        {**metrics, **published, **chosen, "steps": float(steps)},
+        {**metrics, **published, **chosen, **agreement, "steps": float(steps)},
         {"weights_sha256": weights_sha256(policy, context.stored_in(policy))},
     )
 

@@ -6,14 +6,15 @@ import logging
 import math
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.rewards import LanguageModelReward
-from rlhf_core.errors import GateFailed, RewardError
+from rlhf_core.config.rewards import LanguageModelReward, measured_graders
+from rlhf_core.errors import RewardError
 from rlhf_core.evaluation.language_model import held_out_pairs_of_people
 from rlhf_core.evaluation.statistics import win_rate
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.rewards.compose import code_digests, source_name
 from rlhf_core.rewards.failures import resolve_failures
 from rlhf_core.rewards.language_model import LanguageModelGrades
+from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.home import Home
 from rlhf_core.types import RewardInput, StageContext
 
@@ -23,9 +24,10 @@ _PAIRS = 100
 """Largest number of pairs. Each costs two questions."""
 
 
-def check_language_model_rewards(config: PipelineConfig, context: StageContext) -> None:
+def check_language_model_rewards(config: PipelineConfig, context: StageContext) -> dict[str, float]:
     """Compare the grades of both answers of held-out pairs with the choice of people, for each
-    `type: language_model` of `ppo.rewards` with a weight and `min_agreement`.
+    `type: language_model` of `ppo.rewards` with a weight and `min_agreement`. Return the agreement as
+    metrics, which `check_gate` compares with the limits again when the artifact is reused.
 
     A pair without a grade, which `on_error: mask` allows, is left out. Replies are kept, so a retry asks
     nothing again. Without pairs of people, a warning says that nothing was measured.
@@ -34,13 +36,9 @@ def check_language_model_rewards(config: PipelineConfig, context: StageContext) 
         GateFailed: A source agrees too little.
         RewardError: A source has no grade for most of the pairs.
     """
-    sources = [
-        source
-        for source in config.ppo.rewards
-        if isinstance(source, LanguageModelReward) and source.weight and source.min_agreement is not None
-    ]
+    sources = measured_graders(config.ppo.rewards)
     if not sources:
-        return
+        return {}
     pairs, of_models = held_out_pairs_of_people(context.inputs["data"], _PAIRS)
     if not pairs:
         log.warning(
@@ -48,19 +46,24 @@ def check_language_model_rewards(config: PipelineConfig, context: StageContext) 
             " people (%d by models)",
             ", ".join(map(source_name, sources)), of_models,
         )  # fmt: skip
-        return
+        return {}
     answers = [
         RewardInput(f"pair {index}", pair.prompt, text, (), (), True, {})
         for index, pair in enumerate(pairs)
         for text in (pair.a, pair.b)
     ]
+    metrics: dict[str, float] = {}
     for source in sources:
-        _check(config, context, source, answers)
+        found = _measure(config, context, source, answers)
+        context.metrics.log_metrics(found, 0)
+        check_gate(config, "ppo", found)
+        metrics |= found
+    return metrics
 
 
-def _check(
+def _measure(
     config: PipelineConfig, context: StageContext, source: LanguageModelReward, answers: list[RewardInput]
-) -> None:
+) -> dict[str, float]:
     name = source_name(source)
     digest = code_digests(config.ppo.rewards, context.sources).get(name)
     outcome = LanguageModelGrades(source, digest, Home.of(config.run.home).judge)(answers)
@@ -76,21 +79,9 @@ def _check(
     # With a negative weight, the lower grade is the better one.
     preferences = [0.5 if a == b else float((a > b) == (source.weight > 0)) for a, b in both]
     found = win_rate(preferences, **Intervals(config).settings(f"agreement of {name}"))
-    metrics = {f"reward_agreement/{name}/{part}": value for part, value in found.to_json().items()}
-    context.metrics.log_metrics(metrics | {f"reward_agreement/{name}/pairs": float(len(both))}, 0)
-    text = (
-        f"agrees with {found.mean:.3f} [{found.low:.3f}, {found.high:.3f}] of {len(both)} held-out pairs of"
-        " people"
-    )
-    log.info("reward %s %s", name, text)
-    assert source.min_agreement is not None
-    if found.mean < source.min_agreement:
-        reason = f"below min_agreement={source.min_agreement:g}"
-    elif found.low <= 0.5:
-        reason = "not significantly more often than by chance (0.5)"
-    else:
-        return
-    raise GateFailed(
-        f"ppo: reward {name} ({source.model}) {text} (equal grades count half), {reason}. Use a better model"
-        " or rubric, or set its min_agreement to null if its grades are not about the preference of people"
-    )
+    log.info(
+        "reward %s agrees with %.3f [%.3f, %.3f] of %d held-out pairs of people",
+        name, found.mean, found.low, found.high, len(both),
+    )  # fmt: skip
+    numbers = found.to_json() | {"pairs": float(len(both))}
+    return {f"reward_agreement/{name}/{part}": value for part, value in numbers.items()}

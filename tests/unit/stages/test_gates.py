@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed
 from rlhf_core.run.next_stage import NextStage
@@ -39,9 +40,8 @@ def test_a_reward_model_below_the_limit_fails_its_stage(tmp_path: Path) -> None:
         reward.finish(config, context, "reward", {"accuracy": 0.59})
 
 
-def test_reused_reward_model_below_the_limit_fails(tmp_path: Path) -> None:
-    config = config_from_tree({"reward": {"min_accuracy": 0.6}}, "test")
-    made = ArtifactRef("reward", "a" * 16, "digest", "/store/reward", {"accuracy": 0.59})
+def reused(config: PipelineConfig, made: ArtifactRef) -> None:
+    """Reuse an artifact in a run with this configuration."""
     run: Any = SimpleNamespace(
         config=config,
         first_started={},
@@ -50,5 +50,32 @@ def test_reused_reward_model_below_the_limit_fails(tmp_path: Path) -> None:
         find=lambda _spec: made,
         next_stage=NextStage(),
     )
+    get_or_run_stage(run, made.kind, {}, RetryPolicy(0))
+
+
+def test_reused_reward_model_below_the_limit_fails() -> None:
+    config = config_from_tree({"reward": {"min_accuracy": 0.6}}, "test")
     with pytest.raises(GateFailed, match=r"accuracy 0\.590 is below"):
-        get_or_run_stage(run, "reward", {}, RetryPolicy(0))
+        reused(config, ArtifactRef("reward", "a" * 16, "digest", "/store/reward", {"accuracy": 0.59}))
+
+
+def test_a_reused_policy_whose_grader_agrees_too_little_fails() -> None:
+    """Its agreement was measured when the policy was made, under another limit."""
+    numbers = {"mean": 0.7, "low": 0.6, "high": 0.8, "pairs": 90.0}
+    metrics = {f"reward_agreement/grader/{part}": value for part, value in numbers.items()}
+    made = ArtifactRef("ppo", "a" * 16, "digest", "/store/ppo", metrics)
+    grader = {"type": "language_model", "url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}
+
+    def config_of(**settings: Any) -> PipelineConfig:
+        rewards = [{"type": "model"}, grader | {"name": "grader"} | settings]
+        return config_from_tree({"ppo": {"rewards": rewards}}, "test")
+
+    text = r"reward grader \(m\) agrees with 0\.700 \[0\.600, 0\.800\] of 90 .* below min_agreement=0\.75"
+    with pytest.raises(GateFailed, match=text):
+        reused(config_of(min_agreement=0.75), made)
+    by_chance = {**metrics, "reward_agreement/grader/low": 0.5}
+    with pytest.raises(GateFailed, match="not significantly more often than by chance"):
+        check_gate(config_of(), "ppo", by_chance)
+    check_gate(config_of(), "ppo", metrics)
+    check_gate(config_of(min_agreement=None), "ppo", by_chance)
+    check_gate(config_of(min_agreement=0.75), "ppo", {"kl": 1.0})

@@ -63,11 +63,13 @@ def by_length(question: str) -> str:
 def test_a_grader_that_agrees_with_people_passes(tmp_path: Path) -> None:
     context = context_of(tmp_path, "model", "people")
     with ChatServer(by_length) as server:
-        check_language_model_rewards(config_of(tmp_path, server.url), context)
+        found = check_language_model_rewards(config_of(tmp_path, server.url), context)
         assert len(server.requests) == 40, "the pairs that a model has labelled are not asked about"
     assert isinstance(context.metrics, RecordingMetrics)
     assert context.metrics.column("reward_agreement/language_model/mean") == [1.0]
     assert context.metrics.column("reward_agreement/language_model/pairs") == [20.0]
+    assert {name.rpartition("/")[2] for name in found} == {"mean", "low", "high", "pairs"}
+    assert found["reward_agreement/language_model/mean"] == 1.0
 
 
 @pytest.mark.parametrize(("reply", "share"), [("5", "0.500"), ("", "0.000")])

@@ -1,5 +1,6 @@
 """What the stage `ppo` leaves, with a worker whose model is scripted (the integration tests use real ones).
 
+- the agreement of language models that grade, for runs that reuse the policy
 - the critic starts from the reward model only where that gives the rewards
 - rewards that read responses have the threads of the stage
 - `policy` has the weights of the last step and `policy_ema` their average if there is one, or `policy` has
@@ -8,6 +9,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import LoraConfig
-from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.stages import ppo
 from rlhf_core.system.overriding import override
@@ -25,7 +27,8 @@ from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
-from rlhf_core.types import StageContext
+from rlhf_core.types import PairExample, StageContext
+from tests.support.chat_server import ChatServer
 
 
 class SavedBySelf(torch.nn.Module):
@@ -111,6 +114,25 @@ def test_average_of_weights_is_saved_next_to_the_policy_or_published(
     out = context.output
     assert {file.parent.name: file.read_text() for file in out.rglob("model.safetensors")} == expected
     assert {file.parent.name for file in out.rglob("tokenizer.json")} == set(expected)
+
+
+def test_the_agreement_of_a_grader_is_in_the_result(context: StageContext, tmp_path: Path) -> None:
+    """A run that reuses the policy compares it with its own limit."""
+    decoder = train_tokenizer([], 0)
+    chosen, rejected = (tuple(decoder.encode(text)) for text in ("a long answer", "no"))
+    pairs = [PairExample(f"p{i}", "Tell me", (1,), chosen, rejected, "people") for i in range(10)]
+    data = write_data_artifact(tmp_path / "pairs", eval_pairs=pairs, tokenizer=decoder)
+    context = replace(context, inputs={**context.inputs, "data": data})
+    with ChatServer(lambda question: "9" if "long answer" in question else "2") as server:
+        grader = {"type": "language_model", "model": "m", "url": server.url, "allowed_hosts": ["127.0.0.1"]}
+        tree = {
+            "run": {"device": "cpu", "home": str(tmp_path / "home")},
+            "ppo": {"evaluate_every": 0, "rewards": [{"type": "model"}, grader]},
+        }
+        config = config_from_tree(tree, "test")
+        fleet = trained(config, context)
+        found = ppo.run(config, context, lambda *_given: fleet)
+    assert found.metrics["reward_agreement/language_model/mean"] == 1.0
 
 
 @pytest.mark.parametrize(("lora", "dtype"), [(None, None), (LoraConfig(), torch.float32)])
