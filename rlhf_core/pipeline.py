@@ -225,7 +225,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=10,
+        version=11,
         sections=("register",),
         # Of `dpo` and `ppo` only the one whose policy is registered (`register.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate"),

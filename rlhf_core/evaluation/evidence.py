@@ -62,9 +62,10 @@ def log_evidence(outcomes: Sequence[float]) -> float:
 
 def prompts_for_evidence(win_rate: float, level: float) -> int | None:
     """Return the number of prompts with which this win rate has evidence of 1 / level; None if no number has.
+    Both are without ties.
 
     The capital of the bet that suits the win rate best must be 1 / level times the number of bets, because
-    the evidence is their mean. Ties count as half a win.
+    the evidence is their mean.
     """
     gain = max(win_rate * math.log1p(bet) + (1 - win_rate) * math.log1p(-bet) for bet in BETS)
     return math.ceil((math.log(len(BETS)) - math.log(level)) / gain) if gain > 0 else None

@@ -100,7 +100,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     )
     people.warn_of_other_pages(done.already_champion)
     decision = done.decision
-    log.info("%s version %s: champion=%s (%s)", done.model, done.version, decision.champion, decision.reason)
+    log.info("%s version %s: champion=%s (%s)", done.model, done.version, decision.champion, decision.text)
     tracking.set_tags(lineage.parent_run_id, {"rlhf.model_version": f"{done.model}/{done.version}"})
     facts: dict[str, Any] = {
         "model": done.model,
@@ -108,7 +108,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "created": done.created,
         "champion": decision.champion,
         "rule": decision.rule,
-        "reason": decision.reason,
+        "reason": decision.text,
         "previous_champion": done.previous,
         "match": done.match.record() if done.match else None,
         "votes": candidate.evaluation.votes,
@@ -225,6 +225,7 @@ def _match(result: MatchResult) -> Match:
         judge_digest=result.judge_digest,
         log_evidence=log_evidence(own),
         away_win_rate=None if by_champion is None else by_champion.win_rate.mean,
+        away_ties=0 if by_champion is None else by_champion.verdicts.ties,
         away_log_evidence=log_evidence(champion_outcomes or ()),
         outcomes=tuple(
             " ".join([prompt, *(f"{outcome:g}" for outcome in outcomes)])

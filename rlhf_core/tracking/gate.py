@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -26,12 +26,13 @@ from rlhf_core.errors import RLHFError
 from rlhf_core.evaluation.evidence import prompts_for_evidence
 from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences
 
-_BETTER = "; train a better policy"
+_BETTER = "train a better policy"
 _AFTER_REGRESSION = (
-    "; read the answers, and train with data of this kind, or raise the margin (evaluate.regression)"
+    "read the answers, and train with data of this kind, or raise the margin (evaluate.regression)"
 )
-_AFTER_VOTES = "; read the pairs that it lost, and change the rewards or the data"
-"""What to do after a refusal."""
+_AFTER_VOTES = "read the pairs that it lost, and change the rewards or the data"
+BY_A_PERSON = "a person can decide with `rlhf promote`"
+"""What to do after a refusal (`Decision.advice`)."""
 
 Votes = Mapping[str, float]
 """Win rate of the policy by the votes of people (`evaluation.review.win_rate_by_people`)."""
@@ -150,6 +151,8 @@ class Match:
     """Win rate of the candidate, judged by the champion's reward model. None if that model is not another
     judge or is missing.
     """
+    away_ties: int = 0
+    """Ties by the champion's reward model. 0 in records of older versions."""
     away_log_evidence: float = 0.0
     """`log_evidence` by the champion's reward model, if there is `away_win_rate`."""
     outcomes: tuple[str, ...] = ()
@@ -201,6 +204,13 @@ class Decision:
     """One sentence with the numbers."""
     tested: bool = False
     """Whether a test was made, which spends its level."""
+    advice: str = ""
+    """What to do after a refusal, for those who run the pipeline. It is not published."""
+
+    @property
+    def text(self) -> str:
+        """Reason and advice."""
+        return f"{self.reason}; {self.advice}" if self.advice else self.reason
 
 
 def decide(
@@ -227,33 +237,29 @@ def decide(
     if not isinstance(match, Match):
         why = match.reason if match else "it was not run"
         text = (
-            f"there is no match against the champion ({why}), and numbers of other prompts are not compared;"
-            " a person can decide with `rlhf promote`"
+            f"there is no match against the champion ({why}), and numbers of other prompts are not compared"
         )
-        return Decision(False, "no_match", text)
+        return Decision(False, "no_match", text, advice=BY_A_PERSON)
     return _by_match(candidate, match, champion, gate, level)
 
 
 def refused_alone(candidate: Evaluation, gate: Gate) -> Decision | None:
     """Return the refusal of a candidate that needs no test and no match; None if there is none."""
     if candidate.win_rate < gate.min_win_rate:
-        text = (
-            f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}; train a"
-            " better policy, or lower it"
-        )
-        return Decision(False, "min_win_rate", text)
+        text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"
+        return Decision(False, "min_win_rate", text, advice=f"{_BETTER}, or lower it")
     if failed := failed_sets(candidate.regression):
-        text = f"regression sets failed against the SFT model: {', '.join(failed)}{_AFTER_REGRESSION}"
-        return Decision(False, "regression", text)
+        text = f"regression sets failed against the SFT model: {', '.join(failed)}"
+        return Decision(False, "regression", text, advice=_AFTER_REGRESSION)
     if gate.lost(candidate.votes):
-        text = f"people may prefer the SFT model{_by_people(candidate.votes, gate)}{_AFTER_VOTES}"
-        return Decision(False, "votes", text)
+        text = f"people may prefer the SFT model{_by_people(candidate.votes, gate)}"
+        return Decision(False, "votes", text, advice=_AFTER_VOTES)
     if gate.independent_judge and candidate.judge_trained_on:
         text = (
             f"the judge is {_judge_name(candidate)}, which the policy was trained on, and"
-            " register.independent_judge is true; add reward.judge={} or evaluate.language_model"
+            " register.independent_judge is true"
         )
-        return Decision(False, "judge", text)
+        return Decision(False, "judge", text, advice="add reward.judge={} or evaluate.language_model")
     return None
 
 
@@ -270,8 +276,8 @@ def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
         return _too_few(words, gate)
     text = f"{words}; p={verdicts.p_value:.2g} at level {level:.2g} (register.alpha={gate.alpha:g})"
     if verdicts.p_value > level:
-        text += _more_prompts(prompts_for_level(candidate.win_rate, level))
-        return Decision(False, "first", text, tested=True)
+        needed = _needed(prompts_for_level, candidate.win_rate, verdicts.prompts, verdicts.ties, level)
+        return Decision(False, "first", text, tested=True, advice=_more_prompts(needed))
     return _with_votes("first", text, candidate.regression, candidate.votes, gate)
 
 
@@ -294,43 +300,67 @@ def _by_match(
     if match.prompts < gate.min_prompts:
         return _too_few(words, gate)
     if not _asked_champions_judge(match, champion):
-        text = (
-            f"{words}; the champion was judged by {_judge_name(champion)}, which did not judge this match;"
-            " a person can decide with `rlhf promote`"
-        )
-        return Decision(False, "judge", text)
+        text = f"{words}; the champion was judged by {_judge_name(champion)}, which did not judge this match"
+        return Decision(False, "judge", text, advice=BY_A_PERSON)
     text = f"{words}; evidence {_evidence(match.log_evidence)}"
     if match.away_win_rate is not None:
         text += f", and {_evidence(match.away_log_evidence)} by the champion's reward model,"
     text += f" of the {1 / level:.3g} needed (level {level:.2g}, register.alpha={gate.alpha:g} in a year)"
     if match.smaller_log_evidence < -math.log(level):
         is_own = match.log_evidence < -math.log(level)
-        rates = [match.win_rate, *([] if match.away_win_rate is None else [match.away_win_rate])]
-        text += _more_prompts(prompts_for_evidence(min(rates), level))
-        return Decision(False, "match" if is_own else "away", text, tested=True)
+        rule = "match" if is_own else "away"
+        return Decision(False, rule, text, tested=True, advice=_more_prompts(_needed_by_both(match, level)))
     # The evidence is its maximum over the prompts, so that the match can be lost in the end.
     if match.win_rate <= 0.5:
-        text += f"; the candidate must win more than half of the match{_BETTER}"
-        return Decision(False, "match", text, tested=True)
+        text += "; the candidate must win more than half of the match"
+        return Decision(False, "match", text, tested=True, advice=_BETTER)
     if match.away_win_rate is not None and match.away_win_rate <= 0.5:
-        text += (
-            "; the candidate must win more than half of the match by the champion's reward model as"
-            f" well{_BETTER}"
-        )
-        return Decision(False, "away", text, tested=True)
+        text += "; the candidate must win more than half of the match by the champion's reward model as well"
+        return Decision(False, "away", text, tested=True, advice=_BETTER)
     if failed := failed_sets(match.regression):
-        text += f"; regression sets failed against the champion: {', '.join(failed)}{_AFTER_REGRESSION}"
-        return Decision(False, "regression", text, tested=True)
+        text += f"; regression sets failed against the champion: {', '.join(failed)}"
+        return Decision(False, "regression", text, tested=True, advice=_AFTER_REGRESSION)
     return _with_votes("match", text, match.regression, match.votes, gate)
+
+
+def _needed_by_both(match: Match, level: float) -> int | None:
+    """Return the number of prompts of a match that is enough for each of its judges; None if none is."""
+    judges = [(match.win_rate, match.prompts - match.wins - match.losses)]
+    if match.away_win_rate is not None:
+        judges.append((match.away_win_rate, match.away_ties))
+    numbers = [_needed(prompts_for_evidence, rate, match.prompts, ties, level) for rate, ties in judges]
+    known = [number for number in numbers if number is not None]
+    return max(known) if len(known) == len(numbers) else None
+
+
+def _needed(
+    without_ties: Callable[[float, float], int | None], rate: float, prompts: int, ties: int, level: float
+) -> int | None:
+    """Return the number of prompts that is enough at this win rate and share of ties; None if none is.
+
+    Ties count as half a win in the rate, and nothing in the test.
+
+    Args:
+        without_ties: Returns the number of prompts without a tie, from the win rate among them and the level.
+        rate: Win rate, 0 to 1.
+        prompts: Number of prompts, with ties.
+        ties: Number of ties.
+        level: Level of the test.
+    """
+    decided = prompts - ties
+    if not decided:
+        return None
+    number = without_ties((rate * prompts - ties / 2) / decided, level)
+    return None if number is None else math.ceil(number * prompts / decided)
 
 
 def _more_prompts(needed: int | None) -> str:
     """Return what to do if there is too little evidence."""
     if needed is None:
-        return f"; at this win rate no number of prompts is enough{_BETTER}"
+        return f"at this win rate no number of prompts is enough; {_BETTER}"
     return (
-        f"; at this win rate about {needed:,} prompts are needed: raise evaluate.prompts and data.max_eval,"
-        " or train a better policy"
+        f"at this win rate about {needed:,} prompts are needed: raise evaluate.prompts and data.max_eval, or"
+        f" {_BETTER}"
     )
 
 
@@ -347,11 +377,11 @@ def _with_votes(
         text += f"; regression sets passed: {', '.join(regression)}"
     if gate.votes_margin is not None and votes is None:
         page = "rlhf review --against champion" if rule == "match" else "rlhf review"
-        text += f"; register.votes_margin needs votes of people: `{page}`, then register.votes"
-        return Decision(False, "votes", text, tested=True)
+        text += "; register.votes_margin needs votes of people"
+        return Decision(False, "votes", text, tested=True, advice=f"run `{page}`, then set register.votes")
     if gate.lost(votes):
-        text += f"; people may prefer the champion{_AFTER_VOTES}"
-        return Decision(False, "votes", text, tested=True)
+        text += "; people may prefer the champion"
+        return Decision(False, "votes", text, tested=True, advice=_AFTER_VOTES)
     return Decision(True, rule, text, tested=True)
 
 
@@ -381,11 +411,9 @@ def _asked_champions_judge(match: Match, champion: Evaluation) -> bool:
 
 def _too_few(words: str, gate: Gate) -> Decision:
     # A test was made, because its outcome is known: more prompts continue it at its level.
-    text = (
-        f"{words}; register.min_prompts={gate.min_prompts} are needed; raise evaluate.prompts, data.max_eval"
-        " and data.eval_fraction until there are enough"
-    )
-    return Decision(False, "min_prompts", text, tested=True)
+    text = f"{words}; register.min_prompts={gate.min_prompts} are needed"
+    advice = "raise evaluate.prompts, data.max_eval and data.eval_fraction until there are enough"
+    return Decision(False, "min_prompts", text, tested=True, advice=advice)
 
 
 def _judge_name(record: Evaluation) -> str:

@@ -28,7 +28,16 @@ from rlhf_core.tracking.champions import (
     revocation,
     settle,
 )
-from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide, refused_alone
+from rlhf_core.tracking.gate import (
+    BY_A_PERSON,
+    Decision,
+    Evaluation,
+    Gate,
+    Match,
+    NoMatch,
+    decide,
+    refused_alone,
+)
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
 from rlhf_core.tracking.promotion_tests import (
     OUTCOME,
@@ -208,7 +217,8 @@ def _revoked(mlflow: Mlflow, model: str, version: ModelVersion) -> Decision | No
     return Decision(
         False,
         "revoked",
-        f"version {found.version} has this policy and was revoked: {found.reason}; train another policy",
+        f"version {found.version} has this policy and was revoked: {found.reason}",
+        advice="train another policy",
     )
 
 
@@ -218,11 +228,8 @@ def _champion_is_missing(mlflow: Mlflow, model: str, champion: ModelVersion | No
     """
     done = [move for move in history(mlflow, model) if move.state == "done"]
     if champion is None and done and done[-1].version is not None:
-        text = (
-            f"no version has the alias `{CHAMPION}`, although there were champions; a person can name one"
-            " with `rlhf promote`"
-        )
-        return Decision(False, "unknown", text)
+        text = f"no version has the alias `{CHAMPION}`, although there were champions"
+        return Decision(False, "unknown", text, advice="a person can name one with `rlhf promote`")
     return None
 
 
@@ -281,11 +288,8 @@ def _decide(
 ) -> Decision:
     record = _record(champion) if champion is not None else None
     if champion is not None and record is None:
-        text = (
-            f"the champion, version {champion.version}, has no recorded evaluation; a person can decide with"
-            " `rlhf promote`"
-        )
-        return Decision(False, "unknown", text)
+        text = f"the champion, version {champion.version}, has no recorded evaluation"
+        return Decision(False, "unknown", text, advice=BY_A_PERSON)
     return decide(candidate.evaluation, record, match, gate=gate, level=level)
 
 

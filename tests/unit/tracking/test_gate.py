@@ -8,7 +8,8 @@
 - with a margin for votes of people, a candidate without them or with a loss is refused, by name; without a
   margin they are only in the reason
 - a first champion whose judge trained it is named as such, and refused with `independent_judge`
-- every refusal ends with what to do, also with the number of prompts that are enough at this win rate
+- every refusal ends with what to do, also with the number of prompts that are enough at this win rate and
+  share of ties; the reason itself, which can be published, has no advice
 - without a match, or without the champion's judge, the champion stays
 """
 
@@ -160,7 +161,7 @@ DISLIKED = {"mean": 0.4, "low": 0.25, "high": 0.55, "pairs": 40, "votes": 50}
             "; 0.600 [0.450, 0.750] by 50 votes of people on 40 pairs (lower bound above 0.4",
         ),
         (LIKED, LIKED, True, "0.600 [0.450"),
-        (None, None, False, "needs votes of people: `rlhf review --against champion`"),
+        (None, None, False, "needs votes of people; run `rlhf review --against champion`"),
         (LIKED, None, False, "needs votes of people"),
         (None, DISLIKED, False, "; people may prefer the champion"),
         (DISLIKED, LIKED, False, "people may prefer the SFT model; 0.400 [0.250, 0.550] by 50 votes"),
@@ -173,7 +174,7 @@ def test_votes_of_people_can_stop_a_promotion(
     candidate, result = record(votes=own), match(80, **GOLD, votes=against_champion)
     decision = decide(candidate, JUDGED, result, gate=gate, level=LEVEL)
     assert (decision.champion, decision.rule) == (champion, "match" if champion else "votes")
-    assert reason in decision.reason and decision.tested == (own != DISLIKED)
+    assert reason in decision.text and decision.tested == (own != DISLIKED)
     shown = decide(candidate, JUDGED, result, gate=GATE, level=LEVEL)
     assert shown.champion and ("votes of people" in shown.reason) == bool(against_champion)
     assert Match(**json.loads(json.dumps(result.record()))).votes == against_champion
@@ -197,7 +198,7 @@ def test_records_without_regression_sets_have_the_text_of_earlier_versions() -> 
 def test_reasons_have_the_numbers_and_the_way_out() -> None:
     decision = decide(record(), JUDGED, match(65, **GOLD), gate=GATE, level=LEVEL)
     assert "of the 400 needed (level 0.0025, register.alpha=0.05 in a year)" in decision.reason
-    why = decide(record(), JUDGED, NoMatch("it has another tokenizer"), gate=GATE, level=LEVEL).reason
+    why = decide(record(), JUDGED, NoMatch("it has another tokenizer"), gate=GATE, level=LEVEL).text
     assert "(it has another tokenizer)" in why and "`rlhf promote`" in why
     why = decide(record(), JUDGED, match(80, **MODEL), gate=GATE, level=LEVEL).reason
     assert "the champion was judged by gold g, which did not judge this match" in why
@@ -210,20 +211,58 @@ NEEDED = re.compile(r"at this win rate about ([0-9,]+) prompts are needed: raise
 
 @pytest.mark.parametrize("wins", [53, 55, 60, 65])
 def test_a_refusal_names_the_prompts_that_are_enough_at_this_win_rate(wins: int) -> None:
-    def refused(decision: Decision) -> int:
-        found = NEEDED.search(decision.reason)
-        assert not decision.champion and found, decision.reason
-        return int(found[1].replace(",", ""))
-
-    needed = refused(decide(record(), JUDGED, match(wins, **GOLD), gate=GATE, level=LEVEL))
+    needed = needed_prompts(decide(record(), JUDGED, match(wins, **GOLD), gate=GATE, level=LEVEL))
     for prompts, is_enough in ((round(needed * 1.05), True), (round(needed * 0.7), False)):
         played = match(round(prompts * wins / 100), prompts, **GOLD)
         assert decide(record(), JUDGED, played, gate=GATE, level=LEVEL).champion is is_enough
     away = {"away_win_rate": wins / 100, "away_log_evidence": 1.0}
-    assert refused(decide(record(), JUDGED, match(80, **MODEL, **away), gate=GATE, level=LEVEL)) == needed
+    assert (
+        needed_prompts(decide(record(), JUDGED, match(80, **MODEL, **away), gate=GATE, level=LEVEL)) == needed
+    )
 
-    needed = refused(decide(record(wins), None, gate=GATE, level=1e-4))
+    needed = needed_prompts(decide(record(wins), None, gate=GATE, level=1e-4))
     enough = record(round(needed * wins / 100 + 1), needed)
+    assert decide(enough, None, gate=GATE, level=1e-4).champion
+
+
+def needed_prompts(decision: Decision) -> int:
+    found = NEEDED.search(decision.text)
+    assert not decision.champion and found, decision.text
+    return int(found[1].replace(",", ""))
+
+
+def with_ties(wins: int, losses: int, ties: int, **fields: Any) -> Match:
+    """Return a match with the losses first and the ties last."""
+    outcomes = [-1] * losses + [1] * wins + [0] * ties
+    rate = (wins + ties / 2) / len(outcomes)
+    return Match(rate, 0.0, 1.0, len(outcomes), wins, losses, log_evidence=log_evidence(outcomes), **fields)
+
+
+def test_the_prompts_that_are_needed_follow_from_those_without_a_tie() -> None:
+    """80 % of the prompts are ties, so that the win rate is 0.52, and 0.6 without them."""
+    level = math.exp(-7.17)
+    played = with_ties(180, 120, 1200, **GOLD)
+    needed = needed_prompts(decide(record(), JUDGED, played, gate=GATE, level=level))
+    # A bet of 0.2 gains 0.6 ln 1.2 + 0.4 ln 0.8 per decided prompt, and one of three bets has this capital.
+    gain = 0.6 * math.log(1.2) + 0.4 * math.log(0.8)
+    assert needed == 5 * math.ceil((math.log(3) + 7.17) / gain)
+    for share, is_enough in ((1.05, True), (0.7, False)):
+        prompts = round(needed * share)
+        wins, losses = round(prompts * 0.12), round(prompts * 0.08)
+        more = with_ties(wins, losses, prompts - wins - losses, **GOLD)
+        assert decide(record(), JUDGED, more, gate=GATE, level=level).champion is is_enough
+
+    # By the champion's reward model 1,200 of 1,500 are ties as well, and by the own one none is.
+    away = {"away_win_rate": 0.52, "away_ties": 1200, "away_log_evidence": 6.2}
+    played = match(1200, 1500, **MODEL, **away)
+    assert needed_prompts(decide(record(), JUDGED, played, gate=GATE, level=level)) == needed
+    played = replace(played, away_ties=1500, away_win_rate=0.5)
+    assert "no number of prompts is enough" in decide(record(), JUDGED, played, gate=GATE, level=level).text
+
+    first = Evaluation(0.52, 180, 120, 1200)
+    needed = needed_prompts(decide(first, None, gate=GATE, level=1e-4))
+    assert 1500 < needed < 2300 * 1.1, needed
+    enough = Evaluation(0.52, round(needed * 0.12) + 1, round(needed * 0.08), round(needed * 0.8))
     assert decide(enough, None, gate=GATE, level=1e-4).champion
 
 
@@ -240,9 +279,10 @@ def test_every_refusal_ends_with_what_to_do() -> None:
         (decide(record(), JUDGED, match(80, **MODEL, **low), **level), "as well; train a better policy"),
         (decide(record(), JUDGED, match(80, **GOLD, regression=FELL), **level), "(evaluate.regression)"),
         (decide(record(), JUDGED, match(80, **GOLD, votes=DISLIKED), **votes), "the rewards or the data"),
-        (decide(record(), JUDGED, match(80, **GOLD), **votes), "then register.votes"),
+        (decide(record(), JUDGED, match(80, **GOLD), **votes), "then set register.votes"),
     ):
-        assert not decision.champion and decision.reason.endswith(end), decision.reason
+        assert "raise" not in decision.reason and "train a" not in decision.reason
+        assert not decision.champion and decision.text.endswith(end), decision.text
 
 
 def test_the_win_rate_with_answers_of_equal_length_is_in_the_reason() -> None:
@@ -263,7 +303,7 @@ def test_a_lost_match_promotes_no_policy() -> None:
     decision = decide(record(), JUDGED, lost, gate=GATE, level=LEVEL)
     assert (decision.champion, decision.rule, decision.tested) == (False, "match", True)
     words = "; the candidate must win more than half of the match; train a better policy"
-    assert decision.reason.endswith(words)
+    assert decision.text.endswith(words)
 
 
 def test_evidence_at_the_level_is_enough() -> None:

@@ -285,6 +285,9 @@ def test_the_better_policy_becomes_champion_and_the_newest_is_the_candidate(mlfl
     assert better.previous == "1"
     tags = {version.version: version.tags for version in mlflow.versions("m1")}
     assert [tags[version]["rlhf.gate"] for version in ("1", "2", "3")] == ["first", "match", "match"]
+    assert tags["2"]["rlhf.gate_reason"] == worse.decision.reason, "without the advice, for the model card"
+    assert worse.decision.text.endswith("no number of prompts is enough; train a better policy")
+    assert "train a better" not in worse.decision.reason
     [start, last] = champions.history(mlflow, "m1")
     assert (start.version, start.previous, start.evidence) == ("1", None, None)
     assert (last.action, last.version, last.previous, last.state) == ("crowned", "3", "1", "done")
