@@ -19,6 +19,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.evaluation.evidence import YEAR, log_evidence
 from rlhf_core.stages import register as register_stage
+from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.testing import stage_context
 from rlhf_core.tracking import champions
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
@@ -407,7 +408,14 @@ def context(tmp_path: Path, evaluation: str) -> StageContext:
     refs = {
         "data": ArtifactRef("data", "d" * 16, "1" * 64, "/s/data"),
         "reward": ArtifactRef("reward", "r" * 16, "2" * 64, "/s/reward"),
-        "ppo": ArtifactRef("ppo", "p" * 16, "3" * 64, "/s/ppo", mlflow_run_id="not-in-this-tracker"),
+        "ppo": ArtifactRef(
+            "ppo",
+            "p" * 16,
+            "3" * 64,
+            "/s/ppo",
+            mlflow_run_id="not-in-this-tracker",
+            attributes={"weights_sha256": weights_sha256(tmp_path / "ppo" / "policy")},
+        ),
         "evaluate": ArtifactRef(
             "evaluate",
             "e" * 16,
