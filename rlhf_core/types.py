@@ -222,8 +222,8 @@ class Nodes(Protocol):
         """Start an agent on each other host: it fetches the stage's inputs and monitors the processes there.
 
         This host fetches them as well if it has processes. To be called when Ray is connected, before any
-        process loads a model. `ranks` has, by id of Ray's
-        node and by folder of the checkpoint ("" for its top folder), the training ranks on that node.
+        process loads a model. `ranks` has, by id of Ray's node and by folder of the checkpoint ("" for its
+        top folder), the training ranks on that node.
         """
 
     def add_inputs(self, refs: Sequence[ArtifactRef]) -> None:

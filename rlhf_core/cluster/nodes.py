@@ -68,7 +68,6 @@ _LAST_SECONDS = 15.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
 
 
 class ClusterNodes:

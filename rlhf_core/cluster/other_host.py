@@ -17,6 +17,7 @@ from rlhf_core.system.heartbeat import Participant
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
+"""Longest wait for calls that have ended, or may have."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhf_core.storage.bundles import on_one_disk
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.home import Home
 from rlhf_core.system.machine import machine
@@ -17,14 +18,16 @@ MIN_FREE_BYTES = 200_000_000
 
 
 class Space(NamedTuple):
-    """The disk of one host."""
+    """The disks of one host."""
 
     free: int
-    """Free bytes in `run.home`, and those of `pending` (see `space_of`)."""
+    """Free bytes in `run.home/work`, and those of `pending` (see `space_of`)."""
     to_fetch: int
     """Bytes of the inputs of the stage that the host does not have yet."""
     other_copies: int = 0
     """Bytes of copies of artifacts that are no inputs of the stage."""
+    cache_free: int | None = None
+    """Free bytes in `run.home/cache`, if it is on another disk than `run.home/work`."""
 
 
 def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None) -> Space:
@@ -36,13 +39,14 @@ def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None)
         pending: Folder with files that an earlier attempt could not upload. This one uploads or deletes them
             before it writes a checkpoint. It need not exist.
     """
-    cache = Home.of(home).cache
+    cache, works = Home.of(home).cache, Home.of(home).works
     to_fetch = sum(max(0, size - _bytes_below(cache / name)) for name, size in copies.items())
-    free = machine().disk(existing_parent(home)).free
-    if pending is not None:
+    free = machine().disk(existing_parent(works)).free
+    if pending is not None and on_one_disk(pending, works):
         free += _bytes_below(pending)
+    cache_free = None if on_one_disk(cache, works) else machine().disk(existing_parent(cache)).free
     others = sum(_bytes_below(copy) for copy in cache.glob("*") if copy.name not in copies)
-    return Space(free, to_fetch, others)
+    return Space(free, to_fetch, others, cache_free)
 
 
 def _bytes_below(folder: Path) -> int:
@@ -63,9 +67,14 @@ def space_problem(home: str, space: Space, part: int = 0) -> str:
         space: Free and needed space of the host.
         part: Bytes of its part of a checkpoint; 0 as long as its ranks are not known.
     """
+    if space.cache_free is not None and space.cache_free < space.to_fetch:
+        return (
+            f"run.home={home}: {space.cache_free / 1e6:.0f} MB free in cache, at least"
+            f" {space.to_fetch / 1e6:.0f} are needed for the inputs of the stage{_to_delete(home, space)}"
+        )
     needs = {
         "its part of a checkpoint": part,
-        "the inputs of the stage": space.to_fetch,
+        "the inputs of the stage": space.to_fetch if space.cache_free is None else 0,
         "logs and other files": MIN_FREE_BYTES,
     }
     needed = sum(needs.values())
@@ -74,7 +83,7 @@ def space_problem(home: str, space: Space, part: int = 0) -> str:
     described = ", ".join(f"{size / 1e6:.0f} for {what}" for what, size in needs.items() if size)
     return (
         f"run.home={home}: {space.free / 1e6:.0f} MB free, at least {needed / 1e6:.0f} are needed:"
-        f" {described}{_to_delete(home, space)}"
+        f" {described}{'' if space.cache_free is not None else _to_delete(home, space)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 - pending parts count as free space, also if another process deletes one of their files meanwhile
 - copies of artifacts that the stage does not read are named with their size, and are not deleted
+- copies on another disk than the scratch files are compared with that disk
 """
 
 from __future__ import annotations
@@ -39,6 +40,19 @@ def test_a_pending_file_that_disappears_is_not_counted(
     with on_machine(ScriptedMachine(disk=Disk(10**10, 5000))):
         assert space_of(tmp_path, {}, tmp_path / "parts") == Space(5100, 0, 0)
         assert space_of(tmp_path, {}, tmp_path / "nothing").free == 5000
+
+
+def test_copies_may_be_on_another_disk(tmp_path: Path) -> None:
+    (tmp_path / "cache").symlink_to("/proc/self/ns")
+    with on_machine(ScriptedMachine(disk=Disk(10**12, 300_000_000))):
+        space = space_of(tmp_path, {"data-k-1": 300_000}, tmp_path / "parts")
+    assert space == Space(300_000_000, 300_000, 0, 300_000_000)
+    # Copies that are deleted would not help.
+    assert space_problem("/home", Space(0, 10**9, 10**9, 10**9)).endswith("200 for logs and other files")
+    assert not space_problem("/home", Space(10**9, 10**9, 0, 10**9), 8 * 10**8)
+    assert space_problem("/home", Space(10**9, 2 * 10**9, 0, 10**9)) == (
+        "run.home=/home: 1000 MB free in cache, at least 2000 are needed for the inputs of the stage"
+    )
 
 
 def test_copies_that_the_stage_does_not_read_are_named(tmp_path: Path) -> None:
