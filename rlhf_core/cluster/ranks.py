@@ -361,7 +361,10 @@ class RankGroup:
         layout, limits, address, port = self._layout, self._limits, "", 0
         if layout.process_group:
             listening = self._actors[0].call(RankActor.listen, not on_cluster())
-            address, port = self._client.wait([listening], "rank 0")[0]
+            try:
+                address, port = self._client.wait([listening], "rank 0")[0]
+            except WorkerDied as error:
+                raise _death_of(self._names[0]) from error
         sent = None if context is None else portable(context)
         calls = []
         for number, actor in enumerate(self._actors):
@@ -408,6 +411,10 @@ class RankGroup:
                 )
 
 
+def _death_of(name: str) -> WorkerDied:
+    return WorkerDied(f"{name} died; the stage continues from its last checkpoint")
+
+
 def folders_in(args: Sequence[Any]) -> list[Path]:
     """Return the existing folders among the arguments of a target, in tuples and in their fields."""
     values: list[Any] = []
@@ -449,7 +456,7 @@ class _Outcomes:
             # `prepare` returns None.
             outcome = result if isinstance(result, RankOutcome) else RankOutcome(result)
         except WorkerDied:
-            return RankOutcome(error=WorkerDied(f"{name} died; the stage continues from its last checkpoint"))
+            return RankOutcome(error=_death_of(name))
         except RLHFError as error:
             outcome = RankOutcome(error=error)
         if outcome.error is not None and rank:

@@ -146,7 +146,9 @@ def test_two_hosts_share_nothing_but_the_bucket() -> None:
         facts = json.loads(output.split("FACTS")[-1])
         there = [path for path in (hosts[1].home / "run").rglob("*") if path.is_file()]
         assert [path.read_text() for path in there if path.name == "x.json"] == ["an input"]
-        assert not [path for path in there if "work" in path.parts], "scratch files of the ended attempt"
+        # The file of the folder's lock stays until the next stage starts there.
+        scratch = [path for path in there if "work" in path.parts and path.suffix != ".lock"]
+        assert not scratch, "scratch files of the ended attempt"
     shards = [f"zero_pp_rank_{rank}_optim_states.pt" for rank in range(2)]
     assert facts["manifest"] == ["state/latest", *(f"state/{shard}" for shard in shards)]
     assert facts["restored"] == [
