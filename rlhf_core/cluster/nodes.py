@@ -219,9 +219,10 @@ class ClusterNodes:
         heartbeat("fetch inputs", math.inf)  # a download has no time limit
         behind = [host for host in self._with_files() if len(host.inputs) < len(self._inputs)]
         fetching = [host.call(NodeAgent.fetch_artifacts, self._inputs[len(host.inputs) :]) for host in behind]
-        base = self._base_model
-        # Also on hosts that share `run.home`, which need not share the base model.
-        bases = [] if base is None else [host.call(NodeAgent.fetch_base_model, base) for host in added]
+        bases = []
+        if self._base_model is not None:
+            # Also on hosts that share `run.home`, which need not share the base model.
+            bases = [host.call(NodeAgent.fetch_base_model, self._base_model) for host in added]
         if self._has_processes:
             self._fetch_inputs_here()
         for host, folders in zip(behind, self._wait(fetching), strict=True):
@@ -350,11 +351,8 @@ class ClusterNodes:
         places = {folder.absolute(), *folder.absolute().parents}
         is_users = not is_below(folder, Path(self._config.run.home))
         # Hosts that share `run.home` need not share other folders.
-        hosts = [
-            host
-            for host in (self._hosts if is_users else self._with_files())
-            if places.isdisjoint(host.inputs)
-        ]
+        all_hosts = self._hosts if is_users else self._with_files()
+        hosts = [host for host in all_hosts if places.isdisjoint(host.inputs)]
         if not hosts:
             return
         heartbeat("compare files with other hosts" if is_users else "copy files to other hosts", math.inf)

@@ -46,6 +46,10 @@ PACK = (
 )
 
 
+LOWEST_LOSS = (
+    "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
+    " epochs and the last weights"
+)
 THREADS = "CPU threads of a rank; null: `run.threads`. Changing it can change bits on the CPU"
 _MOST_THREADS = Range(1, 4096, "more threads than cores are slower")
 
@@ -194,12 +198,7 @@ class SFTConfig(PackedSection):
     )
     pack: Packing = result("auto", PACK)
     threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
-    early_stop: EarlyStopConfig | None = result(
-        None,
-        "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
-        " epochs and the last weights",
-        later=True,
-    )
+    early_stop: EarlyStopConfig | None = result(None, LOWEST_LOSS, later=True)
     eval_every: PositiveInt = execution(
         50, "Optimizer steps between evaluations; with `early_stop`, its `every` is used"
     )
@@ -375,12 +374,7 @@ class DPOConfig(PackedSection):
     )
     pack: Packing = result("auto", PACK)
     threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
-    early_stop: EarlyStopConfig | None = result(
-        None,
-        "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
-        " epochs and the last weights",
-        later=True,
-    )
+    early_stop: EarlyStopConfig | None = result(None, LOWEST_LOSS, later=True)
     eval_every: PositiveInt = execution(
         50,
         "Optimizer steps between evaluations on the held-out pairs; with `early_stop`, its `every` is used",

@@ -76,8 +76,8 @@ def _measure(
             f"reward {name}: {count - len(both)} of {count} held-out pairs have no grade, so its agreement"
             f" with people is not known: {reason}"
         )
-    # With a negative weight, the lower grade is the better one.
-    preferences = [0.5 if a == b else float((a > b) == (source.weight > 0)) for a, b in both]
+    sign = 1 if source.weight > 0 else -1  # with a negative weight, the lower grade is the better one
+    preferences = [_preference(sign * chosen, sign * rejected) for chosen, rejected in both]
     found = win_rate(preferences, **Intervals(config).settings(f"agreement of {name}"))
     log.info(
         "reward %s agrees with %.3f [%.3f, %.3f] of %d held-out pairs of people",
@@ -85,3 +85,10 @@ def _measure(
     )  # fmt: skip
     numbers = found.to_json() | {"pairs": float(len(both))}
     return {f"reward_agreement/{name}/{part}": value for part, value in numbers.items()}
+
+
+def _preference(first: float, second: float) -> float:
+    """Return 1 if the first grade is higher, 0 if the second is, and 0.5 for a tie."""
+    if first == second:
+        return 0.5
+    return 1.0 if first > second else 0.0

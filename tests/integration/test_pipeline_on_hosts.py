@@ -4,7 +4,7 @@
   over a link of 20 Mbit/s
 - the engine of PPO is on a host of the policy's ranks
 - a driver on a host without ranks commits the artifacts of one host, registers the policy and has a match
-  with a champion played, without a copy of any weights
+  with a champion, without a copy of any weights
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from rlhf_core.tracking.registry import Candidate, register
 OUTCOMES = [-1] * 10 + [1] * 90
 
 
-def played(outcomes: list[int]) -> Match:
+def match_of(outcomes: list[int]) -> Match:
     wins = outcomes.count(1)
     return Match(
         wins / 100, 0.0, 1.0, 100, wins, 100 - wins,
@@ -26,14 +26,18 @@ def enter(
 ) -> Any:
     met = []
 
-    def play(tags: Any) -> Match:
+    def run_match(tags: Any) -> Match:
         met.append(tags[WEIGHTS])
-        return played(outcomes)
+        return match_of(outcomes)
 
     record = Evaluation(0.8, 80, 20)
     tags = {WEIGHTS: weights or f"weights of {digest}"}
     done = register(
-        mlflow, model, Candidate(f"/{digest}", digest, None, tags, record), gate=Gate(0.5), run_match=play
+        mlflow,
+        model,
+        Candidate(f"/{digest}", digest, None, tags, record),
+        gate=Gate(0.5),
+        run_match=run_match,
     )
     return done, met
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -364,16 +364,6 @@ def test_a_mark_of_a_killed_attempt_is_not_of_a_shared_folder(tmp_path: Path) ->
         second.close()
         assert work.exists(), "the first has its files there"
         first.close()
-
-
-@pytest.fixture
-def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
-    """The agent of another host, whose files are below `two`."""
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
-    agent = Elsewhere(tmp_path / "two", config, tmp_path / "attempts" / "1", Store(tmp_path / "store"))
-    yield agent
-    agent.close()
 
 
 def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(

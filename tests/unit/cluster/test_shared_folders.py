@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pytest
 
 from rlhf_core.cluster.agent import NodeAgent
 from rlhf_core.cluster.nodes import ClusterNodes
-from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, DataError, InputError
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
@@ -40,16 +39,6 @@ def joined(
     nodes = two_nodes(folder, agent, objects, inputs)
     nodes.join({"1": {}, "2": {}})
     return nodes
-
-
-@pytest.fixture
-def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
-    """The agent of another host, whose files are below `two`."""
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
-    agent = Elsewhere(tmp_path / "two", config, tmp_path / "attempts" / "1", Store(tmp_path / "store"))
-    yield agent
-    agent.close()
 
 
 @pytest.fixture

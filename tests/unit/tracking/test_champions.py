@@ -29,23 +29,9 @@ from rlhf_core.tracking.champions import REVOKED, WEIGHTS, Move, history, promot
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.registry import Candidate, register, why_outdated
-from tests.support.champions import OUTCOMES, champion, enter, played, revoked
+from tests.support.champions import OUTCOMES, champion, enter, match_of, revoked
 
-WON = played(OUTCOMES)
-
-
-@pytest.fixture
-def mlflow(database: Path) -> Mlflow:
-    return Mlflow(f"sqlite:///{database}", "champions")
-
-
-@pytest.fixture
-def model(mlflow: Mlflow, request: pytest.FixtureRequest) -> str:
-    """A model with the champions 1, 2 and 3, one after the other."""
-    name = f"champions of {abs(hash(request.node.name))}"
-    for digest in "abc":
-        enter(mlflow, name, digest)
-    return name
+WON = match_of(OUTCOMES)
 
 
 class InBetween(Mlflow):

@@ -213,8 +213,8 @@ NEEDED = re.compile(r"at this win rate about ([0-9,]+) prompts are needed: raise
 def test_a_refusal_names_the_prompts_that_are_enough_at_this_win_rate(wins: int) -> None:
     needed = needed_prompts(decide(record(), JUDGED, match(wins, **GOLD), gate=GATE, level=LEVEL))
     for prompts, is_enough in ((round(needed * 1.05), True), (round(needed * 0.7), False)):
-        played = match(round(prompts * wins / 100), prompts, **GOLD)
-        assert decide(record(), JUDGED, played, gate=GATE, level=LEVEL).champion is is_enough
+        result = match(round(prompts * wins / 100), prompts, **GOLD)
+        assert decide(record(), JUDGED, result, gate=GATE, level=LEVEL).champion is is_enough
     away = {"away_win_rate": wins / 100, "away_log_evidence": 1.0}
     assert (
         needed_prompts(decide(record(), JUDGED, match(80, **MODEL, **away), gate=GATE, level=LEVEL)) == needed
@@ -241,8 +241,8 @@ def with_ties(wins: int, losses: int, ties: int, **fields: Any) -> Match:
 def test_the_prompts_that_are_needed_follow_from_those_without_a_tie() -> None:
     """80 % of the prompts are ties, so that the win rate is 0.52, and 0.6 without them."""
     level = math.exp(-7.17)
-    played = with_ties(180, 120, 1200, **GOLD)
-    needed = needed_prompts(decide(record(), JUDGED, played, gate=GATE, level=level))
+    result = with_ties(180, 120, 1200, **GOLD)
+    needed = needed_prompts(decide(record(), JUDGED, result, gate=GATE, level=level))
     # A bet of 0.2 gains 0.6 ln 1.2 + 0.4 ln 0.8 per decided prompt, and one of three bets has this capital.
     gain = 0.6 * math.log(1.2) + 0.4 * math.log(0.8)
     assert needed == 5 * math.ceil((math.log(3) + 7.17) / gain)
@@ -254,10 +254,10 @@ def test_the_prompts_that_are_needed_follow_from_those_without_a_tie() -> None:
 
     # By the champion's reward model 1,200 of 1,500 are ties as well, and by the own one none is.
     away = {"away_win_rate": 0.52, "away_ties": 1200, "away_log_evidence": 6.2}
-    played = match(1200, 1500, **MODEL, **away)
-    assert needed_prompts(decide(record(), JUDGED, played, gate=GATE, level=level)) == needed
-    played = replace(played, away_ties=1500, away_win_rate=0.5)
-    assert "no number of prompts is enough" in decide(record(), JUDGED, played, gate=GATE, level=level).text
+    result = match(1200, 1500, **MODEL, **away)
+    assert needed_prompts(decide(record(), JUDGED, result, gate=GATE, level=level)) == needed
+    result = replace(result, away_ties=1500, away_win_rate=0.5)
+    assert "no number of prompts is enough" in decide(record(), JUDGED, result, gate=GATE, level=level).text
 
     first = Evaluation(0.52, 180, 120, 1200)
     needed = needed_prompts(decide(first, None, gate=GATE, level=1e-4))
@@ -286,8 +286,8 @@ def test_every_refusal_ends_with_what_to_do() -> None:
 
 
 def test_the_win_rate_with_answers_of_equal_length_is_in_the_reason() -> None:
-    played = match(80, **GOLD, length_controlled={"mean": 0.45, "low": 0.4, "high": 0.5})
-    decision = decide(record(), JUDGED, played, gate=GATE, level=LEVEL)
+    result = match(80, **GOLD, length_controlled={"mean": 0.45, "low": 0.4, "high": 0.5})
+    decision = decide(record(), JUDGED, result, gate=GATE, level=LEVEL)
     assert decision.champion and ", length-controlled 0.450 [0.400, 0.500]" in decision.reason
 
 

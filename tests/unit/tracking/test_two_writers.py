@@ -13,7 +13,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,20 +23,6 @@ from rlhf_core.tracking.promotion_tests import all_tests
 from tests.support.champions import champion, enter, revoked
 
 EVEN = [-1, 1] * 50
-
-
-@pytest.fixture
-def mlflow(database: Path) -> Mlflow:
-    return Mlflow(f"sqlite:///{database}", "champions")
-
-
-@pytest.fixture
-def model(mlflow: Mlflow, request: pytest.FixtureRequest) -> str:
-    """A model with the champions 1, 2 and 3, one after the other."""
-    name = f"two writers of {abs(hash(request.node.name))}"
-    for digest in "abc":
-        enter(mlflow, name, digest)
-    return name
 
 
 class Paused:
