@@ -251,16 +251,28 @@ def _encode(
 
 
 def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: SetCounts) -> None:
+    """Raise DataError if too few rows of a set are left, and warn if limits dropped more than half of all."""
+    # The reasons of rows that a limit dropped have the name of its field.
+    limited = {reason: number for reason, number in counts.dropped.items() if "data." in reason}
+    words = [word for reason in limited for word in reason.split()]
+    fields = " or ".join(dict.fromkeys(word for word in words if word.startswith("data.")))
     needed = max(config.data.min_rows, 1)
     if not getattr(config.data, name) or usable >= needed:
+        if 2 * sum(limited.values()) > counts.read:
+            found = "; ".join(f"{number} {reason}" for reason, number in limited.items())
+            log.warning(
+                "data.%s: only %d of %d rows are used (%s); raise %s",
+                name,
+                usable,
+                counts.read,
+                found,
+                fields,
+            )
         return
     reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
     if counts.bad:
         reasons.append(f"{counts.bad} malformed (quarantine.jsonl)")
-    # The reasons of dropped rows have the name of the limit.
-    words = [word for reason in counts.dropped for word in reason.split()]
-    fields = dict.fromkeys(word for word in words if word.startswith("data."))
-    fix = f"raise {' or '.join(fields)}" if fields else "give more rows"
+    fix = f"raise {fields}" if fields else "give more rows"
     raise DataError(
         f"data.{name}: {usable} of {counts.read} rows left after filtering"
         f" ({'; '.join(reasons) or 'nothing dropped'}), at least {needed} are needed (data.min_rows); {fix}"

@@ -267,6 +267,22 @@ def test_nothing_left_after_filtering_names_the_limit_to_raise(tmp_path: Path) -
     assert caught.value.message.endswith("raise data.max_prompt_tokens")
 
 
+@pytest.mark.parametrize("long", [13, 12])
+def test_a_limit_that_drops_more_than_half_of_the_rows_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, long: int
+) -> None:
+    rows = pairs(24)
+    for row in rows[:long]:
+        row["chosen"] += " and more" * 30
+    prepared(files(tmp_path, rows, max_response_tokens=20), tmp_path / "out")
+    text = (
+        f"data.preference: only {24 - long} of 24 rows are used ({long} response longer than"
+        " data.max_response_tokens); raise data.max_response_tokens"
+    )
+    assert (text in caplog.text) == (long == 13)
+    assert "data.prompts: only" not in caplog.text, "their responses are not read"
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
