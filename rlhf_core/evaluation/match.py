@@ -323,7 +323,7 @@ def _scored(
             kept.append((ours, theirs))
             scored.append((Answer(ours, our_scores), Answer(theirs, their_scores)))
     if not kept:
-        raise MatchSkipped("no response could be scored")
+        raise MatchSkipped("no pair of answers could be scored by all judges of the match")
     return kept, scored
 
 

@@ -101,18 +101,24 @@ def voters(files: Iterable[VoteFile]) -> dict[str, str]:
     people: dict[frozenset[str], str] = {}
     files = list(files)
     for file in files:
-        marks = _marks(file)
-        same = [each for each in people if each & marks]
-        key = min([f"file {file.digest}", *(people.pop(each) for each in same)])
-        people[marks.union(*same)] = key
+        joined = _marks(file)
+        keys = [f"file {file.digest}"]
+        for marks in [marks for marks in people if marks & joined]:
+            joined |= marks
+            keys.append(people.pop(marks))
+        people[joined] = min(keys)
     return {file.digest: next(people[each] for each in people if each & _marks(file)) for file in files}
 
 
 def _marks(file: VoteFile) -> frozenset[str]:
     """Return what identifies the person of a file: session and name; the digest if it has neither."""
     name = (file.person or "").strip().casefold()
-    marks = [f"session {file.session}"] * bool(file.session) + [f"name {name}"] * bool(name)
-    return frozenset(marks or [f"file {file.digest}"])
+    marks = set()
+    if file.session:
+        marks.add(f"session {file.session}")
+    if name:
+        marks.add(f"name {name}")
+    return frozenset(marks or {f"file {file.digest}"})
 
 
 def newest_files(files: Iterable[VoteFile]) -> list[VoteFile]:

@@ -43,7 +43,9 @@ class Problem:
 
     stage: str
     what: str
-    """Roles, `engine`, or `devices` if there are too few."""
+    """Roles, `engine`, `memory` (shared by all processes on a CPU), the judge (`JUDGE`), `devices` if there
+    are too few, or `engine layout` if no host has enough of them for an engine.
+    """
     text: str
 
     @property

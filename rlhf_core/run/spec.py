@@ -90,7 +90,7 @@ class StageSpec:
             payload["parent_run_id"],
             payload["pipeline_key"],
             payload["sources"],
-            payload["until"],
+            payload.get("until", "register"),  # specs of earlier releases have none
         )
 
 

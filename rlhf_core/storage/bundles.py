@@ -413,17 +413,8 @@ def fetch(
         verify(local, manifest, needed)
         return local
     target = cache / manifest.copy_name
-    if target.exists():
-        try:
-            # A copy with some of the files was made by a caller that needed no others.
-            verify(target, manifest, lambda path: needed(path) and (target / path).exists())
-        except CorruptArtifact as error:
-            log.warning("The cached copy is deleted: %s", error.message)
-            # Renamed first: another process must not complete a copy that is being deleted.
-            damaged = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-            with contextlib.suppress(FileNotFoundError):  # another process has done it
-                target.rename(damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # there is no copy, or another process deletes it
+        _delete_damaged(target, manifest, needed)
     try:
         _complete(store, manifest, target, needed)
     except CorruptArtifact as error:
@@ -431,6 +422,24 @@ def fetch(
         log.warning("Downloading once more: %s", error.message)
         _complete(store, manifest, target, needed)
     return target
+
+
+def _delete_damaged(target: Path, manifest: Manifest, needed: Callable[[str], bool]) -> None:
+    """Verify the files of a copy that are `needed`, and delete the copy if one is damaged."""
+    verified = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A copy with some of the files was made by a caller that needed no others.
+        verify(target, manifest, lambda path: needed(path) and (target / path).exists())
+    except CorruptArtifact as error:
+        # Another process may have replaced the damaged copy in the meantime.
+        if os.path.samestat(os.fstat(verified), target.stat()):
+            log.warning("The cached copy is deleted: %s", error.message)
+            # Renamed first: another process must not complete a copy that is being deleted.
+            damaged = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+            target.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+    finally:
+        os.close(verified)
 
 
 def _complete(store: Store, manifest: Manifest, target: Path, needed: Callable[[str], bool]) -> None:

@@ -377,8 +377,9 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         now = champion.version if champion else None
         if now != seen:
             raise InputError(
-                f"an interrupted move was finished: version {now or NONE} of {model} is champion now, not"
-                f" {seen or NONE}; nothing else was changed; see `rlhf champions {model}`, and decide again"
+                f"an interrupted move was finished, and the champion of {model} is"
+                f" {f'version {now}' if now else 'none'} now, not {f'version {seen}' if seen else 'none'};"
+                f" nothing else was changed; see `rlhf champions {model}`, and decide again"
             )
         if champion is None:
             raise InputError(f"{model} has no champion that could be rolled back; use `rlhf promote`")
@@ -454,7 +455,8 @@ def _begin(mlflow: Mlflow, model: str, reason: str) -> tuple[str | None, str | N
             f" got {len(reason)}; shorten it"
         )
     _require_model(mlflow, model)
-    return _champion(mlflow, model), settle(mlflow, model)
+    seen = _champion(mlflow, model)  # before `settle`, which can change it
+    return seen, settle(mlflow, model)
 
 
 def _require_model(mlflow: Mlflow, model: str) -> None:

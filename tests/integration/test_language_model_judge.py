@@ -26,6 +26,7 @@ from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.language_model import LanguageModelJudge
 from rlhf_core.evaluation.questions import LETTERS, Pair, questions_of
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.system.files import write_json
 from rlhf_core.testing import stage_context
 from rlhf_core.types import PairExample, RewardInput
 from tests.support.tiny_llama import save_tiny_llama
@@ -109,6 +110,7 @@ def judge(tmp_path: Path, tokenizer: Any) -> Callable[[Path], tuple[PipelineConf
         for i, (a, b) in enumerate((a, b) for a in ANIMALS for b in ANIMALS[:4])
     ]
     write(data, "pairs", "eval", pairs)
+    write_json(data / "data_card.json", {"sources": []})
 
     def make(folder: Path) -> tuple[PipelineConfig, LanguageModelJudge]:
         settings = {"path": str(folder), "rubric": str(tmp_path / "rubric.txt")}

@@ -169,9 +169,10 @@ class _Follower:
             return None
         written = files.count_events()
         # A scheduler can report a job as active for a while after it has sent its outcome, its last event.
-        if files.has_outcome(written):
-            return None
         name = submission.job_name
+        if files.has_outcome(written):
+            self._release(name)  # a scheduler that has preempted it would start it again
+            return None
         status = self._until_answered(name, lambda: self._scheduler.status(name))
         if status.is_active:
             message = f"{self._what(name)} is {status.state} already; following it"

@@ -110,7 +110,7 @@ class JobFiles:
     @property
     def exists(self) -> bool:
         """Whether there is a `spec.json`."""
-        return self.read_submission() is not None
+        return self._store.read_bytes(f"{self.folder}/spec.json") is not None
 
     @property
     def has_remains(self) -> bool:

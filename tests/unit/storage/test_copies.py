@@ -1,6 +1,7 @@
 """Copies of artifacts from a bucket, which several processes of a host use and repair.
 
 - a copy that another process deletes while files are added to it is complete when it is returned
+- a copy that another process has repaired is not deleted
 - a damaged copy is not seen while it is deleted
 - a header of weights is copied completely or not at all, and empty weights have none
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.errors import StoreError
+from rlhf_core.errors import CorruptArtifact, StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import Manifest
@@ -103,6 +104,27 @@ def test_a_damaged_copy_is_not_seen_while_it_is_deleted(
     monkeypatch.setattr(shutil, "rmtree", deleted)
     assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_copy_that_another_process_has_repaired_is_not_deleted(
+    store: ScriptedStore, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = bundles.fetch(store, manifest, tmp_path / "cache")
+    (target / "config.json").write_bytes(b"{x")
+    verify, inode = bundles.verify, []
+
+    def slow(folder: Path, *more: Any) -> None:
+        try:
+            verify(folder, *more)
+        except CorruptArtifact:
+            shutil.rmtree(target)
+            partial_copy(store, manifest, tmp_path / "cache")
+            inode.append(target.stat().st_ino)
+            raise
+
+    monkeypatch.setattr(bundles, "verify", slow)
+    assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
+    assert inode == [target.stat().st_ino]
 
 
 def test_a_header_that_arrives_in_part_is_copied_by_the_next_fetch(

@@ -52,7 +52,9 @@ def test_a_rollback_revokes_no_champion_that_a_registration_makes_meanwhile(
     point: str, to: str | None, mlflow: Mlflow, model: str
 ) -> None:
     other = Paused(point, mlflow, lambda mlflow: enter(mlflow, model, "d"))
-    with pytest.raises(InputError, match=r"version 4 of .* is champion now, not 3; nothing else was changed"):
+    with pytest.raises(
+        InputError, match=r"the champion of .* is version 4 now, not version 3; nothing else was changed"
+    ):
         rollback(mlflow, model, "version 3 insults people", to)
     assert champion(mlflow, model) == "4" and revoked(mlflow, model) == {}
     assert other.resume() == 0

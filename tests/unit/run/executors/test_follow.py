@@ -118,6 +118,8 @@ def test_events_log_and_result_reach_the_flow(
     assert words == ["python", "-P", "-m", "rlhf_core.run.remote", spec.config.store_url, KEY, "1"]
     written = json.loads(store.read_bytes(f"jobs/{KEY}/000001/spec.json") or b"")
     assert StageSpec.from_json(written["spec"]) == spec
+    del written["spec"]["until"]
+    assert StageSpec.from_json(written["spec"]).until == "register", "of an earlier release"
     assert written["job_name"] == body["metadata"]["name"]
 
 

@@ -41,6 +41,7 @@ class OneState:
     def __init__(self, state: Any) -> None:
         self.status_of_all = JobStatus(state)
         self.submitted: list[str] = []
+        self.cancelled: list[str] = []
 
     def submit(self, job: Job) -> None:
         self.submitted.append(job.name)
@@ -48,7 +49,8 @@ class OneState:
     def status(self, name: str) -> JobStatus:
         return self.status_of_all
 
-    def cancel(self, name: str) -> None: ...
+    def cancel(self, name: str) -> None:
+        self.cancelled.append(name)
 
     def log_tail(self, name: str) -> str:
         return ""
@@ -127,6 +129,15 @@ def test_the_outcome_is_read_from_the_last_event(spec: StageSpec, store: Scripte
     store.calls.clear()
     assert follower(spec, store, OneState("running"), [])._find() is None
     assert len(store.calls) < 10
+
+
+def test_a_preempted_job_that_waits_to_be_resumed_is_cancelled(spec: StageSpec, store: ScriptedStore) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "slurm", 1.0, {})
+    files.write_events(1, [{"event": "error", "type": "StageFailed", "message": "evicted"}])
+    scheduler = OneState("pending")
+    assert follower(spec, store, scheduler, [])._find() is None
+    assert scheduler.cancelled == [files.submission.job_name], "or it would run beside the next job"
 
 
 def test_a_number_is_not_used_again_after_its_job_was_deleted(spec: StageSpec, store: ScriptedStore) -> None:
