@@ -259,8 +259,8 @@ def test_an_object_of_kueue_is_valid(item: dict[str, Any]) -> None:
 def test_the_rayjob_ends_by_itself_and_leaves_retries_to_the_flow() -> None:
     spec = rayjob()["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
-    # A flow that cannot reach the scheduler looks for the reason of the end during this time. The GPUs of a
-    # job without an outcome are reserved until then.
+    # A flow that cannot reach the scheduler reads the end of the log, from the head pod, during this time.
+    # The GPUs of a job without an outcome are reserved until then.
     assert Waits().unreachable < spec["ttlSecondsAfterFinished"] <= 600
     assert spec["backoffLimit"] == 0
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}

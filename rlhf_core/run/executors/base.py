@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from rlhf_core.config.resources import Executor, StageResources
-from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed, StageTimedOut
+from rlhf_core.errors import ConfigError, OutOfMemory, RLHFError, StageFailed, StageTimedOut
 from rlhf_core.pipeline import StageName
 
-JobState = Literal["pending", "running", "succeeded", "failed", "stopped", "timed out", "missing"]
+JobState = Literal["pending", "running", "succeeded", "failed", "stopped", "timed out", "refused", "missing"]
 
 TEMPLATES: Mapping[Executor, str] = {
     "kuberay": "deployments/kubernetes/rayjob.yaml",
@@ -58,6 +58,8 @@ class JobStatus:
         if self.state == "timed out":
             limit = "the scheduler's time limit (run.resources.*.time_limit)"
             return StageTimedOut(f"{what} was ended at {limit}{reason}{ends}")
+        if self.state == "refused":
+            return ConfigError(f"{what} was refused{reason}; correct the template or run.resources{ends}")
         how = {
             "succeeded": "ended without a result",
             "failed": "failed",

@@ -84,6 +84,7 @@ def run_remote(
 
     Raises:
         RLHFError: The error that the stage sent, with its class.
+        ConfigError: The scheduler refused the job.
         StageFailed: The job died, was evicted, stopped or deleted.
         StageTimedOut: The job took over `timeout` seconds, or the scheduler ended it at its limit.
         OutOfMemory: The scheduler reports it.

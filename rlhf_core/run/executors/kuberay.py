@@ -59,7 +59,11 @@ class KubeRayJobs:
         body = rayjob(job, load_template(job))
 
         def create() -> None:
-            self._objects.create_namespaced_custom_object(**self._place, body=body, **_LIMIT)
+            # Strict: a field that this version of KubeRay does not know is an error. Without it, the server
+            # drops the field, and without `authOptions` the Ray cluster would have no token.
+            self._objects.create_namespaced_custom_object(
+                **self._place, body=body, field_validation="Strict", **_LIMIT
+            )
 
         # After a 5xx or a lost connection the object may exist: then the second request answers 409.
         for attempt in self._attempts():
@@ -79,6 +83,9 @@ class KubeRayJobs:
             return JobStatus("timed out", message)
         if phase == "Complete" and status.get("jobStatus") == "STOPPED":
             return JobStatus("stopped", message)
+        # The operator does nothing more for a RayJob that it finds invalid. A job that runs goes on.
+        if phase == "ValidationFailed":
+            return JobStatus("running" if status.get("rayClusterName") else "refused", message)
         if phase in _ENDED:
             return JobStatus(_ENDED[phase], message)
         return JobStatus("running" if phase == "Running" else "pending", message)
@@ -194,7 +201,7 @@ def _current_namespace() -> str:
 
 
 def load_template(job: Job) -> dict[str, Any]:
-    """Return the template of `job`. Raises ConfigError if it is no RayJob."""
+    """Return the template of `job`. Raises ConfigError if it is no RayJob with a cluster of its own."""
     file = Path(job.resources.template or TEMPLATES["kuberay"])
     field = f"run.resources.{job.stage}.template"
     try:
@@ -203,6 +210,21 @@ def load_template(job: Job) -> dict[str, Any]:
         raise ConfigError(f"{field}: {file} cannot be read: {error}; name a RayJob in YAML") from error
     if not isinstance(loaded, dict) or loaded.get("kind") != "RayJob":
         raise ConfigError(f"{field}: {file} must be a RayJob; got another kind; name a RayJob")
+    try:
+        spec = loaded["spec"]
+        cluster = spec["rayClusterSpec"]
+        for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
+            group["template"]["spec"]["containers"][0]
+    except (IndexError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{field}: {file} must have spec.rayClusterSpec with containers of a head and of a worker group;"
+            f" {type(error).__name__}: {error}; compare it with {TEMPLATES['kuberay']}"
+        ) from error
+    if spec.get("clusterSelector") or spec.get("submissionMode") == "InteractiveMode":
+        raise ConfigError(
+            f"{field}: {file} has clusterSelector or submissionMode: InteractiveMode; a stage needs a Ray"
+            " cluster of its own and a job that KubeRay submits; remove them"
+        )
     return loaded
 
 

@@ -24,6 +24,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import (
+    ConfigError,
     DataError,
     InfrastructureError,
     OutOfMemory,
@@ -208,6 +209,14 @@ def test_a_job_that_ends_without_a_result_gives_the_reason(
     assert words in message
     assert message.endswith("end of the log: RuntimeError: bad wheel")
     assert (tmp_path / "data-01.log").read_text() == api.pod_log
+
+
+def test_a_job_that_the_operator_finds_invalid_is_an_error_of_the_user(
+    api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path
+) -> None:
+    api.statuses = [{"jobDeploymentStatus": "ValidationFailed", "message": "no rayVersion"}]
+    with pytest.raises(ConfigError, match=r"was refused: ValidationFailed, no rayVersion; correct the templ"):
+        following(spec, tmp_path)
 
 
 def test_a_job_that_is_deleted_is_a_failure(

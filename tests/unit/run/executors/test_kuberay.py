@@ -2,6 +2,7 @@
 
 - a RayJob is the template with the name, the command and the resources of the stage, and is valid; Kueue
   gets a queue
+- a template without a Ray cluster of its own is refused, and so is a field that the server does not know
 - it is created once: after a lost answer the server says 409, which is a success
 - 5xx, 410, 429 and lost connections are tried again; 403 and 422 are errors of the user
 - every status of KubeRay has a meaning
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlhf_core.config.resources import StageResources
 from rlhf_core.errors import ConfigError, InfrastructureError
@@ -87,11 +89,45 @@ def test_a_template_that_is_no_rayjob_is_refused(tmp_path: Path, text: str) -> N
         load_template(job(template=str(file)))
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec", None),
+        ("spec.rayClusterSpec", None),
+        ("spec.rayClusterSpec.workerGroupSpecs", []),
+        ("spec.rayClusterSpec.headGroupSpec.template.spec.containers", []),
+        ("spec.clusterSelector", {"ray.io/cluster": "other"}),
+        ("spec.submissionMode", "InteractiveMode"),
+    ],
+)
+def test_a_template_without_a_cluster_and_a_job_of_its_own_is_refused(
+    tmp_path: Path, path: str, value: Any
+) -> None:
+    template = load_template(job())
+    *parents, name = path.split(".")
+    where = template
+    for parent in parents:
+        where = where[parent]
+    where[name] = value
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(template))
+    with pytest.raises(ConfigError, match=r"run\.resources\.sft\.template: .*job\.yaml (must have|has) "):
+        load_template(job(template=str(file)))
+
+
+def test_a_field_that_the_server_does_not_know_is_not_dropped(api: ScriptedKubernetes) -> None:
+    """An older KubeRay has no `authOptions`: without them the Ray cluster would accept everybody's jobs."""
+    api.failures = [400]
+    with pytest.raises(ConfigError, match=r"answers 400.*; correct the template"):
+        KubeRayJobs(None, retry_wait=0.0).submit(job())
+    assert api.requests == [f"POST {PREFIX}?fieldValidation=Strict"]
+
+
 def test_it_is_created_once_in_the_namespace_of_the_kubeconfig(api: ScriptedKubernetes) -> None:
     jobs = KubeRayJobs(None, retry_wait=0.0)
     jobs.submit(job())
     jobs.submit(job())  # 409
-    assert api.requests == [f"POST {PREFIX}"] * 2
+    assert api.requests == [f"POST {PREFIX}?fieldValidation=Strict"] * 2
     assert list(api.objects) == ["rlhf-sft-1"]
 
 
@@ -138,12 +174,17 @@ def test_without_a_cluster_the_message_names_the_kubeconfig(
         ({"jobDeploymentStatus": "Suspended"}, "pending"),
         ({"jobDeploymentStatus": "Suspending"}, "pending"),
         ({"jobDeploymentStatus": "Waiting"}, "pending"),
+        ({"jobDeploymentStatus": "Retrying"}, "pending"),
         ({"jobDeploymentStatus": "Running", "jobStatus": "PENDING"}, "running"),
         ({"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}, "running"),
         ({"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, "succeeded"),
         ({"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}, "stopped"),
         ({"jobDeploymentStatus": "Failed", "reason": "AppFailed"}, "failed"),
+        ({"jobDeploymentStatus": "Failed", "reason": "SubmissionFailed"}, "failed"),
+        ({"jobDeploymentStatus": "Failed", "reason": "PreRunningDeadlineExceeded"}, "failed"),
         ({"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded"}, "timed out"),
+        ({"jobDeploymentStatus": "ValidationFailed", "reason": "ValidationFailed"}, "refused"),
+        ({"jobDeploymentStatus": "ValidationFailed", "rayClusterName": "c1"}, "running"),
     ],
 )
 def test_every_status_has_a_meaning(api: ScriptedKubernetes, status: dict[str, str], state: str) -> None:
@@ -152,7 +193,7 @@ def test_every_status_has_a_meaning(api: ScriptedKubernetes, status: dict[str, s
     api.statuses = [status]
     found = jobs.status("rlhf-sft-1")
     assert found.state == state
-    assert all(word in found.message for word in status.values())
+    assert all(word in found.message for name, word in status.items() if name != "rayClusterName")
 
 
 def test_a_job_that_is_gone_is_missing(api: ScriptedKubernetes) -> None:
