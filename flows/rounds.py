@@ -16,7 +16,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import VotesNeeded
-from rlhf_core.run.parameters import DEFAULT_CONFIG
+from rlhf_core.run.parameters import DEFAULT_CONFIG, EndOfRound
 from rlhf_core.run.round_votes import number_of_rows
 from rlhf_core.run.rounds import pinned_rounds, round_overrides
 
@@ -38,6 +38,7 @@ def rounds(
     config: File = DEFAULT_CONFIG,
     number: PositiveInt = 2,
     overrides: tuple[Override, ...] = (),
+    until: EndOfRound = "register",
 ) -> Rounds | State[Rounds]:
     """Run the pipeline several times. The best answers of each policy, and its pairs of best and worst
     answers, are data of the next round. Finished rounds are reused, an interrupted one is continued. With
@@ -47,15 +48,27 @@ def rounds(
         config: YAML file, as the worker sees it.
         number: Number of rounds.
         overrides: Other fields, each as `section.field=value`.
+        until: Last stage of each round.
     """
-    return end_of_rounds(run_rounds_with(rlhf, config, number, overrides))
+    return end_of_rounds(run_rounds_with(rlhf, config, number, overrides, until))
 
 
 def run_rounds_with(
-    pipeline: Callable[..., dict[str, Any]], config: str, number: int, overrides: tuple[str, ...]
+    pipeline: Callable[..., dict[str, Any]],
+    config: str,
+    number: int,
+    overrides: tuple[str, ...],
+    until: EndOfRound = "register",
 ) -> Rounds:
     """Call `pipeline` once per round, until votes of people are needed. These, and an error outside a round,
     are a notification.
+
+    Args:
+        pipeline: The flow of a round.
+        config: YAML file.
+        number: Number of rounds.
+        overrides: Other fields, each as `section.field=value`.
+        until: Last stage of each round.
     """
     summaries: list[dict[str, Any]] = []
     in_round = False
@@ -65,7 +78,7 @@ def run_rounds_with(
             for _ in range(number):
                 own = round_overrides(first, summaries)
                 in_round = True
-                summaries.append(pipeline(config=config, overrides=(*overrides, *pins, *own)))
+                summaries.append(pipeline(config=config, overrides=(*overrides, *pins, *own), until=until))
                 in_round = False
     except VotesNeeded as needed:
         notify(f"{runtime.flow_run.name} needs votes", needed.message)

@@ -284,7 +284,7 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
     # In a file or a pipe, rich would break lines at 80 characters.
     output = Console(soft_wrap=not sys.stdout.isatty())
     output.print(stage_table(summary))
-    if any(summary.get(name) for name in ("reward", "evaluate", "registration")):
+    if any(summary.get(name) for name in ("reward", "sample", "evaluate", "registration")):
         output.print(result_table(summary))
     for name, address in summary["where"].items():
         print(f"{name}: {address}")

@@ -6,11 +6,12 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rlhf_cli.arguments import add_command, add_config
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import EXIT_VOTES
+from rlhf_core.run.parameters import EndOfRound
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +29,13 @@ def add_rounds_command(commands: Any) -> None:
     sub = add_command(commands, "rounds", text, _rounds, example)
     add_config(sub, "sample.answers=8")
     sub.add_argument("--rounds", type=int, default=2, help="number of rounds (default: %(default)s)")
+    sub.add_argument(
+        "--until",
+        choices=get_args(EndOfRound),
+        default="register",
+        help="last stage of each round; with sample and another sample.policy than ppo, PPO is left out"
+        " (default: %(default)s)",
+    )
 
 
 def _rounds(arguments: argparse.Namespace) -> int:
@@ -41,7 +49,7 @@ def _rounds(arguments: argparse.Namespace) -> int:
     checked = check_first_round(arguments.config, given)
     console = set_up_logging(Home.of(checked.config.run.home))
     log.info("%s, seed %d: %d rounds", checked.config.run.name, checked.config.run.seed, arguments.rounds)
-    return with_prefect(checked.config, lambda: _run(arguments.config, given, arguments.rounds, console))
+    return with_prefect(checked.config, lambda: _run(arguments, console))
 
 
 def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
@@ -70,12 +78,17 @@ def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
     return checked
 
 
-def _run(config: str, overrides: Sequence[str], number: int, console: Console) -> int:
+def _run(arguments: argparse.Namespace, console: Console) -> int:
     from flows.rounds import Rounds, rounds
     from rlhf_core.run.display import showing_progress
 
     with showing_progress(console):
-        done = rounds(config=config, number=number, overrides=tuple(overrides))
+        done = rounds(
+            config=arguments.config,
+            number=arguments.rounds,
+            overrides=tuple(arguments.overrides),
+            until=arguments.until,
+        )
     assert isinstance(done, Rounds)  # Prefect returns the data of a state
     return print_end(done)
 

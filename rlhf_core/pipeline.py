@@ -196,7 +196,8 @@ _TABLE = (
         "rlhf_core.stages.sample:run",
         version=2,
         sections=("sample", "ppo"),
-        inputs=("data", "sft", "reward", "judge", "ppo"),
+        # Of `dpo` and `ppo` only the one whose policy answers (`sample.policy`).
+        inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.",),
         sources_of_inputs=("ppo.",),
         labelling=("evaluate.language_model",),

@@ -269,10 +269,10 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             )
     yield from _held_out_prompts(config)
     yield from _match_prompts(config)
-    if config.register_.policy == "dpo" and config.sample is not None:
+    if config.sample is not None and config.sample.policy not in ("sft", config.register_.policy):
         yield (
-            "register.policy is dpo, but the stage sample draws its answers from the policy of PPO; leave one"
-            " of them out"
+            f"sample.policy is {config.sample.policy}, but register.policy is {config.register_.policy}: the"
+            " policy that is registered is not the one whose answers are data; set both to the same stage"
         )
     if config.evaluation_temperature != ppo.temperature:
         yield (

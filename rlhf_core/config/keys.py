@@ -32,9 +32,32 @@ _PIPELINE_SECTIONS = tuple(
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
     """Return the stages whose artifacts `stage` reads with this configuration."""
     inputs = [name for name in STAGES[stage].inputs if is_enabled(config, name)]
-    if stage == "register":
-        inputs = [name for name in inputs if name not in POLICIES or name == config.register_.policy]
+    used: dict[StageName, str] = {"register": config.register_.policy}
+    if config.sample is not None:
+        used["sample"] = config.sample.policy
+    if stage in used:
+        inputs = [name for name in inputs if name not in POLICIES or name == used[stage]]
     return tuple(inputs)
+
+
+def sources_of_inputs(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
+    """Return the prefixes of external inputs that the keys of the inputs of `stage` contain."""
+    if stage == "sample" and "ppo" not in stage_inputs(config, stage):
+        return ()
+    return STAGES[stage].sources_of_inputs
+
+
+def is_made(config: PipelineConfig, stage: StageName, until: StageName) -> bool:
+    """Return whether a run that ends with the stage `until` has `stage`.
+
+    PPO is left out of a run that ends with `sample` if another model answers.
+    """
+    names = list(STAGES)
+    if not is_enabled(config, stage) or names.index(stage) > names.index(until):
+        return False
+    if stage == "ppo" and until == "sample" and config.sample is not None:
+        return "ppo" in stage_inputs(config, until)
+    return True
 
 
 def is_enabled(config: PipelineConfig, stage: StageName) -> bool:

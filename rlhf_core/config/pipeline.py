@@ -381,6 +381,11 @@ class PipelineConfig(Section):
                 "register.policy is dpo, but dpo.enabled is false, so there is no policy of DPO; add dpo:"
                 " {enabled: true}, or leave register.policy out"
             )
+        if self.sample is not None and self.sample.policy == "dpo" and not self.dpo.enabled:
+            raise ValueError(
+                "sample.policy is dpo, but dpo.enabled is false, so there is no policy of DPO; add dpo:"
+                " {enabled: true}, or leave sample.policy out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,9 @@ from rlhf_core.config.base import (
     result,
 )
 
+SampledStage = Literal["ppo", "dpo", "sft"]
+"""The stages whose model can answer."""
+
 
 class SampleConfig(Section):
     """Several answers of the policy to each training prompt: the best ones as demonstrations, the best and
@@ -22,6 +25,12 @@ class SampleConfig(Section):
 
     answers: PositiveInt = result(
         4, "Answers to each prompt", within=Range(2, 1024, "a pair needs two, and all are held in memory")
+    )
+    policy: SampledStage = result(
+        "ppo",
+        "The stage whose model answers: `ppo`, `dpo` (needs `dpo.enabled`), or `sft` for the SFT model alone."
+        " With `dpo` and `sft`, a run that ends at `sample` (`--until`) leaves PPO out",
+        later=True,
     )
     prompts: PositiveInt | None = result(
         None, "Training prompts, at equal distances; null or more than there are: all"

@@ -25,9 +25,9 @@ from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.policy_files import (
     CONFIGURED_BY,
     PolicyFiles,
-    candidate_files,
     files_made_with,
     policy_stage,
+    trained_files,
 )
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets
@@ -240,7 +240,7 @@ def _run_match(
         )[name]
 
     # Here and in the samples, `ppo` is the candidate, also if DPO trained it.
-    candidate_by_set = respond("ppo", candidate_files(config, context.inputs))
+    candidate_by_set = respond("ppo", trained_files(config, config.register_.policy, context.inputs))
     try:
         champion_by_set = respond("champion", champion.policy)
     except Exception as error:

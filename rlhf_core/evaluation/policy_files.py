@@ -20,6 +20,7 @@ from rlhf_core.config.base import Section
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.register import POLICIES, PolicyStage
+from rlhf_core.config.sample import SampledStage
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.pipeline import StageName
@@ -76,13 +77,15 @@ def dpo_files(dpo: DPOConfig, ppo: PPOConfig, artifact: Path, sft: Callable[[], 
     return PolicyFiles(sft() / "model", artifact / "adapter")
 
 
-def candidate_files(config: PipelineConfig, inputs: Mapping[str, Path]) -> PolicyFiles:
-    """Return the files of the policy that `register.policy` names, from the artifacts of the stages."""
+def trained_files(config: PipelineConfig, stage: SampledStage, inputs: Mapping[str, Path]) -> PolicyFiles:
+    """Return the files of the model that `stage` trained, from the artifacts of the stages."""
 
     def sft() -> Path:
         return inputs["sft"]
 
-    if config.register_.policy == "dpo":
+    if stage == "sft":
+        return PolicyFiles(sft() / "model")
+    if stage == "dpo":
         return dpo_files(config.dpo, config.ppo, inputs["dpo"], sft)
     return policy_files(config.ppo, inputs["ppo"], sft)
 

@@ -22,7 +22,7 @@ from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.output import StoredOutput
 from rlhf_core.config.base_models import base_of
 from rlhf_core.config.flat import flat
-from rlhf_core.config.keys import pipeline_name, rounding_settings
+from rlhf_core.config.keys import is_made, pipeline_name, rounding_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import (
     InputError,
@@ -217,7 +217,11 @@ class _Attempt:
             nodes = ClusterNodes(
                 spec.config, self.work, inputs, self.monitor, base_model, copies, output, artifacts
             )
-            nodes.stages = stages_between(spec.stage, spec.until)
+            nodes.stages = [
+                stage
+                for stage in stages_between(spec.stage, spec.until)
+                if is_made(spec.config, stage, spec.until)
+            ]
             # The host of this process may have no GPU.
             nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
                 self.stage_run.run_id, {"rlhf.gpu_driver": drivers}

@@ -1,12 +1,14 @@
-"""The parameters of the flow's form, as overrides of the configuration."""
+"""The parameters of the forms of the flows, as overrides of the configuration."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 DEFAULT_CONFIG = "deployments/configs/demo.yaml"
+EndOfRound = Literal["sample", "evaluate", "register"]
+"""The stages that can be the last one of a round."""
 
 
 def overrides_of(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[str]:

@@ -23,9 +23,11 @@ from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import (
     given_tracking_uri,
     is_enabled,
+    is_made,
     key_fields,
     pipeline_key,
     pipeline_name,
+    sources_of_inputs,
     sources_read,
     stage_inputs,
     stage_key,
@@ -122,9 +124,8 @@ class PipelineRun:
             self.tracking.log_datasets(self.parent_run_id, data_sets(self.config, self.sources))
 
     def includes(self, stage: StageName) -> bool:
-        """Return whether `stage` is enabled and does not come after the last stage of this run."""
-        names = list(STAGES)
-        return is_enabled(self.config, stage) and names.index(stage) <= names.index(self.stages[-1])
+        """Return whether this run has `stage` (`is_made`)."""
+        return is_made(self.config, stage, self.stages[-1])
 
     def artifact(self, stage: StageName) -> ArtifactRef:
         """Return the artifact of a finished stage.
@@ -146,12 +147,12 @@ class PipelineRun:
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         # The stage compares all sources that it reads. The keys of its inputs contain the others.
-        prefixes = sources_read(self.config, stage)
+        prefixes, of_inputs = sources_read(self.config, stage), sources_of_inputs(self.config, stage)
         read, in_key = {}, {}
         for name, digest in self.sources.items():
             if name.startswith(prefixes):
                 read[name] = digest
-                if not name.startswith(STAGES[stage].sources_of_inputs):
+                if not name.startswith(of_inputs):
                     in_key[name] = digest
         key = stage_key(self.config, stage, digests, in_key)
         until = self.stages[-1]

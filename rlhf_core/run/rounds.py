@@ -23,9 +23,10 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.sample import SampleConfig
 from rlhf_core.errors import GateFailed, InputError
-from rlhf_core.evaluation.measures import MEASURES
+from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.run.api import run_pipeline
 from rlhf_core.run.kept_versions import resolve_kept
+from rlhf_core.run.parameters import EndOfRound
 from rlhf_core.run.round_votes import rows_of_votes
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def run_rounds(
     rounds: int,
     *,
     tags: Mapping[str, str] | None = None,
+    until: EndOfRound = "register",
     run: Callable[..., dict[str, Any]] = run_pipeline,
 ) -> list[dict[str, Any]]:
     """Run the pipeline several times and return the summary of each round.
@@ -45,6 +47,7 @@ def run_rounds(
         config: The configuration of the first round.
         rounds: Number of rounds.
         tags: Tags of the MLflow runs.
+        until: The last stage of each round.
         run: Runs a round and returns its summary, as `run_pipeline` does.
 
     Raises:
@@ -60,7 +63,7 @@ def run_rounds(
         for _ in range(rounds):
             overrides = [*pins, *round_overrides(config, summaries)]
             own = config_from_tree(tree, "the configuration", overrides)
-            summaries.append(run(own, tags=tags))
+            summaries.append(run(own, tags=tags, until=until))
     return summaries
 
 
@@ -144,7 +147,9 @@ def _source(field: str, path: str, judge: str) -> list[str]:
 
 
 def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | None] | None = None) -> Table:
-    """Return one line per round: its scores, its win rate and its new rows.
+    """Return one line per round: its scores, its win rates and its new rows.
+
+    The scores of rounds that end with the stage `sample` are those of its answers to training prompts.
 
     Args:
         summaries: Summaries of the rounds.
@@ -153,26 +158,43 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | 
     """
     from rich.table import Table
 
-    measure = _measure(summaries[0].get("evaluate", {}))
-    name = "score" if measure is None else measure.removeprefix("rules/").replace("_", " ")
-    table = Table(title=f"{name} on held-out prompts")
-    for column in ("round", "SFT", "PPO", "win rate", "pairs", "best", "run"):
+    title, columns = _evaluated(summaries) if "evaluate" in summaries[0] else _sampled(summaries)
+    answered = MODELS[summaries[0]["sample"]["policy"]]
+    table = Table(title=title, caption=f"pairs, best: answers of {answered}")
+    for column in ("round", *columns, "pairs", "best", "run"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for number, summary in enumerate(summaries, start=1):
-        evaluation, rows = summary.get("evaluate", {}), summary["sample"]
+        rows = summary["sample"]
         if labels is not None:
             rows = dict.fromkeys(("pairs", "best"), labels[number - 1] or "-")
-        scores = evaluation.get(measure, {})
-        table.add_row(
-            str(number),
-            _mean(scores.get("sft")),
-            _mean(scores.get("ppo")),
-            _mean(evaluation.get("win_rate")),
-            str(rows["pairs"]),
-            str(rows["best"]),
-            summary["run"],
-        )
+        values = [values[number - 1] for values in columns.values()]
+        table.add_row(str(number), *values, str(rows["pairs"]), str(rows["best"]), summary["run"])
     return table
+
+
+def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, list[str]]]:
+    """Return a title, and the columns with the results of the evaluations."""
+    evaluations = [summary.get("evaluate", {}) for summary in summaries]
+    measure = _measure(evaluations[0])
+    name = "score" if measure is None else measure.removeprefix("rules/").replace("_", " ")
+    scores = [evaluation.get(measure, {}) for evaluation in evaluations]
+    columns = {MODELS[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", "ppo")}
+    columns["win rate"] = [_mean(each.get("win_rate")) for each in evaluations]
+    if any("win_rate_dpo" in each for each in evaluations):
+        columns["DPO"] = [_mean(each.get("dpo")) for each in scores]
+        columns["win rate DPO"] = [_mean(each.get("win_rate_dpo")) for each in evaluations]
+    return f"{name} on held-out prompts", columns
+
+
+def _sampled(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, list[str]]]:
+    """Return a title, and the columns with the scores of the answers to training prompts."""
+    metrics = [summary["stages"]["sample"].get("metrics", {}) for summary in summaries]
+    measure, title = ("gold", "gold reward") if "gold_mean" in metrics[0] else ("score", "score")
+    columns = {
+        header: [f"{each[name]:.3f}" if name in each else "-" for each in metrics]
+        for header, name in (("all answers", f"{measure}_mean"), ("best answers", f"{measure}_best"))
+    }
+    return f"{title} on training prompts", columns
 
 
 def _measure(evaluation: Mapping[str, Any]) -> str | None:

@@ -59,8 +59,12 @@ def summarize(
             name: found[name] for name in ("accuracy", "accuracy_exchanged") if name in found
         }
     if "sample" in records:
-        found = records["sample"].ref.metrics
-        summary["sample"] = {name: int(found.get(name, 0)) for name in ("pairs", "best")}
+        sampled = records["sample"].ref
+        summary["sample"] = {
+            **{name: int(sampled.metrics.get(name, 0)) for name in ("pairs", "best")},
+            # Answers of PPO's policy have no attribute.
+            "policy": sampled.attributes.get("policy", "ppo"),
+        }
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
     if "register" in records:
@@ -144,9 +148,9 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if "accuracy_exchanged" in summary["reward"]:
             rows.append(("the same, prompts exchanged", f"{summary['reward']['accuracy_exchanged']:.3f}"))
     if "sample" in summary:
-        rows.append(
-            ("sampled pairs, demonstrations", f"{summary['sample']['pairs']}, {summary['sample']['best']}")
-        )
+        sampled = summary["sample"]
+        name = f"sampled pairs, demonstrations, {MODELS[sampled['policy']]}"
+        rows.append((name, f"{sampled['pairs']}, {sampled['best']}"))
     evaluation = summary.get("evaluate", {})
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:

@@ -24,9 +24,9 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     # Either stage can have another judge, and then no agreement.
     if stage in ("evaluate", "sample") and language_model is not None and f"{_AGREEMENT}/mean" in metrics:
         _check_language_model(language_model, stage, metrics)
-    if stage == "ppo":
+    if stage in ("ppo", "sample"):
         for grader in measured_graders(config.ppo.rewards):
-            _check_grader(grader, metrics)
+            _check_grader(grader, stage, metrics)
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
     # `not <=`, so that NaN does not pass.
     if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
@@ -50,7 +50,7 @@ def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]
             )
 
 
-def _check_grader(grader: LanguageModelReward, metrics: Mapping[str, float]) -> None:
+def _check_grader(grader: LanguageModelReward, stage: StageName, metrics: Mapping[str, float]) -> None:
     """Check the agreement of a reward source with people, if it was measured."""
     from rlhf_core.rewards.compose import source_name
 
@@ -67,7 +67,7 @@ def _check_grader(grader: LanguageModelReward, metrics: Mapping[str, float]) -> 
     else:
         return
     raise GateFailed(
-        f"ppo: reward {name} ({grader.model}) agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
+        f"{stage}: reward {name} ({grader.model}) agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
         f" {pairs:.0f} held-out pairs of people (equal grades count half), {reason}. Use a better model or"
         " rubric, or set its min_agreement to null if its grades are not about the preference of people"
     )

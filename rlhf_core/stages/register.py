@@ -284,6 +284,8 @@ def _tags(
     }
     if config.register_.policy != "ppo":
         tags[POLICY_STAGE] = config.register_.policy
+    if config.sample is not None and config.sample.policy != "ppo":
+        tags["rlhf.sample.policy"] = config.sample.policy
     if lineage.parent_run_id is not None:
         tags["rlhf.parent_run_id"] = lineage.parent_run_id
     return {clean_name(name.replace("/", ".")): value for name, value in tags.items()}

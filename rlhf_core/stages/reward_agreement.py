@@ -1,9 +1,10 @@
-"""Agreement of language models that are reward sources with people, before PPO uses them."""
+"""Agreement of language models that are reward sources with people, before they are used."""
 
 from __future__ import annotations
 
 import logging
 import math
+from typing import Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
@@ -24,13 +25,20 @@ _PAIRS = 100
 """Largest number of pairs. Each costs two questions."""
 
 
-def check_language_model_rewards(config: PipelineConfig, context: StageContext) -> dict[str, float]:
+def check_language_model_rewards(
+    config: PipelineConfig, context: StageContext, stage: Literal["ppo", "sample"] = "ppo"
+) -> dict[str, float]:
     """Compare the grades of both answers of held-out pairs with the choice of people, for each
     `type: language_model` of `ppo.rewards` with a weight and `min_agreement`. Return the agreement as
     metrics, which `check_gate` compares with the limits again when the artifact is reused.
 
     A pair without a grade, which `on_error: mask` allows, is left out. Replies are kept, so a retry asks
     nothing again. Without pairs of people, a warning says that nothing was measured.
+
+    Args:
+        config: The configuration.
+        context: Context of the stage.
+        stage: The stage, for messages.
 
     Raises:
         GateFailed: A source agrees too little.
@@ -56,7 +64,7 @@ def check_language_model_rewards(config: PipelineConfig, context: StageContext) 
     for source in sources:
         found = _measure(config, context, source, answers)
         context.metrics.log_metrics(found, 0)
-        check_gate(config, "ppo", found)
+        check_gate(config, stage, found)
         metrics |= found
     return metrics
 

@@ -1,4 +1,4 @@
-"""Stage `sample`: policy + training prompts -> data of a next round.
+"""Stage `sample`: policy (`sample.policy`) + training prompts -> data of a next round.
 
     prompts -> n answers each -> scores -> best.jsonl     the best answer to each prompt, for `data.sft`
                                            pairs.jsonl    the best and the worst, for `data.preference`
@@ -27,12 +27,13 @@ from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.generate import SamplingSettings, sample_responses
-from rlhf_core.evaluation.policy_files import policy_files
+from rlhf_core.evaluation.policy_files import trained_files
 from rlhf_core.evaluation.questions import Pair
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.sampled import AnswersToPrompt, SampledAnswer, write_answers
 from rlhf_core.rewards.compose import code_digests, reward_inputs
 from rlhf_core.stages.judges import load_checked_judge
+from rlhf_core.stages.reward_agreement import check_language_model_rewards
 from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
@@ -84,7 +85,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     prompts, left_out = _prompts(config, context.inputs["data"], settings.prompts)
     decoder = load_decoder(context.inputs["data"])
     device = resolve_device(config.run.device)
-    files = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
+    files = trained_files(config, settings.policy, context.inputs)
     sampling = SamplingSettings(settings.temperature or config.ppo.temperature, settings.answers, "sample")
     total, by_people = len(prompts) * settings.answers, config.labels_by_people
 
@@ -92,9 +93,9 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         context.progress("sample", done, total, "answers")
 
     with evaluation_session(config, device, context):
-        judge = None
+        # First: a judge that is refused costs no samples.
+        judge, agreement = None, _agreement_of_rewards(config, context)
         if config.labels_by_language_model:
-            # First: a judge that is refused costs no samples.
             judge = load_checked_judge(config, context, "sample", "sample", device)
         rollouts = sample_responses(
             config, files, prompts, device=device, done=report, context=context, sampling=sampling
@@ -116,6 +117,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     write_answers(context.output, map(_answers_to_prompt, groups))
     metrics = _metrics(answers, best) | {"pairs": float(len(pairs)), "prompts": float(len(prompts))}
     metrics["prompts_left_out"] = float(left_out)
+    metrics |= agreement
     if judge is not None:
         metrics |= judge.metrics()
     if not best and not by_people:
@@ -123,7 +125,20 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     context.metrics.log_metrics({f"sample/{name}": value for name, value in metrics.items()}, 0)
     context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])
     context.metrics.flush()
-    return StageResult(metrics, {"judge": scoring.judge_name(config, settings.judge)})
+    attributes = {"judge": scoring.judge_name(config, settings.judge)}
+    attributes |= {} if settings.policy == "ppo" else {"policy": settings.policy}
+    return StageResult(metrics, attributes)
+
+
+def _agreement_of_rewards(config: PipelineConfig, context: StageContext) -> dict[str, float]:
+    """Return the agreement with people of language models whose grades are the scores.
+
+    It is empty if PPO, which measures it, has trained the policy.
+    """
+    assert config.sample is not None
+    if config.sample.policy == "ppo" or config.sample.judge != "reward":
+        return {}
+    return check_language_model_rewards(config, context, "sample")
 
 
 def _prompts(config: PipelineConfig, data: Path, most: int | None) -> tuple[list[PromptExample], int]:

@@ -29,14 +29,14 @@ from tests.support.prefect_api import PrefectApi
 from tests.support.sampled_run import made_run, save_votes
 
 DEMO = "deployments/configs/demo.yaml"
-NO_ROWS = {"best": 0, "pairs": 0}
+NO_ROWS = {"best": 0, "pairs": 0, "policy": "ppo"}
 EVALUATION = {"gold_reward": {"sft": {"mean": -2.0}, "ppo": {"mean": -1.0}}, "win_rate": {"mean": 0.7}}
 
 
 def summary_of(number: int) -> dict[str, Any]:
     return {
         "stages": {"sample": {"key": f"{number:016x}"}},
-        "sample": {"best": 5, "pairs": 4},
+        "sample": {"best": 5, "pairs": 4, "policy": "ppo"},
         "evaluate": EVALUATION,
         "run": f"demo-{number}",
         "where": {"report": f"/store/{number}/report.html"},
@@ -50,12 +50,12 @@ def test_each_round_is_a_run_of_the_pipeline() -> None:
         calls.append(parameters)
         return summary_of(len(calls))
 
-    done = run_rounds_with(pipeline, DEMO, 2, ("ppo.steps=3",))
+    done = run_rounds_with(pipeline, DEMO, 2, ("ppo.steps=3",), "sample")
     assert end_of_rounds(done) is done
     assert [each["run"] for each in done.summaries] == ["demo-1", "demo-2"]
     artifact = f"artifact://sample/{1:016x}"
     assert calls == [
-        {"config": DEMO, "overrides": ("ppo.steps=3", "sample={}")},
+        {"config": DEMO, "overrides": ("ppo.steps=3", "sample={}"), "until": "sample"},
         {
             "config": DEMO,
             "overrides": (
@@ -66,6 +66,7 @@ def test_each_round_is_a_run_of_the_pipeline() -> None:
                 f"data.preference.1.path={artifact}/pairs.jsonl",
                 "data.preference.1.labelled_by=reward",
             ),
+            "until": "sample",
         },
     ]
     assert rounds.on_crashed_hooks == [notify_failure]
@@ -82,7 +83,8 @@ def test_rounds_that_need_votes_end_without_an_error(
     ]
     calls: list[tuple[str, ...]] = []
 
-    def pipeline(config: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    def pipeline(config: str, overrides: tuple[str, ...], until: str) -> dict[str, Any]:
+        assert until == "register"
         calls.append(overrides)
         return summaries[len(calls) - 1]
 
@@ -98,7 +100,7 @@ def test_rounds_that_need_votes_end_without_an_error(
     capsys.readouterr()
     assert print_end(done) == 4
     printed = capsys.readouterr().out
-    cells = [line.split("│")[5:8] for line in printed.splitlines() if line.startswith("│")]
+    cells = [line.split("│")[-4:-1] for line in printed.splitlines() if line.startswith("│")]
     rows = [[cell.strip() for cell in row] for row in cells]
     assert rows == [["2", "2", "demo-1"], ["-", "-", "demo-2"]], printed
     assert done.votes_needed is not None and done.votes_needed in printed
@@ -129,7 +131,7 @@ def test_the_first_round_reuses_the_check_of_the_command(tmp_path: Path) -> None
         checked = check_first_round(DEMO, given)
         assert checked.config.sample is not None and checked.config.ppo.steps == 3
 
-        def pipeline(config: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+        def pipeline(config: str, overrides: tuple[str, ...], until: str) -> dict[str, Any]:
             reused.append(checked_config(config, overrides) is checked)
             return summary_of(1)
 

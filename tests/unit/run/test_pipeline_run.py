@@ -20,6 +20,7 @@ import json
 import os
 import socket
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,10 +298,14 @@ def test_the_summary_names_the_policy_without_the_stage_register(policy: str, tm
 
 
 def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
-    made = {"sample": StageRecord(ref("sample", pairs=7.0, best=9.0), 1.0, False)}
-    summary = summarize(made, 1.0, IDENTITY)  # type: ignore[arg-type]
-    assert summary["sample"] == {"pairs": 7, "best": 9}
-    assert ("sampled pairs, demonstrations", "7, 9") in results(summary)
+    sampled = ref("sample", pairs=7.0, best=9.0)
+    summary = summarize({"sample": StageRecord(sampled, 1.0, False)}, 1.0, IDENTITY)
+    assert summary["sample"] == {"pairs": 7, "best": 9, "policy": "ppo"}
+    assert ("sampled pairs, demonstrations, PPO", "7, 9") in results(summary)
+    sampled = replace(sampled, attributes={"policy": "sft"})
+    summary = summarize({"sample": StageRecord(sampled, 1.0, False)}, 1.0, IDENTITY)
+    assert summary["sample"]["policy"] == "sft"
+    assert ("sampled pairs, demonstrations, SFT", "7, 9") in results(summary)
     assert "sample" not in summarize({}, 1.0, IDENTITY)
 
 

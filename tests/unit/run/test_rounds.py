@@ -3,7 +3,8 @@
 - each round adds the samples of all earlier rounds to the sources of the configuration, and nothing else
 - without pairs in the configuration none are added; without rows there is no next round
 - every round is one run of the pipeline, and its configuration is valid
-- the table has a line per round, by the best measure that there is
+- the table has a line per round, by the best measure that there is; rounds that end at `sample` have the
+  scores of its answers
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ KEYS = ("a" * 16, "b" * 16, "c" * 16)
 
 def summary_of(number: int, best: int = 5, pairs: int = 4, **more: Any) -> dict[str, Any]:
     stages = {"sample": {"key": KEYS[number - 1]}}
-    return {"stages": stages, "sample": {"best": best, "pairs": pairs}, "run": f"demo-{number}", **more}
+    return {
+        "stages": stages,
+        "sample": {"best": best, "pairs": pairs, "policy": "ppo"},
+        "run": f"demo-{number}",
+        **more,
+    }
 
 
 def artifact(number: int) -> str:
@@ -92,13 +98,13 @@ def test_without_rows_there_is_no_next_round() -> None:
 def test_every_round_is_a_run_of_the_pipeline() -> None:
     configs: list[PipelineConfig] = []
 
-    def run_pipeline(config: PipelineConfig, *, tags: Any) -> dict[str, Any]:
+    def run_pipeline(config: PipelineConfig, *, tags: Any, until: str) -> dict[str, Any]:
         configs.append(config)
-        assert tags == {"team": "a"}
+        assert tags == {"team": "a"} and until == "sample"
         return summary_of(len(configs))
 
     config = load_config(DEMO, ["sample.answers=8"])
-    summaries = run_rounds(config, 3, tags={"team": "a"}, run=run_pipeline)
+    summaries = run_rounds(config, 3, tags={"team": "a"}, until="sample", run=run_pipeline)
     assert [each["run"] for each in summaries] == ["demo-1", "demo-2", "demo-3"]
     assert configs[0] == config
     assert [len(each.data.sft) for each in configs] == [len(each.data.preference) for each in configs] == [
@@ -127,3 +133,37 @@ def test_the_table(measures: tuple[str, ...], title: str) -> None:
     text = capture.get()
     assert f"{title} on held-out prompts" in text and "demo-1" in text and "demo-2" in text
     assert ("-2.500" in text and "1.250" in text) == bool(measures) and "0.750" in text
+
+
+def printed(summaries: list[dict[str, Any]]) -> str:
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(rounds_table(summaries))
+    return capture.get()
+
+
+def test_the_table_has_dpo_and_says_whose_answers_the_rows_are() -> None:
+    scores = {"sft": {"mean": -2.5}, "ppo": {"mean": 1.25}, "dpo": {"mean": 0.5}}
+    evaluate = {"gold_reward": scores, "win_rate": {"mean": 0.75}, "win_rate_dpo": {"mean": 0.625}}
+    summary = summary_of(1, evaluate=evaluate)
+    summary["sample"]["policy"] = "dpo"
+    text = printed([summary])
+    assert "pairs, best: answers of DPO" in text and "0.500" in text and "0.625" in text
+    assert "DPO" not in printed([summary_of(1)]) and "answers of PPO" in printed([summary_of(1)])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"score_mean": 0.25, "score_best": 0.75}, ("score on training prompts", "0.250", "0.750")),
+        ({"score_mean": 0.25, "gold_mean": 1.5, "gold_best": 2.5}, ("gold reward on", "1.500", "2.500")),
+        ({}, ("score on training prompts", " - ")),
+    ],
+)
+def test_the_table_of_rounds_that_end_at_sample_has_the_scores_of_the_answers(
+    metrics: dict[str, float], words: tuple[str, ...]
+) -> None:
+    summary = summary_of(1)
+    summary["stages"]["sample"]["metrics"] = metrics
+    text = printed([summary])
+    assert all(word in text for word in words) and "win rate" not in text

@@ -58,7 +58,7 @@ class Rounds:
         """Return the names of the finished rounds."""
         return [summary["run"] for summary in run_rounds(self.config, number, run=self._run_pipeline)]
 
-    def _run_pipeline(self, config: PipelineConfig, *, tags: Any) -> dict[str, Any]:
+    def _run_pipeline(self, config: PipelineConfig, *, tags: Any, until: str) -> dict[str, Any]:
         number = len(config.data.sft)
         name = f"small-{number}"
         if name not in self.made:

@@ -180,8 +180,17 @@ def test_the_policy_of_ppo_is_the_default(run: Run) -> None:
     facts, config, mlflow = run("ppo")
     assert (facts["champion"], facts["rule"]) == (False, "min_win_rate") and "policy" not in facts
     policy = load_registered(mlflow, f"{facts['model']}@candidate", config.run.home)
-    assert POLICY_STAGE not in policy.version.tags and "rlhf.dpo.key" not in policy.version.tags
+    assert not {POLICY_STAGE, "rlhf.dpo.key", "rlhf.sample.policy"} & set(policy.version.tags)
     assert policy.trained_by == "ppo" and "and PPO (`ppo`" in model_card(policy)
+
+
+@pytest.mark.parametrize(("sampled", "tag"), [("ppo", None), ("sft", "sft")])
+def test_a_version_names_the_model_whose_answers_were_sampled(
+    sampled: str, tag: str | None, run: Run
+) -> None:
+    facts, config, mlflow = run("dpo", sample={"policy": sampled})
+    tags = load_registered(mlflow, facts["model"], config.run.home).version.tags
+    assert tags.get("rlhf.sample.policy") == tag
 
 
 @pytest.mark.parametrize("policy", ["dpo", "ppo"])
