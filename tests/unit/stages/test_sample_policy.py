@@ -1,7 +1,7 @@
 """The model that answers in the stage `sample` (`sample.policy`).
 
 - of PPO, DPO and SFT only the model that answers is an input, and its files are sampled
-- the default is PPO's policy, and the keys of configurations without the field are those without it
+- the default is PPO's policy, and is in no key
 - without the policy of PPO, the digests of the reward files are in the key of the stage
 - a run that ends at `sample` has PPO only if its policy answers
 - the artifact says which model answered, unless it is PPO's
@@ -20,7 +20,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import unusual_settings
-from rlhf_core.config.keys import is_made, pipeline_key, stage_inputs, stage_key
+from rlhf_core.config.keys import is_made, key_fields, stage_inputs, stage_key
 from rlhf_core.data.dataset import write
 from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import Encoder
@@ -103,12 +103,12 @@ def test_an_adapter_of_dpo_answers_outside_float32() -> None:
     assert trained_files(config, "sft", inputs) == PolicyFiles(Path("sft/model"))
 
 
-def test_the_default_has_the_keys_of_a_configuration_without_the_field() -> None:
+def test_the_default_is_in_no_key() -> None:
     plain, named, other = (config_of(policy) for policy in (None, "ppo", "sft"))
+    assert "sample.policy" not in key_fields(plain, {}), "keys of releases without the field stay the same"
+    assert key_fields(other, {})["sample.policy"] == "sft"
     assert stage_key(named, "sample", {}, {}) == stage_key(plain, "sample", {}, {})
-    assert pipeline_key(named, {}) == pipeline_key(plain, {})
     assert stage_key(other, "sample", {}, {}) != stage_key(plain, "sample", {}, {})
-    assert pipeline_key(other, {}) != pipeline_key(plain, {})
 
 
 @pytest.mark.parametrize(("policy", "changed"), [("ppo", False), ("dpo", True), ("sft", True)])
