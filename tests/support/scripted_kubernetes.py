@@ -20,7 +20,9 @@ class ScriptedKubernetes:
         self.objects: dict[str, dict[str, Any]] = {}
         self.created: list[dict[str, Any]] = []
         """All objects that were created, also those that are deleted."""
-        self.statuses: list[dict[str, Any]] = [{"jobDeploymentStatus": "Running", "rayClusterName": "c1"}]
+        self.statuses: list[dict[str, Any]] = [
+            {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING", "rayClusterName": "c1"}
+        ]
         """Statuses of the RayJob, one for each request; the last one stays."""
         self.failures: list[int | str] = []
         """Answers to the next requests: an HTTP status, `drop` (the connection is closed before the request

@@ -307,6 +307,21 @@ def test_a_flow_has_the_rights_that_the_executor_uses() -> None:
     assert needed | {("pods", "list"), ("pods/log", "get")} <= rights
 
 
+@pytest.mark.parametrize("name", ["kuberay-operator", "kuberay"], ids=["helm", "kustomize"])
+def test_the_operator_may_submit_the_job(name: str) -> None:
+    """Its pods have these labels. It submits the job through the port of the dashboard."""
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/component": "kuberay-operator"}
+    [policy] = [item for item in objects() if item["kind"] == "NetworkPolicy"]
+    admitted = [
+        port["port"]
+        for rule in policy["spec"]["ingress"]
+        for source in rule["from"]
+        if source["podSelector"]["matchLabels"].items() <= labels.items() and "namespaceSelector" in source
+        for port in rule["ports"]
+    ]
+    assert admitted == [8265]
+
+
 def test_the_worker_watches_what_its_role_allows() -> None:
     [role] = [
         item for item in objects() if (item["kind"], item["metadata"]["name"]) == ("Role", "rlhf-worker")

@@ -88,6 +88,9 @@ class KubeRayJobs:
             return JobStatus("running" if status.get("rayClusterName") else "refused", message)
         if phase in _ENDED:
             return JobStatus(_ENDED[phase], message)
+        if phase == "Running" and not status.get("jobStatus"):
+            # The Ray cluster runs. The operator tries for as long as it takes, and says so only in its log.
+            return JobStatus("pending", f"{message}, KubeRay has not submitted the job to the Ray cluster")
         return JobStatus("running" if phase == "Running" else "pending", message)
 
     def _find(self, name: str) -> dict[str, Any] | None:

@@ -175,6 +175,7 @@ def test_without_a_cluster_the_message_names_the_kubeconfig(
         ({"jobDeploymentStatus": "Suspending"}, "pending"),
         ({"jobDeploymentStatus": "Waiting"}, "pending"),
         ({"jobDeploymentStatus": "Retrying"}, "pending"),
+        ({"jobDeploymentStatus": "Running"}, "pending"),
         ({"jobDeploymentStatus": "Running", "jobStatus": "PENDING"}, "running"),
         ({"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}, "running"),
         ({"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, "succeeded"),
