@@ -87,7 +87,9 @@ def exit_code(command: Callable[[], int]) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 the interpreter flushes it at its end
         return 0
     except Exception as error:
-        log.exception("unexpected error")
+        # The terminal gets the traceback of a bug if the command has no log. A full disk is no bug.
+        if log.hasHandlers() or not isinstance(error, OSError):
+            log.exception("unexpected error")
         _print_error(f"failed: {type(error).__name__}: {error}\n{CONTINUE}")
         return RLHFError.exit_code
 
@@ -342,29 +344,34 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     from rlhf_cli.servers import up
+    from rlhf_core.planning.devices import full_disk
 
-    print(up(_home(arguments).make()))
+    home = _home(arguments)
+    # The servers could not write the reason to their logs.
+    if problem := full_disk(home.path):
+        raise InputError(f"--home: {problem}, or choose another")
+    print(up(home.make()))
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
     from rlhf_cli.servers import down
 
-    print(down(_home(arguments)))
+    print(down(_home(arguments, writable=False)))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from rlhf_cli.servers import status
 
-    print(status(_home(arguments)))
+    print(status(_home(arguments, writable=False)))
     return 0
 
 
-def _home(arguments: argparse.Namespace) -> Home:
+def _home(arguments: argparse.Namespace, *, writable: bool = True) -> Home:
     from rlhf_core.system.home import home_problem
 
-    problem = home_problem(Path(arguments.home))
+    problem = home_problem(Path(arguments.home), writable=writable)
     if problem:
         raise InputError(f"--home: the folder {arguments.home} cannot be used: {problem}; choose another")
     return Home.of(arguments.home)

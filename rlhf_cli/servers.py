@@ -6,12 +6,14 @@ started by `up` inherits, and by its command line. No other process receives a s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -91,11 +93,34 @@ class ServersState(BaseModel):
 def up(home: Home) -> str:
     """Start the servers for `home` and return the text for the user.
 
-    Raises InputError if they are running already or the project's files are missing, and StageFailed if they
-    do not start.
+    Raises InputError if they are running already, another `rlhf up` is starting them, or the project's files
+    are missing, and StageFailed if they do not start.
     """
     if not DEPLOYMENTS.is_file():
         raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
+    with _only_start(home):
+        return _up(home)
+
+
+@contextmanager
+def _only_start(home: Home) -> Iterator[None]:
+    """Have one process start the servers of `home` in this context. Raises InputError in another one.
+
+    A supervisor that has just been started has written no state, and a second `up` would stop it.
+    """
+    home.servers.mkdir(parents=True, exist_ok=True)
+    with home.servers_lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"another `rlhf up` is starting the servers of {home.path}; wait for it, and see `rlhf"
+                " status`"
+            ) from None
+        yield
+
+
+def _up(home: Home) -> str:
     running = supervisor_of(home)
     if running is not None:
         raise InputError(
@@ -113,7 +138,6 @@ def up(home: Home) -> str:
             " `rlhf up` starts one"
         )
     _stop_remaining(home)
-    home.servers.mkdir(parents=True, exist_ok=True)
     supervisor = launch(
         [*python_module("rlhf_cli.supervisor"), str(home.path)],
         {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)},
@@ -180,19 +204,18 @@ def down(home: Home) -> str:
     supervisor = supervisor_of(home)
     runs = flow_processes(home)
     if supervisor is None and not _processes_of(home):
-        _remove_addresses(home)
-        return f"nothing to stop: no servers of {home.path} are up"
+        return f"nothing to stop: no servers of {home.path} are up{_remove_addresses(home)}"
     if supervisor is not None:
         supervisor.send(signal.SIGTERM)
         # The supervisor stops the flow runs, and then up to three servers, each of which has 10 s.
         wait_gone([supervisor], FLOW_STOP_SECONDS + 40.0)
     _stop_remaining(home)
-    _remove_addresses(home)
+    kept = _remove_addresses(home)
     if not runs:
-        return f"stopped the servers of {home.path}"
+        return f"stopped the servers of {home.path}{kept}"
     return (
-        f"stopped the servers of {home.path}; {len(runs)} flow run(s) were interrupted and go on if `rlhf up`"
-        " is typed within a day (later: start the deployment again, and it continues from the last"
+        f"stopped the servers of {home.path}{kept}; {len(runs)} flow run(s) were interrupted and go on if"
+        " `rlhf up` is typed within a day (later: start the deployment again, and it continues from the last"
         " checkpoint)"
     )
 
@@ -306,7 +329,18 @@ def _stop_remaining(home: Home) -> None:
     stop(_processes_of(home), 5.0)
 
 
-def _remove_addresses(home: Home) -> None:
-    """Remove the addresses of the servers, so that Prefect's commands do not use them any more."""
-    home.servers_state.unlink(missing_ok=True)
-    home.prefect_profiles.unlink(missing_ok=True)
+def _remove_addresses(home: Home) -> str:
+    """Remove the addresses of the servers, so that Prefect's commands do not use them any more.
+
+    Return what could not be removed, as text for the user, or an empty text.
+    """
+    kept = ""
+    for file in (home.servers_state, home.prefect_profiles):
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            # On a read-only file system, also for a file that does not exist.
+            if not file.exists():
+                continue
+            kept += f"; {file}, which has their addresses, cannot be deleted ({error.strerror})"
+    return kept

@@ -180,17 +180,26 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
     # Each model is also saved once.
     needed = 200_000_000 + _parameters(config) * sum(4 + copies * size for size in _checkpoint_bytes(config))
     disk = machine().disk(folder)
-    # File systems that are not disks, such as /proc, have a total of 0.
-    if disk.total > 0 and disk.free < _MIN_FREE_BYTES:
-        yield ConfigError(
-            f"run.home: {folder} has {disk.free / 1e6:.0f} MB free; databases and logs alone need"
-            f" {_MIN_FREE_BYTES / 1e6:.0f} MB; free some, or set run.home"
-        )
+    if problem := full_disk(folder):
+        yield ConfigError(f"run.home: {problem}, or set run.home")
     elif disk.free < needed:
         yield (
             f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but the models of PPO with {copies}"
             f" checkpoints need about {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
         )
+
+
+def full_disk(folder: Path) -> str | None:
+    """Return that the disk of `folder` has no space even for databases and logs, with a fix, or None."""
+    existing = existing_parent(folder)
+    disk = machine().disk(existing)
+    # File systems that are not disks, such as /proc, have a total of 0.
+    if disk.total == 0 or disk.free >= _MIN_FREE_BYTES:
+        return None
+    return (
+        f"{existing} has {disk.free / 1e6:.0f} MB free; databases and logs alone need"
+        f" {_MIN_FREE_BYTES / 1e6:.0f} MB; free some"
+    )
 
 
 def _checkpoint_bytes(config: PipelineConfig) -> Iterator[int]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import engine_rank
+from rlhf_core.config.keys import given_tracking_uri
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import (
@@ -109,10 +110,10 @@ def registry_of(config: PipelineConfig, field: str = "run.home") -> Mlflow:
     mlflow = open_tracking(config).mlflow
     database = sqlite_path(mlflow.uri)
     if database is not None and not database.is_file():
-        raise InputError(
-            f"{field}: there is no database of MLflow at {database}; name the folder of the runs, or set"
-            " MLFLOW_TRACKING_URI"
-        )
+        fix = "name the folder of the runs, or set MLFLOW_TRACKING_URI"
+        if given_tracking_uri(config) is not None:
+            field, fix = "tracking.uri (or MLFLOW_TRACKING_URI)", "name that of the runs"
+        raise InputError(f"{field}: there is no database of MLflow at {database}; {fix}")
     return mlflow
 
 

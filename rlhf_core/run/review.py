@@ -98,7 +98,8 @@ class Review:
             pairs: Number of pairs with `sample`, or all if there are fewer. Default: 50.
 
         Raises:
-            InputError: `pairs` is less than 1, or is given for another page, whose samples are all shown.
+            InputError: `pairs` is less than 1, or is given for another page, whose samples are all shown; or
+                the file cannot be written.
         """
         shown = self.pairs
         if self.opponent == "sample":
@@ -112,8 +113,13 @@ class Review:
             )
         name = "of-sample" if self.opponent == "sample" else f"against-{self.opponent}"
         path = path or self.folder / f"{name}.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, render_page(self.name, shown, self.options))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, render_page(self.name, shown, self.options))
+        except OSError as error:
+            raise InputError(
+                f"--output: the page {path} cannot be written ({error.strerror}); name another file"
+            ) from error
         return path, len(shown)
 
     def pairs_of(self, file: VoteFile) -> list[BlindPair]:

@@ -46,9 +46,11 @@ _BYTES_PER_SECOND = 250_000
 _CONCURRENCY = 4
 _LONGEST_PAUSE = 5.0
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
-_PERMANENT = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnauthorizedSSOTokenError",
-              "SSOTokenLoadError", "TokenRetrievalError", "ParamValidationError")  # fmt: skip
-"""Names of the client's own errors that a retry cannot change. By name, because not all versions have all."""
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound",
+                   "UnauthorizedSSOTokenError", "SSOTokenLoadError", "TokenRetrievalError")  # fmt: skip
+"""Names of the client's own errors about credentials, which a retry cannot change. By name, because not all
+versions have all.
+"""
 _REFUSED = (
     "400",
     "ExpiredToken",
@@ -432,7 +434,13 @@ def with_retries(
                     f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's"
                     " policy."
                 ) from error
-            if type(error).__name__ in _PERMANENT or isinstance(error, _TooMuch):
+            name = type(error).__name__
+            if name in _NO_CREDENTIALS:
+                raise StoreError(
+                    f"{what}: {_reason(error)}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
+                    " AWS_PROFILE, or give this machine a role"
+                ) from error
+            if name == "ParamValidationError" or isinstance(error, _TooMuch):
                 raise StoreError(f"{what}: {_reason(error)}") from error
             raise
 

@@ -120,13 +120,19 @@ def existing_parent(folder: Path) -> Path:
     return path
 
 
-def unwritable(folder: Path) -> str | None:
-    """Return the reason for which `folder` cannot be created or written to, or None."""
+def no_folder(folder: Path) -> str | None:
+    """Return the reason for which `folder` cannot be a folder, whoever may write to it, or None."""
     if "\0" in str(folder):
         return "a path has no NUL character"
     existing = existing_parent(folder)
-    if not existing.is_dir():
-        return f"{existing} is a file"
+    return None if existing.is_dir() else f"{existing} is a file"
+
+
+def unwritable(folder: Path) -> str | None:
+    """Return the reason for which `folder` cannot be created or written to, or None."""
+    if problem := no_folder(folder):
+        return problem
+    existing = existing_parent(folder)
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{existing} is not writable for this user"
     return None

@@ -25,16 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.errors import InputError
-from rlhf_core.system.files import unwritable
+from rlhf_core.system.files import no_folder, unwritable
 
 
-def home_problem(folder: Path) -> str | None:
+def home_problem(folder: Path, *, writable: bool = True) -> str | None:
     """Return the reason for which `folder` cannot be used as `run.home`, or None.
 
     The folder contains databases that MLflow and Prefect address by URL. The characters `#`, `%` and `?`
-    would change such a URL, so that it names a different file.
+    would change such a URL, so that it names a different file. Without `writable`, the folder is only read.
     """
-    problem = unwritable(folder)
+    problem = unwritable(folder) if writable else no_folder(folder)
     if problem is not None:
         return problem
     signs = [sign for sign in "#%?" if sign in str(folder.absolute())]
@@ -223,6 +223,11 @@ class Home:
     @property
     def servers_state(self) -> Path:
         return self.servers / "state.json"
+
+    @property
+    def servers_lock(self) -> Path:
+        """Locked by the `rlhf up` that starts the servers."""
+        return self.servers / "up.lock"
 
     @property
     def servers_login(self) -> Path:

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, InputError, RLHFError
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, short_reason
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,8 @@ def registry_errors(mlflow: Mlflow, action: str) -> Iterator[None]:
         raise
     except Exception as error:
         address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
-        raise InfrastructureError(f"MLflow at {address} did not {action}: {short_reason(error)}") from error
+        why = describe_failure(error)
+        raise InfrastructureError(f"MLflow at {address} did not {action}: it {why}") from error
 
 
 def history(mlflow: Mlflow, model: str) -> list[Move]:

@@ -38,6 +38,25 @@ def tracker_problem(uri: str) -> str | None:
             return f"must be sqlite:///path/of/a/file.db; got {shown(uri)}; name the file"
     elif not rest.strip("/"):
         return f"must name a host; got {shown(uri)}; use http://host:port"
+    elif kind not in ("http", "https"):
+        return _driver_problem(uri)
+    return None
+
+
+def _driver_problem(uri: str) -> str | None:
+    """Return the reason for which the database at `uri` cannot be used from this environment, or None."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        make_url(uri).get_dialect().import_dbapi()
+    except ImportError as error:
+        return (
+            f"needs the driver of its database ({error}); got {shown(uri)}; install the package, name another"
+            " driver, such as postgresql+psycopg2://, or use the address of an MLflow server, http://host:port"
+        )
+    except (SQLAlchemyError, ValueError):
+        return f"is no address of a database; got {shown(uri)}; use postgresql+psycopg2://user@host:port/name"
     return None
 
 

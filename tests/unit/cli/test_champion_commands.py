@@ -84,7 +84,16 @@ def test_unknown_names_and_folders_are_input_errors(
     assert "has no registered model 'nobody'" in capsys.readouterr().err
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
-    assert f"there is no database of MLflow at {tmp_path}/mlflow.db" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --home: there is no database of MLflow at {tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: tracking.uri (or MLFLOW_TRACKING_URI): there is no database of")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mysql+none://me:canary@host/db")
+    assert rlhf("champions", model) == 2
+    error = capsys.readouterr().err
+    assert "is no address of a database" in error and "canary" not in error
     assert not list(tmp_path.iterdir()), "nothing is created"
 
 

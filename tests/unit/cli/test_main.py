@@ -4,6 +4,7 @@
 - invalid input ends with exit code 2 and one message, an unreachable store with 3, without a traceback and
   before Prefect is imported
 - overrides may be before and after options; an argument that is not an override is refused
+- `up` refuses a full disk; `status` and `down` also work where nothing can be written
 - errors, signals and interruptions have their exit codes
 """
 
@@ -19,6 +20,10 @@ import pytest
 
 from rlhf_cli import main as cli
 from rlhf_core.errors import InputError, WorkerDied
+from rlhf_core.system.home import Home
+from rlhf_core.system.machine import Disk
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.users import as_unprivileged_user
 
 DEMO = "deployments/configs/demo.yaml"
 HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")
@@ -141,6 +146,53 @@ def test_each_error_and_signal_has_its_exit_code(
 
     assert cli.exit_code(fail) == code
     assert word in capsys.readouterr().err
+
+
+def test_failure_of_the_system_shows_no_traceback() -> None:
+    script = (
+        "from rlhf_cli.main import exit_code\n"
+        "def fail(): raise OSError(28, 'No space left on device', '/x')\n"
+        "raise SystemExit(exit_code(fail))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr.startswith("failed: OSError: [Errno 28] No space left on device: '/x'")
+
+
+def test_tune_checks_the_configuration_before_it_logs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = rlhf("tune", DEMO, f"run.home={tmp_path / 'file'}", "--out", str(tmp_path / "tuned.yaml"))
+    assert done.returncode == 2
+    assert f"run.home: the folder '{tmp_path / 'file'}' cannot be used" in done.stderr
+    assert done.stderr.startswith("error: ")
+
+
+def test_servers_are_not_started_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with on_machine(ScriptedMachine(disk=Disk(total=10**9, free=10**6))):
+        assert cli.main(["up", "--home", str(tmp_path / "home")]) == 2
+    assert "1 MB free; databases and logs alone need 30 MB; free some, or choose" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()
+
+
+def test_folder_that_may_not_be_written_has_a_status_and_servers_that_are_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, words in (("status", "servers: none"), ("down", "nothing to stop")):
+        assert cli.main([command, "--home", str(tmp_path)]) == 0  # imports what it needs
+        with as_unprivileged_user():
+            assert cli.main([command, "--home", "/"]) == 0
+        assert capsys.readouterr().out.count(words) == 2
+
+
+def test_down_names_an_address_that_it_cannot_delete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = Home.of(tmp_path)
+    home.servers_state.mkdir(parents=True)  # a folder cannot be unlinked, as a file on a read-only disk
+    assert cli.main(["down", "--home", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert f"up; {home.servers_state}, which has their addresses, cannot be deleted (Is a directory)" in text
+    assert str(home.prefect_profiles) not in text
 
 
 def test_plan_ends_with_code_0_if_its_output_pipe_is_closed() -> None:

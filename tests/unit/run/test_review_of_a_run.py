@@ -203,6 +203,8 @@ def test_what_cannot_be_reviewed_is_an_input_error(run: Path, capsys: pytest.Cap
     assert "has no stage register" in capsys.readouterr().err
     assert rlhf("review", "small-seed0", "--home", home, "--pairs", 5) == 2
     assert "--pairs: is for --of sample; got 5 for another page" in capsys.readouterr().err
+    assert rlhf("review", run, "--output", "/dev/null/x/y.html", "--home", home) == 2
+    assert "--output: the page /dev/null/x/y.html cannot be written (Not a dir" in capsys.readouterr().err
     summary = json.loads(run.read_text())
     del summary["stages"]["evaluate"]
     run.write_text(json.dumps(summary))

@@ -18,7 +18,7 @@ import pytest
 
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data import sources
-from rlhf_core.errors import RLHFError, StoreError, StoreUnavailable
+from rlhf_core.errors import ConfigError, RLHFError, StoreError, StoreUnavailable
 from rlhf_core.storage.s3 import S3Limits
 from rlhf_core.storage.store import Store
 
@@ -177,6 +177,16 @@ def test_a_listing_of_a_data_source_ends(serve: Callable[[Answer], str]) -> None
     with pytest.raises(StoreUnavailable, match=r"cannot list s3://bucket/data.*no whole answer within 2 s"):
         sources._objects("s3://bucket/data", store, least_seconds=1.5)
     assert time.monotonic() - started < 15
+
+
+def test_a_machine_without_credentials_is_told_to_set_them(
+    bucket: Callable[[Answer], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(ConfigError, match=r"NoCredentialsError: .*; set AWS_ACCESS_KEY_ID and AWS_SECRET"):
+        bucket(nothing).check()
 
 
 @pytest.mark.parametrize("answer", [nothing, byte_by_byte])

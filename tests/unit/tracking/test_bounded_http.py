@@ -23,7 +23,9 @@ from requests.exceptions import Timeout
 from urllib3.connection import HTTPConnection
 
 from rlhf_cli.main import Stopped
+from rlhf_core.errors import InfrastructureError
 from rlhf_core.tracking import bounded_http
+from rlhf_core.tracking.champions import registered_models
 from rlhf_core.tracking.mlflow_client import Mlflow, UnusableAnswer
 from rlhf_core.tracking.tracker import Tracking
 
@@ -253,8 +255,11 @@ def test_error_of_a_server_is_quoted(
     tracking = Tracking(Mlflow(server(_whole(status, body)), "e"), tmp_path / "spool")
     assert tracking.parent_run("p", "demo") is None
     assert words in caplog.text
+    with pytest.raises(InfrastructureError, match=f"did not list its models: it {words}") as failed:
+        registered_models(tracking.mlflow)
     if "credentials" in words:
         assert "MLFLOW_TRACKING_TOKEN" in caplog.text
+        assert "MLFLOW_TRACKING_TOKEN" in failed.value.message
 
 
 def test_a_sound_answer_is_read_whole_over_one_connection(server: Callable[[Serve], str]) -> None:
