@@ -17,7 +17,7 @@ from flows.tasks import check_drift, run_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.checks import checked_config, loaded_config
+from rlhf_core.run.checks import reuse_or_check, reuse_or_load
 from rlhf_core.run.parameters import DEFAULT_CONFIG, overrides_of
 from rlhf_core.run.pipeline_run import open_run
 
@@ -31,7 +31,7 @@ def run_name() -> str:
     flow_run = str(runtime.flow_run.id)[:6]
     fields = {"run.name": parameters.get("name"), "run.seed": parameters.get("seed")}
     try:
-        config = loaded_config(
+        config = reuse_or_load(
             parameters["config"], overrides_of(fields, parameters.get("overrides") or ())
         ).run
     except InputError:  # the flow itself reports the error
@@ -80,7 +80,7 @@ def rlhf(
         "ppo.policy.learning_rate": policy_learning_rate,
     }
     show_log_lines()
-    checked = checked_config(config, overrides_of(fields, overrides), retry_store=True)
+    checked = reuse_or_check(config, overrides_of(fields, overrides), retry_store=True)
     with open_run(checked, start, until, flow_run_tags()) as run:
         publish_tags(run)
         data = run_stage(run, "data")

@@ -244,12 +244,12 @@ def _add_serve_reward(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from rlhf_core.pipeline import stages_between
-    from rlhf_core.run.checks import check_config, reuse_check
+    from rlhf_core.run.checks import load_and_check, remember_check
 
     # Only for its error, before anything is read.
     stages_between(arguments.start, arguments.until)
-    checked = check_config(arguments.config, arguments.overrides)
-    reuse_check(checked)
+    checked = load_and_check(arguments.config, arguments.overrides)
+    remember_check(checked)
     config = checked.config
     home = Home.of(config.run.home)
     console = set_up_logging(home)

@@ -65,7 +65,7 @@ def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
     """
     from rlhf_core.config.load import load_config
     from rlhf_core.errors import checking
-    from rlhf_core.run.checks import check_config, reuse_check
+    from rlhf_core.run.checks import load_and_check, remember_check
     from rlhf_core.run.kept_versions import resolve_kept
     from rlhf_core.run.rounds import round_overrides
 
@@ -73,8 +73,8 @@ def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
     with checking(path):
         resolved, _ = resolve_kept(config, "rounds")
     # The overrides exactly as the flow gives them to the first round.
-    checked = check_config(path, (*overrides, *resolved.pins, *round_overrides(config, ())))
-    reuse_check(checked)
+    checked = load_and_check(path, (*overrides, *resolved.pins, *round_overrides(config, ())))
+    remember_check(checked)
     return checked
 
 

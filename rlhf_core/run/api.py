@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.run.checks import CheckedConfig, probe
+from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.drift import compare_with_champion
 from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
@@ -68,7 +68,7 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     if script in ("", "-", "-c", "-m"):  # an interactive session, or code without a file
         script = "python"
     resolved, kept = resolve_kept(config)
-    warnings = tuple(probe(resolved.config, "the configuration"))
+    warnings = tuple(check_and_prepare(resolved.config, "the configuration"))
     checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags, kept=kept)
     with open_run(checked, start, until, tags, started) as run:
         # Also stages before `start`: their artifacts are found, or `PipelineRun.find` raises.

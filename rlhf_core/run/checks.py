@@ -1,4 +1,7 @@
-"""Preflight of a run: load, validate and probe its configuration before anything heavy starts."""
+"""Preflight of a run: load and check its configuration, create its home and try its store.
+
+`rlhf_core/preflight.py` has most of the checks. This module adds those of executors and memory.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ _CHECKED: contextvars.ContextVar[CheckedConfig | None] = contextvars.ContextVar(
 )
 
 
-def check_config(path: str, overrides: Sequence[str], *, retry_store: bool = False) -> CheckedConfig:
-    """Load the configuration, check it, create its home and probe its store.
+def load_and_check(path: str, overrides: Sequence[str], *, retry_store: bool = False) -> CheckedConfig:
+    """Load the configuration, check it, create its home and try its store.
 
     Args:
         path: YAML file.
@@ -53,14 +56,14 @@ def check_config(path: str, overrides: Sequence[str], *, retry_store: bool = Fal
     """
     with checking(path):
         resolved, kept = resolve_kept(load_config(path, overrides))
-        warnings = probe(resolved.config, path, retry_store=retry_store)
+        warnings = check_and_prepare(resolved.config, path, retry_store=retry_store)
     return CheckedConfig(resolved.config, tuple(warnings), path, tuple(overrides), resolved.tags, kept)
 
 
-def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> list[str]:
-    """Check a loaded configuration, create its home and probe its store. Returns the warnings.
+def check_and_prepare(config: PipelineConfig, name: str, *, retry_store: bool = False) -> list[str]:
+    """Check a loaded configuration, create its home and try its store. Return the warnings.
 
-    `name` is the configuration's name in messages. See `check_config`.
+    `name` is the configuration's name in messages. Raises the errors of `load_and_check`.
     """
     with checking(name):
         warnings = check(config, ("run.executor", check_executors))
@@ -74,23 +77,23 @@ def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> li
     return warnings
 
 
-def reuse_check(checked: CheckedConfig) -> None:
-    """Store `checked` for `checked_config` in this context, so that a command and its flow check once."""
+def remember_check(checked: CheckedConfig) -> None:
+    """Keep `checked` for `reuse_or_check` in this context, so that a command and its flow check once."""
     _CHECKED.set(checked)
 
 
-def checked_config(path: str, overrides: Sequence[str], *, retry_store: bool = False) -> CheckedConfig:
-    """Return the configuration that the command of this context has checked, else that of `check_config`."""
-    return _checked_by_command(path, overrides) or check_config(path, overrides, retry_store=retry_store)
+def reuse_or_check(path: str, overrides: Sequence[str], *, retry_store: bool = False) -> CheckedConfig:
+    """Return what `remember_check` has kept for these arguments, otherwise `load_and_check`."""
+    return _remembered(path, overrides) or load_and_check(path, overrides, retry_store=retry_store)
 
 
-def loaded_config(path: str, overrides: Sequence[str]) -> PipelineConfig:
-    """Return the configuration without probing it: that of `checked_config` if there is one."""
-    checked = _checked_by_command(path, overrides)
+def reuse_or_load(path: str, overrides: Sequence[str]) -> PipelineConfig:
+    """Return the configuration that `remember_check` has kept for these arguments, otherwise load it."""
+    checked = _remembered(path, overrides)
     return load_config(path, overrides) if checked is None else checked.config
 
 
-def _checked_by_command(path: str, overrides: Sequence[str]) -> CheckedConfig | None:
+def _remembered(path: str, overrides: Sequence[str]) -> CheckedConfig | None:
     checked = _CHECKED.get()
     if checked is not None and (checked.path, checked.overrides) == (path, tuple(overrides)):
         return checked

@@ -26,7 +26,7 @@ from rlhf_core.config.placement import plan
 from rlhf_core.errors import ConfigError, InputError, RLHFError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.search import Split
-from rlhf_core.run.checks import CheckedConfig, probe
+from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.local_context import RecordingMetrics, stage_context
 from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.plan import make_plan
@@ -108,7 +108,7 @@ def tune(
     # A name of its own: the summary and the MLflow run of the configuration stay as they are. Keys of stages
     # do not contain the name, so finished stages are reused.
     named = load_config(config_path, [*overrides, f"run.name={config.run.name}-tune"])
-    checked = CheckedConfig(named, tuple(probe(named, str(config_path))), str(config_path))
+    checked = CheckedConfig(named, tuple(check_and_prepare(named, str(config_path))), str(config_path))
     last: StageName = "reward" if config.reward.enabled else "sft"
     with open_run(checked, "data", last, {}, time.time()) as run:
         inputs = {

@@ -50,7 +50,7 @@ from rlhf_core.config.keys import pipeline_key, stage_key
 from rlhf_core.config.load import load_config
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.attempt import _params
-from rlhf_core.run.checks import check_config
+from rlhf_core.run.checks import load_and_check
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.stages import imports
 
@@ -60,7 +60,7 @@ imports.import_vllm = lambda *args: imported.append("vllm")
 imports.open_tracking = lambda config: SimpleNamespace(warm_up=lambda: None)
 path, home = sys.argv[1:]
 overrides = [f"run.home={home}", "red_team.enabled=true", "run.resources.red_team.nodes=3"]
-config = check_config(path, overrides).config
+config = load_and_check(path, overrides).config
 imports.import_for("red_team", config)
 plain = load_config(path)
 print(json.dumps({

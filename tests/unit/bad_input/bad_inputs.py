@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.main import exit_code, main
-from rlhf_core.run.checks import check_config
+from rlhf_core.run.checks import load_and_check
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
@@ -97,7 +97,7 @@ class Command:
     def _run_data_stage(self, overrides: Sequence[str]) -> int:
         from rlhf_core.stages import data
 
-        data.run(check_config("c.yaml", overrides).config, stage_context(self.folder / "stage"))
+        data.run(load_and_check("c.yaml", overrides).config, stage_context(self.folder / "stage"))
         return 0
 
 

@@ -23,7 +23,7 @@ from rlhf_cli.main import main
 from rlhf_cli.rounds import check_first_round, print_end, print_rounds
 from rlhf_core.errors import DataError, RLHFError
 from rlhf_core.evaluation.sampled import AnswersToPrompt, SampledAnswer
-from rlhf_core.run.checks import checked_config
+from rlhf_core.run.checks import reuse_or_check
 from rlhf_core.run.review import open_review, record_votes
 from tests.support.prefect_api import PrefectApi
 from tests.support.sampled_run import made_run, save_votes
@@ -132,7 +132,7 @@ def test_the_first_round_reuses_the_check_of_the_command(tmp_path: Path) -> None
         assert checked.config.sample is not None and checked.config.ppo.steps == 3
 
         def pipeline(config: str, overrides: tuple[str, ...], until: str) -> dict[str, Any]:
-            reused.append(checked_config(config, overrides) is checked)
+            reused.append(reuse_or_check(config, overrides) is checked)
             return summary_of(1)
 
         run_rounds_with(pipeline, DEMO, 1, given)

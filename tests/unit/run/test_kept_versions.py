@@ -22,7 +22,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, GateFailed, StageHeld, VotesNeeded
 from rlhf_core.run import api, rounds
-from rlhf_core.run.checks import CheckedConfig, check_config
+from rlhf_core.run.checks import CheckedConfig, load_and_check
 from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.watch import Watch
@@ -66,7 +66,7 @@ def attempt(settings: list[str], error: Exception | None = None) -> tuple[str, s
     """Start a run, which fails with `error`. Return the version of its model and the key of its first
     stage.
     """
-    checked = check_config(DEMO, settings)
+    checked = load_and_check(DEMO, settings)
     key = ""
     try:
         with open_run(checked) as run:

@@ -36,7 +36,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError, StageHeld, StoreUnavailable
 from rlhf_core.pipeline import STAGES, StageName, stages_between
-from rlhf_core.run.checks import CheckedConfig, check_config, checked_config, loaded_config, reuse_check
+from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check, reuse_or_check, reuse_or_load
 from rlhf_core.run.parameters import overrides_of
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.spec import StageRecord, StageSpec
@@ -76,7 +76,7 @@ def checked_in(home: Path, database: Path, **sections: Any) -> CheckedConfig:
     tree = {"run": {"home": str(home), "device": "cpu"}, "tracking": {"uri": f"sqlite:///{database}"}}
     file = home / "c.yaml"
     file.write_text(json.dumps(tree | sections))
-    return check_config(str(file), [])
+    return load_and_check(str(file), [])
 
 
 def tags_of(run: PipelineRun) -> dict[str, str]:
@@ -467,9 +467,9 @@ def test_only_a_flow_without_a_waiting_user_retries_the_store_for_the_configured
         file = tmp_path / "c.yaml"
         file.write_text(json.dumps(tree))
         with pytest.raises(StoreUnavailable, match=r"in ([2-9]|\d\d+) tries over"):
-            check_config(str(file), [])
+            load_and_check(str(file), [])
         with pytest.raises(StoreUnavailable, match=r"in 1 tries over"):
-            checked_config(str(file), [], retry_store=True)
+            reuse_or_check(str(file), [], retry_store=True)
 
 
 def test_flow_reuses_the_check_of_its_command(tmp_path: Path) -> None:
@@ -478,13 +478,13 @@ def test_flow_reuses_the_check_of_its_command(tmp_path: Path) -> None:
     file.write_text(text)
 
     def command() -> None:
-        checked = check_config(str(file), ["run.seed=3"])
-        reuse_check(checked)
+        checked = load_and_check(str(file), ["run.seed=3"])
+        remember_check(checked)
         file.unlink()
-        assert checked_config(str(file), ["run.seed=3"]) is checked
-        assert loaded_config(str(file), ["run.seed=3"]) is checked.config
+        assert reuse_or_check(str(file), ["run.seed=3"]) is checked
+        assert reuse_or_load(str(file), ["run.seed=3"]) is checked.config
         file.write_text(text)
-        assert checked_config(str(file), ["run.seed=4"]).config.run.seed == 4
+        assert reuse_or_check(str(file), ["run.seed=4"]).config.run.seed == 4
 
     contextvars.copy_context().run(command)
 

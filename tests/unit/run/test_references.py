@@ -24,7 +24,7 @@ from rlhf_core.data.sources import model_digests, source_digests
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.run import api, registered, tune
-from rlhf_core.run.checks import CheckedConfig, check_config
+from rlhf_core.run.checks import CheckedConfig, load_and_check
 from rlhf_core.run.external_inputs import external_digests, external_marks
 from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import reference_marks, resolve
@@ -316,7 +316,7 @@ def test_a_check_resolves_and_names_the_origin(home: Path) -> None:
     publish(home / "store", home)
     address = f"artifact://sample/{KEY}/best.jsonl"
     overrides = [f"run.home={home}", f"data.sft.1.path={address}"]
-    checked = check_config("deployments/configs/demo.yaml", overrides)
+    checked = load_and_check("deployments/configs/demo.yaml", overrides)
     assert checked.config.data.sft[1].path.startswith(str(home))
     assert checked.overrides == tuple(overrides)
     assert checked.reference_tags == {"rlhf.reference.data.sft.1.path": f"{address} = artifact sample/{KEY}"}
