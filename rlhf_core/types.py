@@ -184,23 +184,32 @@ class Checkpoints(Protocol):
             step: Number of the last finished step.
             folder: Folder that all ranks write to, on each host.
             size: Bytes of the checkpoint that the ranks write.
-            unsharded: Those of them that only rank 0 writes; all ranks write equal parts of the others. None
-                if that is unknown: perhaps all of them.
-            own: Bytes that this process writes in addition, on its host.
+            unsharded: The part of `size` that rank 0 writes alone. All ranks write equal parts of the rest.
+                None if this is not known; rank 0 may then write everything.
+            own: Further bytes that this process writes on its host.
         """
 
     def save(
-        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+        self,
+        step: int,
+        folder: Path,
+        score: float | None = None,
+        *,
+        late_scores: Mapping[int, float] | None = None,
     ) -> None:
         """Commit a local folder atomically as the checkpoint of `step`. The folder is consumed.
 
-        `score`: higher is better, and the best checkpoints are kept longer. `known` has the scores of earlier
-        checkpoints by step that became known after those checkpoints were saved.
+        Args:
+            step: Number of the last finished step.
+            folder: The files of the checkpoint.
+            score: Higher is better; the best checkpoints are kept longer. None if it is not known yet.
+            late_scores: Scores of earlier checkpoints, by step, that became known after those were saved.
         """
 
-    def best(self, known: Mapping[int, float] | None = None) -> str | None:
-        """Return the address of the checkpoint with the highest score, or None if none has a score. `known`
-        is as in `save`.
+    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
+        """Return the address of the checkpoint with the highest score, or None if none has a score.
+
+        `late_scores` is as in `save`.
         """
 
 

@@ -132,12 +132,19 @@ class _RemoteCheckpoints(_Remote, Checkpoints):
         )
 
     def save(
-        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+        self,
+        step: int,
+        folder: Path,
+        score: float | None = None,
+        *,
+        late_scores: Mapping[int, float] | None = None,
     ) -> None:
-        self._mailbox.call(lambda server: server.context.checkpoints.save(step, folder, score, known=known))
+        self._mailbox.call(
+            lambda server: server.context.checkpoints.save(step, folder, score, late_scores=late_scores)
+        )
 
-    def best(self, known: Mapping[int, float] | None = None) -> str | None:
-        return self._mailbox.call(lambda server: server.context.checkpoints.best(known))
+    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
+        return self._mailbox.call(lambda server: server.context.checkpoints.best(late_scores))
 
 
 class _RemoteProgress(_Remote, Progress):

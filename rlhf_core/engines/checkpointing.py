@@ -39,7 +39,7 @@ def new_checkpoint(
     *,
     unsharded: int | None = None,
     own: int = 0,
-    known: Mapping[int, float] | None = None,
+    late_scores: Mapping[int, float] | None = None,
 ) -> Iterator[Path]:
     """Prepare the local folder of a checkpoint, and commit it if the body fills it without an error.
 
@@ -52,7 +52,7 @@ def new_checkpoint(
         score: Score of the weights, higher is better; None if nothing was measured.
         unsharded: See `Checkpoints.prepare`.
         own: See `Checkpoints.prepare`.
-        known: Scores of earlier checkpoints by step.
+        late_scores: Scores of earlier checkpoints by step.
 
     Raises:
         StoreError: The disk of a host has no space for its part, or the commit failed.
@@ -65,7 +65,7 @@ def new_checkpoint(
     if context is not None:
         # Before the commit: a later attempt continues after this step and does not log its metrics again.
         context.metrics.flush()
-        context.checkpoints.save(step, folder, score, known=known)
+        context.checkpoints.save(step, folder, score, late_scores=late_scores)
         context.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
 
 

@@ -468,7 +468,7 @@ class PPOController:
         unsharded = sum(part for _, part in per_role)
         tokens = sum(batch.token_bytes for batch in self._ahead.finished)
         with new_checkpoint(
-            self._context, scratch, step, size, unsharded=unsharded, own=tokens, known=self._scores
+            self._context, scratch, step, size, unsharded=unsharded, own=tokens, late_scores=self._scores
         ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained:

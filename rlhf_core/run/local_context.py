@@ -107,17 +107,22 @@ class FolderCheckpoints(Checkpoints):
 
     @override
     def save(
-        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+        self,
+        step: int,
+        folder: Path,
+        score: float | None = None,
+        *,
+        late_scores: Mapping[int, float] | None = None,
     ) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         shutil.move(folder, self._path(step))
         self.scores[step] = score
-        self.scores.update(known or {})
+        self.scores.update(late_scores or {})
 
     @override
-    def best(self, known: Mapping[int, float] | None = None) -> str | None:
+    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
         best_step, best_score = None, -math.inf
-        for step, score in {**self.scores, **(known or {})}.items():
+        for step, score in {**self.scores, **(late_scores or {})}.items():
             if score is not None and score > best_score:
                 best_step, best_score = step, score
         return None if best_step is None else str(self._path(best_step))

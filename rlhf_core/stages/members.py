@@ -227,7 +227,12 @@ class _MemberCheckpoints(Checkpoints):
         self.inner.prepare(self.offset + step, folder, size + finished, unsharded, own=own)
 
     def save(
-        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+        self,
+        step: int,
+        folder: Path,
+        score: float | None = None,
+        *,
+        late_scores: Mapping[int, float] | None = None,
     ) -> None:
         if self.finished.members:
             self.finished.save(folder / _FOLDER)
@@ -235,8 +240,8 @@ class _MemberCheckpoints(Checkpoints):
         # of two members do not say which checkpoint is better.
         self.inner.save(self.offset + step, folder)
 
-    def best(self, known: Mapping[int, float] | None = None) -> str | None:
-        return self.inner.best(known)
+    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
+        return self.inner.best(late_scores)
 
 
 @dataclass(frozen=True)

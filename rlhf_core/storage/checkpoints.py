@@ -260,7 +260,12 @@ class CheckpointStore:
             self._hosts.prepare(folder, size, unsharded)
 
     def save(
-        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+        self,
+        step: int,
+        folder: Path,
+        score: float | None = None,
+        *,
+        late_scores: Mapping[int, float] | None = None,
     ) -> None:
         """Commit a local folder as the checkpoint of `step`. The folder is consumed.
 
@@ -272,7 +277,7 @@ class CheckpointStore:
             step: The step, which no committed checkpoint has.
             folder: Local folder with the files.
             score: Higher is better, for `keep_best`.
-            known: Scores of earlier checkpoints, by step, that were determined after those were saved.
+            late_scores: Scores of earlier checkpoints, by step, that were determined after those were saved.
         """
         started = self._clock()
         # With an outbox, the checkpoint is on the local disk before the store is asked for anything.
@@ -287,7 +292,7 @@ class CheckpointStore:
         body: dict[str, Any] = {
             "step": step,
             "score": score if score is not None and math.isfinite(score) else None,
-            "known_scores": {str(step): score for step, score in (known or {}).items()},
+            "known_scores": {str(step): score for step, score in (late_scores or {}).items()},
             "seconds": round(self.seconds, 1),
             "made_with": _made_with(),
             "settings": self._settings,
@@ -317,12 +322,12 @@ class CheckpointStore:
         megabytes = sum(entry.size for entry in files) / 1e6
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, self._clock() - started)
 
-    def best(self, known: Mapping[int, float] | None = None) -> str | None:
+    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
         """Return the address of the checkpoint with the highest score, or None if none has a score.
 
-        `known` is as in `save`.
+        `late_scores` is as in `save`.
         """
-        scored = self._scored(self._steps(), known or {})
+        scored = self._scored(self._steps(), late_scores or {})
         return self._store.uri(self._prefix(max(scored)[1])) if scored else None
 
     def finish(self, seconds: float = LAST_SECONDS) -> None:
@@ -468,10 +473,10 @@ class CheckpointStore:
         if deleted:
             log.info("checkpoints kept: steps %s; removed: %d", sorted({*newest, *best}), len(deleted))
 
-    def _scored(self, steps: list[int], known: Mapping[int, float]) -> list[tuple[float, int]]:
+    def _scored(self, steps: list[int], late_scores: Mapping[int, float]) -> list[tuple[float, int]]:
         """Return (score, step) of the checkpoints with a readable manifest and a score.
 
-        A score is stored in the checkpoint's own manifest, in a later manifest or in `known`.
+        A score is stored in the checkpoint's own manifest, in a later manifest or in `late_scores`.
         """
         # Scores are not used then, and no manifest need be read.
         if self._store_settings.keep_best == 0:
@@ -493,7 +498,7 @@ class CheckpointStore:
                 own[step] = score
             for earlier, earlier_score in manifest.body.get("known_scores", {}).items():
                 later[int(earlier)] = earlier_score
-        scores = own | later | dict(known)
+        scores = own | later | dict(late_scores)
         return [(score, step) for step, score in scores.items() if step in readable]
 
     def _prefix(self, step: int) -> str:

@@ -196,7 +196,7 @@ def test_a_checkpoint_has_the_score_of_its_own_policy(tmp_path: Path) -> None:
     class Checkpoints(FolderCheckpoints):
         @override
         def save(self, step: int, folder: Path, score: float | None = None, **given: Any) -> None:
-            known[step] = dict(given["known"])
+            known[step] = dict(given["late_scores"])
             super().save(step, folder, score, **given)
 
     context = stage_context(tmp_path, checkpoints=Checkpoints(tmp_path / "checkpoints"))

@@ -158,7 +158,7 @@ def test_later_score_keeps_its_checkpoint(store: Store, tmp_path: Path) -> None:
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
     known: dict[int, float] = {}
     for step, score in ((1, 1.0), (2, -5.0), (3, 0.5), (4, 0.0)):
-        saver.save(step, state(tmp_path, str(step)), known=known)
+        saver.save(step, state(tmp_path, str(step)), late_scores=known)
         known[step] = score
     assert steps(store) == [1, 4]
     assert saver.best() == store.uri(f"checkpoints/{KEY}/step-00000001")
