@@ -55,12 +55,12 @@ def main() -> int:
     log = logging.getLogger("rlhf_core.run")
     try:
         # Imported here, so that a module that cannot be imported is sent as the error of the stage.
-        from rlhf_core.run.attempt import execute
+        from rlhf_core.run.attempt import run_attempt
 
         spec_file = Path(sys.argv[1])
         if pipe:
             _prepare_and_wait(StageSpec.read(spec_file), int(pipe))
-        ref = execute(StageSpec.read(spec_file), events, stop)
+        ref = run_attempt(StageSpec.read(spec_file), events, stop)
     except RLHFError as error:
         log.error("%s: %s", type(error).__name__, error.message, exc_info=error)
         events.error(error)

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 StageFunction = Callable[[PipelineConfig, StageContext], StageResult]
 
 
-def execute(
+def run_attempt(
     spec: StageSpec,
     events: Events,
     stop: StopRequest | None = None,
@@ -93,10 +93,10 @@ def execute(
             return made
         with held(spec.work):
             delete_abandoned(spec.home.works)
-            return _execute(spec, store, fence, events, stop or StopRequest(), function)
+            return _run_with_fence(spec, store, fence, events, stop or StopRequest(), function)
 
 
-def _execute(
+def _run_with_fence(
     spec: StageSpec,
     store: Store,
     fence: Fence,
@@ -104,7 +104,10 @@ def _execute(
     stop: StopRequest,
     function: StageFunction | None,
 ) -> ArtifactRef:
-    """Run the stage with the right to commit."""
+    """Run the stage in its MLflow run, while this process alone may commit. Return the artifact.
+
+    Both are always ended: the MLflow run with the outcome of the attempt, and the folder by its deletion.
+    """
     # Only with the fence: other uploads below these folders are of attempts that cannot commit any more.
     for folder in (checkpoint_prefix(spec.key), artifact_prefix(spec.stage, spec.key)):
         store.abort_multipart_uploads(folder)
@@ -203,29 +206,7 @@ class _Attempt:
         spec = self.spec
         outbox = Outbox.of(self.store, spec.home.outbox)
         artifacts = ArtifactStore(self.store, spec.home.cache, outbox)
-        nodes = None
-        if on_cluster():
-            # Processes of later stages read models from artifacts.
-            base_model = BaseModel.of(spec.config, spec.stage, spec.sources)
-            inputs = list(spec.inputs.values())
-            copies = artifacts.copies(inputs)
-            if base_model is not None:
-                copies |= base_model.copies(spec.config, self.store)
-            key = attempt_folder(spec.stage, spec.key, self.fence)
-            # A store in a folder may be on this host only.
-            output = None if self.store.is_local else StoredOutput(output_folder(self.work), self.store, key)
-            nodes = ClusterNodes(
-                spec.config, self.work, inputs, self.monitor, base_model, copies, output, artifacts
-            )
-            nodes.stages = [
-                stage
-                for stage in stages_between(spec.stage, spec.until)
-                if is_made(spec.config, stage, spec.until)
-            ]
-            # The host of this process may have no GPU.
-            nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
-                self.stage_run.run_id, {"rlhf.gpu_driver": drivers}
-            )
+        nodes = self._nodes(artifacts) if on_cluster() else None
         checkpoints = CheckpointStore(
             self.store,
             spec.key,
@@ -243,7 +224,7 @@ class _Attempt:
         ref = artifacts.upload_pending(spec.stage, spec.key, self.fence)
         if ref is None:
             try:
-                ref = self._make(artifacts, checkpoints, nodes)
+                ref = self._run_and_publish(artifacts, checkpoints, nodes)
             except BaseException:
                 checkpoints.finish()
                 raise
@@ -253,9 +234,36 @@ class _Attempt:
         shutil.rmtree(spec.rollout_cache, ignore_errors=True)
         return ref
 
-    def _make(
+    def _nodes(self, artifacts: ArtifactStore) -> ClusterNodes:
+        """Return the other hosts of the cluster, which the stage joins when it has connected to Ray."""
+        spec = self.spec
+        # Processes of later stages read models from artifacts.
+        base_model = BaseModel.of(spec.config, spec.stage, spec.sources)
+        inputs = list(spec.inputs.values())
+        copies = artifacts.copies(inputs)
+        if base_model is not None:
+            copies |= base_model.copies(spec.config, self.store)
+        key = attempt_folder(spec.stage, spec.key, self.fence)
+        # A store in a folder may be on this host only.
+        output = None if self.store.is_local else StoredOutput(output_folder(self.work), self.store, key)
+        nodes = ClusterNodes(
+            spec.config, self.work, inputs, self.monitor, base_model, copies, output, artifacts
+        )
+        nodes.stages = [
+            stage
+            for stage in stages_between(spec.stage, spec.until)
+            if is_made(spec.config, stage, spec.until)
+        ]
+        # The host of this process may have no GPU.
+        nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
+            self.stage_run.run_id, {"rlhf.gpu_driver": drivers}
+        )
+        return nodes
+
+    def _run_and_publish(
         self, artifacts: ArtifactStore, checkpoints: CheckpointStore, nodes: ClusterNodes | None
     ) -> ArtifactRef:
+        """Run the function of the stage, and publish its output."""
         spec = self.spec
         out, scratch = make_attempt_folders(self.work)
         # On a cluster, the hosts with processes get the weights when Ray is connected (`ClusterNodes.join`).

@@ -87,8 +87,10 @@ class StageProcess:
         self.end()
 
     def end(self) -> None:
-        """Have the reaper stop the stage and all that it started, at once if this is interrupted; end both by
-        force if it does not.
+        """Ask the reaper to stop the stage and all its processes, and wait for that.
+
+        If the wait is interrupted, the reaper kills them at once. A reaper that does not end in time is killed
+        with its process group.
         """
         try:
             try:
@@ -136,14 +138,16 @@ def run_child(
     if isinstance(outcome, RLHFError):
         raise outcome
     if outcome is None:
-        words = log_excerpt(log_file)
-        ends = f"; log: {log_file}" + (f"; end of the log: {words}" if words else "")
+        where = f"; log: {log_file}"
+        excerpt = log_excerpt(log_file)
+        if excerpt:
+            where += f"; end of the log: {excerpt}"
         if time.monotonic() - started >= timeout:
             limit = f"run.stage_timeout={spec.config.run.stage_timeout:g}"
             raise StageTimedOut(
-                f"stage {spec.stage} was stopped after {timeout:.0f} seconds, all that {limit} left it{ends}"
+                f"stage {spec.stage} was stopped after {timeout:.0f} seconds, all that {limit} left it{where}"
             )
-        raise StageFailed(f"stage {spec.stage} {_cause(child.process.returncode)}{ends}")
+        raise StageFailed(f"stage {spec.stage} {_cause(child.process.returncode)}{where}")
     return outcome
 
 
@@ -268,7 +272,10 @@ def _has_exited(pid: int) -> bool:
 
 
 def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:
-    """Ask the reaper, which waits for the stage only the first time, and wait for both."""
+    """Send SIGTERM to the reaper, and wait at most `seconds` for its end.
+
+    At the first SIGTERM the reaper lets the stage stop, and at the second one it kills the stage.
+    """
     if not _has_exited(child.pid):
         child.terminate()
     deadline = time.monotonic() + seconds

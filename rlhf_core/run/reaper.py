@@ -46,15 +46,20 @@ _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
 
 def fork_reaper(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
-    """Fork: the child returns and is the stage, the original process stays behind as its reaper and never
-    returns.
+    """Fork. The new process is the stage, and this function returns in it. The calling process becomes its
+    reaper and never returns.
 
-    `flow`: pid of the process that must stay alive. Call it before any thread exists. The reaper's exit code
-    is that of the stage, or 128 + n if signal n ended it.
+    The reaper exits with the exit code of the stage, or with 128 + n if signal n ended the stage. To be
+    called before any thread exists.
+
+    Args:
+        flow: Pid of the flow. The stage ends if this process ends.
+        stop_seconds: How long the stage may take to stop.
+        suspend_seconds: How long the stage may be suspended.
     """
     reaper = os.getpid()
     # Before the fork: the stage inherits the variables, and the reaper removes the folders.
-    scratch = _take_scratch()
+    scratch = _create_scratch_folders()
     # A fork does not inherit these two settings: they are the reaper's alone.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     die_with_parent(signal.SIGTERM)()
@@ -84,23 +89,23 @@ _OTHER_SOCKET = len("/rlhf-12345678/01234567-0123-0123-0123-0123456789ab")
 """Path of an engine's socket: a UUID in the folder for temporary files."""
 
 
-def _take_scratch() -> tuple[str, str]:
+def _create_scratch_folders() -> tuple[str, str]:
     """Create private folders for the temporary files of this process and its descendants, and for Ray's.
 
     The default folder is shared by all users of the host, and files of a killed engine or rank stay there.
     """
     shared = tempfile.gettempdir()
-    usual = tempfile.mkdtemp(prefix="rlhf-", dir=_short(shared, _OTHER_SOCKET))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _compiled(shared, usual))
+    usual = tempfile.mkdtemp(prefix="rlhf-", dir=_short_enough(shared, _OTHER_SOCKET))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _compile_cache(shared, usual))
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray chooses it
-    ray = tempfile.mkdtemp(prefix="r-", dir=_short(base, _RAY_SOCKET))
+    ray = tempfile.mkdtemp(prefix="r-", dir=_short_enough(base, _RAY_SOCKET))
     # Both: `gettempdir` above has stored its result in `tempfile.tempdir`.
     os.environ["TMPDIR"] = tempfile.tempdir = usual
     os.environ["RAY_TMPDIR"] = ray
     return usual, ray
 
 
-def _short(folder: str, rest: int) -> str:
+def _short_enough(folder: str, rest: int) -> str:
     """Return `folder`, or /tmp if the paths of sockets in `folder` would be too long."""
     if len(os.fsencode(os.path.abspath(folder))) + rest > _SOCKET_PATH:
         return "/tmp"
@@ -108,7 +113,7 @@ def _short(folder: str, rest: int) -> str:
     return folder
 
 
-def _compiled(shared: str, own: str) -> str:
+def _compile_cache(shared: str, own: str) -> str:
     """Return the folder for code that torch has compiled, which is kept for later stages.
 
     This code is loaded and executed. The name of the folder is predictable, and all users can write to
@@ -139,6 +144,7 @@ def is_private_folder(folder: str) -> bool:
 
 
 def _watch(stage: int, flow: int, stop_seconds: float, suspend_seconds: float) -> int:
+    """Wait for the end of the stage, end all its descendants, and return the stage's exit code."""
     deadline = float("inf")
     suspended, before = 0.0, time.monotonic()
     code: int | None = None
@@ -169,7 +175,7 @@ def _watch(stage: int, flow: int, stop_seconds: float, suspend_seconds: float) -
         grace = _STOPPING_SECONDS
     else:
         grace = LEFTOVER_SECONDS
-    killed = _clear(grace, stage)
+    killed = _end_descendants(grace, stage)
     if killed and not stopping:
         sys.stderr.write(f"processes that outlived the stage were killed: {', '.join(killed)}\n")
     return 128 + signal.SIGKILL if code is None else code
@@ -182,21 +188,30 @@ def _is_suspended(pid: int) -> bool:
 
 
 def _reap(stage: int) -> int | None:
-    """Collect all ended children; the exit code of the stage if it is among them."""
+    """Collect all children that have ended. Return the exit code of the stage if it is one of them.
+
+    A stage that signal n ended has the exit code 128 + n.
+    """
     code = None
     with contextlib.suppress(ChildProcessError):
         while True:
-            # -1: orphans of the stage too. As zombies they would still be children in `_clear`.
+            # -1: orphans of the stage too. As zombies they would still be children in `_end_descendants`.
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid == stage:
                 code = os.waitstatus_to_exitcode(status)
-    return code if code is None or code >= 0 else 128 - code
+    # `waitstatus_to_exitcode` returns -n for signal n.
+    if code is not None and code < 0:
+        return 128 - code
+    return code
 
 
-def _clear(grace_seconds: float, stage: int) -> list[str]:
-    """Wait for the descendants, then SIGKILL them; the names of those killed, the stage itself left out."""
+def _end_descendants(grace_seconds: float, stage: int) -> list[str]:
+    """Wait for all descendants to end, and kill those that live longer than `grace_seconds`.
+
+    Returns the names of the killed processes without the stage itself.
+    """
     killed: dict[int, str] = {}
     kill_from = time.monotonic() + grace_seconds
     while time.monotonic() < kill_from + _KILL_SECONDS:

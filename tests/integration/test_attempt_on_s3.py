@@ -18,7 +18,7 @@ from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import model_digest
 from rlhf_core.errors import GateFailed, InputError
-from rlhf_core.run.attempt import execute
+from rlhf_core.run.attempt import run_attempt
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, open_artifacts
@@ -53,7 +53,7 @@ class Attempt:
             end(context)
             return StageResult({})
 
-        return execute(StageSpec("sft", KEY, self.config), Events(None), function=stage)
+        return run_attempt(StageSpec("sft", KEY, self.config), Events(None), function=stage)
 
     def _train(self, context: StageContext) -> None:
         assert isinstance(context.nodes, ClusterNodes) and context.monitor is not None
@@ -112,7 +112,7 @@ def test_a_base_model_from_a_bucket_is_counted(attempt: Attempt, tmp_path: Path)
         return StageResult({})
 
     spec = StageSpec("sft", KEY, config, sources={"model": model_digest(path, None)})
-    execute(spec, Events(None), function=stage)
+    run_attempt(spec, Events(None), function=stage)
     assert found == [1002]
 
 

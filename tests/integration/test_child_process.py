@@ -40,7 +40,7 @@ Run = Callable[..., ArtifactRef]
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    """Environment of a child whose stage is the given body of `execute(spec, events, stop)`."""
+    """Environment of a child whose stage is the given body of `run_attempt(spec, events, stop)`."""
 
     return lambda body: toy_environment(tmp_path, body)
 

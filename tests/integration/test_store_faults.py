@@ -284,13 +284,13 @@ def test_expired_credentials_exit_with_3_and_lose_nothing(
     with pytest.raises(
         StoreError, match=r"expired.*check the credentials.*the same command uploads it"
     ) as caught:
-        run.execute(spec, Events(None), function=stage)
+        run.run_attempt(spec, Events(None), function=stage)
     assert caught.value.exit_code == 3
     direct = Store(url, s3_server.endpoint)
     assert ArtifactStore(direct, tmp_path / "eyes").find("data", "k") is None
 
     proxy.restart(lambda n: "")
-    ref = run.execute(spec, Events(None), function=stage)
+    ref = run.run_attempt(spec, Events(None), function=stage)
     assert ref.metrics == {"rows": 2.0}
     eyes = ArtifactStore(direct, tmp_path / "eyes")
     assert eyes.find("data", "k") == ref and (eyes.fetch(ref) / "rows.json").read_text() == "[1, 2]"
@@ -349,7 +349,7 @@ def test_stop_during_an_upload_leaves_nothing_partial(
     assert ArtifactStore(direct, tmp_path / "eyes").find("data", "k") is None
 
     proxy.restart(lambda n: "")
-    made = run.execute(spec, Events(None))
+    made = run.run_attempt(spec, Events(None))
     eyes = ArtifactStore(direct, tmp_path / "eyes")
     assert eyes.find("data", "k") == made and (eyes.fetch(made) / "data_card.json").stat().st_size > 0
     summary_lines.append(f"SIGTERM x {times} during an upload: gone after {seconds:.1f} s, then uploaded")

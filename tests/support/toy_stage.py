@@ -15,12 +15,12 @@ from rlhf_core.types import ArtifactRef
 reaper.LEFTOVER_SECONDS = 1.0
 REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
 
-def execute(spec, events, stop):
+def run_attempt(spec, events, stop):
     folder = Path(os.environ["TOY_FOLDER"])
 """
 _INSTALL = """
 module = types.ModuleType('rlhf_core.run.attempt')
-module.execute = execute
+module.run_attempt = run_attempt
 sys.modules[module.__name__] = module
 module = types.ModuleType('rlhf_core.stages.imports')
 module.import_for = import_for
@@ -35,8 +35,12 @@ def import_for(stage, config):
 
 
 def toy_environment(folder: Path, body: str, prepare: str = "pass") -> dict[str, str]:
-    """Return the environment of processes whose stage is the given body of `execute(spec, events, stop)`, and
-    that prepare it by the given body of `import_for(stage, config)`.
+    """Return the environment of processes that run a stage of a few lines.
+
+    Args:
+        folder: Folder for the code of the stage, in the variable TOY_FOLDER of the processes.
+        body: Body of `run_attempt(spec, events, stop)`.
+        prepare: Body of `import_for(stage, config)`.
     """
     text = _PRELUDE + _indented(body) + _PREPARE + _indented(prepare) + _INSTALL
     (folder / "sitecustomize.py").write_text(text)

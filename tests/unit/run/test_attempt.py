@@ -24,7 +24,7 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
 from rlhf_core.models.shape import shape_from_config, tiny_shape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.checkpoints import checkpoint_bytes
-from rlhf_core.run.attempt import execute
+from rlhf_core.run.attempt import run_attempt
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.store import Store
@@ -71,7 +71,7 @@ class Attempt:
             (context.output / "numbers.json").write_text("{}")
             return StageResult({})
 
-        return execute(StageSpec(self.stage, KEY, self.config, until=until), Events(None), function=stage)
+        return run_attempt(StageSpec(self.stage, KEY, self.config, until=until), Events(None), function=stage)
 
     def saved(self) -> list[str]:
         """Checkpoints of which there is any file."""

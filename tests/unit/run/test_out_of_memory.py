@@ -17,7 +17,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import OutOfMemory
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.run.attempt import execute
+from rlhf_core.run.attempt import run_attempt
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
 
@@ -47,7 +47,7 @@ def test_message_names_settings_to_lower(stage: StageName, tmp_path: Path) -> No
 
     spec = spec_of(stage, tmp_path)
     with pytest.raises(OutOfMemory) as caught:
-        execute(spec, Events(None), function=full)
+        run_attempt(spec, Events(None), function=full)
     assert_advice(caught.value.message, spec)
 
 
@@ -55,14 +55,14 @@ ABORTS = """
 import sys, time
 from pathlib import Path
 from rlhf_core.errors import classified
-from rlhf_core.run.attempt import execute
+from rlhf_core.run.attempt import run_attempt
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
 
 def full(config, context):
     context.monitor.abort(classified(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")))
 
-execute(StageSpec.read(Path(sys.argv[1])), Events(1), function=full)
+run_attempt(StageSpec.read(Path(sys.argv[1])), Events(1), function=full)
 """
 
 

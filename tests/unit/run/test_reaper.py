@@ -53,7 +53,7 @@ def test_temporary_folders_are_private_and_torch_finds_what_it_compiled(
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it is imported
     ray = usual / "r" if ray_elsewhere else usual
     monkeypatch.setenv("RAY_TMPDIR", str(ray)) if ray_elsewhere else None
-    folders = reaper._take_scratch()
+    folders = reaper._create_scratch_folders()
     assert [Path(folder).parent for folder in folders] == [usual, ray]
     assert (tempfile.gettempdir(), os.environ["TMPDIR"], os.environ["RAY_TMPDIR"]) == (folders[0], *folders)
     assert all(os.stat(folder).st_mode & 0o077 == 0 for folder in folders)
@@ -61,7 +61,7 @@ def test_temporary_folders_are_private_and_torch_finds_what_it_compiled(
     assert compiled == usual / f"rlhf-compiled-{os.getuid()}" and compiled.stat().st_mode & 0o077 == 0
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     use_for_temporary_files(usual, monkeypatch)
-    reaper._take_scratch()
+    reaper._create_scratch_folders()
     assert Path(cache_dir()) == compiled, "the next stage finds it"
 
 
@@ -69,7 +69,7 @@ def test_long_paths_are_not_used_for_sockets(usual: Path, monkeypatch: pytest.Mo
     deep = usual / ("x" * 60)
     deep.mkdir()
     use_for_temporary_files(deep, monkeypatch)
-    folders = reaper._take_scratch()
+    folders = reaper._create_scratch_folders()
     try:
         assert [os.path.dirname(folder) for folder in folders] == ["/tmp", "/tmp"]
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == deep
@@ -109,7 +109,7 @@ def test_compiled_code_writable_by_others_is_not_loaded(
         pytest.skip("only root can give a folder away")
     folder = usual / f"rlhf-compiled-{os.getuid()}"
     plant(folder)  # type: ignore[operator]
-    own, _ = reaper._take_scratch()
+    own, _ = reaper._create_scratch_folders()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == os.path.join(own, "compiled")
     assert "is not a folder of this user alone" in capfd.readouterr().err
 

@@ -290,10 +290,10 @@ def test_secret_is_removed_from_the_error_of_a_stage(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_TOKEN", CANARY)
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, types\n"
-        "def execute(*_):\n"
+        "def run_attempt(*_):\n"
         "    raise RuntimeError('401 for ' + os.environ['HF_TOKEN'])\n"
         "module = types.ModuleType('rlhf_core.run.attempt')\n"
-        "module.execute = execute\n"
+        "module.run_attempt = run_attempt\n"
         "sys.modules[module.__name__] = module\n"
     )
     config = PipelineConfig()
