@@ -89,8 +89,8 @@ class StageProcess:
     def end(self) -> None:
         """Ask the reaper to stop the stage and all its processes, and wait for that.
 
-        If the wait is interrupted, the reaper kills them at once. A reaper that does not end in time is killed
-        with its process group.
+        If the wait is interrupted, the reaper kills them at once. A reaper that does not end in time is
+        killed with its process group.
         """
         try:
             try:

@@ -118,7 +118,7 @@ def train_dpo(
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one.
 
-    With `early_stop` the engine, which must keep its best weights, has these at the end.
+    With `early_stop`, the engine has its best weights at the end. It must have been created with `keep_best`.
 
     Args:
         engine: The SFT model with its optimizer.
@@ -164,7 +164,7 @@ def train_dpo(
 def with_reference(
     engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
 ) -> list[ReferencedPair]:
-    """Return the pairs with the log-probabilities of the present weights. A collective."""
+    """Return the pairs with the log-probabilities of the present weights. This is a collective operation."""
     logprobs = pair_logprobs(engine, pairs, config, pad_id).tolist()
     return [ReferencedPair(pair, (c, r)) for pair, (c, r) in zip(pairs, logprobs, strict=True)]
 
@@ -202,7 +202,7 @@ def evaluate_dpo(
     engine: TrainingEngine, held_out: Sequence[ReferencedPair], config: DPOConfig, pad_id: int
 ) -> dict[str, float]:
     """Return `eval/loss`, `eval/accuracy` (ties count half), `eval/margin`, `eval/rewards/chosen` and
-    `eval/rewards/rejected`. A collective.
+    `eval/rewards/rejected`. This is a collective operation.
     """
     policy_P2 = pair_logprobs(engine, [row.pair for row in held_out], config, pad_id)
     return _means("eval", _sums(policy_P2, held_out, config), len(held_out))
@@ -212,8 +212,9 @@ def evaluate_dpo(
 def pair_logprobs(
     engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
 ) -> torch.Tensor:
-    """Return the summed log-probabilities of both responses of each pair, (P, 2), on every rank. A
-    collective.
+    """Return the summed log-probabilities of both responses of each pair, (P, 2), on every rank.
+
+    This is a collective operation.
     """
     engine.module.eval()
     # The rows of other ranks stay 0, so the sum has the rows of all.

@@ -124,7 +124,7 @@ def train_epochs(
 ) -> Trained:
     """Train to the end, from the last checkpoint if there is one.
 
-    With `early_stop` the engine, which must keep its best weights, has these at the end.
+    With `early_stop`, the engine has its best weights at the end. It must have been created with `keep_best`.
 
     Args:
         engine: The model with its optimizer.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import why_merged
 from rlhf_core.config.language_model import LanguageModelConfig
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
 from rlhf_core.errors import GateFailed
 from rlhf_core.pipeline import StageName
@@ -27,15 +28,8 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     if stage in ("ppo", "sample"):
         for grader in measured_graders(config.ppo.rewards):
             _check_grader(grader, stage, metrics)
-    loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
-    # `not <=`, so that NaN does not pass.
-    if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
-        cause, fix = why_merged(config.ppo.lora)
-        raise GateFailed(
-            f"ppo: merged ({cause}) and rounded to {config.ppo.served_dtype}, the policy loses {loss:.0%} of"
-            f" the change by training, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or"
-            " raise the limit: the run then continues from its last checkpoint"
-        )
+    if stage == "ppo":
+        _check_published(config.ppo, metrics)
 
 
 def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]) -> None:
@@ -48,6 +42,19 @@ def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]
                 f"{stage}: held-out accuracy{which} {metrics[name]:.3f} is below reward.min_accuracy={limit};"
                 " train longer, raise the learning rate, or check the pairs in the data card"
             )
+
+
+def _check_published(ppo: PPOConfig, metrics: Mapping[str, float]) -> None:
+    """Check how much of the change by training a policy with an adapter loses when it is merged."""
+    loss, limit = metrics.get("published/loss", 0.0), ppo.published_loss_limit
+    # `not <=`, so that NaN does not pass.
+    if ppo.lora is not None and not loss <= limit:
+        cause, fix = why_merged(ppo.lora)
+        raise GateFailed(
+            f"ppo: merged ({cause}) and rounded to {ppo.served_dtype}, the policy loses {loss:.0%} of the"
+            f" change by training, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or"
+            " raise the limit: the run then continues from its last checkpoint"
+        )
 
 
 def _check_grader(grader: LanguageModelReward, stage: StageName, metrics: Mapping[str, float]) -> None:

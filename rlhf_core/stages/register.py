@@ -58,14 +58,14 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             " pipeline."
         )
     # Before anything is registered, because a file that cannot be used ends the stage.
-    people = _People(config, context)
+    votes = _VotesOfPeople(config, context)
     trained_by = config.register_.policy
     policy = lineage.inputs[trained_by]
     digest = policy.attributes.get("weights_sha256")
     if digest is None:  # an earlier release made it, and the weights need not be on this host
         stored = open_artifacts(config).file_digests(policy, "policy")
         digest = weights_sha256(context.inputs[trained_by] / "policy", stored)
-    content = evaluation_of(_evaluation(context.inputs["evaluate"]), trained_by)
+    content = evaluation_of(_read_evaluation(context.inputs["evaluate"]), trained_by)
     reward = lineage.inputs.get("reward")
     found = metrics_of(lineage.inputs["evaluate"].metrics, trained_by)
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
@@ -77,15 +77,15 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         policy_digest=policy.digest,
         run_id=policy.mlflow_run_id,
         tags=_tags(config, lineage, content, metrics, digest)
-        | _references(tracking.mlflow, lineage.parent_run_id),
+        | _reference_tags(tracking.mlflow, lineage.parent_run_id),
         evaluation=replace(
             Evaluation.of(content, reward.digest if reward else None),
-            votes=people.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
+            votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
         ),
         metrics=metrics,
         evaluation_run_id=lineage.inputs["evaluate"].mlflow_run_id,
     )
-    done = register(
+    registration = register(
         tracking.mlflow,
         config.registered_model,
         candidate,
@@ -96,47 +96,49 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             config.register_.votes_margin,
             config.register_.independent_judge,
         ),
-        run_match=lambda tags: _find_or_run_match(config, context, tags, people),
+        run_match=lambda tags: _find_or_run_match(config, context, tags, votes),
     )
-    people.warn_of_other_pages(done.already_champion)
-    decision = done.decision
-    log.info("%s version %s: champion=%s (%s)", done.model, done.version, decision.champion, decision.text)
-    tracking.set_tags(lineage.parent_run_id, {"rlhf.model_version": f"{done.model}/{done.version}"})
+    votes.warn_of_other_pages(registration.already_champion)
+    model, version, decision = registration.model, registration.version, registration.decision
+    log.info("%s version %s: champion=%s (%s)", model, version, decision.champion, decision.text)
+    tracking.set_tags(lineage.parent_run_id, {"rlhf.model_version": f"{model}/{version}"})
     facts: dict[str, Any] = {
-        "model": done.model,
-        "version": done.version,
-        "created": done.created,
+        "model": model,
+        "version": version,
+        "created": registration.created,
         "champion": decision.champion,
         "rule": decision.rule,
         "reason": decision.text,
-        "previous_champion": done.previous,
-        "match": done.match.record() if done.match else None,
+        "previous_champion": registration.previous,
+        "match": registration.match.record() if registration.match else None,
         "votes": candidate.evaluation.votes,
         "source": candidate.source,
         "weights_sha256": digest,
     }
-    facts |= {} if trained_by == "ppo" else {"policy": trained_by}
+    if trained_by != "ppo":
+        facts["policy"] = trained_by
     write_json(context.output / "registration.json", facts, indent=1)
-    headline = _headline(done, candidate.evaluation.votes)
+    headline = _headline(registration, candidate.evaluation.votes)
     return StageResult(headline, {name: value for name, value in facts.items() if value is not None})
 
 
-def _headline(done: Registration, votes_against_sft: Votes | None) -> dict[str, float]:
-    """Return the metrics of the stage."""
-    headline = {"version": float(done.version), "champion": float(done.decision.champion)}
-    if done.match is not None:
-        headline["win_rate_over_champion"] = done.match.win_rate
-        controlled = done.match.length_controlled
+def _headline(registration: Registration, votes_against_sft: Votes | None) -> dict[str, float]:
+    """Return the headline metrics of the stage."""
+    match = registration.match
+    headline = {"version": float(registration.version), "champion": float(registration.decision.champion)}
+    if match is not None:
+        headline["win_rate_over_champion"] = match.win_rate
+        controlled = match.length_controlled
         headline |= {f"length_controlled_over_champion/{name}": value for name, value in controlled.items()}
-        for source, win_rate in done.match.by_source.items():
+        for source, win_rate in match.by_source.items():
             headline[f"by_source/{source}/win_rate_over_champion"] = win_rate
-    against = {"sft": votes_against_sft, "champion": done.match.votes if done.match else None}
+    against = {"sft": votes_against_sft, "champion": match.votes if match else None}
     for opponent, votes in against.items():
         headline |= {f"votes_against_{opponent}/{name}": value for name, value in (votes or {}).items()}
     return headline
 
 
-class _People:
+class _VotesOfPeople:
     """The files of votes in `register.votes`.
 
     Raises ConfigError if one cannot be read, is damaged, or was changed after the run began.
@@ -188,7 +190,7 @@ class _People:
 
 
 def _find_or_run_match(
-    config: PipelineConfig, context: StageContext, champion: Mapping[str, str], people: _People
+    config: PipelineConfig, context: StageContext, champion: Mapping[str, str], votes: _VotesOfPeople
 ) -> Match | NoMatch:
     name, samples = match_name(config, context, champion), context.output / SAMPLES
     match = load_match(config, name, context.output)
@@ -199,21 +201,25 @@ def _find_or_run_match(
             log.warning("no match against the champion, which therefore stays: %s", reason)
             return NoMatch(str(reason))
         write_jsonl(samples, result.samples)
-        match = _match(result)
+        match = _recorded(result)
     keep_match(context.output, name, match)
-    return replace(match, votes=people.win_rate(samples, "champion"))
+    return replace(match, votes=votes.win_rate(samples, "champion"))
 
 
-def _match(result: MatchResult) -> Match:
-    rate, verdicts, by_champion = (
-        result.comparison.win_rate,
-        result.comparison.verdicts,
-        result.by_champion_model,
-    )
+def _recorded(result: MatchResult) -> Match:
+    """Return what the registry records of a match."""
+    rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
+    by_champion = result.by_champion_model
     own = _outcomes(result.comparison)
-    champion_outcomes = None if by_champion is None else _outcomes(by_champion)
-    # Both judges decide, so a match with other outcomes by one of them is another one.
-    by_prompt = zip(*(each for each in (own, champion_outcomes) if each is not None), strict=True)
+    by_judge = [own]
+    champion_outcomes: list[float] = []
+    if by_champion is not None:
+        champion_outcomes = _outcomes(by_champion)
+        by_judge.append(champion_outcomes)
+    # With the outcomes of both judges, because both decide: a match in which one of them differs is another.
+    outcomes = []
+    for prompt, *of_prompt in zip(result.prompt_ids, *by_judge, strict=True):
+        outcomes.append(" ".join([prompt, *(f"{outcome:g}" for outcome in of_prompt)]))
     return Match(
         rate.mean,
         rate.low,
@@ -226,11 +232,8 @@ def _match(result: MatchResult) -> Match:
         log_evidence=log_evidence(own),
         away_win_rate=None if by_champion is None else by_champion.win_rate.mean,
         away_ties=0 if by_champion is None else by_champion.verdicts.ties,
-        away_log_evidence=log_evidence(champion_outcomes or ()),
-        outcomes=tuple(
-            " ".join([prompt, *(f"{outcome:g}" for outcome in outcomes)])
-            for prompt, outcomes in zip(result.prompt_ids, by_prompt, strict=True)
-        ),
+        away_log_evidence=log_evidence(champion_outcomes),
+        outcomes=tuple(outcomes),
         length_controlled=result.length_controlled.to_json(),
         regression=result.regression,
         by_source=result.by_source,
@@ -242,7 +245,7 @@ def _outcomes(comparison: Comparison) -> list[float]:
     return [2 * preference - 1 for preference in comparison.preferences]
 
 
-def _evaluation(folder: Path) -> Mapping[str, Any]:
+def _read_evaluation(folder: Path) -> Mapping[str, Any]:
     path = folder / "evaluation.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -255,7 +258,7 @@ def _evaluation(folder: Path) -> Mapping[str, Any]:
     return content
 
 
-def _references(mlflow: Mlflow, run_id: str | None) -> dict[str, str]:
+def _reference_tags(mlflow: Mlflow, run_id: str | None) -> dict[str, str]:
     """Return the tags of the MLflow run that say what references in the configuration stood for."""
     with registry_errors(mlflow, f"read the tags of the run {run_id}"):
         tags = mlflow.tags(run_id) if run_id is not None and mlflow.has_run(run_id) else {}

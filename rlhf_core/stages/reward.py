@@ -44,13 +44,13 @@ from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders
 from rlhf_core.models.packing import plan_ranks
-from rlhf_core.models.score import ScoreStatistics, load_score_model
+from rlhf_core.models.score import ScoreModel, ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.stages.members import Member, train_members
+from rlhf_core.stages.members import Member, Metrics, train_members
 from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
@@ -178,33 +178,23 @@ class _Inputs:
 def _train_member(
     rank: Any, inputs: _Inputs, number: int, work: Path, out: Path, context: StageContext | None
 ) -> Member:
+    """Train, evaluate and save one model."""
     config, reward = inputs.config, _settings(inputs.config, inputs.stage)
-    data, held_out = inputs.data, inputs.held_out
+    held_out = inputs.held_out
     folder = member_folder(out / "model", number)
-    torch.manual_seed(inputs.seed(number, "init"))  # of the score head and of adapters
-    base = inputs.own_base
-    model = load_score_model(
-        inputs.sft / "model" if base is None else base.path,
-        dtype=reward.deepspeed.dtype,
-        attention=config.model.attention,
-        device=rank.torch_device,
-        revision=None if base is None else base.revision,
-        quantize=None if reward.lora is None else reward.lora.quantize,
-        pack=reward.pack,
-        shards=shards_of(reward.deepspeed),
-    )
+    model = _load_base(rank, inputs, number)
     if context is not None and inputs.state is not None:
         # Again, because a file may have changed while the ranks loaded it.
         require_same_state(inputs.state, config, context.sources, work, inputs.stage)
     # Each rank plans the micro-batches of all ranks, so all must use the same layout.
     reward = reward.model_copy(update={"pack": all_ranks_pack(model, reward.pack, rank, "reward.pack")})
-    pad_id = load_decoder(data).pad
+    pad_id = load_decoder(inputs.data).pad
     add_adapter(model, reward.lora)
     engine = TrainingEngine(
         model, reward.deepspeed, reward.optimizer, rank, keep_best=reward.early_stop is not None
     )
     training = Training(inputs.stage, inputs.seed(number), pad_id, work, context)
-    metrics = train_reward(engine, inputs.train, held_out, reward, training)
+    train_metrics = train_reward(engine, inputs.train, held_out, reward, training)
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
     # Before the model is saved, which writes them to its folder.
     statistics = model.statistics = ScoreStatistics.of(scores)
@@ -215,49 +205,70 @@ def _train_member(
     engine.save_adapter(
         member_folder(out / "adapter", number),
         _name_of_base(inputs, context) if context is not None else "",
-        None if base is None else base.revision,
+        None if inputs.own_base is None else inputs.own_base.revision,
     )
     steps_done = engine.steps_done
-    measured = [held_out] if exchanged is None else [held_out, exchanged]
-    as_saved: list[tuple[dict[str, float], torch.Tensor]] = []
+    evaluated = [held_out] if exchanged is None else [held_out, exchanged]
+    as_saved: list[tuple[Metrics, torch.Tensor]] = []
     if reward.lora is not None and reward.lora.quantize is None:
         engine.merge_adapter()
         with adapter_off(engine.module):
-            as_saved = [evaluate_sequences(engine, pairs, reward, pad_id) for pairs in measured]
+            as_saved = [evaluate_sequences(engine, pairs, reward, pad_id) for pairs in evaluated]
     del model
     engine.close()  # rank 0 may go on with another copy of the model
     if reward.lora is not None and reward.lora.quantize is not None and context is not None:
         device = rank.torch_device
-        as_saved = [evaluate_saved(config, folder, pairs, pad_id, device) for pairs in measured]
+        as_saved = [evaluate_saved(config, folder, pairs, pad_id, device) for pairs in evaluated]
     if as_saved:
         # Later stages load the merged model, rounded to `dtype`, so the reported numbers must be those of
         # that model.
-        trained, (evaluation, scores) = scores, as_saved[0]
-        of_exchanged = as_saved[1][0] if exchanged is not None else {}
-        evaluation["eval/merge_gap"] = (scores - trained).abs().mean().item()
-        if context is not None:
-            warn_of_rounding(inputs.stage, evaluation["eval/merge_gap"], evaluation["eval/margin"])
+        trained_scores = scores
+        evaluation, scores = as_saved[0]
+        if exchanged is not None:
+            of_exchanged = as_saved[1][0]
+        evaluation["eval/merge_gap"] = (scores - trained_scores).abs().mean().item()
         statistics = ScoreStatistics.of(scores)
         if context is not None:
+            warn_of_rounding(inputs.stage, evaluation["eval/merge_gap"], evaluation["eval/margin"])
             statistics.save(folder)
+    if of_exchanged:
+        evaluation["eval/accuracy_exchanged"] = of_exchanged["eval/accuracy"]
     if context is not None:
-        if of_exchanged:
-            evaluation["eval/accuracy_exchanged"] = of_exchanged["eval/accuracy"]
         evaluation |= _examine(held_out, scores.numpy(), member_folder(out, number), context)
         context.metrics.log_metrics(evaluation, steps_done)
-        context.metrics.log_table("reward_pairs", _table(data, held_out, scores))
-    metrics = {
-        "accuracy": evaluation["eval/accuracy"],
-        **({"accuracy_exchanged": of_exchanged["eval/accuracy"]} if of_exchanged else {}),
-        "margin": evaluation["eval/margin"],
-        "eval_loss": evaluation["eval/loss"],
-        "pairs": float(len(held_out)),
-        **({"calibration_error": evaluation["eval/calibration_error"]} if context is not None else {}),
-        "score_mean": statistics.mean,
-        "score_std": statistics.std,
-        **metrics,
-    }
+        context.metrics.log_table("reward_pairs", _table(inputs.data, held_out, scores))
+    metrics = _headline(evaluation, len(held_out), statistics) | train_metrics
     return Member(metrics, statistics.normalize(scores).flatten().tolist())
+
+
+def _load_base(rank: Any, inputs: _Inputs, number: int) -> ScoreModel:
+    """Load the model that the training starts from, with a new score head."""
+    config, reward = inputs.config, _settings(inputs.config, inputs.stage)
+    torch.manual_seed(inputs.seed(number, "init"))  # of the score head and of adapters
+    base = inputs.own_base
+    return load_score_model(
+        inputs.sft / "model" if base is None else base.path,
+        dtype=reward.deepspeed.dtype,
+        attention=config.model.attention,
+        device=rank.torch_device,
+        revision=None if base is None else base.revision,
+        quantize=None if reward.lora is None else reward.lora.quantize,
+        pack=reward.pack,
+        shards=shards_of(reward.deepspeed),
+    )
+
+
+def _headline(evaluation: Metrics, pairs: int, statistics: ScoreStatistics) -> Metrics:
+    """Return the headline metrics of a model from its evaluation on `pairs` held-out pairs."""
+    headline: Metrics = {"accuracy": evaluation["eval/accuracy"]}
+    if "eval/accuracy_exchanged" in evaluation:
+        headline["accuracy_exchanged"] = evaluation["eval/accuracy_exchanged"]
+    headline["margin"] = evaluation["eval/margin"]
+    headline["eval_loss"] = evaluation["eval/loss"]
+    headline["pairs"] = float(pairs)
+    if "eval/calibration_error" in evaluation:
+        headline["calibration_error"] = evaluation["eval/calibration_error"]
+    return headline | {"score_mean": statistics.mean, "score_std": statistics.std}
 
 
 def _name_of_base(inputs: _Inputs, context: StageContext) -> str:
@@ -337,7 +348,7 @@ def train_reward(
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one.
 
-    With `early_stop` the engine, which must keep its best weights, has these at the end.
+    With `early_stop`, the engine has its best weights at the end. It must have been created with `keep_best`.
 
     Args:
         engine: The model with its optimizer.
@@ -413,7 +424,7 @@ def evaluate_reward(
     engine: TrainingEngine, held_out: Sequence[PairExample], config: RewardConfig, pad_id: int
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Return held-out `eval/accuracy` (ties count half), `eval/margin` and `eval/loss`, and the raw scores
-    (pairs, 2), chosen first. A collective.
+    (pairs, 2), chosen first. This is a collective operation.
     """
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)

@@ -237,7 +237,7 @@ def train_sft(
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one.
 
-    With `early_stop` the engine, which must keep its best weights, has these at the end.
+    With `early_stop`, the engine has its best weights at the end. It must have been created with `keep_best`.
 
     Args:
         engine: The model with its optimizer.
@@ -308,7 +308,7 @@ def evaluate_sft(
 ) -> dict[str, float]:
     """Return the mean loss per target token over the held-out set, in nats, and its exponential.
 
-    A collective.
+    This is a collective operation.
     """
     engine.module.eval()
     micro_batches = _my_micro_batches(engine, held_out, config)
