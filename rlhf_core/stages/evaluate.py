@@ -6,18 +6,15 @@ policy of DPO.
     regression sets -> report
 
 Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained),
-`figures/`, and the prompts of regression sets in `regression/`.
+`figures/` (all of these in `evaluation_files.py`), and the prompts of regression sets in `regression/`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
@@ -53,13 +50,10 @@ from rlhf_core.evaluation.summary import (
     without_masked,
 )
 from rlhf_core.rewards.compose import code_digests
+from rlhf_core.stages.evaluation_files import write_evaluation
 from rlhf_core.stages.judges import load_checked_judge
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
-
-if TYPE_CHECKING:
-    from rlhf_core.evaluation.plots import StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +72,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """
     from rlhf_core.engines.distributed import resolve_device
 
-    prompts = _held_out(config, context)
+    prompts = _held_out_prompts(config, context)
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
     decoder = load_decoder(context.inputs["data"])
@@ -101,26 +95,26 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         language_model = None
         if judge == MEASURE:
             language_model = load_checked_judge(config, context, "evaluate", "eval", device)
-        found = generate.responses_to_sets(
+        by_model = generate.responses_to_sets(
             config, models, decoder.response, sets, device=device, context=context
         )
-        responses = {model: by_set[_HELD_OUT] for model, by_set in found.items()}
+        responses = {model: by_set[_HELD_OUT] for model, by_set in by_model.items()}
         measured = _measure(
             config, context, policies, responses, sources,
             gold_known=gold_known, pad_id=decoder.pad, device=device,
         )  # fmt: skip
-        to_pairs = {model: [*by_set[_HELD_OUT], *by_set[_CHOSEN]] for model, by_set in found.items()}
-        regression = compare_on_sets(config, found, "sft", context.sources)
+        to_pairs = {model: [*by_set[_HELD_OUT], *by_set[_CHOSEN]] for model, by_set in by_model.items()}
+        regression = compare_on_sets(config, by_model, "sft", context.sources)
         prefer = by_score(score) if language_model is None else language_model.prefer
         over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, prefer, interval)
         responses, measured = without_masked(responses, measured)
         failpoint("evaluate.measured")
-        found_answers = answers(responses, measured)
+        scored_answers = answers(responses, measured)
 
         def versus(a: str, b: str, name: str) -> Comparison:
             if language_model is not None:
                 return language_model.compare(responses[a], responses[b], name)
-            return compare(found_answers[a], found_answers[b], judge, **interval.settings(name))
+            return compare(scored_answers[a], scored_answers[b], judge, **interval.settings(name))
 
         dpo, of_dpo = None, {}
         if "dpo" in responses:
@@ -139,21 +133,21 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         unscored=len(prompts) - len(measured.sources),
     )
     evaluation = evaluation_json(responses, measured, comparison, facts, interval, others)
-    samples = sample_rows(found_answers, comparison, config.evaluate.samples, dpo)
+    samples = sample_rows(scored_answers, comparison, config.evaluate.samples, dpo)
     metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
     if language_model is not None:
         metrics |= language_model.metrics()
-    _write(config, context, evaluation, samples, measured, metrics)
+    write_evaluation(config, context, evaluation, samples, measured, metrics)
     attributes = {
         "prompts": len(prompts),
         "judge": scoring.judge_name(config, judge),
         "judge_trained_on": facts.trained_on,
-        **_fallen(regression, policies),
+        **_failed_regression_sets(regression, policies),
     }
     return StageResult(metrics, attributes)
 
 
-def _fallen(regression: Mapping[str, Any], policies: Iterable[str]) -> dict[str, str]:
+def _failed_regression_sets(regression: Mapping[str, Any], policies: Iterable[str]) -> dict[str, str]:
     """Return the regression sets that failed: `fallen` of PPO's policy, `fallen_dpo` of DPO's."""
     fallen = {}
     for policy, name in (("ppo", "fallen"), ("dpo", "fallen_dpo")):
@@ -188,7 +182,7 @@ def _judge_facts(
     )
 
 
-def _held_out(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
+def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
     """Return the prompts of the evaluation. Raises `DataError` if there are none."""
     held_out = load_prompts(context.inputs["data"], "eval")
     prompts = prompts_of_evaluation(config, held_out)
@@ -242,11 +236,11 @@ def _measure(
         done += 1
 
     count = len(responses["sft"])
-    every = [sample for samples in responses.values() for sample in samples]
+    all_responses = [response for of_model in responses.values() for response in of_model]
 
     def by_model(values: Sequence[float]) -> ByModel:
         # Each model has one response to each prompt, and its responses are adjacent.
-        starts = range(0, len(every), count)
+        starts = range(0, len(all_responses), count)
         return {
             model: list(values[start : start + count]) for model, start in zip(responses, starts, strict=True)
         }
@@ -255,17 +249,19 @@ def _measure(
     rules: dict[str, ByModel] = {}
     report()
     if gold_known:
-        measures["gold"] = by_model(scoring.score_gold(every))
+        measures["gold"] = by_model(scoring.score_gold(all_responses))
         report()
     for name, stage in models.items():
         folder = context.inputs[stage] / "model"
         scores = scoring.score_reward_model(
-            config, folder, every, pad_id=pad_id, device=device, context=context
+            config, folder, all_responses, pad_id=pad_id, device=device, context=context
         )
         measures[name] = by_model(scores)
         report()
     if sources:
-        batch = scoring.score_rules(config, sources, every, code_digests(config.ppo.rewards, context.sources))
+        batch = scoring.score_rules(
+            config, sources, all_responses, code_digests(config.ppo.rewards, context.sources)
+        )
         if usage := {f"eval/rules/{name}": value for name, value in batch.usage_metrics().items()}:
             context.metrics.log_metrics(usage, 0)
         if any(source.weight for source in sources):
@@ -286,147 +282,3 @@ def _measure(
         )
         report()
     return Measured(measures, rules, kl, prompt_sources)
-
-
-def _write(
-    config: PipelineConfig,
-    context: StageContext,
-    evaluation: Mapping[str, Any],
-    samples: list[dict[str, Any]],
-    measured: Measured,
-    metrics: Mapping[str, float],
-) -> None:
-    """Write the files of the artifact, and the same content for the tracker."""
-    from rlhf_core.evaluation import plots, report
-
-    out = context.output
-    text = json.dumps(evaluation, indent=2, allow_nan=False)
-    (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
-    write_jsonl(out / "samples.jsonl", samples)
-    (out / "figures").mkdir()
-    images: list[report.Plot] = []
-    history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
-    for name, title, caption, figure in [*_figures(history, measured), *_evaluations(config, context)]:
-        png = plots.to_png(figure)
-        (out / "figures" / f"{name}.png").write_bytes(png)
-        context.metrics.log_figure(name, figure)
-        images.append(report.Plot(title, caption, png))
-    html = report.render(_report(config, context, evaluation, samples, images))
-    (out / "report.html").write_text(html, encoding="utf-8")
-    context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
-    context.metrics.log_table("samples", [_table_row(row) for row in samples])
-    context.metrics.log_file(out / "report.html")
-    context.metrics.flush()
-
-
-def _figures(history: StepMetrics, measured: Measured) -> list[tuple[str, str, str, Any]]:
-    """Return (file name, title, caption, figure) of each figure."""
-    from rlhf_core.evaluation import plots
-
-    shown = {name: (pair["sft"], pair["ppo"]) for name, pair in list(measured.measures.items())[:2]}
-    figures = [
-        (
-            "reward_distribution", "Reward distribution before and after",
-            "Scores of both models' responses to the same held-out prompts; dashed lines are the means.",
-            plots.reward_distribution(shown),
-        )
-    ]  # fmt: skip
-    if len(history) and history.has("objective/scores") and history.has("objective/kl"):
-        curves = (
-            "reward_and_kl_by_step", "Reward and KL by PPO step",
-            "Mean score of the rollout batches, and how far the policy has moved from the SFT model.",
-            plots.training_curves(history),
-        )  # fmt: skip
-        figures = [curves, *figures, (
-            "reward_against_kl", "Reward against KL",
-            _over_optimisation(history),
-            plots.reward_against_kl(history),
-        )]  # fmt: skip
-    if len(plots.reward_means(history)) > 1:
-        caption = "Raw value of each source before normalisation and weight."
-        figures.append(("reward_sources", "Reward sources by step", caption, plots.reward_sources(history)))
-    return figures
-
-
-def _evaluations(config: PipelineConfig, context: StageContext) -> list[tuple[str, str, str, Any]]:
-    """Return the figure of the evaluations during PPO, if there were any."""
-    from rlhf_core.evaluation import plots
-    from rlhf_core.ppo.divergence import in_words
-
-    file = context.inputs["ppo"] / "evaluations.jsonl"
-    if not file.is_file():
-        return []
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    found = {int(row.pop("version")): row for row in rows}
-    best = [version for version, row in found.items() if row.pop("best")]
-    measures = (("eval/gold", "The true reward"), ("eval/judge", "The judge's score"))
-    sentences = [in_words(found, measure, label) for measure, label in measures]
-    limit = config.ppo.publish_kl_limit
-    marks = ["Diamonds: the best version."] if best else []
-    if math.isfinite(limit):
-        marks.append(f"Dotted line: the largest KL of a best version, {limit:g} nats per response.")
-    caption = " ".join(["Means over the held-out prompts.", *marks, *filter(None, sentences)])
-    figure = plots.evaluation_curves(found, best=best[0] if best else None, max_kl=limit)
-    return [("evaluations", "Evaluations during PPO", caption, figure)]
-
-
-def _over_optimisation(history: StepMetrics) -> str:
-    from rlhf_core.evaluation import plots
-
-    if history.has(plots.GOLD):
-        return (
-            "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO"
-            " maximises, and the true reward. Over-optimisation is where the true reward bends down while the"
-            " score still rises."
-        )
-    return (
-        "One point per PPO step: the score that PPO maximises, not the true reward, which this run does not"
-        " know. It rises under over-optimisation too, so this curve cannot show it."
-    )
-
-
-def _report(
-    config: PipelineConfig,
-    context: StageContext,
-    evaluation: Mapping[str, Any],
-    samples: list[dict[str, Any]],
-    images: list[Any],
-) -> Any:
-    import yaml
-
-    from rlhf_core.evaluation.report import Report
-
-    dump = config.model_dump(mode="json", by_alias=True)
-    dpo = ["dpo"] if config.dpo.enabled else []
-    sections = {name: dump[name] for name in ("model", "data", "sft", "reward", *dpo, "ppo", "evaluate")}
-    inputs = context.lineage.inputs if context.lineage else {}
-    return Report(
-        name=config.run.name,
-        evaluation=evaluation,
-        samples=samples,
-        plots=images,
-        config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
-        lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
-        data_card=_data_card(context.inputs["data"]),
-        is_best_version=config.ppo.publish == "best",
-        shared_prompts=shared_prompts(config, load_prompts(context.inputs["data"], "eval")),
-        facts={
-            "base model": config.model.path or "tiny Llama from scratch",
-            "PPO steps": str(config.ppo.steps),
-            "seed": str(config.run.seed),
-            "held-out prompts": str(evaluation["prompts"]),
-        },
-    )
-
-
-def _data_card(folder: Path) -> str:
-    path = folder / "data_card.md"
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of the tracker's table, without nesting."""
-    flat = {name: row[name] for name in ("prompt", *row["scores"], "winner")}
-    for model, scores in row["scores"].items():
-        flat |= {f"{model}/{name}": value for name, value in scores.items()}
-    return flat

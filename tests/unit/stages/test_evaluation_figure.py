@@ -15,7 +15,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.evaluation.plots import to_png
 from rlhf_core.ppo.selection import HeldOutResult, Selection
-from rlhf_core.stages.evaluate import _evaluations
+from rlhf_core.stages.evaluation_files import evaluation_figures
 from rlhf_core.testing import stage_context
 
 
@@ -29,7 +29,9 @@ def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
     assert [json.loads(line)["best"] for line in (tmp_path / "evaluations.jsonl").open()] == [
         False, True, False,
     ]  # fmt: skip
-    ((name, _, caption, figure),) = _evaluations(config, stage_context(tmp_path, inputs={"ppo": tmp_path}))
+    ((name, _, caption, figure),) = evaluation_figures(
+        config, stage_context(tmp_path, inputs={"ppo": tmp_path})
+    )
     assert name == "evaluations"
     assert (
         "From step 10 to step 20, the judge's score falls by 0.40 while the training score rises" in caption
@@ -49,4 +51,4 @@ def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
 
 
 def test_without_evaluations_there_is_no_figure(tmp_path: Path) -> None:
-    assert _evaluations(PipelineConfig(), stage_context(tmp_path, inputs={"ppo": tmp_path})) == []
+    assert evaluation_figures(PipelineConfig(), stage_context(tmp_path, inputs={"ppo": tmp_path})) == []

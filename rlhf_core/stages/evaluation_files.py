@@ -1,0 +1,194 @@
+"""The files of the stage `evaluate`: numbers, samples, figures and the report.
+
+They are part of the artifact, and are logged to MLflow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import load_prompts
+from rlhf_core.evaluation.held_out_prompts import shared_prompts
+from rlhf_core.evaluation.summary import Measured
+from rlhf_core.system.files import write_jsonl
+from rlhf_core.types import StageContext
+
+if TYPE_CHECKING:
+    from rlhf_core.evaluation.plots import StepMetrics
+
+
+class CaptionedFigure(NamedTuple):
+    """A figure of the report."""
+
+    name: str
+    """Name of the file in `figures/` without its ending."""
+    title: str
+    caption: str
+    figure: Any
+    """A matplotlib figure."""
+
+
+def write_evaluation(
+    config: PipelineConfig,
+    context: StageContext,
+    evaluation: Mapping[str, Any],
+    samples: list[dict[str, Any]],
+    measured: Measured,
+    metrics: Mapping[str, float],
+) -> None:
+    """Write the files of the artifact, and log the same content.
+
+    Args:
+        config: The configuration.
+        context: Context of the stage.
+        evaluation: Content of `evaluation.json`.
+        samples: Rows of `samples.jsonl`.
+        measured: Values of all responses, for the figures.
+        metrics: Metrics for the tracker, without the prefix `eval/`.
+    """
+    from rlhf_core.evaluation import plots, report
+
+    out = context.output
+    text = json.dumps(evaluation, indent=2, allow_nan=False)
+    (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    write_jsonl(out / "samples.jsonl", samples)
+    (out / "figures").mkdir()
+    images: list[report.Plot] = []
+    history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
+    for name, title, caption, figure in [*_figures(history, measured), *evaluation_figures(config, context)]:
+        png = plots.to_png(figure)
+        (out / "figures" / f"{name}.png").write_bytes(png)
+        context.metrics.log_figure(name, figure)
+        images.append(report.Plot(title, caption, png))
+    html = report.render(_report(config, context, evaluation, samples, images))
+    (out / "report.html").write_text(html, encoding="utf-8")
+    context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
+    context.metrics.log_table("samples", [_table_row(row) for row in samples])
+    context.metrics.log_file(out / "report.html")
+    context.metrics.flush()
+
+
+def _figures(history: StepMetrics, measured: Measured) -> list[CaptionedFigure]:
+    """Return the figures of the scores, and of the steps of PPO."""
+    from rlhf_core.evaluation import plots
+
+    shown = {name: (pair["sft"], pair["ppo"]) for name, pair in list(measured.measures.items())[:2]}
+    distribution = CaptionedFigure(
+        "reward_distribution",
+        "Reward distribution before and after",
+        "Scores of both models' responses to the same held-out prompts; dashed lines are the means.",
+        plots.reward_distribution(shown),
+    )
+    figures = [distribution]
+    if len(history) and history.has("objective/scores") and history.has("objective/kl"):
+        by_step = CaptionedFigure(
+            "reward_and_kl_by_step",
+            "Reward and KL by PPO step",
+            "Mean score of the rollout batches, and how far the policy has moved from the SFT model.",
+            plots.training_curves(history),
+        )
+        against_kl = CaptionedFigure(
+            "reward_against_kl",
+            "Reward against KL",
+            _caption_of_reward_against_kl(history),
+            plots.reward_against_kl(history),
+        )
+        figures = [by_step, distribution, against_kl]
+    if len(plots.reward_means(history)) > 1:
+        by_source = CaptionedFigure(
+            "reward_sources",
+            "Reward sources by step",
+            "Raw value of each source before normalisation and weight.",
+            plots.reward_sources(history),
+        )
+        figures.append(by_source)
+    return figures
+
+
+def evaluation_figures(config: PipelineConfig, context: StageContext) -> list[CaptionedFigure]:
+    """Return the figure of the evaluations during PPO; none if there were no evaluations."""
+    from rlhf_core.evaluation import plots
+    from rlhf_core.ppo.divergence import in_words
+
+    file = context.inputs["ppo"] / "evaluations.jsonl"
+    if not file.is_file():
+        return []
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    found = {int(row.pop("version")): row for row in rows}
+    best = [version for version, row in found.items() if row.pop("best")]
+    measures = (("eval/gold", "The true reward"), ("eval/judge", "The judge's score"))
+    sentences = [in_words(found, measure, label) for measure, label in measures]
+    limit = config.ppo.publish_kl_limit
+    marks = ["Diamonds: the best version."] if best else []
+    if math.isfinite(limit):
+        marks.append(f"Dotted line: the largest KL of a best version, {limit:g} nats per response.")
+    caption = " ".join(["Means over the held-out prompts.", *marks, *filter(None, sentences)])
+    figure = plots.evaluation_curves(found, best=best[0] if best else None, max_kl=limit)
+    return [CaptionedFigure("evaluations", "Evaluations during PPO", caption, figure)]
+
+
+def _caption_of_reward_against_kl(history: StepMetrics) -> str:
+    from rlhf_core.evaluation import plots
+
+    if history.has(plots.GOLD):
+        return (
+            "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO"
+            " maximises, and the true reward. Over-optimisation is where the true reward bends down while the"
+            " score still rises."
+        )
+    return (
+        "One point per PPO step: the score that PPO maximises, not the true reward, which this run does not"
+        " know. It rises under over-optimisation too, so this curve cannot show it."
+    )
+
+
+def _report(
+    config: PipelineConfig,
+    context: StageContext,
+    evaluation: Mapping[str, Any],
+    samples: list[dict[str, Any]],
+    images: list[Any],
+) -> Any:
+    import yaml
+
+    from rlhf_core.evaluation.report import Report
+
+    dump = config.model_dump(mode="json", by_alias=True)
+    dpo = ["dpo"] if config.dpo.enabled else []
+    sections = {name: dump[name] for name in ("model", "data", "sft", "reward", *dpo, "ppo", "evaluate")}
+    inputs = context.lineage.inputs if context.lineage else {}
+    return Report(
+        name=config.run.name,
+        evaluation=evaluation,
+        samples=samples,
+        plots=images,
+        config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
+        lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
+        data_card=_data_card(context.inputs["data"]),
+        is_best_version=config.ppo.publish == "best",
+        shared_prompts=shared_prompts(config, load_prompts(context.inputs["data"], "eval")),
+        facts={
+            "base model": config.model.path or "tiny Llama from scratch",
+            "PPO steps": str(config.ppo.steps),
+            "seed": str(config.run.seed),
+            "held-out prompts": str(evaluation["prompts"]),
+        },
+    )
+
+
+def _data_card(folder: Path) -> str:
+    path = folder / "data_card.md"
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of the tracker's table, without nesting."""
+    flat = {name: row[name] for name in ("prompt", *row["scores"], "winner")}
+    for model, scores in row["scores"].items():
+        flat |= {f"{model}/{name}": value for name, value in scores.items()}
+    return flat
