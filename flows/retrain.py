@@ -14,7 +14,7 @@ from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import NonNegativeFloat, NonNegativeInt
 from rlhf_core.config.load import load_config
 from rlhf_core.run.parameters import DEFAULT_CONFIG
-from rlhf_core.run.watch import RetrainingDecision, Watch
+from rlhf_core.run.retraining import Retraining, RetrainingDecision
 
 
 @flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
@@ -35,22 +35,22 @@ def retrain(
         min_pause_hours: Hours since the start of the last retraining.
     """
     try:
-        watch = Watch(load_config(config, overrides), run=str(runtime.flow_run.id or ""))
-        decision = watch.check(min_new_rows=min_new_rows, min_pause_hours=min_pause_hours)
+        retraining = Retraining(load_config(config, overrides), run=str(runtime.flow_run.id or ""))
+        decision = retraining.check(min_new_rows=min_new_rows, min_pause_hours=min_pause_hours)
     except Exception as error:  # here, because the pipeline's own flow sends its failures
         notify(f"{runtime.flow_run.name} failed", f"{type(error).__name__}: {error}")
         raise
-    return retrain_if_due(watch, decision, lambda: rlhf(config=config, overrides=overrides))
+    return retrain_if_due(retraining, decision, lambda: rlhf(config=config, overrides=overrides))
 
 
 def retrain_if_due(
-    watch: Watch, decision: RetrainingDecision, pipeline: Callable[[], dict[str, Any]]
+    retraining: Retraining, decision: RetrainingDecision, pipeline: Callable[[], dict[str, Any]]
 ) -> dict[str, Any] | State[Any]:
-    """Call `pipeline` if `decision` says so, and have `watch` record its start and end."""
+    """Call `pipeline` if `decision` says so, and have `retraining` record its start and end."""
     if not decision.due:
         return Completed(name=decision.name, message=decision.message)
-    if not watch.record_start():
+    if not retraining.record_start():
         return Completed(name="Waiting", message="MLflow has not recorded the start of the retraining")
     summary = pipeline()
-    watch.record_end(summary["weights_sha256"])
+    retraining.record_end(summary["weights_sha256"])
     return summary

@@ -91,12 +91,12 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     if not pairs:
         return [Drift("agreement", None, note="there are no held-out pairs")]
     from rlhf_core.engines.distributed import resolve_device
-    from rlhf_core.stages.pairs import is_right
+    from rlhf_core.stages.pairs import is_correct
     from rlhf_core.stages.reward import evaluate_saved
 
     device = resolve_device(config.run.device)
     _, scores_P2 = evaluate_saved(config, Path(request.reward_model), pairs, load_decoder(data).pad, device)
-    right = is_right(scores_P2[:, 0] - scores_P2[:, 1]).tolist()
+    right = is_correct(scores_P2[:, 0] - scores_P2[:, 1]).tolist()
     champion = Path(request.champion_data)
     own = load_pairs(champion, "eval")
     # The tokenizer and the template are the same.

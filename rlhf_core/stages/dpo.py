@@ -33,7 +33,7 @@ from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
-from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
+from rlhf_core.stages.pairs import is_correct, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, StageContext, StageResult
@@ -140,10 +140,10 @@ def train_dpo(
         referenced,
         config,
         training,
-        step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
+        make_step=lambda batch, total: train_step(engine, batch, config, total, pad_id),
         evaluate=lambda: evaluate_dpo(engine, held_out_referenced, config, pad_id),
         evaluate_every=config.eval_every,
-        tokens_of=lambda row: pair_tokens(row.pair),
+        count_tokens=lambda row: pair_tokens(row.pair),
         table_row=lambda row: table_row(row.pair),
         early_stop=config.early_stop,
     )
@@ -243,7 +243,7 @@ def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOCo
         chosen, rejected, ref_chosen, ref_rejected, config.beta, config.label_smoothing, denominator=1.0
     )
     rewards_P2 = config.beta * (policy_P2 - reference_P2).detach()
-    right = is_right(rewards_P2[:, 0] - rewards_P2[:, 1]).sum()
+    right = is_correct(rewards_P2[:, 0] - rewards_P2[:, 1]).sum()
     return torch.stack([loss, right, *rewards_P2.sum(0)])
 
 

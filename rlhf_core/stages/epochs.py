@@ -115,10 +115,10 @@ def train_epochs(
     config: SFTConfig | RewardConfig | DPOConfig,
     training: Training,
     *,
-    step_of: Callable[[Sequence[T], int], dict[str, float]],
+    make_step: Callable[[Sequence[T], int], dict[str, float]],
     evaluate: Callable[[], dict[str, float]],
     evaluate_every: int | None,
-    tokens_of: Callable[[T], int],
+    count_tokens: Callable[[T], int],
     table_row: Callable[[T], dict[str, Any]],
     early_stop: EarlyStopConfig | None = None,
 ) -> Trained:
@@ -131,11 +131,11 @@ def train_epochs(
         rows: The training set.
         config: Settings of the stage.
         training: Stage, seed, folder and context.
-        step_of: Makes one optimizer step with a batch and the number of all steps, and returns its metrics.
+        make_step: Makes one optimizer step with a batch and the total number of steps. Returns its metrics.
         evaluate: Returns metrics of the held-out set with `eval/loss`. The finite ones are logged.
         evaluate_every: Optimizer steps between evaluations, if there is no `early_stop`; None for no
             evaluation. The caller evaluates the weights at the end.
-        tokens_of: Returns the tokens of a row.
+        count_tokens: Returns the number of tokens of a row.
         table_row: Converts a row for the table of a skipped batch.
         early_stop: When the training ends early; None for the last weights of all epochs.
     """
@@ -153,10 +153,10 @@ def train_epochs(
             batches = epoch_batches(len(rows), config.batch_size, training.seed, epoch)
             batch = [rows[i] for i in batches[index]]
             with log_skipped_batch(engine, context, step + 1, batch, table_row):
-                metrics = step_of(batch, total)
+                metrics = make_step(batch, total)
             failpoint(f"{training.stage}.step")
             step += 1
-            tokens += sum(map(tokens_of, batch))
+            tokens += sum(map(count_tokens, batch))
             # Evaluations and checkpoints do not count.
             seconds += time.monotonic() - started
             evaluation = {}

@@ -1,9 +1,9 @@
 """The members of an ensemble of reward models (`reward.ensemble`), trained one after the other.
 
-Each member is trained as a single reward model is, with a view of the stage's context of its own: its metrics
-have the prefix `member_1/`, and its checkpoints have the steps after those of the members before it. A
-checkpoint also contains the output of the members that are finished, so every checkpoint is enough to
-continue, and the last one before a member begins has nothing else.
+Each member is trained like a single reward model, with a view of the stage's context. In this view, the
+metrics of member n have the prefix `member_n/`, and its checkpoints have the steps after those of the earlier
+members. A checkpoint also contains the output of the finished members, so a stage can continue from any
+checkpoint. The first checkpoint of a member contains nothing else.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def train_members(
             heartbeat("wait for rank 0", math.inf)  # it commits, and may evaluate the member before alone
         wait_for_rank_zero(f"reward model {number}")
         heartbeat(f"load reward model {number}", start_seconds)
-        own = _context(context, number, ensemble, steps, finished, position if number == first else None)
+        own = _member_context(
+            context, number, ensemble, steps, finished, position if number == first else None
+        )
         member = train(number, own)
         if context is None:
             continue
@@ -86,7 +88,7 @@ def train_members(
         if number + 1 < ensemble.members:
             # Committed as step 0 of the next member: only the finished members. Before the check, so that an
             # attempt with a lower limit need not train this member again.
-            following = _context(context, number + 1, ensemble, steps, finished, None)
+            following = _member_context(context, number + 1, ensemble, steps, finished, None)
             heartbeat("commit", math.inf)  # each request of an upload has its own timeout
             with new_checkpoint(following, work, 0, 0):
                 pass
@@ -94,12 +96,12 @@ def train_members(
     if context is None:
         return {}
     save_ensemble(out / "model", ensemble)
-    found = _of_ensemble(ensemble, finished.members)
-    context.metrics.log_metrics({f"eval/{name}": value for name, value in found.items()}, steps)
-    return finished.metrics() | found
+    combined_metrics = _ensemble_metrics(ensemble, finished.members)
+    context.metrics.log_metrics({f"eval/{name}": value for name, value in combined_metrics.items()}, steps)
+    return finished.metrics() | combined_metrics
 
 
-def _of_ensemble(ensemble: EnsembleConfig, members: Sequence[Member]) -> Metrics:
+def _ensemble_metrics(ensemble: EnsembleConfig, members: Sequence[Member]) -> Metrics:
     """Return accuracy (ties count half) and mean standard deviation over the members, on held-out pairs."""
     by_member = [member.scores for member in members]
     scores_P2 = np.array(combined(ensemble, by_member)).reshape(-1, 2)
@@ -176,7 +178,7 @@ def _prefix(number: int) -> str:
     return f"member_{number}/" if number else ""
 
 
-def _context(
+def _member_context(
     context: StageContext | None,
     number: int,
     ensemble: EnsembleConfig,
@@ -184,6 +186,7 @@ def _context(
     finished: _Finished,
     position: tuple[int, Path] | None,
 ) -> StageContext | None:
+    """Return the stage's context as the member `number` sees it; None if `context` is None."""
     if context is None:
         return None
     report = context.progress

@@ -71,7 +71,7 @@ def pair_tokens(pair: PairExample) -> int:
     return 2 * len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
 
 
-def is_right(gap_B: torch.Tensor) -> torch.Tensor:
+def is_correct(gap_B: torch.Tensor) -> torch.Tensor:
     """Return 1 where the chosen response has the higher score, one half where both have the same."""
     return torch.heaviside(gap_B, torch.full_like(gap_B, 0.5))
 

@@ -51,7 +51,7 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, Metrics, train_members
-from rlhf_core.stages.pairs import is_right, micro_batches, pair_tokens, table_row, training_pairs
+from rlhf_core.stages.pairs import is_correct, micro_batches, pair_tokens, table_row, training_pairs
 from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
@@ -366,10 +366,10 @@ def train_reward(
         train,
         config,
         training,
-        step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
+        make_step=lambda batch, total: train_step(engine, batch, config, total, pad_id),
         evaluate=lambda: evaluate_reward(engine, held_out, config, pad_id)[0],
         evaluate_every=None,
-        tokens_of=pair_tokens,
+        count_tokens=pair_tokens,
         table_row=table_row,
         early_stop=config.early_stop,
     )
@@ -405,7 +405,7 @@ def train_step(
                 len(micro_batch) / len(batch)
             )
             gap = (chosen - rejected).detach()
-            sums.add_(torch.stack([loss.detach(), is_right(gap).sum(), gap.sum()]).double())
+            sums.add_(torch.stack([loss.detach(), is_correct(gap).sum(), gap.sum()]).double())
             yield loss
 
     norm = engine.train_step(losses(), total)
@@ -501,7 +501,7 @@ def _measures(
 ) -> dict[str, float]:
     gap = scores_P2[:, 0] - scores_P2[:, 1]
     return {
-        "eval/accuracy": is_right(gap).mean().item(),
+        "eval/accuracy": is_correct(gap).mean().item(),
         "eval/margin": gap.mean().item(),
         "eval/loss": pair_loss(scores_P2[:, 0], scores_P2[:, 1], held_out, config).item(),
     }

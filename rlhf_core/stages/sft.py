@@ -255,10 +255,10 @@ def train_sft(
         train,
         config,
         training,
-        step_of=lambda batch, total: train_step(engine, batch, config, total, pad_id),
+        make_step=lambda batch, total: train_step(engine, batch, config, total, pad_id),
         evaluate=lambda: evaluate_sft(engine, held_out, config, pad_id),
         evaluate_every=config.eval_every,
-        tokens_of=len,
+        count_tokens=len,
         table_row=_table_row,
         early_stop=config.early_stop,
     )

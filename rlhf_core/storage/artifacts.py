@@ -188,7 +188,7 @@ class ArtifactStore:
                 folder=name,
                 body=body,
                 may_commit=may_commit,
-                elsewhere=stored,
+                files_elsewhere=stored,
             )
         ref = self._committed(kind, key, manifest, fence)
         if ref.digest != bundles.digest_of(complete):

@@ -188,8 +188,8 @@ def commit(
     folder: str,
     body: Mapping[str, Any],
     may_commit: Callable[[], None],
-    elsewhere: Sequence[FileEntry] = (),
-    uploaded: Callable[[], None] = lambda: None,
+    files_elsewhere: Sequence[FileEntry] = (),
+    wait_for_uploads: Callable[[], None] = lambda: None,
 ) -> Manifest | None:
     """Store local files as the bundle `prefix`; return None if another writer's bundle is there.
 
@@ -204,18 +204,18 @@ def commit(
         folder: Name of the folder for the files below `prefix`; no other bundle there may use it.
         body: Other entries of the manifest.
         may_commit: Called directly before the manifest is written; raises if the bundle must not appear.
-        elsewhere: Further files of the bundle, which other hosts upload.
-        uploaded: Waits until they have.
+        files_elsewhere: Further files of the bundle, which other hosts upload.
+        wait_for_uploads: Returns when these hosts have uploaded them.
     """
     # Hosts with a common folder report the same files.
-    manifest = Manifest(prefix, folder, merged(elsewhere, files), body)
+    manifest = Manifest(prefix, folder, merged(files_elsewhere, files), body)
     existing = _existing(store, prefix)
     # With the same folder, it was committed before. For example, a kill came before the outbox was emptied.
     if existing is not None:
         return existing if existing.folder == folder else None
     try:
         upload(store, source, files, manifest.data)
-        uploaded()
+        wait_for_uploads()
         # A file that the store has lost must be found before the manifest exists.
         missing = find_damage(store, manifest)
         if not missing:

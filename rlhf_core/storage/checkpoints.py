@@ -308,8 +308,8 @@ class CheckpointStore:
                 folder=name,
                 body=body,
                 may_commit=self._may_commit,
-                elsewhere=[entry for part in parts for entry in part],
-                uploaded=self._upload_parts(prefix, name, parts),
+                files_elsewhere=[entry for part in parts for entry in part],
+                wait_for_uploads=self._upload_parts(prefix, name, parts),
             )
             self._committed(step, manifest)
         else:
@@ -387,8 +387,8 @@ class CheckpointStore:
         manifest = self._outbox.upload(
             prefix,
             self._may_commit,
-            elsewhere=[entry for part in parts for entry in part],
-            uploaded=self._upload_parts(prefix, name, parts),
+            files_elsewhere=[entry for part in parts for entry in part],
+            wait_for_uploads=self._upload_parts(prefix, name, parts),
         )
         self._committed(step, manifest)
 

@@ -58,9 +58,9 @@ class LeaseTimes:
     """Longest wait for a holder on this machine. A stage whose flow was killed may take 20 s to stop, and its
     reaper a little longer.
     """
-    beat: float = 10.0
+    renewal: float = 10.0
     """Interval in which the lease of an attempt is renewed."""
-    missed_beats: int = 3
+    missed_renewals: int = 3
     """Intervals without a renewal after which an attempt on another machine counts as dead."""
     local_poll: float = 0.5
     """Interval in which a holder on this machine is observed."""
@@ -72,7 +72,7 @@ class LeaseTimes:
     @property
     def takeover(self) -> float:
         """Time without a renewal after which an attempt on another machine counts as dead."""
-        return self.missed_beats * self.beat
+        return self.missed_renewals * self.renewal
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,15 @@ def renewed(fence: Fence, times: LeaseTimes = LeaseTimes()) -> Iterator[None]:
     A renewal that fails is logged: if no other succeeds, an attempt on another machine takes over.
     """
     ended = threading.Event()
-    beat = _beat_key(fence.stage_key, fence.attempt)
+    lease = _lease_key(fence.stage_key, fence.attempt)
 
     def renew() -> None:
-        beats = 0
+        renewals = 0
         # No renewal at the start: an observer counts from its first observation.
-        while not ended.wait(times.beat):
-            beats += 1
+        while not ended.wait(times.renewal):
+            renewals += 1
             try:
-                fence.store.put_bytes(beat, str(beats).encode())
+                fence.store.put_bytes(lease, str(renewals).encode())
             except StoreError as error:
                 log.warning("The lease of stage %s is not renewed: %s", fence.stage_key, error.message)
 
@@ -167,7 +167,7 @@ def renewed(fence: Fence, times: LeaseTimes = LeaseTimes()) -> Iterator[None]:
         thread.join(times.release)
         if not thread.is_alive():  # else the store does not answer
             with contextlib.suppress(StoreError):
-                fence.store.put_bytes(beat, _ENDED)
+                fence.store.put_bytes(lease, _ENDED)
 
 
 @dataclass
@@ -183,24 +183,26 @@ class _Holder:
     since: str
     seconds: float = 0.0
     """Since the first observation, or on another machine since the last change of its lease."""
-    _beat: bytes | None = None
+    _lease: bytes | None = None
+    """Content of its lease at the last observation."""
     _observed: float | None = None
+    """Time of the last observation."""
 
     def is_alive(self, store: Store, stage_key: str, times: LeaseTimes, clock: Clock) -> bool:
-        """Observe it once more, and return whether it still holds the key."""
+        """Observe the attempt once more, and return whether it still holds the key."""
         if self.is_here:
             self._pass_time(clock.monotonic(), math.inf)
             # This process would wait for itself until the time is over.
             return self.process.pid != os.getpid() and self.process.alive()
         # Versions without leases: whether the holder is alive cannot be seen, so it is not waited for.
-        beat = store.read_bytes(_beat_key(stage_key, self.attempt)) if self.has_lease else _ENDED
-        if beat == _ENDED:
+        lease = store.read_bytes(_lease_key(stage_key, self.attempt)) if self.has_lease else _ENDED
+        if lease == _ENDED:
             return False
         # A longer time since the last observation counts as two intervals: this process was suspended, or the
         # store did not answer, and the holder may have had the same trouble.
         self._pass_time(clock.monotonic(), 2 * times.remote_poll)
-        if beat != self._beat:
-            self._beat, self.seconds = beat, 0.0
+        if lease != self._lease:
+            self._lease, self.seconds = lease, 0.0
         return self.seconds < times.takeover
 
     def _pass_time(self, now: float, most: float) -> None:
@@ -244,7 +246,7 @@ def _latest(store: Store, stage_key: str) -> int:
     return max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
 
 
-def _beat_key(stage_key: str, attempt: int) -> str:
+def _lease_key(stage_key: str, attempt: int) -> str:
     return f"{_folder(stage_key)}/{attempt:06d}.beat"
 
 

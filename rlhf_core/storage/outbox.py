@@ -92,8 +92,8 @@ class Outbox:
         self,
         prefix: str,
         may_commit: Callable[[], None],
-        elsewhere: Sequence[FileEntry] = (),
-        uploaded: Callable[[], None] = lambda: None,
+        files_elsewhere: Sequence[FileEntry] = (),
+        wait_for_uploads: Callable[[], None] = lambda: None,
     ) -> Manifest | None:
         """Upload the bundle `prefix`; return None if none is pending or the store has another one there.
 
@@ -101,7 +101,7 @@ class Outbox:
 
         Args:
             prefix: Key of the bundle.
-            may_commit, elsewhere, uploaded: see `bundles.commit`.
+            may_commit, files_elsewhere, wait_for_uploads: See `bundles.commit`.
         """
         found = self._verified(prefix)
         if found is None:
@@ -118,8 +118,8 @@ class Outbox:
                 folder=manifest.folder,
                 body=body,
                 may_commit=may_commit,
-                elsewhere=(*elsewhere, *_stored(manifest)),
-                uploaded=uploaded,
+                files_elsewhere=(*files_elsewhere, *_stored(manifest)),
+                wait_for_uploads=wait_for_uploads,
             )
         except StoreError as error:
             raise StoreError(

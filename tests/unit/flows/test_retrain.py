@@ -19,7 +19,7 @@ from flows.notify import notify_failure
 from flows.retrain import retrain, retrain_if_due
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import DataError
-from rlhf_core.run.watch import Watch
+from rlhf_core.run.retraining import Retraining
 from rlhf_core.tracking.champions import WEIGHTS
 from tests.support.prefect_api import PrefectApi
 
@@ -39,7 +39,7 @@ def overrides(database: Path, tmp_path: Path) -> tuple[str, ...]:
         f"data.sft=[{{path: {rows}}}]",
     )
     # The migrations of a new database take seconds.
-    Watch(load_config(DEMO, (*overrides, f"tracking.uri=sqlite:///{database}")))
+    Retraining(load_config(DEMO, (*overrides, f"tracking.uri=sqlite:///{database}")))
     own = tmp_path / "mlflow.db"
     shutil.copyfile(database, own)
     return (*overrides, f"tracking.uri=sqlite:///{own}")
@@ -47,40 +47,40 @@ def overrides(database: Path, tmp_path: Path) -> tuple[str, ...]:
 
 def test_the_pipeline_runs_if_it_is_due(overrides: tuple[str, ...]) -> None:
     config = load_config(DEMO, overrides)
-    watch = Watch(config)
-    decision = watch.check(min_new_rows=0, min_pause_hours=0)
+    retraining = Retraining(config)
+    decision = retraining.check(min_new_rows=0, min_pause_hours=0)
     assert decision.due
     during: list[str] = []
 
     def pipeline() -> dict[str, Any]:
-        during.append(Watch(config).check(min_new_rows=0, min_pause_hours=2).message)
-        mlflow = watch._tracking.mlflow
+        during.append(Retraining(config).check(min_new_rows=0, min_pause_hours=2).message)
+        mlflow = retraining._tracking.mlflow
         name = config.registered_model
         mlflow.create_version(name, source="/x", run_id=None, tags={WEIGHTS: DIGEST}, description="")
         return {"weights_sha256": DIGEST}
 
-    assert retrain_if_due(watch, decision, pipeline) == {"weights_sha256": DIGEST}
+    assert retrain_if_due(retraining, decision, pipeline) == {"weights_sha256": DIGEST}
     assert during == ["0.0 hours since the last start, of 2"], "the start was recorded before"
     state: Any = retrain.fn(DEMO, overrides)
     assert (state.name, state.message) == ("Unchanged", "the sources look as after the last retraining")
 
 
 def test_nothing_is_trained_without_a_record_of_the_start(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    watch = Watch(load_config(DEMO, overrides))
-    decision = watch.check(min_new_rows=0, min_pause_hours=0)
+    retraining = Retraining(load_config(DEMO, overrides))
+    decision = retraining.check(min_new_rows=0, min_pause_hours=0)
     assert decision.due
     with sqlite3.connect(tmp_path / "mlflow.db") as connection:
         connection.execute("DROP TABLE registered_model_tags")
     connection.close()
-    state: Any = retrain_if_due(watch, decision, lambda: pytest.fail("it was trained"))
+    state: Any = retrain_if_due(retraining, decision, lambda: pytest.fail("it was trained"))
     assert (state.name, state.type) == ("Waiting", StateType.COMPLETED)
 
 
 def test_nothing_is_trained_before_it_is_due(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    watch = Watch(load_config(DEMO, overrides))
-    assert watch.check(min_new_rows=0, min_pause_hours=0).due
-    watch.record_start()
-    watch.record_end(DIGEST)
+    retraining = Retraining(load_config(DEMO, overrides))
+    assert retraining.check(min_new_rows=0, min_pause_hours=0).due
+    retraining.record_start()
+    retraining.record_end(DIGEST)
     with (tmp_path / "rows.jsonl").open("a") as rows:
         rows.write(json.dumps({"prompt": "fox", "completion": "It jumps."}) + "\n")
     state: Any = retrain.fn(DEMO, overrides, min_new_rows=5)

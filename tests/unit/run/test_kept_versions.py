@@ -25,7 +25,7 @@ from rlhf_core.run import api, rounds
 from rlhf_core.run.checks import CheckedConfig, load_and_check
 from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import open_run
-from rlhf_core.run.watch import Watch
+from rlhf_core.run.retraining import Retraining
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.tracking.champions import promote, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
@@ -222,28 +222,30 @@ def test_a_look_reads_no_file_of_the_champion(
     config = config_of([*settings, source])
     with monkeypatch.context() as patch:
         patch.setattr(ArtifactStore, "fetch", lambda *_arguments: pytest.fail("files were read"))
-        before = Watch(config)._marks
-        assert Watch(config)._marks == before
+        before = Retraining(config)._marks
+        assert Retraining(config)._marks == before
         make_champion("2")
-        after = Watch(config)._marks
+        after = Retraining(config)._marks
         assert after != before
         make_champion("1")
-        assert Watch(config)._marks == before
+        assert Retraining(config)._marks == before
     with pytest.raises(ConfigError, match="no registered model 'nobody'"):
-        Watch(config_of([*settings, "model.path=champion:nobody"]))
+        Retraining(config_of([*settings, "model.path=champion:nobody"]))
 
 
 def test_a_look_sees_the_version_that_the_retraining_will_continue_with(
     settings: list[str], make_champion: Callable[[str], None]
 ) -> None:
     config = config_of(settings)
-    before = Watch(config)._marks
+    before = Retraining(config)._marks
     _, kept = resolve_kept(config)
     with pytest.raises(InterruptedError), kept.until_finished():
         raise InterruptedError
     make_champion("2")
-    watch = Watch(config)
-    assert watch._marks == before and "0000000000000001" in str(watch.config.model.path)
+    retraining = Retraining(config)
+    assert retraining._marks == before and "0000000000000001" in str(retraining.config.model.path)
     with kept.until_finished():
         pass
-    assert Watch(config)._marks != before, "the retraining has finished, and the new champion is another base"
+    assert Retraining(config)._marks != before, (
+        "the retraining has finished, and the new champion is another base"
+    )

@@ -28,7 +28,7 @@ from rlhf_core.run.checks import CheckedConfig, load_and_check
 from rlhf_core.run.external_inputs import external_digests, external_marks
 from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import reference_marks, resolve
-from rlhf_core.run.watch import Watch
+from rlhf_core.run.retraining import Retraining
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
@@ -327,8 +327,8 @@ def test_a_check_resolves_and_names_the_origin(home: Path) -> None:
 
 def test_a_retraining_resolves_its_references_again(home: Path) -> None:
     publish(home / "store", home)
-    watch = Watch(with_source(home, f"artifact://sample/{KEY}/best.jsonl"))
-    assert watch.config.data.sft[1].path.startswith(str(home))
+    retraining = Retraining(with_source(home, f"artifact://sample/{KEY}/best.jsonl"))
+    assert retraining.config.data.sft[1].path.startswith(str(home))
 
 
 def test_a_retraining_is_due_after_a_new_judge(home: Path, champions: list[str]) -> None:

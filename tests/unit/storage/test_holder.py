@@ -112,12 +112,14 @@ def beat(store: Store, content: str) -> Callable[[], None]:
     return lambda: store.put_bytes(f"checkpoints/{KEY}/attempts/000001.beat", content.encode())
 
 
-BEAT, TAKEOVER = LeaseTimes().beat, LeaseTimes().takeover
+RENEWAL, TAKEOVER = LeaseTimes().renewal, LeaseTimes().takeover
 
 
-def test_silent_holder_is_superseded_after_three_missed_beats(clock: ManualClock, elsewhere: Store) -> None:
+def test_silent_holder_is_superseded_after_three_missed_renewals(
+    clock: ManualClock, elsewhere: Store
+) -> None:
     assert acquire(elsewhere, KEY, "ppo", clock=clock).attempt == 2
-    assert TAKEOVER <= clock.now - 1000.0 <= TAKEOVER + BEAT
+    assert TAKEOVER <= clock.now - 1000.0 <= TAKEOVER + RENEWAL
 
 
 def test_released_lease_is_taken_at_once(clock: ManualClock, elsewhere: Store) -> None:
@@ -138,7 +140,7 @@ def test_holder_is_waited_for_while_it_renews(pauses: list[float]) -> None:
             clock.events.append((moment, beat(store, str(number))))
         acquire(store, KEY, "ppo", clock=clock)
         assert clock.events == [], "it was superseded between two renewals"
-        assert TAKEOVER <= clock.now - moment + 2.0 <= TAKEOVER + BEAT
+        assert TAKEOVER <= clock.now - moment + 2.0 <= TAKEOVER + RENEWAL
 
 
 def test_time_in_which_the_observer_was_suspended_does_not_count(
@@ -153,7 +155,7 @@ def test_time_in_which_the_observer_was_suspended_does_not_count(
     clock.events.append((1010.0, suspended))
     acquire(elsewhere, KEY, "ppo", clock=clock)
     assert clock.events == []
-    assert clock.now < 1010.0 + 3600.0 + BEAT
+    assert clock.now < 1010.0 + 3600.0 + RENEWAL
 
 
 def test_of_two_that_wait_one_takes_over(clock: ManualClock, elsewhere: Store) -> None:
@@ -178,7 +180,7 @@ from rlhf_core.storage.store import Store
 
 folder, host, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 socket.gethostname = lambda: host
-times = fencing.LeaseTimes(beat=0.5, remote_poll=0.1)
+times = fencing.LeaseTimes(renewal=0.5, remote_poll=0.1)
 store = Store(folder / "store")
 artifacts = ArtifactStore(store, folder / host)
 fence = fencing.acquire(store, "0123456789abcdef", "ppo", times)

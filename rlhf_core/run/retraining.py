@@ -1,11 +1,12 @@
-"""Decides whether a retraining is due: new data, enough rows, enough time since the last one.
+"""When a retraining is due: new data, enough rows, enough time since the last one.
 
-A poll lists the files of the sources with sizes and times, objects with their ETags, commits of hub names,
-and of references the versions with their digests. It reads small files: reward code, rubrics, votes of
-people. Other contents are read only if the list differs from that of the last finished retraining and from
-the last one for which they were read. These lists, their numbers of rows and the time of the last start are
-in a tag of the registered model, and the store shows whether the pipeline has finished for these contents. It
-therefore does not matter on which machine it ran. While MLflow does not answer, no retraining is due.
+A check lists the inputs without reading large files: files with sizes and times, objects with their ETags,
+commits of hub names, and for references the versions with their digests. The contents are read only if this
+list differs from that of the last finished retraining, and from the last list for which they were read.
+
+The state (digests of these lists, numbers of rows, the time of the last start) is a tag of the registered
+model. The store shows whether the pipeline has finished for the present contents. It therefore does not
+matter on which machine it ran. While MLflow does not answer, no retraining is due.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 
-_STATE = "rlhf.watch."
+_STATE = "rlhf.retraining."
 """Prefix of the tag of the registered model with the state. The key of the settings follows."""
 
 
 @dataclass(frozen=True)
-class WatchState:
-    """What is known about the last retraining with the same settings."""
+class RetrainingState:
+    """What is known about the last retraining with the same settings. The field names are in stored tags."""
 
     marks: str = ""
-    """The look at the sources of the last one that finished."""
+    """Digest of the list of inputs of the last retraining that finished."""
     weights: str = ""
     """Digest of the weights that it registered."""
     rows: int | None = None
     """Rows of its sources; None if they were not counted."""
     started: float = 0.0
-    """Start of the last one, finished or not, in seconds since 1970. For one that another program ran, the
-    time of the look that found it.
+    """Start of the last retraining, finished or not, in seconds since 1970. If another program ran it, the
+    time of the check that found it.
     """
     run: str = ""
     """Id of the flow run that began it; empty if it has finished."""
     read: str = ""
-    """The last look that read the contents and found no finished retraining for them."""
+    """`Retraining._observed` of the last check that read the contents and found no finished retraining."""
     read_rows: int = 0
-    """Rows of the sources at that look."""
+    """Rows of the sources at that check."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class RetrainingDecision:
     message: str
 
 
-class Watch:
-    """Looks at the sources of one configuration."""
+class Retraining:
+    """The retraining of one configuration: whether it is due, and its start and end."""
 
     def __init__(self, config: PipelineConfig, run: str = "", clock: Callable[[], float] = time.time) -> None:
-        """Look at the sources.
+        """List the inputs, and read the state.
 
         Args:
             config: The configuration, with references.
@@ -89,7 +90,7 @@ class Watch:
         self._tag = _STATE + pipeline_key(config, {})
         self._tracking = open_tracking(config)
         self._failure = ""
-        self._marks = self._look = ""
+        self._marks = self._observed = ""
         self._state, versions = self._read()
         if self._failure:  # without MLflow, `champion:NAME` stands for nothing
             return
@@ -98,7 +99,7 @@ class Watch:
         marks = external_marks(self._given) | reference_marks(config, self._kept)
         self._marks = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
         # A new version may be a retraining by another program, for which the store must be asked again.
-        self._look = f"{self._marks} {versions}"
+        self._observed = f"{self._marks} {versions}"
 
     @cached_property
     def config(self) -> PipelineConfig:
@@ -116,7 +117,7 @@ class Watch:
         """
         if self._failure:
             return RetrainingDecision(False, "Waiting", self._failure)
-        if self._state.marks == self._marks and self._has(self._state.weights):
+        if self._state.marks == self._marks and self._is_registered(self._state.weights):
             return RetrainingDecision(False, "Unchanged", "the sources look as after the last retraining")
         interrupted = bool(self._run) and self._state.run == self._run
         hours = (self._clock() - self._state.started) / 3600
@@ -125,16 +126,16 @@ class Watch:
             return RetrainingDecision(
                 False, "Waiting", f"{hours:.1f} hours since the last start, of {min_pause_hours:g}"
             )
-        if self._state.read != self._look:
+        if self._state.read != self._observed:
             finished = finished_registration(self.config)
             rows = count_rows(self.config)
-            if finished is not None and self._has(finished.attributes["weights_sha256"]):
-                self._found(finished.attributes["weights_sha256"], rows)
+            if finished is not None and self._is_registered(finished.attributes["weights_sha256"]):
+                self._record_finished(finished.attributes["weights_sha256"], rows)
                 version = finished.attributes.get("version", "?")
                 return RetrainingDecision(
                     False, "Unchanged", f"{self._model} version {version} was made from these inputs"
                 )
-            self._state = replace(self._state, read=self._look, read_rows=rows)
+            self._state = replace(self._state, read=self._observed, read_rows=rows)
         if interrupted:
             return RetrainingDecision(True, "Due", "this flow run began it, and was interrupted")
         new = self._state.read_rows - (self._state.rows or 0)
@@ -146,28 +147,28 @@ class Watch:
     def record_start(self) -> bool:
         """Record the start of a retraining. Return whether MLflow has recorded it.
 
-        Otherwise the retraining must not start: the next look would start it again without a pause.
+        Otherwise the retraining must not start: the next check would start it again without a pause.
         """
         self._state = replace(self._state, started=self._clock(), run=self._run)
         return self._write()
 
     def record_end(self, weights: str) -> None:
         """Record the end of a retraining that registered these weights."""
-        rows = self._state.read_rows if self._state.read == self._look else self._state.rows
+        rows = self._state.read_rows if self._state.read == self._observed else self._state.rows
         self._state = replace(self._state, marks=self._marks, weights=weights, rows=rows, run="")
         self._write()
 
-    def _found(self, weights: str, rows: int) -> None:
+    def _record_finished(self, weights: str, rows: int) -> None:
         """Record a finished retraining for the present contents, which another program may have run."""
         if weights != self._state.weights:
             self._state = replace(self._state, started=self._clock())
         self._state = replace(self._state, marks=self._marks, weights=weights, rows=rows, run="")
         self._write()
 
-    def _has(self, weights: str) -> bool:
+    def _is_registered(self, weights: str) -> bool:
         return bool(weights) and not self._tracking.is_missing(self._model, weights)
 
-    def _read(self) -> tuple[WatchState, int]:
+    def _read(self) -> tuple[RetrainingState, int]:
         """Return the state and the number of versions. Without an answer of MLflow, set `_failure`."""
         mlflow = self._tracking.mlflow
         try:
@@ -175,19 +176,19 @@ class Watch:
             versions = len(mlflow.versions(self._model))
         except Exception as error:  # of MLflow's client
             self._failure = scrubbed(f"MLflow at {mlflow.uri} {describe_failure(error)}")
-            return WatchState(), 0
+            return RetrainingState(), 0
         try:
-            return WatchState(**json.loads(tags.get(self._tag, "{}"))), versions
+            return RetrainingState(**json.loads(tags.get(self._tag, "{}"))), versions
         except (ValueError, TypeError) as error:  # a tag that was edited by hand
             log.warning("the state of the last retraining cannot be read (%s)", type(error).__name__)
-            return WatchState(), versions
+            return RetrainingState(), versions
 
     def _write(self) -> bool:
         """Return whether MLflow has stored the state."""
         try:
             self._tracking.mlflow.ensure_model(self._model, "")
             self._tracking.mlflow.tag_model(self._model, {self._tag: json.dumps(asdict(self._state))})
-        except Exception as error:  # of MLflow's client: the next look reads the contents again
+        except Exception as error:  # of MLflow's client: the next check reads the contents again
             log.warning("the state of the retraining cannot be written (%s)", type(error).__name__)
             return False
         return True

@@ -28,7 +28,7 @@ from rlhf_core.data.sources import count_rows, source_marks
 from rlhf_core.evaluation.votes import FORMAT
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.watch import Watch, finished_registration
+from rlhf_core.run.retraining import Retraining, finished_registration
 from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import Mlflow
@@ -87,7 +87,7 @@ def finish(config: PipelineConfig) -> None:
 def look(
     config: PipelineConfig, rows: int = 0, hours: float = 0, clock: Callable[[], float] = time.time
 ) -> tuple[str, str]:
-    decision = Watch(config, clock=clock).check(min_new_rows=rows, min_pause_hours=hours)
+    decision = Retraining(config, clock=clock).check(min_new_rows=rows, min_pause_hours=hours)
     return decision.name, decision.message
 
 
@@ -139,7 +139,7 @@ def test_a_changed_judge_and_new_votes_are_seen(
     tree["evaluate"]["language_model"] = judge
     tree["register"]["votes"] = [str(tmp_path / "votes.json")]
     config = PipelineConfig.model_validate_json(json.dumps(tree))
-    Watch(config).record_end(DIGEST)
+    Retraining(config).record_end(DIGEST)
     finish(config)
     assert look(config) == ("Unchanged", "the sources look as after the last retraining")
     (tmp_path / name).write_text(files[name].replace(*change))
@@ -157,14 +157,14 @@ def test_a_policy_that_mlflow_has_lost_is_made_again(configured: Any) -> None:
     config = configured("one")
     finish(config)
     assert look(config)[0] == "Unchanged"
-    client = Watch(config)._tracking.mlflow._client
+    client = Retraining(config)._tracking.mlflow._client
     client.delete_model_version(config.registered_model, "1")
     assert look(config)[0] == "Due"
 
 
 def test_it_waits_for_rows_and_for_the_pause(configured: Any, rows: Path) -> None:
     config, clock = configured("one"), Clock()
-    first = Watch(config, clock=clock)
+    first = Retraining(config, clock=clock)
     assert first.check(min_new_rows=5, min_pause_hours=24).due, "nothing was trained before"
     first.record_start()
     finish(config)
@@ -175,7 +175,7 @@ def test_it_waits_for_rows_and_for_the_pause(configured: Any, rows: Path) -> Non
     clock.add_hours(6)
     assert look(config, 5, 24, clock) == ("Waiting", "6.0 hours since the last start, of 24")
     clock.add_hours(18)
-    second = Watch(config, clock=clock)
+    second = Retraining(config, clock=clock)
     assert second.check(min_new_rows=5, min_pause_hours=24).due
     second.record_start()  # and it fails
     assert look(config, 5, 24, clock)[0] == "Waiting"
@@ -222,14 +222,14 @@ def test_waiting_reads_no_file_twice(configured: Any, rows: Path) -> None:
 
 def test_an_interrupted_flow_run_continues_its_retraining(configured: Any, rows: Path) -> None:
     config = configured("one")
-    first = Watch(config, run="flow-run-1")
+    first = Retraining(config, run="flow-run-1")
     first.record_start()
     for run, due in (("flow-run-1", True), ("flow-run-2", False), ("", False)):
-        assert Watch(config, run=run).check(min_new_rows=0, min_pause_hours=24).due is due
+        assert Retraining(config, run=run).check(min_new_rows=0, min_pause_hours=24).due is due
     finish(config)
     first.record_end(DIGEST)
     add(rows, 1)
-    assert not Watch(config, run="flow-run-1").check(min_new_rows=0, min_pause_hours=24).due
+    assert not Retraining(config, run="flow-run-1").check(min_new_rows=0, min_pause_hours=24).due
 
 
 def test_a_state_that_cannot_be_parsed_costs_a_look_only(
@@ -237,9 +237,9 @@ def test_a_state_that_cannot_be_parsed_costs_a_look_only(
 ) -> None:
     config = configured("one")
     finish(config)
-    watch = Watch(config)
+    retraining = Retraining(config)
     for text in ("[1]", "{"):
-        watch._tracking.mlflow.tag_model(config.registered_model, {watch._tag: text})
+        retraining._tracking.mlflow.tag_model(config.registered_model, {retraining._tag: text})
         assert look(config)[1].endswith("was made from these inputs")
         assert "cannot be read" in caplog.text
         caplog.clear()
@@ -253,8 +253,8 @@ def test_nothing_is_due_while_mlflow_does_not_answer(configured: Any) -> None:
     name, message = look(nowhere)
     assert name == "Waiting"
     assert message.startswith("MLflow at sqlite:////proc/nowhere/x.db does not answer (")
-    assert not Watch(nowhere).record_start()
-    assert Watch(config).record_start()
+    assert not Retraining(nowhere).record_start()
+    assert Retraining(config).record_start()
 
 
 def test_marks_of_objects_are_their_etags(s3_server: S3Server, configured: Any) -> None:
