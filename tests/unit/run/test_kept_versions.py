@@ -215,7 +215,7 @@ def test_the_flow_of_rounds_continues_as_well(
     assert pins == [f'model.path="registry://{MODEL}/1"'] * 2
 
 
-def test_a_look_reads_no_file_of_the_champion(
+def test_a_check_reads_no_file_of_the_champion(
     settings: list[str], make_champion: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = f"data.sft.1.path=registry://{MODEL}/champion/data/data_card.json"
@@ -233,7 +233,7 @@ def test_a_look_reads_no_file_of_the_champion(
         Retraining(config_of([*settings, "model.path=champion:nobody"]))
 
 
-def test_a_look_sees_the_version_that_the_retraining_will_continue_with(
+def test_a_check_uses_the_version_that_the_retraining_will_continue_with(
     settings: list[str], make_champion: Callable[[str], None]
 ) -> None:
     config = config_of(settings)

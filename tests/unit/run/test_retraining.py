@@ -1,6 +1,6 @@
 """When a retraining is due.
 
-- unchanged sources cost one look: no file is read
+- for unchanged sources, no file is read
 - a changed rubric or folder of the judge, and changed votes of people, are seen
 - finished stages in the store count on every machine, without the folder of the run
 - with too few new rows, or too early, it waits; a failed retraining is due again after the pause
