@@ -25,9 +25,8 @@ class Calibration:
     """Accuracy by predicted probability, in bins of equal width."""
 
     error: float
-    """Expected calibration error (Guo et al.
-
-    2017): mean over pairs of |accuracy - mean confidence| of their bin.
+    """Expected calibration error (Guo et al. 2017): the mean over pairs of |accuracy - mean confidence| of
+    their bin.
     """
     confidence: list[float]
     """Mean predicted probability of the preferred response of each non-empty bin, 0.5 to 1."""
@@ -44,7 +43,7 @@ def calibration(scores_P2: Any) -> Calibration:
     """
     gap_P = _gap(scores_P2)
     confidence_P = 1.0 / (1.0 + np.exp(-np.abs(gap_P)))
-    right_P = _right(gap_P)
+    correct_P = _correct(gap_P)
     # A confidence of exactly 1 belongs to the last bin.
     index_P = np.minimum(((confidence_P - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
     confidence, accuracy, count = [], [], []
@@ -54,7 +53,7 @@ def calibration(scores_P2: Any) -> Calibration:
         if not in_bin_P.any():
             continue
         confidence.append(float(confidence_P[in_bin_P].mean()))
-        accuracy.append(float(right_P[in_bin_P].mean()))
+        accuracy.append(float(correct_P[in_bin_P].mean()))
         count.append(int(in_bin_P.sum()))
         gaps.append(count[-1] * abs(accuracy[-1] - confidence[-1]))
     return Calibration(sum(gaps) / len(gap_P), confidence, accuracy, count)
@@ -76,11 +75,11 @@ def length_bias(scores_P2: Any, lengths_P2: Any) -> dict[str, float]:
     measures: dict[str, float] = {}
     uneven = difference_P != 0
     if uneven.any():
-        measures["longer_wins"] = float(_right(gap_P * np.sign(difference_P))[uneven].mean())
+        measures["longer_wins"] = float(_correct(gap_P * np.sign(difference_P))[uneven].mean())
         measures["longer_chosen"] = float((difference_P > 0)[uneven].mean())
     for name, selected_P in (("accuracy_longer", difference_P > 0), ("accuracy_shorter", difference_P < 0)):
         if selected_P.any():
-            measures[name] = float(_right(gap_P)[selected_P].mean())
+            measures[name] = float(_correct(gap_P)[selected_P].mean())
     scores = np.asarray(scores_P2, dtype=float)
     if scores.std() > 0 and lengths.std() > 0:
         measures["correlation"] = float(np.corrcoef(scores.ravel(), lengths.ravel())[0, 1])
@@ -100,7 +99,7 @@ def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]
             "from": float(longest_P[part].min()),
             "to": float(longest_P[part].max()),
             "pairs": float(len(part)),
-            "accuracy": float(_right(gap_P)[part].mean()),
+            "accuracy": float(_correct(gap_P)[part].mean()),
         }
         for part in np.array_split(order, min(_LENGTH_BUCKETS, len(order)))
     ]
@@ -108,9 +107,9 @@ def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]
 
 def accuracy_by(names: Sequence[str], scores_P2: Any) -> dict[str, float]:
     """Return the accuracy for each name in `names` (pairs,), for example by data source."""
-    right_P = _right(_gap(scores_P2))
+    correct_P = _correct(_gap(scores_P2))
     names_P = np.asarray(names)
-    return {name: float(right_P[names_P == name].mean()) for name in sorted(set(names))}
+    return {name: float(correct_P[names_P == name].mean()) for name in sorted(set(names))}
 
 
 def _gap(scores_P2: Any) -> Floats:
@@ -118,6 +117,6 @@ def _gap(scores_P2: Any) -> Floats:
     return scores[:, 0] - scores[:, 1]
 
 
-def _right(gap_P: Floats) -> Floats:
+def _correct(gap_P: Floats) -> Floats:
     """Return 1 for gaps above 0 and 0.5 for gaps of 0."""
     return np.heaviside(gap_P, 0.5)

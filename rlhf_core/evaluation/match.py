@@ -228,8 +228,44 @@ def _run_match(
     judge: str,
     device: str,
 ) -> MatchResult:
-    decoder = load_decoder(context.inputs["data"])
+    by_set = _responses_of_both(config, context, prompts, champion, device)
+    pairs = list(zip(by_set["ppo"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
+    judged = _judge_pairs(config, context, pairs, champion.reward, judge, device)
+    regression = regression_differences(compare_on_sets(config, by_set, "champion", context.sources))
+    prompt_ids = tuple(ours.prompt_id for ours, _ in judged.pairs)
+    preferences = dict(zip(prompt_ids, judged.comparison.preferences, strict=True))
+    samples = tuple(_sample(*pair, preferences) for pair in judged.pairs[: config.evaluate.samples])
+    controlled = length_controlled(
+        judged.comparison.preferences,
+        [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in judged.pairs],
+        config.evaluate.confidence,
+    )
+    return MatchResult(
+        judge,
+        judged.judge_digest,
+        prompt_ids,
+        judged.comparison,
+        judged.by_champion_model,
+        controlled,
+        regression,
+        _by_source(prompts, preferences),
+        samples,
+    )
 
+
+def _responses_of_both(
+    config: PipelineConfig,
+    context: StageContext,
+    prompts: list[PromptExample],
+    champion: _Champion,
+    device: str,
+) -> dict[str, dict[str, list[RewardInput]]]:
+    """Return the responses of `ppo`, which is the candidate also if DPO trained it, and of `champion`, by set
+    of prompts.
+
+    Raises MatchSkipped if the champion cannot be served.
+    """
+    decoder = load_decoder(context.inputs["data"])
     sets = {_HELD_OUT: prompts}
     if config.evaluate.regression:
         sets |= load_sets(config, context.inputs["evaluate"])
@@ -239,7 +275,6 @@ def _run_match(
             config, {name: files}, decoder.response, sets, device=device, context=context
         )[name]
 
-    # Here and in the samples, `ppo` is the candidate, also if DPO trained it.
     candidate_by_set = respond("ppo", trained_files(config, config.register_.policy, context.inputs))
     try:
         champion_by_set = respond("champion", champion.policy)
@@ -249,9 +284,32 @@ def _run_match(
         if not isinstance(classified(error), InputError | UnexpectedError):
             raise
         raise MatchSkipped(f"it cannot be served here ({type(error).__name__}: {error})") from error
+    return {"ppo": candidate_by_set, "champion": champion_by_set}
 
-    pairs = list(zip(candidate_by_set[_HELD_OUT], champion_by_set[_HELD_OUT], strict=True))
+
+@dataclass(frozen=True)
+class _JudgedPairs:
+    """The pairs of answers that all judges could score, and what the judges say."""
+
+    pairs: list[_Pair]
+    comparison: Comparison
+    """See `MatchResult.comparison`."""
+    judge_digest: str | None
+    by_champion_model: Comparison | None
+    """See `MatchResult.by_champion_model`."""
+
+
+def _judge_pairs(
+    config: PipelineConfig,
+    context: StageContext,
+    pairs: list[_Pair],
+    champion_reward: Path | None,
+    judge: str,
+    device: str,
+) -> _JudgedPairs:
+    """Compare the answers by the judge of the candidate's evaluation, and by the champion's reward model."""
     code = code_digests(config.ppo.rewards, context.sources)
+    pad_id = load_decoder(context.inputs["data"]).pad
 
     def score(measure: str, reward: Path | None) -> list[float]:
         # In one call, so that batch normalisation treats both models' responses alike.
@@ -261,7 +319,7 @@ def _run_match(
             config,
             reward,
             samples,
-            pad_id=decoder.pad,
+            pad_id=pad_id,
             device=device,
             reward_code=code,
             context=context,
@@ -270,40 +328,21 @@ def _run_match(
     stage = scoring.MODEL_STAGES.get(judge)
     own_model = None if stage is None else context.inputs[stage] / "model"
     scores = {} if judge == MEASURE else {_OWN: score(judge, own_model)}
-    if champion.reward is not None:
+    if champion_reward is not None:
         # The measure only selects the kind of scoring: the model may also be one of the stage `judge`.
-        scores[_OF_CHAMPION] = score("reward_model", champion.reward)
+        scores[_OF_CHAMPION] = score("reward_model", champion_reward)
     # Both judges compare the same pairs, and a language model is asked about no others.
-    pairs, scored = _scored(pairs, scores)
+    kept, scored = _scored(pairs, scores)
+    digest: str | None
     if judge == MEASURE:
         model = LanguageModelJudge(config, context, device)
-        comparison = model.compare([ours for ours, _ in pairs], [theirs for _, theirs in pairs], "match")
-        digest: str | None = model.digest
+        comparison = model.compare([ours for ours, _ in kept], [theirs for _, theirs in kept], "match")
+        digest = model.digest
     else:
         comparison = _compare_scores(config, _OWN, scored)
         digest = _judge_digest(config, context, judge, code)
-    by_champion_model = None if champion.reward is None else _compare_scores(config, _OF_CHAMPION, scored)
-    by_set = {"ppo": candidate_by_set, "champion": champion_by_set}
-    regression = regression_differences(compare_on_sets(config, by_set, "champion", context.sources))
-    prompt_ids = tuple(ours.prompt_id for ours, _ in pairs)
-    preferences = dict(zip(prompt_ids, comparison.preferences, strict=True))
-    first = tuple(_sample(*pair, preferences) for pair in pairs[: config.evaluate.samples])
-    controlled = length_controlled(
-        comparison.preferences,
-        [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in pairs],
-        config.evaluate.confidence,
-    )
-    return MatchResult(
-        judge,
-        digest,
-        prompt_ids,
-        comparison,
-        by_champion_model,
-        controlled,
-        regression,
-        _by_source(prompts, preferences),
-        first,
-    )
+    by_champion_model = None if champion_reward is None else _compare_scores(config, _OF_CHAMPION, scored)
+    return _JudgedPairs(kept, comparison, digest, by_champion_model)
 
 
 def _scored(

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
 from rlhf_core.evaluation.measures import MEASURES, MODELS
-from rlhf_core.evaluation.of_policy import regression_of
+from rlhf_core.evaluation.policy_results import regression_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 
 _JUDGES = {

@@ -20,7 +20,7 @@ from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES
-from rlhf_core.evaluation.of_policy import evaluation_of
+from rlhf_core.evaluation.policy_results import evaluation_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered import RegisteredPolicy, RegisteredVersion

@@ -21,18 +21,18 @@ from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
-from rlhf_core.evaluation.chosen import (
+from rlhf_core.evaluation.chosen_answers import (
     by_score,
     chosen_metrics,
     compare_with_chosen,
     load_chosen,
     prompts_to_answer,
 )
-from rlhf_core.evaluation.exchange import exchanged_gold
+from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
 from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
-from rlhf_core.evaluation.of_policy import regression_of
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files, policy_files
+from rlhf_core.evaluation.policy_results import regression_of
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
 from rlhf_core.evaluation.statistics import Comparison, compare, failed_sets, regression_differences

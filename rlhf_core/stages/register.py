@@ -21,8 +21,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
-from rlhf_core.evaluation.of_policy import evaluation_of, metrics_of
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
+from rlhf_core.evaluation.policy_results import evaluation_of, metrics_of
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
 from rlhf_core.evaluation.statistics import Comparison
 from rlhf_core.evaluation.votes import newest_files, read_vote_files

@@ -39,7 +39,7 @@ from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
-from rlhf_core.evaluation.exchange import exchange_pairs
+from rlhf_core.evaluation.exchanged_prompts import exchange_pairs
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders

@@ -279,9 +279,11 @@ class StageRun:
             if self.unsent:
                 log.warning(
                     "%d points and files could not be sent to MLflow at %s; they are kept in %s and are sent"
-                    " when the "
-                    "same command is typed again.", self.unsent, self.tracking_uri, self._spool.folder,
-                )  # fmt: skip
+                    " when the same command is typed again.",
+                    self.unsent,
+                    self.tracking_uri,
+                    self._spool.folder,
+                )
             self._spool.remove()
 
     def _open(self) -> None:

@@ -26,7 +26,7 @@ from rlhf_core.data.check import small_regression_sets
 from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.of_policy import regression_of
+from rlhf_core.evaluation.policy_results import regression_of
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets, prepare_sets, regression_metrics
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.pipeline import STAGES

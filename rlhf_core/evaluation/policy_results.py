@@ -1,4 +1,4 @@
-"""The evaluation of the policy that is registered (`register.policy`).
+"""The results of the policy that is registered (`register.policy`), from those of all policies.
 
 In `evaluation.json`, the numbers of PPO's policy have the plain names, such as `win_rate`, and those of DPO's
 policy have others, such as `win_rate_dpo`. Gate, model card and pages for people read the plain names.

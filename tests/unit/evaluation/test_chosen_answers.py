@@ -16,7 +16,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
-from rlhf_core.evaluation.chosen import (
+from rlhf_core.evaluation.chosen_answers import (
     by_score,
     chosen_metrics,
     compare_with_chosen,
