@@ -201,12 +201,12 @@ def _find_or_run_match(
             log.warning("no match against the champion, which therefore stays: %s", reason)
             return NoMatch(str(reason))
         write_jsonl(samples, result.samples)
-        match = _recorded(result)
+        match = match_record(result)
     keep_match(context.output, name, match)
     return replace(match, votes=votes.win_rate(samples, "champion"))
 
 
-def _recorded(result: MatchResult) -> Match:
+def match_record(result: MatchResult) -> Match:
     """Return what the registry records of a match."""
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
     by_champion = result.by_champion_model

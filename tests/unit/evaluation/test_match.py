@@ -36,7 +36,7 @@ from rlhf_core.evaluation import match
 from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.pipeline import StageName
-from rlhf_core.stages.register import _match
+from rlhf_core.stages.register import match_record
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
@@ -163,7 +163,7 @@ def test_judge_of_the_evaluation_decides_each_prompt(
     longer_by = [len(TOKENIZER.encode(GOOD)) - len(TOKENIZER.encode(says))] * len(PROMPTS)
     controlled = length_controlled(result.comparison.preferences, longer_by, 0.95)
     assert result.length_controlled == controlled
-    assert _match(result).length_controlled == controlled.to_json()
+    assert match_record(result).length_controlled == controlled.to_json()
     sample = {"prompt_id": "p0", "prompt": PROMPTS[0], "ppo": GOOD, "champion": says}
     assert result.samples[0] == sample | {"winner": "ppo" if rate == 1.0 else "tie"}
 
@@ -276,11 +276,11 @@ def test_champions_reward_model_scores_the_same_answers(judge: str, against_rewa
     result = against_reward_model(judge, False)
     assert result.by_champion_model is not None and result.judge == judge
     assert (result.comparison.win_rate.mean, result.by_champion_model.win_rate.mean) == (1.0, 0.0)
-    assert _match(result).outcomes[0] == "p0 1 -1"
-    assert (_match(result).away_win_rate, _match(result).away_log_evidence) == (0.0, 0.0)
+    assert match_record(result).outcomes[0] == "p0 1 -1"
+    assert (match_record(result).away_win_rate, _match(result).away_log_evidence) == (0.0, 0.0)
     theirs = result.by_champion_model
     tied = replace(theirs, preferences=(0.5, *theirs.preferences[1:]))
-    assert _match(replace(result, by_champion_model=tied)).away_ties == 1
+    assert match_record(replace(result, by_champion_model=tied)).away_ties == 1
 
 
 @pytest.mark.parametrize("judge", ["gold", "reward_model", "language_model"])
@@ -297,14 +297,14 @@ def test_pairs_that_one_reward_model_cannot_score_are_compared_by_neither(
         assert not any(odd in json.dumps(request) for request in server.requests)
     assert result.prompt_ids == tuple(f"p{i}" for i in range(8) if i != 3)
     assert len(result.comparison.preferences) == len(result.by_champion_model.preferences) == 7
-    assert _match(result).outcomes[3] == "p4 1 -1"
+    assert match_record(result).outcomes[3] == "p4 1 -1"
 
 
 @pytest.mark.parametrize(("judge", "outcomes"), [("reward_model", "p0 -1"), ("gold", "p0 1 -1")])
 def test_a_judge_that_both_have_compares_once(judge: str, outcomes: str, against_reward_model: Any) -> None:
     result = against_reward_model(judge, True)
     assert (result.by_champion_model is None) == (judge == "reward_model")
-    assert _match(result).outcomes[0] == outcomes
+    assert match_record(result).outcomes[0] == outcomes
 
 
 def test_training_prompts_of_the_champion_are_left_out(
