@@ -277,7 +277,8 @@ def test_champions_reward_model_scores_the_same_answers(judge: str, against_rewa
     assert result.by_champion_model is not None and result.judge == judge
     assert (result.comparison.win_rate.mean, result.by_champion_model.win_rate.mean) == (1.0, 0.0)
     assert match_record(result).outcomes[0] == "p0 1 -1"
-    assert (match_record(result).away_win_rate, _match(result).away_log_evidence) == (0.0, 0.0)
+    recorded = match_record(result)
+    assert (recorded.away_win_rate, recorded.away_log_evidence) == (0.0, 0.0)
     theirs = result.by_champion_model
     tied = replace(theirs, preferences=(0.5, *theirs.preferences[1:]))
     assert match_record(replace(result, by_champion_model=tied)).away_ties == 1
