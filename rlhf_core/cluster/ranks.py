@@ -91,7 +91,7 @@ def run_ranks(
     ranks: int,
     device: str,
     *args: Any,
-    rank_zero: StageContext | None,
+    context: StageContext | None,
     config: PipelineConfig | None = None,
     monitor: Monitor | None = None,
     neighbours: int = 1,
@@ -103,8 +103,8 @@ def run_ranks(
         ranks: Number of ranks.
         device: "cpu" or "cuda".
         args: Further arguments of `target`. They must be picklable.
-        rank_zero: `context` on rank 0, which is the only one that tracks, commits and reports. It is None on
-            the others.
+        context: Context of the stage. Only rank 0 gets it, because only rank 0 tracks, commits and reports.
+            The others get None.
         config: Its `run.timeouts`; on a cluster, see `connect`. None for the defaults.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
         neighbours: Each group of this number of consecutive ranks is on one host.
@@ -117,8 +117,8 @@ def run_ranks(
     layout = RankLayout(ranks, device, neighbours=neighbours)
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
         if not needs_actors(ranks):
-            return _run_here(layout, target, args, rank_zero, _limits(config), seen)
-        return _run_actors(layout, target, args, rank_zero, config, seen)[0]
+            return _run_here(layout, target, args, context, _limits(config), seen)
+        return _run_actors(layout, target, args, context, config, seen)[0]
 
 
 def map_ranks(
@@ -126,7 +126,7 @@ def map_ranks(
     ranks: int,
     device: str,
     *args: Any,
-    rank_zero: StageContext | None,
+    context: StageContext | None,
     label: str,
     gpus_per_rank: int = 1,
     config: PipelineConfig | None = None,
@@ -140,7 +140,7 @@ def map_ranks(
         ranks: Number of ranks.
         device: "cpu" or "cuda".
         args: Further arguments of `target`. They must be picklable.
-        rank_zero: `context` on rank 0. It is None on the others.
+        context: Context of the stage. Only rank 0 gets it; the others get None.
         label: Names the ranks in messages: `engine`.
         gpus_per_rank: GPUs that each rank sees, with "cuda".
         config: Its `run.timeouts`; on a cluster, see `connect`. None for the defaults.
@@ -150,7 +150,7 @@ def map_ranks(
     """
     layout = RankLayout(ranks, device, label, gpus_per_rank, process_group=False)
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
-        return _run_actors(layout, target, args, rank_zero, config, seen)
+        return _run_actors(layout, target, args, context, config, seen)
 
 
 def _limits(config: PipelineConfig | None) -> TimeoutsConfig:

@@ -212,7 +212,7 @@ def _sample_on_actors(
         tuple(models),
         sets,
         sampling,
-        rank_zero=None if context is None else replace(context, progress=progress),
+        context=None if context is None else replace(context, progress=progress),
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
         config=config,

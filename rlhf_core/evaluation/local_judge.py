@@ -85,7 +85,7 @@ def ask_local(
         folder,
         prompts,
         letters,
-        rank_zero=context,
+        context=context,
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
         config=config,

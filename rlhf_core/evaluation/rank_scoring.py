@@ -66,7 +66,7 @@ def on_ranks(
         device,
         config,
         *args,
-        rank_zero=context,
+        context=context,
         config=config,
         monitor=None if context is None else context.monitor,
     )

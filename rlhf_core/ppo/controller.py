@@ -55,7 +55,7 @@ from rlhf_core.ppo.selection import HeldOutResult, Selection
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.sync_check import SyncCheck
 from rlhf_core.ppo.update import CriticWarmup, Updater
-from rlhf_core.ppo.utilisation import Steps, Utilisation
+from rlhf_core.ppo.utilisation import StepsSinceSync, Utilisation
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -108,8 +108,11 @@ class PPOController:
         self._context = context
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        ahead = RolloutsKept if ppo.weight_sync.keep_requests else RolloutsAhead
-        self._ahead = ahead(ppo, fleet, prompts, self._collector)
+        self._ahead: RolloutsAhead
+        if ppo.weight_sync.keep_requests:
+            self._ahead = RolloutsKept(ppo, fleet, prompts, self._collector)
+        else:
+            self._ahead = RolloutsAhead(ppo, fleet, prompts, self._collector)
         self._sync_check: SyncCheck | None = None
         if ppo.staleness and ppo.weight_sync.canary:
             self._sync_check = SyncCheck(ppo, fleet, prompts, decode, composer, seed)
@@ -135,7 +138,7 @@ class PPOController:
         """The evaluations so far, and the best version."""
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
         self._utilisation = Utilisation(config, fleet)
-        self._steps_since_sync = Steps()
+        self._steps_since_sync = StepsSinceSync()
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
         self._advice = Advice(config.ppo, fleet.device)
         self._checkpoint_seconds = 0.0
@@ -199,7 +202,7 @@ class PPOController:
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._scores = self.selection.scores()
         self._utilisation.begin()
-        self._steps_since_sync = Steps(engines_waited=version % self._ppo.sync_every > 0)
+        self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
         failure = check_divergence(self._ppo.guards, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
@@ -237,7 +240,7 @@ class PPOController:
         since_sync = self._steps_since_sync
         since_sync.add(batch, self._timings)
         if sync_is_due:
-            self._timings |= self._measure()
+            self._timings |= self._utilisation_since_sync()
         metrics = {
             TRAINS_POLICY: 0.0,  # of a skipped step
             **{name: value for name, value in experience.metrics.items() if math.isfinite(value)},
@@ -262,11 +265,13 @@ class PPOController:
         failpoint("ppo.after_sync")
         self._compare_engines()
 
-    def _measure(self) -> Metrics:
-        """Return the shares of the steps since the last sync that `ppo.advice` looks at; {} if the engines
-        waited for an evaluation or a checkpoint in between. No process works.
+    def _utilisation_since_sync(self) -> Metrics:
+        """Return how busy the processes were since the last sync, for `ppo.advice`. To be called when no
+        process works.
+
+        Returns {} if the engines waited for an evaluation or a checkpoint in between.
         """
-        steps, self._steps_since_sync = self._steps_since_sync, Steps()
+        steps, self._steps_since_sync = self._steps_since_sync, StepsSinceSync()
         if steps.engines_waited:
             self._utilisation.begin()
             return {}
@@ -398,7 +403,7 @@ class PPOController:
     def sync(self) -> int:
         """Send the weights to all engines and return the version that they acknowledged."""
         report = self._fleet.sync(self.completed_steps)
-        self._timings |= self._utilisation.of_sync(report)
+        self._timings |= self._utilisation.sync_metrics(report)
         return report.version
 
     def _compare_engines(self) -> None:
@@ -460,9 +465,9 @@ class PPOController:
         self._steps_since_sync.engines_waited |= self.completed_steps % self._ppo.sync_every > 0
         started = time.monotonic()
         fleet, scratch, step = self._fleet, self._context.scratch, self.completed_steps
-        sizes = [
-            fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role) for role in self._trained
-        ]
+        sizes = []
+        for role in self._trained_roles:
+            sizes.append(fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role))
         per_role = fleet.wait(sizes, "the checkpoint's size")
         size = sum(whole for whole, _ in per_role)
         unsharded = sum(part for _, part in per_role)
@@ -471,7 +476,7 @@ class PPOController:
             self._context, scratch, step, size, unsharded=unsharded, own=tokens, late_scores=self._scores
         ) as folder:
             saving: list[Pending[None]] = []
-            for role in self._trained:
+            for role in self._trained_roles:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))
             self._ahead.save(folder, step)
             fleet.wait(saving, "the checkpoint")
@@ -498,7 +503,7 @@ class PPOController:
             return
         _, folder = latest
         loading: list[Pending[None]] = []
-        for role in self._trained:
+        for role in self._trained_roles:
             scratch = self._context.scratch / f"converted-{role}"
             loading += self._fleet.groups[role].call(
                 ModelWorker.load_checkpoint, role, str(folder / role), str(scratch)
@@ -570,7 +575,7 @@ class PPOController:
         return read_responses(self._fleet, batch, range(len(batch))), logprobs
 
     @property
-    def _trained(self) -> tuple[Role, ...]:
+    def _trained_roles(self) -> tuple[Role, ...]:
         return ("policy", "critic") if self._ppo.uses_critic else ("policy",)
 
     @contextmanager
@@ -578,8 +583,6 @@ class PPOController:
         """Measure the duration of this context, as the metric `timing/<name>`."""
         started = time.monotonic()
         yield
-        # With `ppo.staleness`, a step waits for rollouts at two places.
-        self._add(f"timing/{name}", time.monotonic() - started)
-
-    def _add(self, name: str, value: float) -> None:
-        self._timings[name] = self._timings.get(name, 0.0) + value
+        seconds = time.monotonic() - started
+        # Added up: with `ppo.staleness`, a step waits for rollouts at two places.
+        self._timings[f"timing/{name}"] = self._timings.get(f"timing/{name}", 0.0) + seconds

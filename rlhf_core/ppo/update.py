@@ -130,10 +130,10 @@ class Updater:
         tokens = max(1, sum(int(batch.lengths_B[minibatch].sum()) for minibatch in batches))
         if policy:
             sums = self._fleet.wait(policy, f"the policy's update of step {step}")
-            metrics |= _metrics("policy", sums, len(batches), tokens)
+            metrics |= _update_metrics("policy", sums, len(batches), tokens)
         if critic:
             sums = self._fleet.wait(critic, f"the critic's update of step {step}")
-            metrics |= _metrics("value", sums, len(batches), tokens)
+            metrics |= _update_metrics("value", sums, len(batches), tokens)
         return metrics
 
     def _start_policy(
@@ -222,7 +222,7 @@ class Updater:
         return [self._demonstrations[i] for i in batch]
 
 
-def _metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) -> Metrics:
+def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) -> Metrics:
     """Return metrics from the sums of all ranks (see `ppo.loss_step`).
 
     Args:

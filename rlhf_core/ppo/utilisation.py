@@ -42,8 +42,8 @@ _WORK = (*_SAMPLING, *_SCORING, *_TRAINING, *_SYNC, *_MOVING)
 
 
 @dataclass
-class Steps:
-    """One step, or with `ppo.staleness` of more than 1 those from one weight sync to the next."""
+class StepsSinceSync:
+    """The steps from one weight sync to the next: one, or several with `ppo.staleness` of more than 1."""
 
     timings: Metrics = field(default_factory=dict)
     """Sum of each `timing/<phase>`, and `timing/step`."""
@@ -92,7 +92,7 @@ class Utilisation:
             # Stores the values from which the next call counts.
             self._idle_cores(None, None)
 
-    def measure(self, steps: Steps, sampled: Sequence[RolloutBatch]) -> Metrics:
+    def measure(self, steps: StepsSinceSync, sampled: Sequence[RolloutBatch]) -> Metrics:
         """Return the metrics of the steps that end now; {} if the counters are not known.
 
         Args:
@@ -124,10 +124,8 @@ class Utilisation:
             "tokens/minibatch": _tokens(steps.batches) / len(steps.batches) / self._shares,
         }
 
-    def of_sync(self, report: SyncReport) -> Metrics:
-        """Return the metrics of a weight sync: its size and time, its rate, and what the rate is of the
-        link's.
-        """
+    def sync_metrics(self, report: SyncReport) -> Metrics:
+        """Return the size, time and rate of a weight sync, and the rate as a share of the link's."""
         rate = report.bytes / report.seconds
         metrics = {
             "sync/bytes": float(report.bytes),

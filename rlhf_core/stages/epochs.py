@@ -88,7 +88,7 @@ def train_on_ranks(
         settings.threads,
         config,
         *args,
-        rank_zero=context,
+        context=context,
         config=config,
         monitor=context.monitor,
         neighbours=settings.deepspeed.hpz,

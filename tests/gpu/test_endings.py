@@ -54,7 +54,7 @@ def _one_fails(rank: Any, _context: Any) -> float:
 @NEEDS_TWO
 def test_ranks_end_together() -> None:
     started = time.monotonic()
-    assert run_ranks(_sum_of_ranks, 2, "cuda", rank_zero=None) == 1.0
+    assert run_ranks(_sum_of_ranks, 2, "cuda", context=None) == 1.0
     assert time.monotonic() - started < 120
 
 
@@ -68,6 +68,6 @@ def test_the_error_of_a_rank_is_raised_while_the_others_wait_for_it(tmp_path: Pa
         torch.distributed.distributed_c10d._abort_process_group()
 
     with Monitor(tmp_path / "stacks", fail) as monitor, pytest.raises((RuntimeError, OutOfMemory)):
-        run_ranks(_one_fails, 2, "cuda", rank_zero=None, monitor=monitor)
+        run_ranks(_one_fails, 2, "cuda", context=None, monitor=monitor)
     assert [type(error) for error in errors] == [OutOfMemory]
     assert "training rank 1: 80 GiB are not enough" in errors[0].message

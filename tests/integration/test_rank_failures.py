@@ -164,11 +164,11 @@ def _takes_an_argument(_rank: Any, _argument: Any, _context: Any) -> None: ...
 
 def without_group(work: Any, context: StageContext | None) -> list[Any]:
     """Run two ranks without the imports that a process group needs."""
-    return map_ranks(work, 2, "cpu", rank_zero=context, label="training rank")
+    return map_ranks(work, 2, "cpu", context=context, label="training rank")
 
 
 def test_rank_zeros_result_comes_back() -> None:
-    assert run_ranks(_sum_of_ranks, 2, "cpu", rank_zero=None) == 1.0
+    assert run_ranks(_sum_of_ranks, 2, "cpu", context=None) == 1.0
 
 
 def test_calls_of_rank_zero_run_in_the_stages_process(
@@ -207,7 +207,7 @@ def test_an_error_of_the_context_is_raised_in_rank_zero_and_arrives_as_itself(tm
 
 def test_an_error_of_another_rank_arrives_as_itself() -> None:
     with pytest.raises(DataError, match=r"training rank 1: pairs.jsonl:7: no rejected response"):
-        run_ranks(_one_raises, 2, "cpu", rank_zero=None)
+        run_ranks(_one_raises, 2, "cpu", context=None)
 
 
 def test_unnoticed_error_of_another_rank_ends_the_stage() -> None:
@@ -243,14 +243,14 @@ def test_a_commit_is_finished_before_a_failed_rank_ends_the_stage(tmp_path: Path
 def test_a_rank_that_dies_is_named_within_seconds() -> None:
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=r"^training rank 1 died; "):
-        run_ranks(_one_dies, 2, "cpu", rank_zero=None)
+        run_ranks(_one_dies, 2, "cpu", context=None)
     assert time.monotonic() - started < 60
 
 
 def test_rank_that_dies_at_start_does_not_block_the_others() -> None:
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=r"^training rank [01] died; "):
-        run_ranks(_takes_an_argument, 2, "cpu", _KillsItsReader(), rank_zero=None)
+        run_ranks(_takes_an_argument, 2, "cpu", _KillsItsReader(), context=None)
     assert time.monotonic() - started < 60
 
 
@@ -274,7 +274,7 @@ def test_a_rank_that_does_not_move_is_named_within_its_timeout(
         with pytest.raises(
             WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {activity}"
         ) as caught:
-            run_ranks(work, 2, "cpu", rank_zero=None, config=config, monitor=monitor)
+            run_ranks(work, 2, "cpu", context=None, config=config, monitor=monitor)
         assert time.monotonic() - began[0] < 3 + 10
         assert work.__name__ in (monitor.folder / "training_rank_0.stacks").read_text()
         assert inside in (monitor.folder / "training_rank_1.stacks").read_text()

@@ -91,10 +91,10 @@ def test_two_nodes_give_the_bits_of_one_and_a_lost_node_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_tiny_llama(tmp_path / "model")
-    here, one_node = run_ranks(_train, 2, "cpu", model, rank_zero=None)
+    here, one_node = run_ranks(_train, 2, "cpu", model, context=None)
     assert len(set(one_node)) == 1
     with two_nodes(monkeypatch) as cluster:
-        digest, nodes = run_ranks(_train, 2, "cpu", model, rank_zero=None)
+        digest, nodes = run_ranks(_train, 2, "cpu", model, context=None)
         assert len(set(nodes)) == 2 and nodes == sorted(nodes)
         assert digest == here
         _lose_a_node(cluster, nodes, tmp_path)
@@ -107,7 +107,7 @@ def _lose_a_node(cluster: Any, nodes: list[str], tmp_path: Path) -> None:
         killing = threading.Thread(target=_kill_when_running, args=(monitor, lost), daemon=True)
         killing.start()
         with pytest.raises(WorkerDied, match=rf"^{died} on \S+ \([0-9.]+\) died; "):
-            map_ranks(_waits, 2, "cpu", rank_zero=None, label="training rank", monitor=monitor)
+            map_ranks(_waits, 2, "cpu", context=None, label="training rank", monitor=monitor)
 
 
 def _kill_when_running(monitor: Monitor, lost: Any) -> None:

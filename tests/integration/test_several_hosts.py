@@ -108,7 +108,7 @@ def train(rank, model, _context):
     return digest.hexdigest(), len(set(nodes))
 
 
-digest, nodes = run_ranks(train, 3, "cpu", Path("/tmp/home/sft"), rank_zero=None)
+digest, nodes = run_ranks(train, 3, "cpu", Path("/tmp/home/sft"), context=None)
 print("trained on", nodes, "nodes:", digest)
 """
 

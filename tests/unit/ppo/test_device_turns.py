@@ -200,7 +200,7 @@ def test_the_engines_get_the_weights_again_after_an_evaluation(level: int) -> No
     controller.completed_steps, controller.selection = 3, Selection(fleet._config.ppo)
     found = HeldOutResult({OBJECTIVE: 1.0}, [1.0])
     controller._evaluation = SimpleNamespace(evaluate=lambda _: found)
-    controller._utilisation = SimpleNamespace(begin=lambda: None, of_sync=lambda _: {})
+    controller._utilisation = SimpleNamespace(begin=lambda: None, sync_metrics=lambda _: {})
     controller._context = SimpleNamespace(metrics=RecordingMetrics())
     calls(fleet.done)
     controller._evaluate()

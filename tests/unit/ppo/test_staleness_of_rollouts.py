@@ -42,7 +42,7 @@ from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
 from rlhf_core.ppo.rollouts_ahead import RolloutsAhead
 from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.ppo.sync_check import PROMPTS, TOKENS, SyncCheck
-from rlhf_core.ppo.utilisation import Steps
+from rlhf_core.ppo.utilisation import StepsSinceSync
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
@@ -366,12 +366,12 @@ def test_shares_are_measured_from_one_sync_to_the_next(tmp_path: Path) -> None:
     measured: list[tuple[int, list[int]]] = []
     run = Scripted(tmp_path / "work", staleness=3, steps=7, checkpoint_every=9)
 
-    def measure(steps: Steps, sampled: list[RolloutBatch]) -> dict[str, float]:
+    def measure(steps: StepsSinceSync, sampled: list[RolloutBatch]) -> dict[str, float]:
         assert steps.timings["timing/step"] > steps.timings["timing/sync"] > 0
         measured.append((len(steps.batches), [batch.replaced for batch in sampled]))
         return {}
 
-    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None, of_sync=lambda _: {})
+    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None, sync_metrics=lambda _: {})
     run._utilisation = utilisation
     run.run()
     assert measured == [(3, [2, 3, 4]), (3, [5, 6, 7])]
@@ -393,11 +393,11 @@ def test_idle_engines_after_an_evaluation_or_a_checkpoint_give_no_advice(
     measured: list[int] = []
     checked: list[int] = []
 
-    def measure(steps: Steps, sampled: list[RolloutBatch]) -> dict[str, float]:
+    def measure(steps: StepsSinceSync, sampled: list[RolloutBatch]) -> dict[str, float]:
         measured.append(run.completed_steps)
         return {}
 
-    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None, of_sync=lambda _: {})
+    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None, sync_metrics=lambda _: {})
     advice: Any = SimpleNamespace(check=lambda _, step: checked.append(step))
     run._utilisation, run._advice = utilisation, advice
     run.run()

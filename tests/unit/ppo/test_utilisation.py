@@ -29,7 +29,7 @@ from rlhf_core.ppo.fleet import ENGINES, WorkerGroup
 from rlhf_core.ppo.routes import route
 from rlhf_core.ppo.utilisation import (
     CoreTimes,
-    Steps,
+    StepsSinceSync,
     Utilisation,
     idle_cores,
     link_speed,
@@ -112,7 +112,7 @@ def fleet() -> Fleet:
 
 
 def measured(utilisation: Utilisation) -> dict[str, float]:
-    return utilisation.measure(Steps(TIMINGS | {"timing/step": 10.0}, [BATCH]), [BATCH])
+    return utilisation.measure(StepsSinceSync(TIMINGS | {"timing/step": 10.0}, [BATCH]), [BATCH])
 
 
 def test_a_step_by_hand(fleet: Fleet) -> None:
@@ -183,7 +183,7 @@ def test_a_sync_is_compared_with_the_link_of_known_gpus() -> None:
 
     def metrics(gpu: str, **fleet: str) -> dict[str, float]:
         with on_machine(ScriptedMachine(gpus=[gpu])):
-            return Utilisation(config_from_tree({}, "test"), ScriptedFleet(**fleet)).of_sync(report)
+            return Utilisation(config_from_tree({}, "test"), ScriptedFleet(**fleet)).sync_metrics(report)
 
     assert metrics("NVIDIA H100 80GB HBM3", device="cpu") == rates
     assert metrics("Another GPU", device="cuda") == rates
@@ -209,7 +209,7 @@ def test_moving_memory_is_neither_idle_nor_wait() -> None:
     policy = POLICY | {"seconds/offload_states": 0.25, "seconds/reload_states": 0.25}
     utilisation = Utilisation(config_from_tree({}, "test"), Fleet(engine=engine, policy=policy))
     more = {"timing/rollout": 4.0, "timing/sync": 1.5, "timing/step": 12.0}  # 2 s more
-    steps = Steps(TIMINGS | more, [BATCH])
+    steps = StepsSinceSync(TIMINGS | more, [BATCH])
     utilisation.measure(steps, [BATCH])
     found = utilisation.measure(steps, [BATCH])
     assert found["moving/share"] == pytest.approx(2.0 / 12)
