@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rlhf_core.cluster.check import check_ray_address, check_ray_authentication
 from rlhf_core.config.base_models import JUDGE_PATH
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
@@ -22,8 +23,7 @@ from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_language_model, check_votes
 from rlhf_core.models.architectures import check_architecture
 from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
-from rlhf_core.planning.devices import check_devices, check_disk
-from rlhf_core.ppo.check import check_ray_address, check_ray_authentication
+from rlhf_core.planning.check import check_devices, check_disk
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.storage.check import check_store, check_store_environment, check_store_folder
 from rlhf_core.system.failpoints import is_well_formed

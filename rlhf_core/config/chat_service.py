@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import field_validator
 
+from rlhf_core.config.allowed_hosts import ALLOWED_HOSTS, AllowedHosts
 from rlhf_core.config.base import (
     PAUSE,
     TRIES,
@@ -17,7 +18,6 @@ from rlhf_core.config.base import (
     execution,
     result,
 )
-from rlhf_core.config.hosts import ALLOWED_HOSTS, AllowedHosts
 from rlhf_core.config.redact import is_secret_variable
 
 

@@ -6,9 +6,9 @@ from typing import Self
 
 from pydantic import model_validator
 
+from rlhf_core.config.allowed_hosts import check_url
 from rlhf_core.config.base import PositiveFloat, PositiveInt, Range, UserPath, content, execution, result
 from rlhf_core.config.chat_service import ChatServiceConfig
-from rlhf_core.config.hosts import check_url
 
 
 class LanguageModelConfig(ChatServiceConfig):

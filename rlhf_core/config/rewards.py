@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhf_core.config.allowed_hosts import ALLOWED_HOSTS, AllowedHosts, check_url
 from rlhf_core.config.base import (
     PAUSE,
     TRIES,
@@ -22,7 +23,6 @@ from rlhf_core.config.base import (
     result,
 )
 from rlhf_core.config.chat_service import ChatServiceConfig
-from rlhf_core.config.hosts import ALLOWED_HOSTS, AllowedHosts, check_url
 from rlhf_core.config.patterns import pattern_problem
 from rlhf_core.config.redact import shown
 

@@ -41,7 +41,7 @@ from rlhf_core.ppo.rollouts import RewardInputs
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_input, weighted_sum
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.machine import machine
-from rlhf_core.system.relayed import relay
+from rlhf_core.system.relayed_logs import relay
 from rlhf_core.types import PromptExample, RewardInput
 
 log = logging.getLogger(__name__)

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from rlhf_core.config.allowed_hosts import forbidden, host_of
 from rlhf_core.config.chat_service import ChatServiceConfig
-from rlhf_core.config.hosts import forbidden, host_of
 from rlhf_core.config.keys import sources_read
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, PythonReward, RemoteReward
 from rlhf_core.errors import ConfigError, Finding, guarded
 from rlhf_core.pipeline import STAGES
+from rlhf_core.rewards.access_token import reward_token
 from rlhf_core.rewards.chat_service import api_key
 from rlhf_core.rewards.rubric import read_rubric
-from rlhf_core.rewards.token import reward_token
 from rlhf_core.system.files import unfit
 
 

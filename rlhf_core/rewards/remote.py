@@ -47,6 +47,7 @@ from tenacity import retry_if_exception, retry_if_result
 
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.access_token import TOKEN_VARIABLE, reward_token
 from rlhf_core.rewards.failures import (
     Failure,
     Outcome,
@@ -55,7 +56,6 @@ from rlhf_core.rewards.failures import (
     isolate,
 )
 from rlhf_core.rewards.post import NoAnswer, Poster, request_group, retrying, status_fix, status_kind
-from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
 from rlhf_core.types import RewardInput
 
 log = logging.getLogger(__name__)

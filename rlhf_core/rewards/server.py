@@ -33,9 +33,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.rewards.access_token import TOKEN_VARIABLE, reward_token
 from rlhf_core.rewards.connections import GuardedProtocol
 from rlhf_core.rewards.scorer import ItemError
-from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
 from rlhf_core.system.loopback import OwnAddressOnly
 from rlhf_core.types import PromptAndResponse
 

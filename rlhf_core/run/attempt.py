@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
-from rlhf_core.cluster.output import StoredOutput
+from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config.base_models import base_of
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import is_made, pipeline_name, rounding_settings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.system.home import Home
-from rlhf_core.system.relayed import is_from_this_process
+from rlhf_core.system.relayed_logs import is_from_this_process
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,7 +25,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InputError
-from rlhf_core.planning.devices import check_disk
+from rlhf_core.planning.check import check_disk
 from rlhf_core.preflight import check
 from rlhf_core.rewards.check import module_file
 from rlhf_core.system.machine import Disk

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.cluster.nodes import ClusterNodes
-from rlhf_core.cluster.output import StoredOutput
+from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError, RLHFError, StoreError, WorkerDied
 from rlhf_core.storage import bundles

@@ -8,8 +8,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.planning.batches import describe_batches
+from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.checkpoints import checkpoint_sizes
-from rlhf_core.planning.devices import check_gpu_counts
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.search import Split, fastest

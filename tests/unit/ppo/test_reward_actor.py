@@ -50,7 +50,7 @@ from rlhf_core.ppo.reward_actor import (
 from rlhf_core.ppo.rollouts import Collector
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.system.overriding import override
-from rlhf_core.system.relayed import is_from_this_process
+from rlhf_core.system.relayed_logs import is_from_this_process
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import (
     NEVER,

@@ -46,7 +46,7 @@ def test_logs_of_runs_are_rotated_too(tmp_path: Path) -> None:
 RELAYED = """
 import logging
 from rlhf_core.run.logs import log_to_stderr
-from rlhf_core.system.relayed import relay
+from rlhf_core.system.relayed_logs import relay
 
 class Shown(logging.Handler):
     def emit(self, record):

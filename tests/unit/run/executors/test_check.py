@@ -19,7 +19,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.resources import ResourcesConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.planning.devices import check_devices
+from rlhf_core.planning.check import check_devices
 from rlhf_core.run.executors.check import check_executors
 
 REMOTE: dict[str, Any] = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.config.hosts import forbidden, host_of, is_listed, is_public, url_problem
+from rlhf_core.config.allowed_hosts import forbidden, host_of, is_listed, is_public, url_problem
 from rlhf_core.config.rewards import RemoteReward
 
 
