@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 from rlhf_core.cluster.environment import rank_environment
 from rlhf_core.cluster.handshake import check_nodes
@@ -39,38 +41,45 @@ def connect(
     Raises:
         ConfigError: The cluster cannot be joined, or its nodes cannot be used (see `check_nodes`).
     """
-    import ray
-    from ray.job_config import JobConfig
-
     # No telemetry. Ray leaves CUDA_VISIBLE_DEVICES as it is in processes that have no GPU.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray's monitor serves metrics on all interfaces. With an invalid port it only logs an error.
     os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
-    # Otherwise Ray puts the working folder first on the search path of its workers, which would import a
-    # `queue.py` from there.
-    job = JobConfig(_client_job=True)
-    if on_cluster():
-        # In a submitted job, Ray replaces the environment in `job` by that of the submission. It combines the
-        # one that `init` gets with it, and with this variable ours wins.
-        os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
-        variables = {} if config is None else rank_environment(config, device)
-        try:
-            ray.init(
-                log_to_driver=True,
-                logging_level=logging.WARNING,
-                job_config=job,
-                runtime_env={"env_vars": variables},
-            )
-        except (ConnectionError, RuntimeError) as error:
-            # Ray has no class of its own for a cluster with other versions of Ray or Python.
-            raise ConfigError(
-                f"RAY_ADDRESS: cannot join the cluster at {os.environ['RAY_ADDRESS']}: {error}; use"
-                " the same image here and on its nodes, and start Ray on this host with `ray start`"
-            ) from error
-        if config is not None:
-            check_nodes(config, {} if nodes is None else nodes.copies, () if nodes is None else nodes.stages)
+    if not on_cluster():
+        _start_on_this_host(processes, device)
         return
+    _join_cluster({} if config is None else rank_environment(config, device))
+    if config is not None:
+        check_nodes(config, {} if nodes is None else nodes.copies, () if nodes is None else nodes.stages)
+
+
+def _join_cluster(variables: Mapping[str, str]) -> None:
+    """Connect to the cluster at RAY_ADDRESS. Its processes get `variables` as their environment."""
+    import ray
+
+    # In a submitted job, Ray combines the environment of the submission with the one that `init` gets. With
+    # this variable, the one of `init` wins. (That of `job_config` would be replaced.)
+    os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
+    try:
+        ray.init(
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+            job_config=_job_config(),
+            runtime_env={"env_vars": dict(variables)},
+        )
+    except (ConnectionError, RuntimeError) as error:
+        # Ray has no class of its own for a cluster with other versions of Ray or Python.
+        raise ConfigError(
+            f"RAY_ADDRESS: cannot join the cluster at {os.environ['RAY_ADDRESS']}: {error}; use"
+            " the same image here and on its nodes, and start Ray on this host with `ray start`"
+        ) from error
+
+
+def _start_on_this_host(processes: int, device: str) -> None:
+    """Start Ray on 127.0.0.1, unless this process has started it before and it is still alive."""
+    import ray
+
     if ray.is_initialized():
         if _is_alive():
             return
@@ -85,8 +94,16 @@ def connect(
         logging_level=logging.WARNING,
         object_store_memory=None if device == "cuda" else 256 << 20,
         _node_ip_address="127.0.0.1",
-        job_config=job,
+        job_config=_job_config(),
     )
+
+
+def _job_config() -> Any:
+    from ray.job_config import JobConfig
+
+    # Otherwise Ray puts the working folder first on the search path of its workers, which would import a
+    # `queue.py` from there.
+    return JobConfig(_client_job=True)
 
 
 def _is_alive() -> bool:

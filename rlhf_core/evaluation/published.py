@@ -88,10 +88,9 @@ def measure_published(
             " policy; check the reward, or raise ppo.kl.coef"
         )
     sequences = [trained.sequences[row] for row in rows]
-
     temperature = config.ppo.temperature
 
-    def of(files: PolicyFiles, dtype: str) -> list[Tensor]:
+    def logprobs_of(files: PolicyFiles, dtype: str) -> list[Tensor]:
         return logprobs(
             config, files, sequences, temperature, pad_id=pad_id, device=device, dtype=dtype, context=context
         )
@@ -104,11 +103,12 @@ def measure_published(
             served, loaded, exact = dtype, in_process, in_process
         else:
             files, served = PolicyFiles(sft / "model", ppo / "adapter"), config.ppo.served_dtype
-            loaded = of(files, dtype)
-            exact = loaded if served == dtype else of(files, served)
-        untrained = of(PolicyFiles(sft / "model"), served)
+            loaded = logprobs_of(files, dtype)
+            exact = loaded if served == dtype else logprobs_of(files, served)
+        untrained = logprobs_of(PolicyFiles(sft / "model"), served)
         update = mean_gap(exact, untrained)
-        merged = _share(mean_gap(exact, of(PolicyFiles(ppo / "policy"), served)), update)
+        merged_logprobs = logprobs_of(PolicyFiles(ppo / "policy"), served)
+        merged = _share(mean_gap(exact, merged_logprobs), update)
     found = {
         "published/logprob_gap": mean_gap(in_process, loaded),
         "published/logprob_update": update,
@@ -149,6 +149,7 @@ def _allowed_gap(config: PipelineConfig, change: float) -> float:
 
 
 def _share(gap: float, update: float) -> float:
+    """Return `gap` as a share of `update`; 0 if the gap is only rounding."""
     return gap / max(update, _ROUNDING) if gap > _ROUNDING else 0.0
 
 

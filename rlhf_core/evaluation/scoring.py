@@ -301,10 +301,10 @@ def policy_kl(
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     temperature = config.evaluation_temperature
 
-    def of(files: PolicyFiles) -> list[Tensor]:
+    def logprobs_of(files: PolicyFiles) -> list[Tensor]:
         return logprobs(config, files, pairs, temperature, pad_id=pad_id, device=device, context=context)
 
-    new_logprobs, ref_logprobs = of(policy), of(PolicyFiles(reference))
+    new_logprobs, ref_logprobs = logprobs_of(policy), logprobs_of(PolicyFiles(reference))
     values = [float((new - ref).double().sum()) for new, ref in zip(new_logprobs, ref_logprobs, strict=True)]
     for value, sample in zip(values, samples, strict=True):
         if not math.isfinite(value):

@@ -103,6 +103,29 @@ def filesystem(endpoint: str | None, limits: S3Limits = S3_LIMITS) -> Any:
 
     `endpoint` is the address of an S3-compatible server; None is AWS.
     """
+    bounded = _bounded_class(limits)(
+        endpoint_url=endpoint,
+        # Other processes write to the bucket, and a cached listing would hide their claims and manifests.
+        use_listings_cache=False,
+        skip_instance_cache=True,
+        max_concurrency=_CONCURRENCY,
+        config_kwargs={
+            "connect_timeout": limits.connect_seconds,
+            "read_timeout": limits.read_seconds,
+            # One quick retry for a part of a large file; `with_retries` handles longer outages.
+            "retries": {"total_max_attempts": 2, "mode": "standard"},
+            # Compatible servers corrupt uploads with checksum trailers; the manifests' sha256 is our check.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+        },
+    )
+    # Attempts of s3fs itself, in addition to those of botocore. The default is 5.
+    bounded.retries = 2
+    return bounded
+
+
+def _bounded_class(limits: S3Limits) -> Any:
+    """Return the subclass of `s3fs.S3FileSystem` whose requests have these limits. s3fs is imported here."""
     import s3fs
 
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
@@ -117,10 +140,10 @@ def filesystem(endpoint: str | None, limits: S3Limits = S3_LIMITS) -> Any:
             # A server that sends one byte at a time would otherwise block the client forever.
             clock = asyncio.get_running_loop().time
             async with asyncio.timeout(limits.request_seconds) as end:
-                arriving = _arriving(
+                callback = _size_limit(
                     limit, lambda seconds: end.reschedule(clock() + limits.request_seconds + seconds)
                 )
-                await super()._get_file(rpath, lpath, **{**more, "callback": arriving})
+                await super()._get_file(rpath, lpath, **{**more, "callback": callback})
 
         async def _iterdir(self, *given: Any, **more: Any) -> AsyncIterator[Any]:
             count = 0
@@ -158,35 +181,17 @@ def filesystem(endpoint: str | None, limits: S3Limits = S3_LIMITS) -> Any:
                 answer["Body"].close()
             return bytes(content[:size])
 
-    bounded = Bounded(
-        endpoint_url=endpoint,
-        # Other processes write to the bucket, and a cached listing would hide their claims and manifests.
-        use_listings_cache=False,
-        skip_instance_cache=True,
-        max_concurrency=_CONCURRENCY,
-        config_kwargs={
-            "connect_timeout": limits.connect_seconds,
-            "read_timeout": limits.read_seconds,
-            # One quick retry for a part of a large file; `with_retries` handles longer outages.
-            "retries": {"total_max_attempts": 2, "mode": "standard"},
-            # Compatible servers corrupt uploads with checksum trailers; the manifests' sha256 is our check.
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-        },
-    )
-    # Attempts of s3fs itself, in addition to those of botocore. The default is 5.
-    bounded.retries = 2
-    return bounded
+    return Bounded
 
 
-def _arriving(limit: int | None, allow: Callable[[float], None]) -> Any:
+def _size_limit(limit: int | None, allow: Callable[[float], None]) -> Any:
     """Return a callback that stops a download above `limit` bytes.
 
     It calls `allow` with the additional seconds for the announced size.
     """
     from fsspec.callbacks import Callback
 
-    class Arriving(Callback):  # type: ignore[misc]  # untyped
+    class SizeLimit(Callback):  # type: ignore[misc]  # untyped
         received = 0
 
         def set_size(self, size: int | None) -> None:
@@ -201,7 +206,7 @@ def _arriving(limit: int | None, allow: Callable[[float], None]) -> Any:
         if limit is not None and size > limit:
             raise _TooMuch(f"it sends {size} bytes or more, where {limit} were expected")
 
-    return Arriving()
+    return SizeLimit()
 
 
 class S3Objects:

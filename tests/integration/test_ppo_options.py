@@ -107,7 +107,7 @@ def test_filtering_overlong_penalty_and_dual_clip_match_hand_computed_numbers(
     )
 
 
-def test_rows_of_2048_tokens(
+def test_a_step_trains_all_positions_of_rows_of_2048_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
 ) -> None:
     model = save_tiny_llama(

@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks.comparison import BARE, operations, parts_table
 
 
-def test_operations_by_hand() -> None:
+def test_operations_of_an_iteration_are_those_computed_by_hand() -> None:
     """Millions of weights: 3.162 in the layers and 0.524 in the head; 8192 tokens, 4096 of them sampled."""
     layers, head = 3.162112, 0.524288
     forward = 2 * (layers * 8192 + head * 4096)

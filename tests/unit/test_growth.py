@@ -27,7 +27,7 @@ from tests.benchmarks.growth import (
 SPEEDS = Speeds(all_reduce=0.1, sync=0.5)
 
 
-def test_decoding_by_hand() -> None:
+def test_an_engine_decodes_as_computed_by_hand() -> None:
     speeds = Speeds(decode_step=1.0, decode_sequence=0.1)
     # Tokens of 3 and 1, then the rest of 3 and tokens of 2.
     assert decode_seconds([3, 1, 2], 2, speeds) == pytest.approx(1 * 1.2 + 2 * 1.2)
@@ -61,7 +61,7 @@ def test_more_staleness_averages_stalls() -> None:
     assert seconds(1, 0.0) < seconds(4, 0.1) < 0.9 * seconds(1, 0.1)
 
 
-def test_the_ideal_by_hand() -> None:
+def test_the_ideal_step_is_the_one_computed_by_hand() -> None:
     tokens = RESPONSES * (PROMPT + EQUAL)
     rollout = EQUAL * (SPEEDS.decode_step + RESPONSES * SPEEDS.decode_sequence)
     rest = 2 * tokens / SPEEDS.scoring + tokens / SPEEDS.training

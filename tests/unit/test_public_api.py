@@ -32,7 +32,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_exported_members() -> None:
+def test_all_lists_every_public_name_in_order() -> None:
     hidden = {"annotations", "importlib", "metadata", "TYPE_CHECKING", "Any"}
     public = {
         name

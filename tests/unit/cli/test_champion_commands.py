@@ -40,7 +40,9 @@ def rlhf(*arguments: str) -> int:
     return cli.main(list(arguments))
 
 
-def test_history_rollback_and_promotion(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_the_history_and_a_rollback_can_be_repeated(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert rlhf("champions", model) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{model}: champion is version 2",

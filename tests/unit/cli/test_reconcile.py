@@ -62,7 +62,9 @@ DAY = 24 * 3600.0
         ("CANCELLED", 100.0, 1, MISSING_POLLS, "leave"),
     ],
 )
-def test_action_for_a_run(state: str, age: float, losses: int, missing: int, action: str) -> None:
+def test_state_age_and_losses_decide_what_happens_to_a_run(
+    state: str, age: float, losses: int, missing: int, action: str
+) -> None:
     assert decide(Observation(state, age, missing, consecutive_losses=losses)) == action
 
 

@@ -44,7 +44,7 @@ def test_an_engine_that_no_node_can_hold_is_refused(cluster: ScriptedCluster) ->
         reserve_ranks(1, "engine", gpus_per_rank=4, neighbours=1, wait=never, cluster=cluster)
 
 
-def test_sums_are_compared_first(cluster: ScriptedCluster) -> None:
+def test_too_few_cores_or_gpus_in_total_are_an_error_with_both_numbers(cluster: ScriptedCluster) -> None:
     with pytest.raises(ConfigError, match=r"need 5 CPUs and 5 GPUs, but .* has 16 CPUs and 4 GPUs"):
         reserve_ranks(5, "training rank", gpus_per_rank=1, neighbours=1, wait=never, cluster=cluster)
     with pytest.raises(ConfigError, match=r"need 17 CPUs, but .* has 16 CPUs and 4 GPUs"):

@@ -36,7 +36,7 @@ PPO = {
         ("all", {"policy+reference+critic+reward": 2}),
     ],
 )
-def test_roles_of_each_colocation(colocate: str, groups: dict[str, int]) -> None:
+def test_colocation_decides_which_roles_share_a_group(colocate: str, groups: dict[str, int]) -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": colocate}}, "test")
     made = plan(config.ppo)
     assert {group.name: group.ranks for group in made.groups} == groups

@@ -101,7 +101,7 @@ def test_known_responses_are_not_sampled_again() -> None:
         ({}, "judge_model", [], []),
     ],
 )
-def test_pairs_that_are_compared(
+def test_only_pairs_that_the_judge_can_compare_are_loaded_each_prompt_once(
     evaluate: dict[str, Any], judge: str, pairs: list[PairExample], expected: list[str], tmp_path: Path
 ) -> None:
     write(tmp_path, "pairs", "eval", pairs)

@@ -207,7 +207,7 @@ def test_few_votes_without_a_loss_do_not_pass_a_margin(wins: int, ties: int) -> 
     assert count_votes(read_votes(parsed(choices), PAIRS), confidence=0.95).win_rate.low == found["low"]
 
 
-def test_the_interval_of_votes() -> None:
+def test_only_a_loss_of_every_pair_fails_the_largest_margin_of_votes() -> None:
     assert interval_of_votes([1, 0.5], 0.95).low == pytest.approx(0.1979, abs=1e-4)
     assert interval_of_votes([1, 1, 1], 0.95).low == pytest.approx(0.4385, abs=1e-4)
     for n in range(1, 100):  # the largest margin refuses exactly the loss of every pair

@@ -90,7 +90,7 @@ def test_nothing_is_trained_before_it_is_due(overrides: tuple[str, ...], tmp_pat
     assert (state.name, state.message) == ("Waiting", "0.0 hours since the last start, of 2")
 
 
-def test_a_look_that_fails_is_a_notification(
+def test_a_check_that_fails_sends_a_notification(
     overrides: tuple[str, ...], tmp_path: Path, api: PrefectApi
 ) -> None:
     (tmp_path / "rows.jsonl").unlink()

@@ -148,7 +148,9 @@ def test_the_table_of_the_rounds_is_printed(capsys: pytest.CaptureFixture[str]) 
     assert "report of demo-2: /store/2/report.html" in printed
 
 
-def test_too_few_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_less_than_one_round_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["rounds", DEMO, "--rounds", "0", f"run.home={tmp_path}/home"]) == 2
     assert "--rounds: must be at least 1; got 0" in capsys.readouterr().err
     assert not (tmp_path / "home").exists(), "nothing was started"

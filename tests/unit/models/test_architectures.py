@@ -43,7 +43,7 @@ def load(folder: Path, attention: str = "sdpa") -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
-def test_logits_that_are_the_heads_are_accepted(kind: str, tmp_path: Path) -> None:
+def test_models_whose_logits_are_the_output_of_their_head_load(kind: str, tmp_path: Path) -> None:
     load(save(tmp_path, kind))
 
 

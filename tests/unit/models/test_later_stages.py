@@ -89,7 +89,7 @@ def test_the_class_that_an_engine_runs(model_type: str, backend: str | None, tmp
         ("GPT2LMHeadModel", False),
     ],
 )
-def test_adapters_that_engines_serve(name: str, served: bool) -> None:
+def test_whether_engines_serve_adapters_depends_on_the_architecture(name: str, served: bool) -> None:
     assert serves_adapters(name) == served
 
 

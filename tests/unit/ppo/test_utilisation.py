@@ -115,7 +115,7 @@ def measured(utilisation: Utilisation) -> dict[str, float]:
     return utilisation.measure(StepsSinceSync(TIMINGS | {"timing/step": 10.0}, [BATCH]), [BATCH])
 
 
-def test_a_step_by_hand(fleet: Fleet) -> None:
+def test_metrics_of_a_step_are_those_computed_by_hand(fleet: Fleet) -> None:
     utilisation = Utilisation(config_from_tree({"ppo": {"epochs": 2}}, "test"), fleet)
     assert measured(utilisation) == {}, "the first step is the base"
     assert measured(utilisation) == pytest.approx(
@@ -254,7 +254,7 @@ def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> 
     assert measured(utilisation)["idle/engines"] == pytest.approx(1 - 2.0 / 10)
 
 
-def test_idle_cores_by_hand() -> None:
+def test_idle_cores_are_those_that_neither_this_run_nor_others_use() -> None:
     before, after = CoreTimes(5.0, 100.0, 3.0), CoreTimes(15.0, 114.0, 4.0)
     # 10 s of two cores: 14 s of them idle, 5 s used by ranks and engines and 1 s by the controller.
     assert idle_cores(before, after, used=5.0, cores=2, threads=2) == pytest.approx(0.7)
@@ -281,7 +281,7 @@ def test_the_cores_of_this_host_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert "idle/cores" not in measured(on_gpus)
 
 
-def test_padding_by_hand() -> None:
+def test_padding_share_is_the_one_computed_by_hand() -> None:
     batch = batch_of([10, 2, 6, 6], prompt=4)
     batch.routes[1] = route(batch, 1, 28, pack=False)
     # Rows of 14 and 10 tokens, then 10 and 6: 2 x 14 + 2 x 10 computed, 40 needed.

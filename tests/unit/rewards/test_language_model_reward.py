@@ -121,7 +121,7 @@ def test_two_runs_use_the_first_reply(links: bool, tmp_path: Path, request: pyte
     assert kept is not None and kept.text == "3"
 
 
-def test_statuses() -> None:
+def test_temporary_statuses_are_retried_and_statuses_of_every_question_end_the_step() -> None:
     passing = [503, 429]
     with ChatServer(lambda q: passing.pop() if passing else answer(q)) as server:
         assert score(server, "1", "10", retries=2).total == [0.0, 1.0]
@@ -193,7 +193,7 @@ def test_usage_of_batches_is_added() -> None:
         ("The ratio is 3:2", None),
     ],
 )
-def test_grade_of(reply: str, grade: int | None) -> None:
+def test_the_grade_is_the_number_on_the_last_line_of_a_reply(reply: str, grade: int | None) -> None:
     assert grade_of(reply, 10) == grade
 
 

@@ -261,7 +261,7 @@ def test_files_of_others_on_the_hub_are_deleted_only_on_request(
     assert main(["publish", f"{MODEL}@1", str(tmp_path / "out"), "--home", home, "--replace"]) == 2
 
 
-def test_published_on_the_hub(
+def test_publishing_makes_a_private_repository_and_replaces_its_files(
     home: str, weights: list[str], capsys: pytest.CaptureFixture[str], hub: ThreadingHTTPServer
 ) -> None:
     Hub.files = {}

@@ -84,7 +84,7 @@ def finish(config: PipelineConfig) -> None:
     )
 
 
-def look(
+def check_now(
     config: PipelineConfig, rows: int = 0, hours: float = 0, clock: Callable[[], float] = time.time
 ) -> tuple[str, str]:
     decision = Retraining(config, clock=clock).check(min_new_rows=rows, min_pause_hours=hours)
@@ -104,22 +104,25 @@ class Clock:
         self.now += 3600 * hours
 
 
-def test_unchanged_sources_cost_one_look(configured: Any, rows: Path) -> None:
+def test_unchanged_sources_are_not_read(configured: Any, rows: Path) -> None:
     config = configured("one")
     with opened_files(rows.parent) as opened:
-        assert look(config)[0] == "Due"
+        assert check_now(config)[0] == "Due"
     assert set(opened) == {"part-1.jsonl"}
     finish(config)
-    assert look(config) == ("Unchanged", f"{config.registered_model} version 1 was made from these inputs")
+    assert check_now(config) == (
+        "Unchanged",
+        f"{config.registered_model} version 1 was made from these inputs",
+    )
     with opened_files(rows.parent) as opened:
-        assert look(config) == ("Unchanged", "the sources look as after the last retraining")
+        assert check_now(config) == ("Unchanged", "the sources look as after the last retraining")
         # Another machine has another home, and the same store and MLflow.
-        assert look(configured("two"))[0] == "Unchanged"
+        assert check_now(configured("two"))[0] == "Unchanged"
     assert opened == []
     os.utime(rows, (1, 1))
-    assert look(config)[1].endswith("was made from these inputs"), "the contents are the same"
+    assert check_now(config)[1].endswith("was made from these inputs"), "the contents are the same"
     add(rows, 1)
-    assert look(config)[0] == "Due"
+    assert check_now(config)[0] == "Due"
 
 
 @pytest.mark.parametrize(
@@ -141,9 +144,9 @@ def test_a_changed_judge_and_new_votes_are_seen(
     config = PipelineConfig.model_validate_json(json.dumps(tree))
     Retraining(config).record_end(DIGEST)
     finish(config)
-    assert look(config) == ("Unchanged", "the sources look as after the last retraining")
+    assert check_now(config) == ("Unchanged", "the sources look as after the last retraining")
     (tmp_path / name).write_text(files[name].replace(*change))
-    assert look(config)[0] == "Due"
+    assert check_now(config)[0] == "Due"
 
 
 def test_another_machine_asks_the_store(configured: Any) -> None:
@@ -156,10 +159,10 @@ def test_another_machine_asks_the_store(configured: Any) -> None:
 def test_a_policy_that_mlflow_has_lost_is_made_again(configured: Any) -> None:
     config = configured("one")
     finish(config)
-    assert look(config)[0] == "Unchanged"
+    assert check_now(config)[0] == "Unchanged"
     client = Retraining(config)._tracking.mlflow._client
     client.delete_model_version(config.registered_model, "1")
-    assert look(config)[0] == "Due"
+    assert check_now(config)[0] == "Due"
 
 
 def test_it_waits_for_rows_and_for_the_pause(configured: Any, rows: Path) -> None:
@@ -170,51 +173,51 @@ def test_it_waits_for_rows_and_for_the_pause(configured: Any, rows: Path) -> Non
     finish(config)
     first.record_end(DIGEST)
     add(rows, 4)
-    assert look(config, 5, 0, clock) == ("Waiting", "4 new rows, of 5 that are needed")
+    assert check_now(config, 5, 0, clock) == ("Waiting", "4 new rows, of 5 that are needed")
     add(rows.with_name("part-2.jsonl"), 1)
     clock.add_hours(6)
-    assert look(config, 5, 24, clock) == ("Waiting", "6.0 hours since the last start, of 24")
+    assert check_now(config, 5, 24, clock) == ("Waiting", "6.0 hours since the last start, of 24")
     clock.add_hours(18)
     second = Retraining(config, clock=clock)
     assert second.check(min_new_rows=5, min_pause_hours=24).due
     second.record_start()  # and it fails
-    assert look(config, 5, 24, clock)[0] == "Waiting"
+    assert check_now(config, 5, 24, clock)[0] == "Waiting"
     clock.add_hours(24)
-    assert look(config, 5, 24, clock)[0] == "Due", "a failed retraining is due again"
+    assert check_now(config, 5, 24, clock)[0] == "Due", "a failed retraining is due again"
 
 
 def test_rows_and_pause_count_from_a_retraining_of_another_program(configured: Any, rows: Path) -> None:
     config, clock = configured("one"), Clock()
     finish(config)
-    assert look(config, 5, 24, clock)[0] == "Unchanged"
+    assert check_now(config, 5, 24, clock)[0] == "Unchanged"
     os.utime(rows, (1, 1))
     clock.add_hours(24)
-    assert look(config, 5, 24, clock)[0] == "Unchanged"
+    assert check_now(config, 5, 24, clock)[0] == "Unchanged"
     add(rows, 4)
-    assert look(config, 5, 48, clock) == ("Waiting", "24.0 hours since the last start, of 48")
-    assert look(config, 5, 24, clock) == ("Waiting", "4 new rows, of 5 that are needed")
+    assert check_now(config, 5, 48, clock) == ("Waiting", "24.0 hours since the last start, of 48")
+    assert check_now(config, 5, 24, clock) == ("Waiting", "4 new rows, of 5 that are needed")
     add(rows, 1)
-    assert look(config, 5, 24, clock)[0] == "Due"
+    assert check_now(config, 5, 24, clock)[0] == "Due"
 
 
 def test_waiting_reads_no_file_twice(configured: Any, rows: Path) -> None:
     config = configured("one")
     finish(config)
-    assert look(config)[0] == "Unchanged"
+    assert check_now(config)[0] == "Unchanged"
     add(rows, 4)
     waiting = ("Waiting", "4 new rows, of 5 that are needed")
-    assert look(config, rows=5) == waiting
+    assert check_now(config, rows=5) == waiting
     with opened_files(rows.parent) as opened:
-        assert look(config, rows=5) == waiting
-        assert look(config, rows=4)[0] == "Due"
+        assert check_now(config, rows=5) == waiting
+        assert check_now(config, rows=4)[0] == "Due"
     assert opened == []
     add(rows, 1)
     with opened_files(rows.parent) as opened:
-        assert look(config, hours=24)[1].endswith("hours since the last start, of 24")
+        assert check_now(config, hours=24)[1].endswith("hours since the last start, of 24")
     assert opened == []
-    look(config, rows=9)
+    check_now(config, rows=9)
     finish(config)  # by another program, and nothing was written since
-    assert look(config, rows=9) == (
+    assert check_now(config, rows=9) == (
         "Unchanged",
         f"{config.registered_model} version 1 was made from these inputs",
     )
@@ -232,7 +235,7 @@ def test_an_interrupted_flow_run_continues_its_retraining(configured: Any, rows:
     assert not Retraining(config, run="flow-run-1").check(min_new_rows=0, min_pause_hours=24).due
 
 
-def test_a_state_that_cannot_be_parsed_costs_a_look_only(
+def test_a_state_that_cannot_be_parsed_only_makes_the_next_check_read_the_sources(
     configured: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configured("one")
@@ -240,7 +243,7 @@ def test_a_state_that_cannot_be_parsed_costs_a_look_only(
     retraining = Retraining(config)
     for text in ("[1]", "{"):
         retraining._tracking.mlflow.tag_model(config.registered_model, {retraining._tag: text})
-        assert look(config)[1].endswith("was made from these inputs")
+        assert check_now(config)[1].endswith("was made from these inputs")
         assert "cannot be read" in caplog.text
         caplog.clear()
 
@@ -250,7 +253,7 @@ def test_nothing_is_due_while_mlflow_does_not_answer(configured: Any) -> None:
     nowhere = config.model_copy(
         update={"tracking": config.tracking.model_copy(update={"uri": "sqlite:////proc/nowhere/x.db"})}
     )
-    name, message = look(nowhere)
+    name, message = check_now(nowhere)
     assert name == "Waiting"
     assert message.startswith("MLflow at sqlite:////proc/nowhere/x.db does not answer (")
     assert not Retraining(nowhere).record_start()

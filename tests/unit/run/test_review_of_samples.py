@@ -163,7 +163,9 @@ def test_options_that_do_not_fit_together(
     assert message in capsys.readouterr().err
 
 
-def test_runs_without_such_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_answers_to_compare_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     of_sample = ("review", NAME, "--home", tmp_path, "--of", "sample")
     made_run(tmp_path, NAME, [EQUAL])
     assert rlhf(*of_sample) == 2

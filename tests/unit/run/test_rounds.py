@@ -124,7 +124,9 @@ def test_every_round_is_a_run_of_the_pipeline() -> None:
         ((), "score"),
     ],
 )
-def test_the_table(measures: tuple[str, ...], title: str) -> None:
+def test_the_table_shows_scores_and_win_rates_by_the_measure_of_the_run(
+    measures: tuple[str, ...], title: str
+) -> None:
     scores = {"sft": {"mean": -2.5}, "ppo": {"mean": 1.25}}
     evaluate = dict.fromkeys(measures, scores) | {"win_rate": {"mean": 0.75}}
     console = Console(width=140)

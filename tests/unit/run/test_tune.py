@@ -49,7 +49,7 @@ def found(file: Path, *overrides: str) -> list[tuple[str, ...]]:
     return candidates(load_config(file, overrides), file, overrides)
 
 
-def test_candidates_on_cpus(file: Path) -> None:
+def test_on_cpus_candidates_have_more_engines_and_staleness_where_allowed(file: Path) -> None:
     stale, engines = "ppo.staleness=1", "ppo.engine.count=2"
     assert found(file) == [(), (engines,), (stale,), (engines, stale)]
     assert found(file, engines) == [(), (stale,)]

@@ -30,7 +30,7 @@ print(faults())
 @pytest.mark.parametrize(
     ("function", "reuses"), [("keep_freed_memory", True), ("return_freed_memory", False)]
 )
-def test_freed_memory(function: str, reuses: bool) -> None:
+def test_freed_memory_is_reused_only_with_the_settings(function: str, reuses: bool) -> None:
     output = subprocess.check_output([sys.executable, "-c", LOOP, function], text=True)
     # 20 times 64 MiB are 327,680 pages of 4 KiB.
     assert (int(output) < 10_000) == reuses, output

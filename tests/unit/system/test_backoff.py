@@ -44,7 +44,7 @@ def test_time_counts_from_the_first_failure() -> None:
     assert stop(_state(3, failed_at=1006.0, upcoming_sleep=4.5))
 
 
-def test_both_work_with_tenacity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenacity_accepts_the_backoff_and_the_stop_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     def failing() -> None:

@@ -67,7 +67,7 @@ def test_the_same_rollback_again_changes_nothing(mlflow: Mlflow, model: str) -> 
     assert (champion(mlflow, model), len(history(mlflow, model))) == ("2", 4)
 
 
-def test_rollback_to_a_version(mlflow: Mlflow, model: str) -> None:
+def test_a_rollback_accepts_only_an_earlier_version_that_is_not_revoked(mlflow: Mlflow, model: str) -> None:
     with pytest.raises(InputError, match=r"version 3 of .* is the champion"):
         rollback(mlflow, model, "bad", "3")
     with pytest.raises(InputError, match="has no version 9; its versions are 1, 2, 3"):
@@ -194,7 +194,7 @@ def test_a_registration_is_not_outdated_by_a_later_champion(mlflow: Mlflow, mode
     assert why_outdated(mlflow, model, first) == ""
 
 
-def test_promotion_by_a_person(mlflow: Mlflow, model: str) -> None:
+def test_a_promotion_by_a_person_revokes_nothing_and_can_be_repeated(mlflow: Mlflow, model: str) -> None:
     move, _ = promote(mlflow, model, "1", "known from last year")
     assert (champion(mlflow, model), move.previous, move.state) == ("1", "3", "done")
     assert promote(mlflow, model, "1", "known from last year") == (move, False)
