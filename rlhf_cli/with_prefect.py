@@ -1,4 +1,4 @@
-"""Prefect for a command: the server that PREFECT_API_URL names, or one that lives as long as the command."""
+"""A Prefect server for a command: the one at PREFECT_API_URL, or one that runs as long as the command."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ log = logging.getLogger(__name__)
 
 
 def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
-    """Return the result of `call`, which imports and runs a flow, with a server of Prefect that answers.
+    """Return the result of `call`, which runs a flow, with a Prefect server that responds.
 
     Args:
         config: Checked configuration.
-        call: Must import Prefect itself, because settings are made before.
+        call: Imports and runs the flow. It must not import Prefect earlier, because Prefect reads the settings
+            that are made here when it is imported.
     """
     from flows.isolated import isolate_prefect
     from rlhf_cli.prefect_server import EmbeddedPrefect

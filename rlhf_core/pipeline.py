@@ -113,8 +113,8 @@ _TRAINING = ("deepspeed", "pyarrow.parquet", "rlhf_core.cluster.ranks")
 _SCORING = ("rlhf_core.models.policy", "rlhf_core.models.score", "rlhf_core.models.scoring")
 _PLOTS = ("rlhf_core.evaluation.plots",)
 
-_PAIRS = {"reward.judge": ("fraction",)}
-"""Stages that train on the other pairs."""
+_JUDGE_FRACTION = {"reward.judge": ("fraction",)}
+"""`fields` of stages that train on the pairs that the stage `judge` leaves: only their share affects them."""
 
 _TABLE = (
     Stage(
@@ -143,7 +143,7 @@ _TABLE = (
         "rlhf_core.stages.reward:run",
         version=6,
         sections=("reward", "model"),
-        fields=_PAIRS,
+        fields=_JUDGE_FRACTION,
         inputs=("data", "sft"),
         enabled_by="reward.enabled",
         always_in_key=True,
@@ -169,9 +169,9 @@ _TABLE = (
         "dpo",
         "rlhf_core.stages.dpo:run",
         version=1,
-        # The pairs of the judge train no policy.
+        # `reward.judge`, because the pairs of the judge train no policy.
         sections=("dpo", "model", "reward.judge"),
-        fields=_PAIRS,
+        fields=_JUDGE_FRACTION,
         inputs=("data", "sft"),
         enabled_by="dpo.enabled",
         headline=("accuracy", "margin", "eval_loss"),

@@ -6,14 +6,12 @@ It holds both data sets in memory, and the champion's reward model. `rlhf_core/r
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.data.drift import (
     Change,
@@ -26,6 +24,7 @@ from rlhf_core.data.drift import (
 )
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.evaluation.statistics import difference_of_shares
+from rlhf_core.run.logs import log_to_stderr
 from rlhf_core.run.spec import config_from_json
 from rlhf_core.system.files import write_json
 from rlhf_core.types import PairExample
@@ -96,12 +95,12 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
 
     device = resolve_device(config.run.device)
     _, scores_P2 = evaluate_saved(config, Path(request.reward_model), pairs, load_decoder(data).pad, device)
-    right = is_correct(scores_P2[:, 0] - scores_P2[:, 1]).tolist()
+    correct = is_correct(scores_P2[:, 0] - scores_P2[:, 1]).tolist()
     champion = Path(request.champion_data)
     own = load_pairs(champion, "eval")
     # The tokenizer and the template are the same.
     known = {_tokens(pair) for pair in (*own, *load_pairs(champion, "train"))}
-    new = [value for pair, value in zip(pairs, right, strict=True) if _tokens(pair) not in known]
+    new = [value for pair, value in zip(pairs, correct, strict=True) if _tokens(pair) not in known]
 
     def loss_on(values: list[float], new_rows: int | None = None) -> Drift:
         before, after = request.accuracy, sum(values) / len(values)
@@ -113,8 +112,8 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
             "agreement", max(0.0, loss.mean), place, loss.low, loss.high, (change,), new_rows=new_rows
         )
 
-    of_all = loss_on(right)
-    return [of_all, loss_on(new, len(new))] if 0 < len(new) < len(right) else [of_all]
+    of_all = loss_on(correct)
+    return [of_all, loss_on(new, len(new))] if 0 < len(new) < len(correct) else [of_all]
 
 
 def _tokens(pair: PairExample) -> tuple[tuple[int, ...], ...]:
@@ -122,7 +121,5 @@ def _tokens(pair: PairExample) -> tuple[tuple[int, ...], ...]:
 
 
 if __name__ == "__main__":
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    log_to_stderr()
     main(Path(sys.argv[1]))

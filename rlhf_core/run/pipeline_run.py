@@ -161,7 +161,8 @@ class PipelineRun:
     def find(self, spec: StageSpec) -> ArtifactRef | None:
         """Return the artifact of this key, or None if it must be made.
 
-        Raises InputError if it must be made, but this run starts after the stage.
+        A registration that MLflow no longer confirms is marked as invalid and must be made again. Raises
+        InputError if an artifact must be made, but this run starts after the stage.
         """
         ref = self.artifacts.find(spec.stage, spec.key)
         if ref is not None and spec.stage == "register":

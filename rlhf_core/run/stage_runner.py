@@ -1,4 +1,4 @@
-"""Gets the artifact of a stage: reused if it exists, else made by a child process. No machine learning here.
+"""Gets the artifact of a stage: reused if it exists, otherwise made by a child process or a job.
 
     spec (key)  ->  manifest of that key?  -- yes -->  reused
                            | no
@@ -35,8 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def run_with_retries(run: PipelineRun, stage: StageName) -> StageRecord:
-    """Return the artifact of `stage`; failures are retried with a growing delay, as the
-    configuration says.
+    """Run `stage` with the retries of the configuration, and return its outcome.
 
     Raises InputError if `run` has not made an input of the stage yet.
     """
@@ -52,7 +51,7 @@ def get_or_run_stage(
     retry_policy: RetryPolicy,
     on_event: OnEvent | None = None,
 ) -> StageRecord:
-    """Find the artifact of `stage`, or have a child process make it. This is one attempt.
+    """Find the artifact of `stage`, or have a child process or a job make it. This is one attempt.
 
     Args:
         run: The run that the stage belongs to.
@@ -138,9 +137,8 @@ def _run_stage(
     retry_policy: RetryPolicy,
     waiting: StageProcess | None,
 ) -> ArtifactRef:
-    """Run the child or the job, and end its MLflow run if it failed.
-
-    One that was killed cannot do that itself.
+    """Run the child process or the job of a stage. End the stage's MLflow run if it fails, because a killed
+    process cannot do that itself.
     """
     config = run.config
     # All attempts of a stage share its time.

@@ -243,8 +243,8 @@ def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOCo
         chosen, rejected, ref_chosen, ref_rejected, config.beta, config.label_smoothing, denominator=1.0
     )
     rewards_P2 = config.beta * (policy_P2 - reference_P2).detach()
-    right = is_correct(rewards_P2[:, 0] - rewards_P2[:, 1]).sum()
-    return torch.stack([loss, right, *rewards_P2.sum(0)])
+    correct = is_correct(rewards_P2[:, 0] - rewards_P2[:, 1]).sum()
+    return torch.stack([loss, correct, *rewards_P2.sum(0)])
 
 
 def _means(split: str, sums: torch.Tensor, count: int) -> dict[str, float]:

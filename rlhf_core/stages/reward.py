@@ -390,7 +390,7 @@ def train_step(
         total: Number of steps of the whole training, for the schedule of the learning rate.
         pad_id: The token that fills rows.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, right pairs, margin
+    sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, correct pairs, margin
 
     def losses() -> Iterator[torch.Tensor]:
         for micro_batch in micro_batches(engine.rank, batch, config):
@@ -410,10 +410,10 @@ def train_step(
 
     norm = engine.train_step(losses(), total)
     dist.all_reduce(sums)
-    loss, right, margin = sums.tolist()
+    loss, correct, margin = sums.tolist()
     metrics = {
         "train/loss": loss,
-        "train/accuracy": right / len(batch),
+        "train/accuracy": correct / len(batch),
         "train/margin": margin / len(batch),
     }
     return step_metrics(engine, norm, metrics)
