@@ -17,8 +17,8 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
 
     Args:
         config: Checked configuration.
-        call: Imports and runs the flow. It must not import Prefect earlier, because Prefect reads the settings
-            that are made here when it is imported.
+        call: Imports and runs the flow. Prefect must not be imported before, because its import reads the
+            settings that are made here.
     """
     from flows.isolated import isolate_prefect
     from rlhf_cli.prefect_server import EmbeddedPrefect
