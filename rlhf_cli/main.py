@@ -344,7 +344,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     from rlhf_cli.servers import up
-    from rlhf_core.planning.devices import full_disk
+    from rlhf_core.planning.check import full_disk
 
     home = _home(arguments)
     # The servers could not write the reason to their logs.

@@ -29,13 +29,13 @@ def add_tune_command(commands: Any) -> None:
 def _tune(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from rlhf_core.run.checks import check_config
+    from rlhf_core.run.checks import load_and_check
     from rlhf_core.run.environment import stage_environment
     from rlhf_core.run.logs import set_up_logging
     from rlhf_core.run.tune import tune
     from rlhf_core.system.home import Home
 
-    config = check_config(arguments.config, arguments.overrides).config
+    config = load_and_check(arguments.config, arguments.overrides).config
     set_up_logging(Home.of(config.run.home))
     os.environ.update(stage_environment(config))  # PPO runs in this process
     tuned = tune(arguments.config, arguments.overrides, arguments.out)
