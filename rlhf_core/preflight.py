@@ -20,7 +20,7 @@ from rlhf_core.config.redact import credential_problem, shown, texts
 from rlhf_core.data.check import check_data
 from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
-from rlhf_core.evaluation.check import check_language_model, check_votes
+from rlhf_core.evaluation.check import check_independent_judge, check_language_model, check_votes
 from rlhf_core.models.architectures import check_architecture
 from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.planning.check import check_devices, check_disk
@@ -64,6 +64,7 @@ def check(config: PipelineConfig, *further: Part) -> list[str]:
         ("ppo.rewards", check_rewards),
         ("evaluate.language_model", check_language_model),
         ("register.votes", check_votes),
+        ("register.independent_judge", check_independent_judge),
         ("configuration", unusual_settings),
         ("configuration", check_consistency),
         ("ppo.engine.tensor_parallel", check_tensor_parallel),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rlhf_core.config.engine import MAX_ENGINE_RANK
+from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.pipeline import PipelineConfig, section_of
 from rlhf_core.config.ppo import PPOConfig
@@ -58,7 +59,11 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or"
             " reward_model"
         )
-    if judge == "gold" and any(source.path != "synthetic" for source in config.data.prompts):
+    if judge == "judge_model" and config.reward.judge is None:
+        yield ConfigError(
+            "evaluate.judge: judge_model needs reward.judge; got none; add reward.judge={}, or use auto"
+        )
+    if judge == "gold" and not config.generates_prompts:
         yield ConfigError(
             "evaluate.judge: gold supports the demo task only; got other data.prompts; use auto"
         )
@@ -289,20 +294,38 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
 
 
 def _held_out_prompts(config: PipelineConfig) -> Iterator[str]:
-    """Warn of prompts that choose the policy and judge it as well. If the prompts are generated, their number
-    is known.
+    """Warn of held-out prompts that are too few as far as their number is known: if they are generated, about
+    how many there are, and else only the most.
     """
-    ppo, prompts, most = config.ppo, config.evaluate.prompts, config.data.max_eval
-    least = config.register_.min_prompts
-    if all(source.path == "synthetic" for source in config.data.prompts):
-        generated = round(config.data.synthetic.prompts * config.data.eval_fraction)
-        if generated < least <= min(prompts, most):
-            yield (
-                f"data.synthetic.prompts: about {generated} prompts are held out (data.eval_fraction), fewer"
-                f" than register.min_prompts ({least}): no candidate can become champion; raise it, or lower"
-                " register.min_prompts"
-            )
-        most = min(most, generated)
+    if not config.generates_prompts:
+        yield from _shared_prompts(config, config.data.max_eval)
+        return
+    generated = round(config.data.synthetic.prompts * config.data.eval_fraction)
+    yield from too_few_held_out(config, generated, f"data.synthetic.prompts: about {generated}")
+
+
+def too_few_held_out(config: PipelineConfig, count: int, where: str) -> Iterator[str]:
+    """Warn if too few prompts are held out for a champion, or to choose the policy with others than those
+    that judge it.
+
+    Args:
+        config: Configuration of the pipeline.
+        count: Number of held-out prompts.
+        where: Beginning of the first message: the field and the number.
+    """
+    least, most = config.register_.min_prompts, min(config.data.max_eval, count)
+    # `evaluate.prompts` and `data.max_eval` below the least are warnings of their own.
+    if count < least <= min(config.evaluate.prompts, config.data.max_eval):
+        yield (
+            f"{where} prompts are held out (data.eval_fraction), fewer than register.min_prompts ({least}):"
+            " no candidate can become champion; raise it, or lower register.min_prompts"
+        )
+    yield from _shared_prompts(config, most)
+
+
+def _shared_prompts(config: PipelineConfig, most: int) -> Iterator[str]:
+    """Warn of prompts that choose the policy and judge it as well, if at most `most` are held out."""
+    ppo, prompts = config.ppo, config.evaluate.prompts
     shared = min(prompts, most) + min(ppo.evaluate_prompts, most) - most
     if config.evaluations_choose and shared > 0:
         yield (
@@ -417,7 +440,8 @@ def _guards(config: PipelineConfig) -> Iterator[str]:
             f" needed for ppo.guards.blind_critic=stop, but there are {trained_steps}, so it cannot be"
             " raised; lower it"
         )
-    if "patience" in guards.model_fields_set and guards.patience >= ppo.steps:
+    # Not of the default: runs of so few steps are trials. `model_fields_set` has all fields after loading.
+    if guards.patience != GuardsConfig().patience and guards.patience >= ppo.steps:
         yield (
             f"ppo.guards.patience: {guards.patience} steps after the first one are needed for a warning, but"
             f" ppo.steps is {ppo.steps}, so most guards cannot be raised; lower it"

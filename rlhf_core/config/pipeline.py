@@ -307,6 +307,11 @@ class PipelineConfig(Section):
         return sections
 
     @property
+    def generates_prompts(self) -> bool:
+        """Whether all prompts are those of the demo's task."""
+        return all(source.path == "synthetic" for source in self.data.prompts)
+
+    @property
     def evaluations_choose(self) -> bool:
         """Whether evaluations during PPO decide which version of the policy is published."""
         return self.ppo.publish == "best" or self.ppo.stop_patience is not None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.consistency import too_few_held_out
 from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import build_card, card_markdown
@@ -110,6 +111,11 @@ def prepare(
             count,
             config.ppo.prompts_per_step,
         )
+    held_out_prompts = len(splits["prompts"]["eval"])
+    # The warnings before the run know the number of generated prompts, and `data.max_eval`.
+    if not config.generates_prompts and held_out_prompts < config.data.max_eval:
+        for warning in too_few_held_out(config, held_out_prompts, f"data.prompts: {held_out_prompts}"):
+            log.warning("%s", warning)
     for name in SETS:
         for split, items in splits[name].items():
             write(out, FILE_NAMES[name], split, [item.example for item in items])

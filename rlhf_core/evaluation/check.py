@@ -1,4 +1,4 @@
-"""Checks of `evaluate.language_model` and `register.votes` before anything is started. Nothing is asked."""
+"""Checks of judges and of `register.votes` before anything is started. Nothing is asked."""
 
 from __future__ import annotations
 
@@ -22,6 +22,26 @@ def check_votes(config: PipelineConfig) -> Iterator[Finding]:
     for file in files.values():
         if file.is_empty:
             yield f"{file.name} has no vote and does not count; vote on its page and save again"
+
+
+def check_independent_judge(config: PipelineConfig) -> Iterator[Finding]:
+    """Warn if `register.independent_judge` refuses every policy of this configuration."""
+    if not config.register_.independent_judge:
+        return
+    from rlhf_core.evaluation import scoring  # here, because it imports a client for HTTP
+
+    try:
+        judge = scoring.choose_measure(config, gold_known=config.generates_prompts)
+    except ConfigError:
+        return  # `check_consistency` names it
+    is_dpo = config.register_.policy == "dpo"
+    is_trained_on = scoring.dpo_trained_on if is_dpo else scoring.trained_on
+    if is_trained_on(config, judge):
+        yield (
+            f"register.independent_judge is true, but the policy is trained on the judge of its evaluation"
+            f" ({scoring.judge_name(config, judge)}): no candidate can become champion; add reward.judge={{}}"
+            " or evaluate.language_model, or leave independent_judge out"
+        )
 
 
 def check_language_model(config: PipelineConfig) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhf_core.config.pipeline import PipelineConfig, section_of
 from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.linear import use_onednn
@@ -48,15 +49,31 @@ def add_adapter(model: Any, lora: LoraConfig | None) -> Any:
     return model
 
 
-def _targets(lm: Any, lora: LoraConfig) -> tuple[str, ...]:
+def check_targets(lm: Any, config: PipelineConfig) -> None:
+    """Check the targets of all adapters of a run in its base model `lm`, before anything is trained.
+
+    The preflight knows the names in the files only. Norms have them too, and transformers joins the linear
+    layers of experts to one tensor. Raises ModelError.
+    """
+    adapters = {section_of(stage): section.lora for stage, section in config.training_sections.items()}
+    judge = config.reward.judge
+    if judge is not None and judge.path is not None:
+        adapters.pop("reward.judge", None)  # of another base model
+    adapters["ppo"] = config.ppo.lora
+    for field, lora in adapters.items():
+        if lora is not None:
+            _targets(lm, lora, f"{field}.")
+
+
+def _targets(lm: Any, lora: LoraConfig, section: str = "") -> tuple[str, ...]:
     linear = {
         name.rsplit(".", 1)[-1] for name, part in lm.model.named_modules() if isinstance(part, nn.Linear)
     }
     wrong = sorted(set(lora.targets or ()) - linear)
     if wrong:
         raise ModelError(
-            f"lora.targets: {type(lm).__name__} has no linear layer {', '.join(wrong)} in its decoder; use"
-            f" some of {', '.join(sorted(linear))}"
+            f"{section}lora.targets: {type(lm).__name__} has no linear layer {', '.join(wrong)} in its"
+            f" decoder; use some of {', '.join(sorted(linear))}"
         )
     return tuple(sorted(lora.targets or linear))
 

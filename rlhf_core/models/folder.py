@@ -165,14 +165,14 @@ class ModelFolder:
 
     @property
     def layer_names(self) -> set[str]:
-        """Names of the modules within the layers, such as `q_proj`, which a LoRA adapter can have as targets.
+        """Names of the modules with a matrix within the layers, such as `q_proj`: possible targets of LoRA.
 
         They are taken from the names of the weights, such as `model.layers.0.self_attn.q_proj.weight`.
         """
         names = set()
-        for tensor in self.tensors:
+        for tensor, entry in self.tensors.items():
             parts = tensor.split(".")
-            if len(parts) > 2 and any(part.isdigit() for part in parts):
+            if len(entry["shape"]) == 2 and len(parts) > 2 and any(part.isdigit() for part in parts):
                 names.add(parts[-2])
         return names
 
@@ -584,7 +584,8 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _targets(field: str, targets: tuple[str, ...], config: PipelineConfig) -> Iterator[Finding]:
-    path = config.model.path
+    judge = config.reward.judge
+    path = (judge.path if judge is not None and field == "reward.judge" else None) or config.model.path
     if path is not None and is_hub_model(path):
         return
     if path is None:

@@ -142,7 +142,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     if family not in _FAMILIES:
         raise ModelError(
             f"config.json: model_type must be one of {', '.join(_FAMILIES)}, whose memory can be counted; got"
-            f" {family}"
+            f" {family}; `rlhf run` accepts others too, and does not check their memory"
         )
     heads = config["num_attention_heads"]
     attention_bias = bool(config.get("attention_bias", False))

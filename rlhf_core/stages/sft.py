@@ -31,7 +31,7 @@ from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import classified
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.models.adapters import adapter_off, add_adapter
+from rlhf_core.models.adapters import adapter_off, add_adapter, check_targets
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
@@ -113,6 +113,7 @@ def _train(
         head_dtype=config.model.head_dtype,
         shards=shards_of(sft.deepspeed),
     )
+    check_targets(policy.lm, config)
     if context is not None:
         # Again, because a file may have changed while the ranks loaded it.
         require_same_state(state, config, context.sources, work)

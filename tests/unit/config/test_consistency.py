@@ -18,6 +18,7 @@ from rlhf_core.config.intervals import checkpoint_interval, default_evaluation_i
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.evaluation.check import check_independent_judge
 from rlhf_core.preflight import check
 
 PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "configs").glob("*.yaml"))
@@ -215,6 +216,38 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
 def test_plan_and_run_show_warnings_of_other_sections(tree: dict[str, Any], words: tuple[str, ...]) -> None:
     (warning,) = unusual_settings(config_from_tree({"run": {"device": "cpu"}, **tree}, "test"))
     assert all(word in warning for word in words), warning
+
+
+def test_the_default_patience_of_the_guards_is_no_warning() -> None:
+    assert warnings_of({"steps": 3}) == []
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"ppo": {"rewards": [{"type": "model"}]}}, ("(reward model)", "add reward.judge={}")),
+        ({"reward": {"enabled": False}, "ppo": {"rewards": [{"type": "relevance"}]}}, ("(rules)",)),
+        ({"register": {"policy": "dpo"}, "dpo": {"enabled": True}}, ("(reward model)",)),
+        ({"reward": {"judge": {}}}, None),
+        ({"ppo": {"rewards": [{"type": "relevance"}]}}, None),
+        ({"data": {}}, None),  # the demo's true reward judges
+    ],
+)
+def test_a_judge_that_refuses_every_policy_is_warned_of(
+    tree: dict[str, Any], words: tuple[str, ...] | None
+) -> None:
+    register = {"independent_judge": True, **tree.pop("register", {})}
+    base = {"run": {"device": "cpu"}, "register": register, "data": {"prompts": [{"path": "x.jsonl"}]}}
+    found = list(check_independent_judge(config_from_tree({**base, **tree}, "test")))
+    if words is None:
+        assert found == []
+    else:
+        (warning,) = found
+        assert isinstance(warning, str)
+        assert all(word in warning for word in ("no candidate can become champion", *words)), warning
+    base["register"] = {"independent_judge": False}
+    base.pop("data")
+    assert list(check_independent_judge(config_from_tree(base, "test"))) == []
 
 
 @pytest.mark.parametrize(

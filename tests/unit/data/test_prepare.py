@@ -520,6 +520,20 @@ def test_fewer_prompts_than_a_step_takes_are_reported(
     assert re.search(r"there are \d+ prompts to train on, fewer than ppo.prompts_per_step=", caplog.text)
 
 
+def test_too_few_held_out_prompts_are_reported_before_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(rows: int, **register: int) -> bool:
+        caplog.clear()
+        config = files(tmp_path, pairs(rows))
+        changed = configure(register=register).register_
+        prepared(config.model_copy(update={"register_": changed}), tmp_path / f"{rows}-{register}")
+        return bool(re.search(r"data.prompts: \d+ prompts are held out .*register.min_prompts", caplog.text))
+
+    assert warned(20)
+    assert not warned(20, min_prompts=1)
+
+
 def test_nothing_is_made_of_data_that_are_not_those_of_the_stages_key(tmp_path: Path) -> None:
     config = files(tmp_path, pairs(30))
     key = source_digests(config)

@@ -31,7 +31,9 @@ def model(tmp_path: Path) -> Path:
         "model.layers.0.mlp.down_proj",
         "lm_head",
     )
-    header = {f"{name}.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    header = {f"{name}.weight": {"dtype": "F32", "shape": [0, 0], "data_offsets": [0, 0]} for name in names}
+    norm = "model.layers.0.input_layernorm.weight"
+    header[norm] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     return tmp_path
@@ -41,10 +43,14 @@ def model(tmp_path: Path) -> Path:
 def test_targets_that_the_layers_do_not_have_are_refused(model: Path, stage: str) -> None:
     good = {stage: {"lora": {"targets": ["q_proj", "down_proj"]}}, "model": {"path": str(model)}}
     assert _problems(**good) == []
-    bad = {stage: {"lora": {"targets": ["q_proj", "query", "lm_head"]}}, "model": {"path": str(model)}}
+    bad = {
+        stage: {"lora": {"targets": ["q_proj", "query", "lm_head", "input_layernorm"]}},
+        "model": {"path": str(model)},
+    }
     (problem,) = _problems(**bad)
     assert problem.startswith(
-        f"{stage}.lora.targets: {model} has no lm_head, query in its layers; it has down_proj, q_proj;"
+        f"{stage}.lora.targets: {model} has no input_layernorm, lm_head, query in its layers;"
+        " it has down_proj, q_proj;"
     )
 
 

@@ -94,7 +94,10 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(name: str, p
     ("content", "words"),
     [
         ({"d_model": 512}, "hidden_size.*must be integers"),
-        ({**SMALL, "model_type": "mamba"}, "model_type must be one of gemma, llama.*got mamba"),
+        (
+            {**SMALL, "model_type": "mamba"},
+            "model_type must be one of gemma, llama.*got mamba; `rlhf run` accepts",
+        ),
         ([1], "is no JSON object"),
     ],
 )

@@ -18,7 +18,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import ModelState, model_state, require_same_state, source_digests
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, ModelError
 from rlhf_core.stages import sft
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
@@ -42,6 +42,19 @@ def test_changed_base_weights_are_not_trained(tmp_path: Path) -> None:
             sft._train(Rank(), config, tmp_path, tmp_path, tmp_path, state, context)
         with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
             sft.run(config, context)
+    assert not trainers
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_targets_of_later_adapters_are_checked_before_training(tmp_path: Path, stage: str) -> None:
+    model = save_tiny_llama(tmp_path / "model")
+    tree = {"model": {"path": str(model)}, "run": {"device": "cpu"}}
+    config = PipelineConfig.model_validate(
+        {**tree, stage: {"lora": {"targets": ["input_layernorm"]}}}, strict=False
+    )
+    words = rf"{stage}.lora.targets: .* no linear layer input_layernorm .* use some of down_proj"
+    with scripted_trainers() as trainers, pytest.raises(ModelError, match=words):
+        sft._train(Rank(), config, tmp_path, tmp_path, tmp_path, model_state(config), stage_context(tmp_path))
     assert not trainers
 
 
