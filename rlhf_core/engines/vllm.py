@@ -7,11 +7,13 @@ docs/clusters.md says what vLLM lacks for an engine over several hosts, which `p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.config.engine import EngineConfig, engine_rank
+from rlhf_core.engines.sampled_logprobs import take_logprobs
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, WeightSyncError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat
@@ -86,7 +88,7 @@ class Engine:
         options |= _device_options(engine, device, max_model_len)
         self._sleep_level = sleep_level
         options["enable_sleep_mode"] = sleep_level > 0
-        try:
+        with _errors_about_memory():
             self.llm = LLM(
                 model=str(model),
                 skip_tokenizer_init=True,
@@ -105,11 +107,6 @@ class Engine:
                 trust_remote_code=False,
                 **options,
             )
-        except (ValueError, AssertionError) as error:
-            memory_error = _memory_error(error)
-            if memory_error is None:
-                raise
-            raise memory_error from error
 
         self._kept: dict[str, PromptExample] = {}  # of the requests of `begin` that are not finished
         self._ended: dict[str, list[Rollout]] = {}  # responses to them that `advance` has not returned
@@ -118,6 +115,8 @@ class Engine:
         self.steps = 0
         """Scheduler steps so far; each decodes one token of every running sequence."""
         self.llm.llm_engine.step = self._counted(self.llm.llm_engine.step)
+        if engine.tensor_parallel == 1:
+            take_logprobs(self.llm.llm_engine)
 
     def generate(
         self,
@@ -453,6 +452,18 @@ _TAKEN = (
 """Parts of vLLM's error messages for too little memory, and for memory that other processes use. vLLM raises
 them as ValueError or AssertionError.
 """
+
+
+@contextmanager
+def _errors_about_memory() -> Iterator[None]:
+    """Raise the error of the project for an error of vLLM about memory."""
+    try:
+        yield
+    except (ValueError, AssertionError) as error:
+        memory_error = _memory_error(error)
+        if memory_error is None:
+            raise
+        raise memory_error from error
 
 
 def _memory_error(error: Exception) -> RLHFError | None:

@@ -2,9 +2,9 @@
 
 The model of `ppo_iteration.py`. "bare" is vLLM's `LLM.generate` on all engines at the same time, each with
 its share of the prompts, without log-probabilities, seeds and text. "seeds" and "seeds, logprobs" are the
-same with a part of the sampling parameters of a rollout, and with all of them. "rollout" is what a step of
-PPO waits for: the call of the engines, the transfer, and the batch. "rollout, queue" is that with
-`ppo.engine.dispatch=queue`.
+same with a part of the sampling parameters of a rollout, and with all of them; vLLM's own code returns the
+log-probabilities. "rollout" is what a step of PPO waits for: the call of the engines, the transfer, and the
+batch. "rollout, queue" is that with `ppo.engine.dispatch=queue`.
 
 `--eos-share 0.02` ends responses at random, after 50 tokens on average.
 """
@@ -40,11 +40,17 @@ def _bare(actor: Any, prompts: list[list[int]], options: dict[str, Any], seeds: 
     """Sample with vLLM alone, inside an engine's process. Returns the number of tokens."""
     from vllm import SamplingParams, TokensPrompt
 
-    outputs = actor._engine.llm.generate(
-        [TokensPrompt(prompt_token_ids=ids) for ids in prompts],
-        [SamplingParams(**options, seed=seed if seeds else None) for seed in range(len(prompts))],
-        use_tqdm=False,
-    )
+    llm = actor._engine.llm
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    ours = vars(scheduler).pop("update_from_output")
+    try:
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=ids) for ids in prompts],
+            [SamplingParams(**options, seed=seed if seeds else None) for seed in range(len(prompts))],
+            use_tqdm=False,
+        )
+    finally:
+        scheduler.update_from_output = ours
     return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
 
 
@@ -141,7 +147,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         ways: dict[str, Callable[[int], int]] = {
             "bare": lambda _: bench.bare(),
             "seeds": lambda _: bench.bare(seeds=True),
-            "seeds, logprobs": lambda _: bench.bare(seeds=True, logprobs=0),
+            "seeds, logprobs": lambda _: bench.bare(seeds=True, logprobs=0, flat_logprobs=True),
             "rollout": lambda step: rollout(collectors[0], step),
             "rollout, queue": lambda step: rollout(collectors[1], step),
         }

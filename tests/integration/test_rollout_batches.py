@@ -2,6 +2,7 @@
 
 - a batch of more prompt tokens than one scheduler step takes, and of more tokens than the KV cache holds, so
   that vLLM preempts requests and computes them again, is answered: with the same bits the second time
+- log-probabilities are those that vLLM's own code returns
 - a request alone gets the tokens that it gets in the batch, preempted or not, and so does one that is taken
   while others are sampled
 - with prefix caching the samples of a prompt share its keys and values, until the weights change
@@ -94,6 +95,10 @@ def test_a_large_batch_is_bit_identical_when_repeated(
         assert (
             answers(engine, prompts[place : place + 1], [place])[0].response_ids == first[place].response_ids
         )
+    # What `take_logprobs` has replaced.
+    ours = vars(scheduler).pop("update_from_output")
+    assert answers(engine, prompts, seeds) == first
+    scheduler.update_from_output = ours
     left = list(zip(prompts, seeds, strict=True))[:8]
 
     def take(most: int) -> list[tuple[PromptExample, int]]:

@@ -1,6 +1,7 @@
 """What vLLM is asked for; vLLM is scripted here.
 
 - an engine starts its own processes, also under Ray: none where it has one device, one each where it has more
+- log-probabilities are taken from an engine in this process (`sampled_logprobs`)
 - on the CPU no sequence is computed in parts, whatever its length: vLLM cannot take back what a seeded
   request drew there
 - on a GPU, vLLM does not look for a sampler that our requests cannot use, and float32 is not rounded to TF32;
@@ -32,6 +33,11 @@ from rlhf_core.errors import InfrastructureError, OutOfMemory, WeightSyncError
 from rlhf_core.types import PromptExample
 
 
+def _update(*_: Any) -> dict[int, Any]:
+    """The scheduler's method."""
+    return {}
+
+
 class ScriptedVllm:
     """Stands for the package vllm."""
 
@@ -40,6 +46,8 @@ class ScriptedVllm:
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
         """Arguments of the last engine."""
+        self.engine = SimpleNamespace()
+        """vLLM's part of the last engine."""
         self.error: Exception | None = None
         """Is raised by an engine that starts."""
 
@@ -47,7 +55,12 @@ class ScriptedVllm:
         if self.error is not None:
             raise self.error
         self.options.update(options)
-        return SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: None))
+        core = SimpleNamespace(scheduler=SimpleNamespace(update_from_output=_update))
+        # With several devices vLLM's core is in another process.
+        client = SimpleNamespace(engine_core=core) if options["tensor_parallel_size"] == 1 else None
+        processor = SimpleNamespace(request_states={})
+        self.engine = SimpleNamespace(step=lambda: None, engine_core=client, output_processor=processor)
+        return SimpleNamespace(llm_engine=self.engine)
 
     def modules(self) -> dict[str, Any]:
         return {
@@ -90,6 +103,14 @@ def test_an_engine_starts_its_own_processes(
     Engine(tmp_path, config, device="cuda", max_model_len=64, seed=0, weight_transfer="nccl")
     assert asked["tensor_parallel_size"] == devices
     assert asked["distributed_executor_backend"] == backend
+
+
+def test_log_probabilities_are_taken_from_an_engine_in_this_process(
+    vllm: ScriptedVllm, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    Engine(tmp_path, EngineConfig(), device="cpu", max_model_len=64, seed=0)
+    assert vllm.engine.engine_core.engine_core.scheduler.update_from_output is not _update
 
 
 @pytest.mark.parametrize(
