@@ -24,7 +24,7 @@ def check_votes(config: PipelineConfig) -> Iterator[Finding]:
             yield f"{file.name} has no vote and does not count; vote on its page and save again"
 
 
-def check_independent_judge(config: PipelineConfig) -> Iterator[Finding]:
+def check_independent_judge(config: PipelineConfig) -> Iterator[str]:
     """Warn if `register.independent_judge` refuses every policy of this configuration."""
     if not config.register_.independent_judge:
         return

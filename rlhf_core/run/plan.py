@@ -15,6 +15,7 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config
 from rlhf_core.data.check import small_regression_sets
 from rlhf_core.errors import ConfigError, checking
+from rlhf_core.evaluation.check import check_independent_judge
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.known_shapes import NAMES, known_shape
 from rlhf_core.models.shape import ModelShape
@@ -181,7 +182,7 @@ def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardwa
 
 
 def _warnings(config: PipelineConfig) -> list[str]:
-    return [*unusual_settings(config), *small_regression_sets(config)]
+    return [*unusual_settings(config), *check_independent_judge(config), *small_regression_sets(config)]
 
 
 # -- shown --

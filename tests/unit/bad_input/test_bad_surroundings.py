@@ -146,7 +146,7 @@ SETTINGS = {
         ("reward.enabled=false", "ppo.rewards=[{type: gold}]", "evaluate.judge=reward_model"),
         ("evaluate.judge",),
     ),
-    "a judge without a second model": (("evaluate.judge=judge_model",), ("evaluate.judge", "reward.judge={}")),
+    "a judge without a model": (("evaluate.judge=judge_model",), ("evaluate.judge", "reward.judge={}")),
     "a judge without rules": (("evaluate.judge=rules",), ("evaluate.judge", "ppo.rewards")),
     "more ranks than a batch": (
         ("sft.batch_size=2", "sft.deepspeed.ranks=4"), ("sft.deepspeed.ranks", "sft.batch_size (2)", "got 4"),
