@@ -260,6 +260,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> int:
+    """Run the flow in this process, show its progress, and print its results."""
     import httpx
 
     from flows.rlhf import rlhf

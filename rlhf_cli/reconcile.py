@@ -167,6 +167,7 @@ class Reconciler:
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
     def _reconcile(self, run: Mapping[str, Any], alive: set[str]) -> None:
+        """Cancel, fail or reschedule a flow run that has been without a process for several polls."""
         run_id = run["id"]
         self._missing[run_id] = 0 if run_id in alive else self._missing.get(run_id, 0) + 1
         if self._missing[run_id] < MISSING_POLLS:

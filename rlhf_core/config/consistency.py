@@ -360,6 +360,7 @@ def _match_prompts(config: PipelineConfig) -> Iterator[str]:
 
 
 def _kl(ppo: PPOConfig) -> Iterator[str]:
+    """Yield settings of the KL penalty that have no effect, contradict others or have a wrong gradient."""
     kl = ppo.kl
     if kl.place == "reward" and kl.used_estimator != "k1":
         yield (

@@ -59,6 +59,7 @@ def config_from_tree(
 
 
 def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
+    """Apply the overrides and validate. Raises ConfigError with all problems at once."""
     tree = json.loads(json.dumps(document.tree))  # a copy, because overrides change it
     given: dict[Keys, str] = {}
     problems: list[str] = []

@@ -139,6 +139,7 @@ def check_beginning(file: Path) -> None:
 
 
 def _check_first_rows(file: str, suffix: str, beginning: _Beginning) -> None:
+    """Raise DataError if the beginning of the file has no usable row, unless too little of it was read."""
     bad: list[BadRow] = []
     try:
         for row in _read_text(file, suffix, io.BufferedReader(beginning)):
@@ -363,6 +364,7 @@ def _require_array(file: str, head: bytes) -> None:
 
 
 def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
+    """Yield the objects of a file with one JSON array. Raises DataError if it is not valid."""
     try:
         content = stream.read()
         _require_array(file, content)
@@ -445,6 +447,7 @@ def _lost(file: str, first: int, last: int, reason: str, text: str) -> Iterator[
 
 
 def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
+    """Yield the rows of a Parquet file. Raises DataError if the file is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -198,6 +198,7 @@ def _sample_on_actors(
     report: Callable[[int], None],
     context: StageContext | None,
 ) -> list[list[list[Rollout]]]:
+    """Sample with one engine per actor, and return all responses in the order of the prompts."""
     count = len(models) * sampling.answers * sum(map(len, sets))
 
     def progress(task: str, done: int, total: int, unit: str, **metrics: float) -> None:
@@ -268,6 +269,7 @@ def _sample_here(
     device: str,
     done: Callable[[int], None],
 ) -> list[list[list[Rollout]]]:
+    """Sample with an engine in this process. It loads the weights of one model after the other."""
     from rlhf_core.engines.vllm import Engine
 
     first, *others = models

@@ -177,6 +177,7 @@ class _Registered:
 def _load_champion(
     config: PipelineConfig, context: StageContext, tags: Mapping[str, str], judge: str
 ) -> _Champion:
+    """Return the champion's files and judge. Raises MatchSkipped if the store lacks one that is needed."""
     artifacts = open_artifacts(config)
     registered = _Registered(artifacts, tags, None if artifacts.is_local else context.nodes)
     try:
@@ -228,6 +229,7 @@ def _run_match(
     judge: str,
     device: str,
 ) -> MatchResult:
+    """Generate the answers of both policies, judge the pairs, and return the result."""
     by_set = _responses_of_both(config, context, prompts, champion, device)
     pairs = list(zip(by_set["ppo"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
     judged = _judge_pairs(config, context, pairs, champion.reward, judge, device)

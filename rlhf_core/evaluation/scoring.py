@@ -250,6 +250,7 @@ def _score_member(
     device: str,
     context: StageContext | None,
 ) -> list[float]:
+    """Return the scores of one reward model, computed by ranks or in this process."""
     from rlhf_core.models.score import load_score_model
     from rlhf_core.models.scoring import sequence_scores, single_process_batches
 

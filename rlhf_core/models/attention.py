@@ -42,6 +42,7 @@ def register() -> None:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
+        """Compute attention. In packed rows, a token attends to tokens of its own sequence only."""
         borders = kwargs.pop("cu_seq_lens_q", None)
         _refuse_what_is_not_computed(module, (0, key.shape[2]) if borders is None else borders, kwargs)
         borders_S, longest = kwargs.pop("cu_seq_lens_k", None), kwargs.pop("max_length_q", None)

@@ -50,6 +50,7 @@ def _pairs(config: PipelineConfig, stage: str, section: RewardConfig | DPOConfig
 
 
 def _ppo(config: PipelineConfig) -> str:
+    """Return the batch sizes of PPO, the share of each rank, and the devices."""
     ppo = config.ppo
     total, engines, ranks = ppo.rollout_batch_size, ppo.engine.count, ppo.policy_deepspeed.ranks
     trained = "policy and critic" if ppo.uses_critic else "the policy"

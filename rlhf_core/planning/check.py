@@ -141,6 +141,7 @@ def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
+    """Yield settings that need more cores or memory than this machine has, for a run on CPUs."""
     cores, placement = machine().cores(), plan_placement(config.ppo)
     for field, ranks in _ranks_outside_ppo(config):
         if ranks > cores:

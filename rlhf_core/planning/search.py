@@ -109,6 +109,7 @@ def fastest(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> tu
 def _training(
     stage: TrainingStage, config: PipelineConfig, shape: ModelShape, hardware: Hardware
 ) -> Split | NoSplit:
+    """Return the fastest split of a stage that trains one model, or why none fits."""
     section = config.training_sections[stage]
     sequences = section.batch_size * (1 if stage == "sft" else 2)
     longest = largest_pass(config, stage).longest

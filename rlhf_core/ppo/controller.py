@@ -330,6 +330,7 @@ class PPOController:
         return self._fleet.retry_after_restart(lambda: self._score(batch), "the scoring")
 
     def _score(self, batch: RolloutBatch) -> Experience:
+        """Compute rewards, log-probabilities and values of the batch, and the experience from them."""
         fleet, ppo = self._fleet, self._ppo
         # All models work at the same time: each call is started before the first one is waited for.
         old = fleet.logprobs("policy", batch, with_entropy=True)
@@ -498,6 +499,7 @@ class PPOController:
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:
+        """Continue from the latest checkpoint, if there is one."""
         latest = self._context.checkpoints.latest()
         if latest is None:
             return

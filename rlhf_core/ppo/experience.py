@@ -192,6 +192,7 @@ def _make_block(
     ppo: PPOConfig,
     kl_coef: float,
 ) -> _Block:
+    """Return the values of the tokens of one block of responses, and the sums of each response."""
     old_BT, ref_BT = padded(rows.old_logprobs), padded(rows.ref_logprobs)
     values_BT = torch.zeros_like(old_BT) if rows.values is None else padded(rows.values)
     rollout_BT, entropy_BT = padded(rows.rollout_logprobs), padded(rows.entropy)

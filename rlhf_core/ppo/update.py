@@ -164,6 +164,7 @@ class Updater:
         experience: Experience,
         clip_values: bool,
     ) -> list[Pending[Metrics]]:
+        """Start the update of the critic on all of its ranks."""
         workers = self._fleet.groups["critic"].workers
         assert experience.values is not None, "the critic has values"
         # Divided as the values, because a critic rank has the tokens of these responses.

@@ -138,6 +138,7 @@ class ModelWorker(ListeningActor):
         self._members = [self._load_model("reward", str(other)) for other in member_folders(folder)[1:]]
 
     def _load_model(self, role: Role, folder: str) -> Any:
+        """Load the model of `role`, in an engine if it is trained or sharded."""
         from rlhf_core.engines.deepspeed import TrainingEngine
         from rlhf_core.engines.sharding import shards_of
         from rlhf_core.models.adapters import add_adapter

@@ -118,6 +118,7 @@ def readings(
 async def _ask_all(
     field: str, settings: ChatServiceConfig, questions: Sequence[str], keep: Keep, failed: Failed | None
 ) -> None:
+    """Ask the questions concurrently. `keep` gets each reply, and `failed` each question without one."""
     poster = Poster(field, settings.allowed_hosts, api_key(settings, field), settings.api_key_env)
     places = asyncio.Semaphore(settings.concurrency)
     in_row = 0

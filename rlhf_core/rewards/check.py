@@ -113,6 +113,7 @@ def check_hosts(
 
 
 def _function_problem(source: PythonReward, field: str) -> str | None:
+    """Return why the function of `source` cannot be used, or None. The function is not imported."""
     module, _, name = source.function.partition(":")
     if source.file is not None:
         file = Path(source.file)

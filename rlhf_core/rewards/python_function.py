@@ -109,6 +109,7 @@ class PythonFunction:
         return Outcome.of([float(value) for value in reply["values"]])
 
     def _start(self) -> None:
+        """Start the process and load the function there. Raises ConfigError if it cannot be loaded."""
         ours, theirs = socket.socketpair()
         source = self._source
         arguments = [str(theirs.fileno()), str(os.getpid()), source.function, str(source.file or "")]

@@ -110,6 +110,7 @@ class Scorer:
         return tuple(ids)
 
     def _texts(self, item: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens of a prompt and a response that are given as text. Raises ItemError."""
         response, finished = item.get("response"), item.get("finished", True)
         if not isinstance(response, str) or not isinstance(finished, bool):
             raise ItemError("response must be a string, and finished true or false")

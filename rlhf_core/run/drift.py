@@ -198,6 +198,7 @@ def _request(
 
 
 def _measure(run: PipelineRun, request: DriftRequest) -> None:
+    """Run the comparison in a process of its own, which writes its measures to a file."""
     run.logs.mkdir(parents=True, exist_ok=True)
     log_file, file = run.logs / "drift.log", run.logs / MEASURES
     request.write(file)

@@ -282,6 +282,7 @@ def _batch_table(config: PipelineConfig) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
+    """Return the memory of each phase of each stage on a device, by kind."""
     from rich import box
     from rich.table import Table
 

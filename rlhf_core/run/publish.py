@@ -252,6 +252,7 @@ def _training(policy: RegisteredPolicy) -> str:
 
 
 def _origin(policy: RegisteredPolicy) -> str:
+    """Return the section of the model card about base model, artifacts and training."""
     tags, model = policy.version.tags, policy.config["model"]
     base, first = _base(policy)[0], _base(_first(policy))[0]
     origin = "" if first == base else f" (which goes back to {_code(first)})"
@@ -309,6 +310,7 @@ def _data_licence(digest: str) -> str:
 
 
 def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
+    """Return the section of the model card about the evaluation on held-out prompts."""
     if not evaluation:
         return "The evaluation is not in the store any more."
     rate, verdicts = evaluation["win_rate"], evaluation["verdicts"]

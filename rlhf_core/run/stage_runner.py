@@ -2,9 +2,9 @@
 
     spec (key)  ->  manifest of that key?  -- yes -->  reused
                            | no
-                    child process  -- error -->  retried from its checkpoint (rlhf_core/run/retries.py)
+                 child process or job  -- error -->  retried from its checkpoint (rlhf_core/run/retries.py)
                            |
-                    artifact, published by the child
+                 artifact, published by the child process or the job
 
 Prefect's task calls `get_or_run_stage` and retries by itself; `run_with_retries` does both without Prefect.
 """

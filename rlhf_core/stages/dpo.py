@@ -78,6 +78,7 @@ def _train(
     out: Path,
     context: StageContext | None,
 ) -> dict[str, float]:
+    """Train and save the policy on each rank, and return the metrics."""
     dpo = config.dpo
     torch.manual_seed(derive_seed(config.run.seed, "dpo", "init"))  # of adapters
     policy = load_policy(

@@ -154,6 +154,7 @@ def _report(
     samples: list[dict[str, Any]],
     images: list[Any],
 ) -> Any:
+    """Return the content of `report.html`."""
     import yaml
 
     from rlhf_core.evaluation.report import Report

@@ -74,6 +74,7 @@ def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
 
 
 def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
+    """Train the reward model of either stage, `reward` or `judge`."""
     base, state = base_of(config, stage), None
     if base is not None:
         # Before the ranks start, as in SFT: a download, and reading all files, can take longer than their

@@ -99,6 +99,7 @@ def _train(
     state: ModelState,
     context: StageContext | None,
 ) -> dict[str, float]:
+    """Train, save and measure the policy on each rank, and return the metrics."""
     sft = config.sft
     folder, revision = base_model(config, data)
     torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))  # of a model from scratch, and of adapters

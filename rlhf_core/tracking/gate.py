@@ -284,6 +284,7 @@ def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
 def _by_match(
     candidate: Evaluation, match: Match, champion: Evaluation, gate: Gate, level: float
 ) -> Decision:
+    """Return the decision about a candidate that has played a match against the champion."""
     words = (
         f"won {match.win_rate:.3f} [{match.low:.3f}, {match.high:.3f}] of the match against the champion on "
         f"{match.prompts} held-out prompts"

@@ -174,6 +174,7 @@ class _GlooTransport:
             ) from error
 
     def _connect(self, index: int, transport: TransportConfig, listener: socket.socket) -> None:
+        """Join the engines, and then the other senders if there are several."""
         addresses = list(transport.senders.values())
         paths = [routes(host, transport.receivers) for host, _port in addresses]
         size = paths[index][0].size
@@ -221,6 +222,7 @@ class _GlooTransport:
     def _transmit(
         self, client: EngineClient, stream: Iterator[tuple[str, torch.Tensor]], version: str
     ) -> None:
+        """Broadcast the weights while the engines receive them, and raise the error of either side."""
         update: Mapping[str, Any] = {
             "names": [spec.name for spec in self._specs],
             "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in self._specs],

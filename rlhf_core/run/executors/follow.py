@@ -100,6 +100,8 @@ def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 class _Follower:
+    """Submits the job of one stage, or finds the one that runs, and waits for its outcome."""
+
     def __init__(
         self,
         scheduler: Scheduler,
