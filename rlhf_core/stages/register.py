@@ -59,32 +59,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )
     # Before anything is registered, because a file that cannot be used ends the stage.
     votes = _VotesOfPeople(config, context)
-    trained_by = config.register_.policy
-    policy = lineage.inputs[trained_by]
-    digest = policy.attributes.get("weights_sha256")
-    if digest is None:  # an earlier release made it, and the weights need not be on this host
-        stored = open_artifacts(config).file_digests(policy, "policy")
-        digest = weights_sha256(context.inputs[trained_by] / "policy", stored)
-    content = evaluation_of(_read_evaluation(context.inputs["evaluate"]), trained_by)
-    reward = lineage.inputs.get("reward")
-    found = metrics_of(lineage.inputs["evaluate"].metrics, trained_by)
-    # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
-    metrics = {name: value for name, value in found.items() if not name.startswith("by_source/")}
+    weights_digest = _weights_digest(config, context, lineage)
     tracking = open_tracking(config)
     tracking.wait(TRACKER_SECONDS)
-    candidate = Candidate(
-        source=f"{policy.uri}/policy",
-        policy_digest=policy.digest,
-        run_id=policy.mlflow_run_id,
-        tags=_tags(config, lineage, content, metrics, digest)
-        | _reference_tags(tracking.mlflow, lineage.parent_run_id),
-        evaluation=replace(
-            Evaluation.of(content, reward.digest if reward else None),
-            votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
-        ),
-        metrics=metrics,
-        evaluation_run_id=lineage.inputs["evaluate"].mlflow_run_id,
-    )
+    candidate = _candidate(config, context, lineage, votes, weights_digest, tracking.mlflow)
     registration = register(
         tracking.mlflow,
         config.registered_model,
@@ -113,13 +91,55 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "match": registration.match.record() if registration.match else None,
         "votes": candidate.evaluation.votes,
         "source": candidate.source,
-        "weights_sha256": digest,
+        "weights_sha256": weights_digest,
     }
-    if trained_by != "ppo":
-        facts["policy"] = trained_by
+    if config.register_.policy != "ppo":
+        facts["policy"] = config.register_.policy
     write_json(context.output / "registration.json", facts, indent=1)
     headline = _headline(registration, candidate.evaluation.votes)
     return StageResult(headline, {name: value for name, value in facts.items() if value is not None})
+
+
+def _weights_digest(config: PipelineConfig, context: StageContext, lineage: Lineage) -> str:
+    """Return the digest of the policy's weights."""
+    trained_by = config.register_.policy
+    policy = lineage.inputs[trained_by]
+    digest = policy.attributes.get("weights_sha256")
+    if digest is None:  # an earlier release made it, and the weights need not be on this host
+        stored = open_artifacts(config).file_digests(policy, "policy")
+        digest = weights_sha256(context.inputs[trained_by] / "policy", stored)
+    return digest
+
+
+def _candidate(
+    config: PipelineConfig,
+    context: StageContext,
+    lineage: Lineage,
+    votes: _VotesOfPeople,
+    weights_digest: str,
+    mlflow: Mlflow,
+) -> Candidate:
+    """Return what is registered of the policy."""
+    trained_by = config.register_.policy
+    policy, evaluated = lineage.inputs[trained_by], lineage.inputs["evaluate"]
+    reward = lineage.inputs.get("reward")
+    content = evaluation_of(_read_evaluation(context.inputs["evaluate"]), trained_by)
+    found = metrics_of(evaluated.metrics, trained_by)
+    # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
+    metrics = {name: value for name, value in found.items() if not name.startswith("by_source/")}
+    return Candidate(
+        source=f"{policy.uri}/policy",
+        policy_digest=policy.digest,
+        run_id=policy.mlflow_run_id,
+        tags=_tags(config, lineage, content, metrics, weights_digest)
+        | _reference_tags(mlflow, lineage.parent_run_id),
+        evaluation=replace(
+            Evaluation.of(content, reward.digest if reward else None),
+            votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
+        ),
+        metrics=metrics,
+        evaluation_run_id=evaluated.mlflow_run_id,
+    )
 
 
 def _headline(registration: Registration, votes_against_sft: Votes | None) -> dict[str, float]:
