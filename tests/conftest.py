@@ -39,15 +39,13 @@ _COUNTS = pytest.StashKey[Counter[str]]()
 
 @pytest.fixture(scope="session")
 def summary_lines(pytestconfig: pytest.Config) -> list[str]:
-    """Lines that are shown at the end of the whole run, also when all is well:
-    tables of faults and counts.
-    """
+    """Lines to show at the end of the whole run, also if all tests pass: tables of faults and counts."""
     return pytestconfig.stash[_LINES]
 
 
 @pytest.fixture(scope="session")
 def summary_counts(pytestconfig: pytest.Config) -> Counter[str]:
-    """What was tried how often, in the whole run; shown at its end."""
+    """Numbers by name, added up over all processes of the run. They are shown at its end."""
     return pytestconfig.stash[_COUNTS]
 
 

@@ -1,4 +1,4 @@
-"""Measures of the structure of `rlhf_core` and `flows`, as a Markdown table.
+"""Measures of the structure of `rlhf_core`, `rlhf_cli` and `flows`, as a Markdown table.
 
     python -m tests.structure                        the files on disk
     python -m tests.structure 6afda42 db5b93e .      commits of this repository, one column each, and the disk

@@ -300,16 +300,15 @@ def ray_cluster(
 
 def start_node(host: Host, head: str | None, cpus: int, **environment: str) -> subprocess.Popen[bytes]:
     """Start Ray on a host: as the head (None), or as a node of the cluster of `head`."""
-    where = (
-        ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
-        if head is None
-        else [f"--address={head}"]
-    )
+    if head is None:
+        role = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+    else:
+        role = [f"--address={head}"]
     # Ray's own default for the object store is a share of the memory of the whole machine.
     size = ["--num-gpus=0", f"--num-cpus={cpus}", f"--object-store-memory={256 << 20}"]
     address = f"--node-ip-address={host.address}"
     ray = str(Path(sys.executable).parent / "ray")
-    return host.start(ray, "start", *where, address, *size, "--block", log="ray", **environment)
+    return host.start(ray, "start", *role, address, *size, "--block", log="ray", **environment)
 
 
 _DIGESTS = """
@@ -338,11 +337,11 @@ def artifact_digests(host: Host, store: str, **environment: str) -> dict[str, st
 
 
 def wait_until(
-    true: Callable[[], object], seconds: float, explain: Callable[[], str] = lambda: "did not happen"
+    condition: Callable[[], object], seconds: float, explain: Callable[[], str] = lambda: "did not happen"
 ) -> None:
-    """Poll until `true()`, or fail with `explain()`."""
+    """Poll until `condition()` is true, or fail with `explain()`."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, explain()[-3000:]
         time.sleep(0.2)
 

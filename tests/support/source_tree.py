@@ -1,4 +1,4 @@
-"""The source files of the two packages: parsed modules, imports between them and import cycles."""
+"""The source files of `rlhf_core`, `rlhf_cli` and `flows`: modules, imports between them, import cycles."""
 
 from __future__ import annotations
 
