@@ -80,7 +80,9 @@ def rlhf(
         "ppo.policy.learning_rate": policy_learning_rate,
     }
     show_log_lines()
-    checked = reuse_or_check(config, overrides_of(fields, overrides), retry_store=True)
+    checked = reuse_or_check(
+        config, overrides_of(fields, overrides), retry_store=True, start=start, until=until
+    )
     with open_run(checked, start, until, flow_run_tags()) as run:
         publish_tags(run)
         data = run_stage(run, "data")

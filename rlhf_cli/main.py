@@ -248,7 +248,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     # Only for its error, before anything is read.
     stages_between(arguments.start, arguments.until)
-    checked = load_and_check(arguments.config, arguments.overrides)
+    checked = load_and_check(
+        arguments.config, arguments.overrides, start=arguments.start, until=arguments.until
+    )
     remember_check(checked)
     config = checked.config
     home = Home.of(config.run.home)

@@ -46,18 +46,19 @@ def _rounds(arguments: argparse.Namespace) -> int:
 
     check_rounds(arguments.rounds)
     given = tuple(arguments.overrides)
-    checked = check_first_round(arguments.config, given)
+    checked = check_first_round(arguments.config, given, arguments.until)
     console = set_up_logging(Home.of(checked.config.run.home))
     log.info("%s, seed %d: %d rounds", checked.config.run.name, checked.config.run.seed, arguments.rounds)
     return with_prefect(checked.config, lambda: _run(arguments, console))
 
 
-def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
+def check_first_round(path: str, overrides: Sequence[str], until: EndOfRound = "register") -> CheckedConfig:
     """Check the configuration of the first round, and have the round reuse this check.
 
     Args:
         path: YAML file.
         overrides: Fields to override in all rounds.
+        until: Last stage of each round.
 
     Raises:
         InputError: Everything that is wrong with the configuration.
@@ -73,7 +74,8 @@ def check_first_round(path: str, overrides: Sequence[str]) -> CheckedConfig:
     with checking(path):
         resolved, _ = resolve_kept(config, "rounds")
     # The overrides exactly as the flow gives them to the first round.
-    checked = load_and_check(path, (*overrides, *resolved.pins, *round_overrides(config, ())))
+    first = (*overrides, *resolved.pins, *round_overrides(config, ()))
+    checked = load_and_check(path, first, until=until)
     remember_check(checked)
     return checked
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 from rlhf_core.cluster.check import check_ray_address, check_ray_authentication
@@ -23,6 +24,7 @@ from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_independent_judge, check_language_model, check_votes
 from rlhf_core.models.architectures import check_architecture
 from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_devices, check_disk
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.storage.check import check_store, check_store_environment, check_store_folder
@@ -46,8 +48,10 @@ Part = tuple[str, Callable[[PipelineConfig], Iterator[Finding]]]
 """A check, and the name of what it checks for the message if the check itself fails."""
 
 
-def check(config: PipelineConfig, *further: Part) -> list[str]:
+def check(config: PipelineConfig, *further: Part, stages: Collection[StageName] = tuple(STAGES)) -> list[str]:
     """Return the warnings, one sentence each, of all parts and of `further` ones.
+
+    Devices that only other stages than `stages` need are a warning.
 
     Raises ConfigError, DataError or ModelError (the class of the first problem). Its message lists every
     problem, one per line.
@@ -68,7 +72,7 @@ def check(config: PipelineConfig, *further: Part) -> list[str]:
         ("configuration", unusual_settings),
         ("configuration", check_consistency),
         ("ppo.engine.tensor_parallel", check_tensor_parallel),
-        ("run.device", check_devices),
+        ("run.device", partial(check_devices, stages=stages)),
         ("run.home", check_disk),
         *further,
     )

@@ -105,6 +105,7 @@ class NodeAgent:
         self._driver = driver
         self._config = PipelineConfig.model_validate_json(config_json)
         self._store = open_store(self._config) if store is None else store
+        self._artifacts = ArtifactStore(self._store, Home.of(self._config.run.home).cache)
         self._outbox = Outbox.of(self._store, Home.of(self._config.run.home).parts)
         self._taken: dict[str, tuple[Path, tuple[FileEntry, ...]]] = {}
         """Parts of checkpoints without an outbox, by prefix: their folder and files."""
@@ -199,8 +200,7 @@ class NodeAgent:
         """Fetch and verify artifacts, and return their folders. Raises CorruptArtifact with the name of the
         file.
         """
-        artifacts = ArtifactStore(self._store, Home.of(self._config.run.home).cache)
-        return [artifacts.fetch(ref).absolute() for ref in refs]
+        return [self._artifacts.fetch(ref).absolute() for ref in refs]
 
     @_served
     def fetch_base_model(self, model: BaseModel) -> None:
@@ -208,7 +208,7 @@ class NodeAgent:
 
         Raises DataError if the folder has other files, and ModelError if there is none.
         """
-        model.fetch(self._config, self._store)
+        model.fetch(self._config, self._artifacts)
         state = model_state(self._config, model.stage)
         if model.digest_here(self._config) != model.digest:
             base = model.address(self._config)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base_models import BaseModelAddress, base_of
+from rlhf_core.config.base_models import BASE_STAGES, BaseModelAddress, base_of, with_base_paths
+from rlhf_core.config.redact import shown
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import model_digest
+from rlhf_core.errors import DataError
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.storage.artifacts import ArtifactAddress, ArtifactStore, parse_artifact_copy
+from rlhf_core.storage.artifacts import ArtifactAddress, ArtifactCopy, ArtifactStore, parse_artifact_copy
 from rlhf_core.storage.s3 import s3_endpoint
-from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
 
@@ -42,40 +43,39 @@ class BaseModel:
         if base is None or digest is None:
             return None
         copy = parse_artifact_copy(base.path)
-        made_by, key, store = copy or ("", "", None)
-        return cls(stage, digest, None if store is None else ArtifactAddress(store, made_by, key))
+        return cls(stage, digest, None if copy is None else copy.address)
 
-    def fetch(self, config: PipelineConfig, store: Store) -> None:
+    def fetch(self, config: PipelineConfig, artifacts: ArtifactStore) -> None:
         """Fetch a hub model, or a copy of an artifact, to this host.
 
         Raises CorruptArtifact for a damaged artifact, and StoreError if its store fails.
 
         Args:
             config: The whole configuration.
-            store: That of the run.
+            artifacts: Those of the store of the run.
         """
         base = self.address(config)
         if base.is_hub:
             fetch_model(base.path, base.revision)
         elif self.origin is not None:
-            artifacts, ref = _find_artifact(self.origin, config, store)
+            theirs, ref = _find_artifact(self.origin, config, artifacts)
             # The path of the copy contains the digest: without this artifact, there is no such folder.
             if ref is not None:
-                artifacts.fetch(ref)
+                theirs.fetch(ref)
 
-    def copies(self, config: PipelineConfig, store: Store) -> dict[str, int]:
+    def copies(self, config: PipelineConfig, artifacts: ArtifactStore) -> dict[str, int]:
         """Return the bytes of the copy that a host makes (`ArtifactStore.copies`); empty without `origin`.
 
         Raises StoreError if the store of the artifact fails.
 
         Args:
             config: The whole configuration.
-            store: That of the run.
+            artifacts: Those of the store of the run.
         """
         if self.origin is None:
             return {}
-        artifacts, ref = _find_artifact(self.origin, config, store)
-        return {} if ref is None else artifacts.copies([ref])
+        theirs, ref = _find_artifact(self.origin, config, artifacts)
+        return {} if ref is None else theirs.copies([ref])
 
     def digest_here(self, config: PipelineConfig) -> str:
         """Return the `digest` of the files on this host. Raises ModelError if there is no such folder."""
@@ -89,13 +89,48 @@ class BaseModel:
         return base
 
 
+def copied_base_models(config: PipelineConfig) -> dict[str, ArtifactCopy]:
+    """Return the base models that are copies of artifacts in a bucket on this host, by their fields."""
+    bases = [base for stage in BASE_STAGES if (base := base_of(config, stage)) is not None]
+    copies = {base.field: parse_artifact_copy(base.path) for base in bases}
+    return {field: copy for field, copy in copies.items() if copy is not None and copy.store is not None}
+
+
+def with_own_copies(
+    config: PipelineConfig,
+    copies: Mapping[str, ArtifactCopy],
+    artifacts: ArtifactStore,
+    whole: Collection[str],
+) -> PipelineConfig:
+    """Fetch base models to this host, and return `config` with their folders here.
+
+    Raises DataError for an artifact that is gone or was made again, CorruptArtifact for a damaged one, and
+    StoreError if its store fails.
+
+    Args:
+        config: The whole configuration, with folders on the host of the flow.
+        copies: What these folders are copies of, by the fields of the base models.
+        artifacts: Those of the store of the run.
+        whole: Fields of the models whose weights are needed here. Of the others, see `ArtifactStore.fetch`.
+    """
+    paths = {}
+    for field, copy in copies.items():
+        address = copy.address
+        assert address is not None
+        theirs, ref = _find_artifact(address, config, artifacts)
+        if ref is None or not ref.digest.startswith(copy.digest):
+            raise DataError(
+                f"{field}: the artifact {copy.stage}/{copy.key} in {shown(address.store, limit=200)} is gone,"
+                " or another one than when the run began; start the run again"
+            )
+        paths[field] = str(theirs.fetch(ref, weights=field in whole) / copy.folder)
+    return with_base_paths(config, paths)
+
+
 def _find_artifact(
-    origin: ArtifactAddress, config: PipelineConfig, store: Store
+    origin: ArtifactAddress, config: PipelineConfig, artifacts: ArtifactStore
 ) -> tuple[ArtifactStore, ArtifactRef | None]:
-    home = Home.of(config.run.home)
-    if origin.store == store.url:
-        artifacts = ArtifactStore(store, home.cache)
-    else:
-        artifacts = origin.open_store(home, s3_endpoint(config.store.endpoint))
+    if origin.store != artifacts.url:
+        artifacts = origin.open_store(Home.of(config.run.home), s3_endpoint(config.store.endpoint))
     stage = next((name for name in STAGES if name == origin.stage), None)
     return artifacts, None if stage is None else artifacts.find(stage, origin.key)

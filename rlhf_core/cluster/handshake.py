@@ -71,15 +71,15 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
 
     Raises:
         ConfigError: Nodes differ from this process, and the message names each of them with its differences;
-            or the GPUs of all nodes are too few for a stage of the pipeline, or too small for one of
-            `stages`.
+            or the GPUs of all nodes are too few or too small for one of `stages`. For other stages, this is a
+            warning.
         InfrastructureError: A node did not answer within `run.timeouts.start`.
     """
     nodes = RAY_CLUSTER.nodes()
     # A cluster that is created for one stage has only the GPUs of that stage.
     own_clusters = any(config.run.executor_of(stage) in ("kuberay", "slurm") for stage in STAGES)
     if uses_gpu(config.run.device) and not own_clusters:
-        _check_gpus(nodes, config)
+        _check_gpus(nodes, config, stages)
     probe = _store_probe(config)
     store = probe.store()
     # Each side reads what the other one wrote: a folder that is not shared would pass a test of writing.
@@ -122,12 +122,15 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
         _warn_of_unlike_cores(nodes, reports)
 
 
-def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig) -> None:
+def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig, stages: Collection[StageName]) -> None:
     """Compare the GPUs of the cluster with the needs of all stages, as the preflight does on one host."""
     gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
-    problems = [error.message for error in check_gpu_counts(config, int(gpus), "registered")]
+    found = list(check_gpu_counts(config, int(gpus), "registered", stages))
+    problems = [finding.message for finding in found if isinstance(finding, ConfigError)]
     if problems:
         raise ConfigError("\n".join(problems))
+    for warning in found:
+        log.warning("%s", warning)
 
 
 def _check_memory(

@@ -34,7 +34,7 @@ from rlhf_core.cluster.space import space_of, space_problem
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.sources import require_unchanged
+from rlhf_core.data.sources import model_state, require_unchanged
 from rlhf_core.errors import (
     ConfigError,
     CorruptArtifact,
@@ -110,6 +110,8 @@ class ClusterNodes:
         """The number of inputs that this host has as a whole."""
         self._has_base_model = False
         """Whether this host has the base model."""
+        self.lacks_base_weights = False
+        """Whether this host has a copy of the base model without weights, which processes here need."""
         self.copies = copies or {}
         self.stages: Collection[StageName] = ()
         """See `Nodes.stages`."""
@@ -243,11 +245,16 @@ class ClusterNodes:
             address = base.address(self._config)
             if address.is_hub:
                 fetch_model(address.path, address.revision)
+            elif self.lacks_base_weights and self._artifacts is not None:
+                base.fetch(self._config, self._artifacts)
+            state = model_state(self._config, base.stage)
             require_unchanged(
                 {address.digest_name: base.digest_here(self._config)},
                 {address.digest_name: base.digest},
                 self._config,
             )
+            # The weights may be newer than the state that the stage has taken.
+            state.write(self._work / "scratch")
             self._has_base_model = True
 
     def _started(self, host: Host) -> Started:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhf_core.config.address import is_hub_model
@@ -55,3 +55,13 @@ def base_of(config: PipelineConfig, stage: StageName) -> BaseModelAddress | None
     if stage == "sft" and config.model.path is not None:
         return BaseModelAddress(MODEL_PATH, config.model.path, config.model.revision)
     return None
+
+
+def with_base_paths(config: PipelineConfig, paths: Mapping[str, str]) -> PipelineConfig:
+    """Return `config` with other paths of base models, by their fields. Fields without one keep theirs."""
+    model = config.model.model_copy(update={"path": paths.get(MODEL_PATH, config.model.path)})
+    reward = config.reward
+    if reward.judge is not None:
+        judge = reward.judge.model_copy(update={"path": paths.get(JUDGE_PATH, reward.judge.path)})
+        reward = reward.model_copy(update={"judge": judge})
+    return config.model_copy(update={"model": model, "reward": reward})

@@ -19,7 +19,7 @@ from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.register import POLICIES
 from rlhf_core.config.training import RewardConfig
-from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.home import Home
 
@@ -58,6 +58,11 @@ def is_made(config: PipelineConfig, stage: StageName, until: StageName) -> bool:
     if stage == "ppo" and until == "sample" and config.sample is not None:
         return "ppo" in stage_inputs(config, until)
     return True
+
+
+def stages_made(config: PipelineConfig, start: StageName, until: StageName) -> list[StageName]:
+    """Return the stages of a run from `start` to `until`. Raises InputError if their order is wrong."""
+    return [stage for stage in stages_between(start, until) if is_made(config, stage, until)]
 
 
 def is_enabled(config: PipelineConfig, stage: StageName) -> bool:

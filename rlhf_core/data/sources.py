@@ -293,8 +293,8 @@ def require_same_state(
 ) -> None:
     """Raise DataError if a file of a base model was written since `before`, which `model_state` returned.
 
-    Another host has a copy with other times. It is compared with the state that the host's agent has written
-    to `scratch`, and without one by its digest.
+    On a cluster, the state that was written to `scratch` when a host had fetched its files replaces `before`.
+    Another host without one has a copy with other times, and is compared by its digest.
 
     Args:
         before: The state of the same stage.
@@ -304,7 +304,7 @@ def require_same_state(
         stage: The stage that starts from the model.
     """
     now, base = model_state(config, stage), base_of(config, stage)
-    if now.host != before.host and scratch is not None:
+    if scratch is not None:
         before = ModelState.read(scratch, now.host) or before
     if now.host == before.host and now != before:
         where = "" if base is None else f"{base.digest_name}: {base.path} "

@@ -131,8 +131,7 @@ def _used(config: Mapping[str, Any]) -> Iterator[_Used]:
         if address is not None:
             named, key = address.stage, address.key
         elif copy is not None:
-            named, key, store = copy
-            address = None if store is None else ArtifactAddress(store, named, key)
+            named, key, address = copy.stage, copy.key, copy.address
         else:
             continue
         stage = next((name for name in STAGES if name == named), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.shape import tiny_shape
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
@@ -22,8 +23,11 @@ _MIN_FREE_BYTES = 30_000_000
 """Space for databases and logs alone."""
 
 
-def check_devices(config: PipelineConfig) -> Iterator[Finding]:
-    """Check that the GPUs, or the cores and the memory without GPUs, are enough for all ranks and engines."""
+def check_devices(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> Iterator[Finding]:
+    """Check that the GPUs, or the cores and the memory without GPUs, are enough for all ranks and engines.
+
+    What only other stages than `stages` need is a warning.
+    """
     if config.run.is_remote:
         return  # this machine only submits jobs
     # The stages reserve the devices of a Ray cluster, which counts them itself.
@@ -35,9 +39,9 @@ def check_devices(config: PipelineConfig) -> Iterator[Finding]:
         )
     elif runs_on_gpu(config):
         if not on_cluster:
-            yield from check_gpu_counts(config, gpus)
+            yield from check_gpu_counts(config, gpus, stages=stages)
         yield from _flash_attention(config)
-        yield from _nccl_extensions(config)
+        yield from _nccl_extensions(config, stages)
     elif on_cluster:
         if config.run.device == "auto":
             yield (
@@ -45,32 +49,59 @@ def check_devices(config: PipelineConfig) -> Iterator[Finding]:
                 " set cuda to use those of the cluster"
             )
     else:
-        yield from _cpu_settings(config)
+        yield from _cpu_settings(config, stages)
         yield from _cpu_bfloat16(config)
-        yield from _cpu_limits(config)
+        yield from _cpu_limits(config, stages)
 
 
 def check_gpu_counts(
-    config: PipelineConfig, gpus: int, which: Literal["visible", "registered"] = "visible"
-) -> Iterator[ConfigError]:
-    """Check that `gpus` GPUs are enough for each stage: those visible here, or registered with Ray."""
+    config: PipelineConfig,
+    gpus: int,
+    which: Literal["visible", "registered"] = "visible",
+    stages: Collection[StageName] = tuple(STAGES),
+) -> Iterator[Finding]:
+    """Check that `gpus` GPUs are enough for each stage: those visible here, or registered with Ray.
+
+    Too few for other stages than `stages` are a warning.
+    """
     for field, ranks in _ranks_outside_ppo(config):
         if ranks > gpus:
-            yield ConfigError(
-                f"{field}.ranks: must be at most the {gpus} {which} GPUs; got {ranks}; use {gpus}"
-            )
+            error = f"{field}.ranks: must be at most the {gpus} {which} GPUs; got {ranks}; use {gpus}"
+            yield _for_stages(config, field, error, stages)
     engines, each = config.evaluate.engines, config.ppo.engine.tensor_parallel
     if engines * each > gpus:
-        yield ConfigError(
+        error = (
             f"evaluate.engines: {engines} engines with {each} GPUs each (ppo.engine.tensor_parallel) must"
             f" have at most the {gpus} {which} GPUs; got {engines * each}; use {max(1, gpus // each)}"
         )
+        yield _for_stages(config, "evaluate.engines", error, stages)
     placement = plan_placement(config.ppo)
     if placement.devices > gpus:
-        yield ConfigError(
+        error = (
             f"ppo: needs {placement.devices} GPUs ({placement.describe()}; colocate={config.ppo.colocate});"
             f" got {gpus} {which}; lower ranks or ppo.engine.count, or use ppo.colocate=all"
         )
+        yield _for_stages(config, "ppo", error, stages)
+
+
+def _for_stages(config: PipelineConfig, field: str, problem: str, stages: Collection[StageName]) -> Finding:
+    """Return an error if one of `stages` reads a field about ranks or engines, otherwise a warning."""
+    if not set(_readers(config, field)).isdisjoint(stages):
+        return ConfigError(problem)
+    return f"{problem}; only stages that this run has passed, or does not come to, need it"
+
+
+def _readers(config: PipelineConfig, field: str) -> list[StageName]:
+    """Return the stages that read a field about ranks or engines."""
+    section = field.removesuffix(".deepspeed")
+    if section.startswith("evaluate"):
+        return ["sample", "evaluate", "register"]
+    if section.startswith("ppo"):
+        return ["ppo"]
+    readers: list[StageName] = [stage for stage in config.training_sections if section_of(stage) == section]
+    if section == "reward" and "judge" not in config.training_sections:
+        readers.append("judge")
+    return readers
 
 
 def _ranks_outside_ppo(config: PipelineConfig) -> list[tuple[str, int]]:
@@ -99,32 +130,37 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
         )
 
 
-def _nccl_extensions(config: PipelineConfig) -> Iterator[Finding]:
+def _nccl_extensions(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
     # The package adds `m2n` to the package `nccl`, which may be missing itself.
     missing = not machine().has_package("nccl") or not machine().has_package("nccl.m2n")
     if config.ppo.weight_sync.backend == "nccl_m2n" and missing:
-        yield ConfigError(
+        error = (
             "ppo.weight_sync.backend: nccl_m2n needs the package nccl-extensions, which is not installed;"
             " install it, or use nccl"
         )
+        yield _for_stages(config, "ppo.weight_sync", error, stages)
 
 
-def _cpu_settings(config: PipelineConfig) -> Iterator[Finding]:
+def _cpu_settings(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
     backend = config.ppo.weight_sync.backend
     if backend in ("nccl", "ipc", "nccl_m2n"):
-        yield ConfigError(f"ppo.weight_sync.backend: {backend} needs GPUs; got 0 visible; use auto or gloo")
+        error = f"ppo.weight_sync.backend: {backend} needs GPUs; got 0 visible; use auto or gloo"
+        yield _for_stages(config, "ppo.weight_sync", error, stages)
     if config.model.attention == "flash_attention_2":
         yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")
     level = config.ppo.engine.sleep_level
     if level > 0:
-        yield ConfigError(f"ppo.engine.sleep_level: {level} needs GPUs; got 0 visible; use 0")
+        error = f"ppo.engine.sleep_level: {level} needs GPUs; got 0 visible; use 0"
+        yield _for_stages(config, "ppo.engine", error, stages)
     for field, deepspeed in deepspeed_sections(config):
         if deepspeed.offload != "none":
-            yield ConfigError(
+            error = (
                 f"{field}.offload: {deepspeed.offload} needs a GPU to offload from; got 0 visible; use none"
             )
+            yield _for_stages(config, field, error, stages)
         if deepspeed.dtype == "float16":
-            yield ConfigError(f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16")
+            error = f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16"
+            yield _for_stages(config, field, error, stages)
 
 
 def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
@@ -140,7 +176,7 @@ def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
         )
 
 
-def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
+def _cpu_limits(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
     """Yield settings that need more cores or memory than this machine has, for a run on CPUs."""
     cores, placement = machine().cores(), plan_placement(config.ppo)
     for field, ranks in _ranks_outside_ppo(config):
@@ -162,13 +198,17 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
     each = config.ppo.engine.kv_cache_gib
     total = machine().memory() / 2**30
     counts = {"ppo.engine.count": config.ppo.engine.count, "evaluate.engines": config.evaluate.engines}
-    field = max(counts, key=counts.__getitem__)
-    memory = counts[field] * each
-    if memory > total:
-        yield ConfigError(
-            f"ppo.engine.kv_cache_gib: {counts[field]} engines ({field}) x {each:g} GiB = {memory:g} GiB must"
-            f" fit in memory; got {total:.0f} GiB; lower one of them"
-        )
+    for field in sorted(counts, key=counts.__getitem__, reverse=True):
+        memory = counts[field] * each
+        if memory > total:
+            error = (
+                f"ppo.engine.kv_cache_gib: {counts[field]} engines ({field}) x {each:g} GiB = {memory:g} GiB"
+                f" must fit in memory; got {total:.0f} GiB; lower one of them"
+            )
+            finding = _for_stages(config, field, error, stages)
+            yield finding
+            if isinstance(finding, ConfigError):
+                return  # the other field has the same problem, and the same fix
 
 
 def check_disk(config: PipelineConfig) -> Iterator[Finding]:

@@ -81,18 +81,22 @@ def compare_memory(config: PipelineConfig, shape: ModelShape, hardware: Hardware
     return FitVerdict(loads, tokens, tuple(problems))
 
 
-def check_memory(config: PipelineConfig) -> None:
+def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> str:
     """Raise ConfigError in the preflight if the GPUs of this machine, or its memory without GPUs, are too
-    small.
+    small for one of `stages`.
 
-    No network requests are made. If the GPUs or the shape of the model are unknown on this machine, nothing
-    is checked.
+    Returns a warning if they are too small for other stages only, otherwise an empty string. No network
+    requests are made. If the GPUs or the shape of the model are unknown on this machine, nothing is checked.
     """
     if config.run.is_remote or os.environ.get("RAY_ADDRESS"):
-        return  # other machines: `check_cluster_memory` compares their GPUs
+        return ""  # other machines: `check_cluster_memory` compares their GPUs
     hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
-    if hardware is not None and (problem := _misfit(config, hardware)):
+    if hardware is None:
+        return ""
+    if problem := _misfit(config, hardware, stages):
         raise ConfigError(problem)
+    found = _other_problems(config, hardware)
+    return found and f"stages that this run does not come to do not fit: {found}; `rlhf plan` shows a fix"
 
 
 def check_cluster_memory(
@@ -111,14 +115,17 @@ def check_cluster_memory(
     """
     if problem := _misfit(config, hardware, stages):
         return ConfigError(f"RAY_ADDRESS: not all stages fit on its GPUs: {problem}")
-    shape = _known_shape(config)
-    problems = () if shape is None else compare_memory(config, shape, hardware).problems
-    found = "\n".join(
-        problem.text for problem in problems if problem.what not in ("devices", "engine layout")
-    )
+    found = _other_problems(config, hardware)
     if not found:
         return None
     return f"not all stages fit on GPUs like those of this cluster: {found}; `rlhf plan --gpus` shows a fix"
+
+
+def _other_problems(config: PipelineConfig, hardware: Hardware) -> str:
+    """Return what does not fit, without numbers and layouts of GPUs."""
+    shape = _known_shape(config)
+    problems = () if shape is None else compare_memory(config, shape, hardware).problems
+    return "\n".join(problem.text for problem in problems if problem.what not in ("devices", "engine layout"))
 
 
 def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[str] = tuple(STAGES)) -> str:

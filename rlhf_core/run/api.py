@@ -68,7 +68,7 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     if script in ("", "-", "-c", "-m"):  # an interactive session, or code without a file
         script = "python"
     resolved, kept = resolve_kept(config)
-    warnings = tuple(check_and_prepare(resolved.config, "the configuration"))
+    warnings = tuple(check_and_prepare(resolved.config, "the configuration", start=start, until=until))
     checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags, kept=kept)
     with open_run(checked, start, until, tags, started) as run:
         # Also stages before `start`: their artifacts are found, or `PipelineRun.find` raises.

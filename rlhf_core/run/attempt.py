@@ -11,18 +11,18 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_core.cluster.base_model import BaseModel
+from rlhf_core.cluster.base_model import BaseModel, with_own_copies
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config.base_models import base_of
 from rlhf_core.config.flat import flat
-from rlhf_core.config.keys import is_made, pipeline_name, rounding_settings
+from rlhf_core.config.keys import pipeline_name, rounding_settings, stages_made
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import (
     InputError,
@@ -35,7 +35,7 @@ from rlhf_core.errors import (
 )
 from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_base
 from rlhf_core.models.shape import shape_from_config
-from rlhf_core.pipeline import STAGES, stages_between
+from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
@@ -136,8 +136,9 @@ def _run_with_fence(
     try:
         stacks = spec.home.stacks(spec.stage, spec.key, fence.attempt)
         with Monitor(stacks, fail=lambda error: _abort(_advised(error, spec), monitor, events)) as monitor:
+            here = _on_this_host(spec, store)
             ref = _Attempt(
-                spec, store, fence, work, tracking, stage_run, events, stop, monitor, function
+                here, store, fence, work, tracking, stage_run, events, stop, monitor, function
             ).run()
         status = "FINISHED"
     except Exception as error:
@@ -154,6 +155,20 @@ def _run_with_fence(
         stage_run.finish(status)
         shutil.rmtree(work, ignore_errors=True)
     return ref
+
+
+def _on_this_host(spec: StageSpec, store: Store) -> StageSpec:
+    """Fetch the base models of a job, and return its spec with their folders on this host.
+
+    `data` reads all files of `model.path`. For `sft` and `judge`, hosts with ranks fetch the weights
+    (`ClusterNodes.join`). Other stages read no weights.
+    """
+    if not spec.base_models:
+        return spec
+    base = base_of(spec.config, "sft" if spec.stage == "data" else spec.stage)
+    whole = {base.field} if base is not None and (spec.stage == "data" or not on_cluster()) else set()
+    artifacts = ArtifactStore(store, spec.home.cache)
+    return replace(spec, config=with_own_copies(spec.config, spec.base_models, artifacts, whole))
 
 
 def _advised(error: RLHFError, spec: StageSpec) -> RLHFError:
@@ -242,18 +257,15 @@ class _Attempt:
         inputs = list(spec.inputs.values())
         copies = artifacts.copies(inputs)
         if base_model is not None:
-            copies |= base_model.copies(spec.config, self.store)
+            copies |= base_model.copies(spec.config, artifacts)
         key = attempt_folder(spec.stage, spec.key, self.fence)
         # A store in a folder may be on this host only.
         output = None if self.store.is_local else StoredOutput(output_folder(self.work), self.store, key)
         nodes = ClusterNodes(
             spec.config, self.work, inputs, self.monitor, base_model, copies, output, artifacts
         )
-        nodes.stages = [
-            stage
-            for stage in stages_between(spec.stage, spec.until)
-            if is_made(spec.config, stage, spec.until)
-        ]
+        nodes.lacks_base_weights = bool(spec.base_models)
+        nodes.stages = stages_made(spec.config, spec.stage, spec.until)
         # The host of this process may have no GPU.
         nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
             self.stage_run.run_id, {"rlhf.gpu_driver": drivers}

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import checking
+from rlhf_core.pipeline import StageName
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.preflight import check
 from rlhf_core.run.executors.check import check_executors
@@ -41,7 +43,14 @@ _CHECKED: contextvars.ContextVar[CheckedConfig | None] = contextvars.ContextVar(
 )
 
 
-def load_and_check(path: str, overrides: Sequence[str], *, retry_store: bool = False) -> CheckedConfig:
+def load_and_check(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    retry_store: bool = False,
+    start: StageName = "data",
+    until: StageName = "register",
+) -> CheckedConfig:
     """Load the configuration, check it, create its home and try its store.
 
     Args:
@@ -49,6 +58,8 @@ def load_and_check(path: str, overrides: Sequence[str], *, retry_store: bool = F
         overrides: Fields to override, each as `section.field=value`.
         retry_store: Retry temporary failures of the store for `store.retry_seconds`, because no user is
             waiting.
+        start: The first stage of the run.
+        until: Its last stage. Devices that only other stages need are a warning.
 
     Raises:
         InputError: Everything that is wrong with the configuration.
@@ -56,18 +67,35 @@ def load_and_check(path: str, overrides: Sequence[str], *, retry_store: bool = F
     """
     with checking(path):
         resolved, kept = resolve_kept(load_config(path, overrides))
-        warnings = check_and_prepare(resolved.config, path, retry_store=retry_store)
+        warnings = check_and_prepare(resolved.config, path, retry_store=retry_store, start=start, until=until)
     return CheckedConfig(resolved.config, tuple(warnings), path, tuple(overrides), resolved.tags, kept)
 
 
-def check_and_prepare(config: PipelineConfig, name: str, *, retry_store: bool = False) -> list[str]:
+def check_and_prepare(
+    config: PipelineConfig,
+    name: str,
+    *,
+    retry_store: bool = False,
+    start: StageName = "data",
+    until: StageName = "register",
+) -> list[str]:
     """Check a loaded configuration, create its home and try its store. Return the warnings.
 
-    `name` is the configuration's name in messages. Raises the errors of `load_and_check`.
+    Raises the errors of `load_and_check`.
+
+    Args:
+        config: The configuration.
+        name: Its name in messages.
+        retry_store: See `load_and_check`.
+        start: The first stage of the run.
+        until: Its last stage.
     """
+    stages = stages_made(config, start, until)
     with checking(name):
-        warnings = check(config, ("run.executor", check_executors))
-        check_memory(config)  # last, because it plans with a configuration that is otherwise right
+        warnings = check(config, ("run.executor", check_executors), stages=stages)
+        # Last, because it plans with a configuration that is otherwise right.
+        if too_small := check_memory(config, stages):
+            warnings.append(too_small)
     Home.of(config.run.home).make()
     store = open_store(config)
     if retry_store:
@@ -82,9 +110,25 @@ def remember_check(checked: CheckedConfig) -> None:
     _CHECKED.set(checked)
 
 
-def reuse_or_check(path: str, overrides: Sequence[str], *, retry_store: bool = False) -> CheckedConfig:
-    """Return what `remember_check` has kept for these arguments, otherwise `load_and_check`."""
-    return _remembered(path, overrides) or load_and_check(path, overrides, retry_store=retry_store)
+def reuse_or_check(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    retry_store: bool = False,
+    start: StageName = "data",
+    until: StageName = "register",
+) -> CheckedConfig:
+    """Return what `remember_check` has kept for this file and these overrides, otherwise `load_and_check`.
+
+    Args:
+        path: YAML file.
+        overrides: Fields to override.
+        retry_store: See `load_and_check`.
+        start: The first stage of the run.
+        until: Its last stage.
+    """
+    checked = _remembered(path, overrides)
+    return checked or load_and_check(path, overrides, retry_store=retry_store, start=start, until=until)
 
 
 def reuse_or_load(path: str, overrides: Sequence[str]) -> PipelineConfig:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from rlhf_core.cluster.base_model import copied_base_models
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import (
@@ -155,8 +156,18 @@ class PipelineRun:
                 if not name.startswith(of_inputs):
                     in_key[name] = digest
         key = stage_key(self.config, stage, digests, in_key)
-        until = self.stages[-1]
-        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, read, until)
+        is_job = self.config.run.executor_of(stage) != "local"
+        return StageSpec(
+            stage,
+            key,
+            self.config,
+            inputs,
+            self.parent_run_id,
+            self.key,
+            read,
+            until=self.stages[-1],
+            base_models=copied_base_models(self.config) if is_job else {},
+        )
 
     def find(self, spec: StageSpec) -> ArtifactRef | None:
         """Return the artifact of this key, or None if it must be made.

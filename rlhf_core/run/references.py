@@ -8,8 +8,9 @@
 
 Models are `model.path` and `reward.judge.path`.
 
-A reference becomes the local path of a verified copy, or for a source in a bucket its s3:// address. Stage
-keys contain digests of contents and no paths, so they change with the champion, and are the same otherwise.
+A reference becomes the local path of a verified copy, or for a source in a bucket its s3:// address. A job on
+other hosts fetches a model in a bucket itself (`rlhf_core.cluster.base_model`). Stage keys contain digests of
+contents and no paths, so they change with the champion, and are the same otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_reference
-from rlhf_core.config.base_models import BASE_STAGES, JUDGE_PATH, MODEL_PATH, base_of
+from rlhf_core.config.base_models import BASE_STAGES, JUDGE_PATH, MODEL_PATH, base_of, with_base_paths
 from rlhf_core.config.data import SETS
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
@@ -187,15 +188,8 @@ def _with_paths(config: PipelineConfig, paths: dict[str, str]) -> PipelineConfig
 
     sets: dict[str, Any] = {name: replaced(f"data.{name}", getattr(config.data, name)) for name in SETS}
     regression = replaced("evaluate.regression", config.evaluate.regression)
-    model = {"path": paths.get(MODEL_PATH, config.model.path)}
-    reward = config.reward
-    if reward.judge is not None:
-        judge = reward.judge.model_copy(update={"path": paths.get(JUDGE_PATH, reward.judge.path)})
-        reward = reward.model_copy(update={"judge": judge})
-    return config.model_copy(
+    return with_base_paths(config, paths).model_copy(
         update={
-            "model": config.model.model_copy(update=model),
-            "reward": reward,
             "data": config.data.model_copy(update=sets),
             "evaluate": config.evaluate.model_copy(update={"regression": regression}),
         }
@@ -234,7 +228,7 @@ class _Resolver:
         if text.startswith("artifact://"):
             store = open_artifacts(self._config)
             ref, folder = self._artifact(store, text, _FORMS_OF_MODELS)
-            path, is_local = store.address(ref, folder, local=True), store.is_local
+            path = store.address(ref, folder, local=True)
             origin, pinned = f"artifact {ref.kind}/{ref.key}", text
         else:
             name, version = _policy(text)
@@ -245,14 +239,9 @@ class _Resolver:
                     " weights would be another policy than the one that was evaluated; train it in float32,"
                     " or start from its base model"
                 )
-            path, is_local = str(policy.files.model), policy.artifacts.is_local
+            path = str(policy.files.model)
             origin = f"{name} version {policy.version.version}"
             pinned = f"registry://{name}/{policy.version.version}"
-        if self._config.run.is_remote and not is_local:
-            raise InputError(
-                "the model is in a bucket, and stages on other machines (run.executor) need its folder; copy"
-                " it with `rlhf publish` to a folder that every host mounts, and name that"
-            )
         return Reference(field, text, path, origin, pinned)
 
     def _source(self, field: str, text: str) -> Reference:

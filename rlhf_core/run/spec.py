@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import StageName
+from rlhf_core.storage.artifacts import ArtifactCopy
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
@@ -39,6 +40,10 @@ class StageSpec:
     """Digests of the external inputs of the stage, in `key` or in the key of an input."""
     until: StageName = "register"
     """The last stage of the run."""
+    base_models: Mapping[str, ArtifactCopy] = field(default_factory=dict)
+    """Base models that the hosts of a job fetch from a bucket, by their fields (`model.path`). Empty for a
+    stage on the host of the flow, which has them.
+    """
 
     @property
     def home(self) -> Home:
@@ -66,6 +71,7 @@ class StageSpec:
             "pipeline_key": self.pipeline_key,
             "sources": dict(self.sources),
             "until": self.until,
+            "base_models": {name: copy._asdict() for name, copy in self.base_models.items()},
         }
 
     def write(self, path: Path) -> None:
@@ -91,6 +97,7 @@ class StageSpec:
             payload["pipeline_key"],
             payload["sources"],
             payload.get("until", "register"),  # specs of earlier releases have none
+            {name: ArtifactCopy(**copy) for name, copy in payload.get("base_models", {}).items()},
         )
 
 

@@ -274,6 +274,11 @@ class ArtifactStore:
         }
 
     @property
+    def url(self) -> str:
+        """URL of the store."""
+        return self._store.url
+
+    @property
     def is_local(self) -> bool:
         """Whether the artifacts are on this machine's disks."""
         return self._store.is_local
@@ -430,7 +435,7 @@ def _stamp(folder: Path) -> _Stamp:
 # `tracking.registry` writes a local path as `local-store://` if MLflow is a server.
 _ADDRESS = re.compile(r"(?:local-store://)?(.+)/artifacts/([a-z]+)/([0-9a-f]{16})(?:/.*)?")
 # Of `bundles.fetch`.
-_COPY = re.compile(r"(.+/artifacts-([a-z]+)-([0-9a-f]{16})-[0-9a-f]{12})(?:/.*)?")
+_COPY = re.compile(r"(.+/artifacts-([a-z]+)-([0-9a-f]{16})-([0-9a-f]{12}))(?:/(.*))?")
 
 
 def _store_file(copy: Path) -> Path:
@@ -461,16 +466,33 @@ def parse_artifact_address(address: str) -> ArtifactAddress | None:
     return None if found is None else ArtifactAddress(*found.groups())
 
 
-def parse_artifact_copy(path: str) -> tuple[str, str, str | None] | None:
-    """Return stage, key and store of the artifact that a local copy from a bucket was made of, or None for
-    other paths. The store is None if it is not known on this host.
-    """
+class ArtifactCopy(NamedTuple):
+    """The artifact in a bucket that a local folder is a copy of."""
+
+    stage: str
+    key: str
+    digest: str
+    """The first 12 digits of its digest."""
+    folder: str
+    """The folder inside the artifact; empty for the whole artifact."""
+    store: str | None
+    """URL of its store; None if it is not known on this host."""
+
+    @property
+    def address(self) -> ArtifactAddress | None:
+        """Where the artifact is; None if its store is not known."""
+        return None if self.store is None else ArtifactAddress(self.store, self.stage, self.key)
+
+
+def parse_artifact_copy(path: str) -> ArtifactCopy | None:
+    """Return the artifact that a local folder is a copy of, or None for other paths."""
     found = _COPY.fullmatch(path)
     if found is None:
         return None
-    copy, stage, key = found.groups()
+    copy, stage, key, digest, folder = found.groups()
     file = _store_file(Path(copy))
-    return stage, key, file.read_text(encoding="utf-8") if exists(file) else None
+    store = file.read_text(encoding="utf-8") if exists(file) else None
+    return ArtifactCopy(stage, key, digest, folder or "", store)
 
 
 def _find_program(files: tuple[FileEntry, ...]) -> str | None:

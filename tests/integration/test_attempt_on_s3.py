@@ -4,20 +4,26 @@
 - if the stage or a later step before the commit fails, they are deleted from the store
 - at a stop they stay, and the next attempt that commits deletes them
 - a base model from the bucket counts in the bytes that each host fetches
+- a job fetches the weights of its base model only for a stage that reads them on this host
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_core.cluster.base_model import copied_base_models
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.base_models import with_base_paths
 from rlhf_core.data.sources import model_digest
 from rlhf_core.errors import GateFailed, InputError
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.attempt import run_attempt
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
@@ -114,6 +120,50 @@ def test_a_base_model_from_a_bucket_is_counted(attempt: Attempt, tmp_path: Path)
     spec = StageSpec("sft", KEY, config, sources={"model": model_digest(path, None)})
     run_attempt(spec, Events(None), function=stage)
     assert found == [1002]
+
+
+@pytest.mark.parametrize(
+    ("stage", "has_ray", "has_weights"),
+    [("data", True, True), ("sft", True, False), ("sft", False, True), ("evaluate", False, False)],
+)
+def test_a_job_fetches_what_its_stage_reads_of_a_base_model(
+    stage: StageName,
+    has_ray: bool,
+    has_weights: bool,
+    attempt: Attempt,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_ray:
+        monkeypatch.delenv("RAY_ADDRESS")
+    model = tmp_path / "out" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("w" * 1000)
+    flow = ArtifactStore(attempt.store, tmp_path / "flow" / "cache")
+    path = flow.address(flow.publish("ppo", "a" * 16, tmp_path / "out", Provenance()), "model", local=True)
+    config = with_base_paths(attempt.config, {"model.path": path})
+    spec = StageSpec(
+        stage,
+        KEY,
+        config,
+        sources={"model": model_digest(path, None)},
+        base_models=copied_base_models(config),
+    )
+    shutil.rmtree(tmp_path / "flow")
+    found: list[Path] = []
+
+    def function(own: PipelineConfig, context: StageContext) -> StageResult:
+        found.append(Path(str(own.model.path)))
+        if context.nodes is not None:
+            assert list(context.nodes.copies.values()) == ([] if stage == "data" else [1002])
+        (context.output / "numbers.json").write_text("{}")
+        return StageResult({})
+
+    run_attempt(StageSpec.from_json(json.loads(json.dumps(spec.to_json()))), Events(None), function=function)
+    [own] = found
+    assert own.relative_to(tmp_path / "home" / "cache") == Path(path).relative_to(tmp_path / "flow" / "cache")
+    assert (own / "config.json").exists() and (own / "model.safetensors").exists() == has_weights
 
 
 def _fail(_context: StageContext) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.cluster.agent import NodeAgent
+from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError
@@ -137,18 +138,21 @@ def two_nodes(
     inputs: Sequence[ArtifactRef] = (),
     copies: Mapping[str, int] | None = None,
     artifacts: ArtifactStore | None = None,
+    model: Path | None = None,
+    base_model: BaseModel | None = None,
 ) -> ClusterNodes:
     """Return the driver's view of one other host before the stage has ranks."""
     cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent}, objects=objects)
     work = folder / "work"
     work.mkdir()
     monitor = Monitor(folder / "stacks")
-    config = PipelineConfig.model_validate({"run": {"home": str(folder / "home")}})
+    tree = {"run": {"home": str(folder / "home")}, "model": {"path": model and str(model)}}
     return ClusterNodes(
-        config,
+        PipelineConfig.model_validate(tree),
         work,
         inputs,
         monitor,
+        base_model,
         copies=copies,
         artifacts=artifacts,
         cluster=cluster,

@@ -26,17 +26,24 @@ TEXT = "Tell me about a small fox in the garden."
 
 
 def register_policy(
-    mlflow: Mlflow, model: str, store: Path, work: Path, number: int, base: str | None = None
+    mlflow: Mlflow,
+    model: str,
+    store: Path | str,
+    work: Path,
+    number: int,
+    base: str | None = None,
+    positions: int = 64,
 ) -> str:
     """Publish the artifacts of a policy, register it as champion, and return the digest of its weights.
 
     Args:
         mlflow: The registry.
         model: Name of the registered model.
-        store: Folder of the store.
+        store: Folder or URL of the store.
         work: Folder for files that are not in the store.
         number: Seed of the weights; the number of the version if policies are registered in order.
         base: `model.path` of its run.
+        positions: Context length in tokens.
     """
     config = PipelineConfig.model_validate_json('{"data": {"sft": [{"path": "/rows/a|b.jsonl"}]}}')
     made = config.model_dump(mode="json", by_alias=True)
@@ -49,7 +56,11 @@ def register_policy(
         out.mkdir(parents=True)
         if stage == "ppo":
             policy = save_tiny_llama(
-                out / "policy", number, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id
+                out / "policy",
+                number,
+                vocab_size=len(tokenizer),
+                eos_token_id=tokenizer.eos_token_id,
+                max_position_embeddings=positions,
             )
             tokenizer.save_pretrained(policy)
             tags[WEIGHTS] = weights_sha256(policy)

@@ -117,6 +117,10 @@ class ScriptedSlurm:
         """Leave new jobs in the queue."""
         (self.folder / "held").touch()
 
+    def release(self) -> None:
+        """Start new jobs again."""
+        (self.folder / "held").unlink()
+
     def set_state(self, job: Path, state: str) -> None:
         """Replace the state of a job, such as `PENDING|Resources`."""
         (job / "state").write_text(state)

@@ -23,9 +23,11 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InputError
-from rlhf_core.planning.check import check_disk
+from rlhf_core.pipeline import StageName, stages_between
+from rlhf_core.planning.check import check_devices, check_disk
 from rlhf_core.preflight import check
 from rlhf_core.rewards.check import module_file
 from rlhf_core.system.machine import Disk
@@ -264,6 +266,69 @@ def test_too_few_gpus_are_refused_with_the_arithmetic() -> None:
     )
     with on_machine(with_gpus(8)):
         assert check(wide) == []
+
+
+LATER = "; only stages that this run has passed, or does not come to, need it"
+
+
+@pytest.mark.parametrize(
+    ("start", "until", "errors"),
+    [
+        ("data", "data", []),
+        ("data", "sft", ["sft.deepspeed.ranks"]),
+        ("data", "reward", ["sft.deepspeed.ranks", "reward.deepspeed.ranks"]),
+        ("judge", "judge", ["reward.deepspeed.ranks"]),
+        ("ppo", "ppo", ["ppo"]),
+        ("sample", "sample", []),
+        ("register", "register", ["evaluate.ranks", "evaluate.engines"]),
+    ],
+)
+def test_gpus_that_the_run_does_not_come_to_are_a_warning(
+    start: StageName, until: StageName, errors: list[str]
+) -> None:
+    wide = config(
+        "sft.deepspeed.ranks=2",
+        "reward.deepspeed.ranks=2",
+        "reward.judge={fraction: 0.5}",
+        "ppo.engine.count=2",
+        "evaluate.ranks=2",
+        "evaluate.engines=2",
+    )
+    fields = ["sft.deepspeed.ranks", "reward.deepspeed.ranks", "evaluate.ranks", "evaluate.engines", "ppo"]
+    with on_machine(with_gpus(1)):
+        found = list(check_devices(wide, stages_made(wide, start, until)))
+    refusals = [finding.message for finding in found if isinstance(finding, ConfigError)]
+    warnings = [finding for finding in found if isinstance(finding, str)]
+    assert [message.partition(":")[0] for message in refusals] == [each for each in fields if each in errors]
+    assert [message.partition(":")[0] for message in warnings] == [
+        each for each in fields if each not in errors
+    ]
+    assert all(message.endswith(LATER) for message in warnings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "until"),
+    [
+        (["ppo.weight_sync.backend=nccl"], "reward"),
+        (
+            [
+                "ppo.engine.sleep_level=1",
+                "ppo.policy_deepspeed.zero_stage=1",
+                "ppo.critic_deepspeed.zero_stage=1",
+                "ppo.colocate=all",
+            ],
+            "reward",
+        ),
+        (["ppo.policy_deepspeed={dtype: float16, zero_stage: 1}"], "reward"),
+        (["ppo.engine.count=600"], "reward"),
+        (["evaluate.engines=600"], "ppo"),
+    ],
+)
+def test_without_gpus_settings_of_later_stages_are_a_warning(overrides: list[str], until: StageName) -> None:
+    wanted = config(*overrides)
+    refused(wanted, ConfigError)
+    warnings = check(wanted, stages=stages_between("data", until))
+    assert sum(warning.endswith(LATER) for warning in warnings) == 1
 
 
 def test_devices_of_a_ray_cluster_are_not_those_of_this_machine(

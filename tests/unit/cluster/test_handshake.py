@@ -15,6 +15,7 @@ runs on hosts in `tests/integration/test_several_hosts.py`.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from rlhf_core.cluster.space import Space
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InfrastructureError
+from rlhf_core.pipeline import STAGES, stages_between
 from rlhf_core.run.environment import stage_environment
 from rlhf_core.system.home import Home
 from rlhf_core.testing.cluster import ScriptedCluster, node
@@ -207,15 +209,20 @@ def test_other_variables_and_secrets_are_refused(name: str, words: tuple[str, ..
     assert all(word in caught.value.message for word in words), caught.value.message
 
 
-def test_the_gpus_of_all_nodes_are_counted_for_all_stages() -> None:
+def test_the_gpus_of_all_nodes_are_counted_for_the_stages_of_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = PipelineConfig.model_validate(
         {"run": {"device": "cuda"}, "sft": {"deepspeed": {"ranks": 16}}, "ppo": {"engine": {"count": 2}}}
     )
-    handshake._check_gpus([{"Resources": {"GPU": 8.0}}] * 2 + [{"Resources": {"CPU": 4.0}}], config)
-    with pytest.raises(
-        ConfigError, match=r"sft\.deepspeed\.ranks: must be at most the 8 registered GPUs; got 16"
-    ):
-        handshake._check_gpus([{"Resources": {"GPU": 8.0}}], config)
+    two = [{"Resources": {"GPU": 8.0}}] * 2 + [{"Resources": {"CPU": 4.0}}]
+    handshake._check_gpus(two, config, tuple(STAGES))
+    too_few = r"sft\.deepspeed\.ranks: must be at most the 8 registered GPUs; got 16"
+    with pytest.raises(ConfigError, match=too_few):
+        handshake._check_gpus([{"Resources": {"GPU": 8.0}}], config, stages_between("data", "sft"))
+    assert caplog.text == ""
+    handshake._check_gpus([{"Resources": {"GPU": 8.0}}], config, stages_between("reward", "register"))
+    assert re.search(too_few, caplog.text)
 
 
 def test_a_node_that_ray_loses_meanwhile_is_left_out(report: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
 - further inputs, as those of a champion, are fetched by the hosts before their next processes start
 - without the weights, the driver has their headers, and knows which models an engine can replace
 - a base model that is a copy of an artifact is fetched from the store of the artifact, and its bytes count
+- the host of a job fetches it into its own `run.home`, its weights only if they are read there
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_core.cluster.agent import NodeAgent
-from rlhf_core.cluster.base_model import BaseModel
+from rlhf_core.cluster.base_model import BaseModel, copied_base_models, with_own_copies
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.sources import model_digest
+from rlhf_core.data.sources import model_digest, model_state, require_same_state
 from rlhf_core.errors import CorruptArtifact, DataError, ModelError
 from rlhf_core.pipeline import StageName
-from rlhf_core.storage.artifacts import ArtifactAddress, ArtifactStore, Provenance
+from rlhf_core.storage.artifacts import (
+    ArtifactAddress,
+    ArtifactCopy,
+    ArtifactStore,
+    Provenance,
+    parse_artifact_copy,
+)
 from rlhf_core.system.files import header_copy
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
@@ -185,7 +192,7 @@ def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> N
     assert model == BaseModel("sft", digest, ArtifactAddress(theirs.url, "ppo", "a" * 16))
     size = sum(len(text + "ppo") for text in FILES.values())
     assert (
-        model.copies(config, theirs) == {name: size} and BaseModel("sft", digest).copies(config, theirs) == {}
+        model.copies(config, driver) == {name: size} and BaseModel("sft", digest).copies(config, driver) == {}
     )
     assert BaseModel.of(config, "sft", {}) is None and BaseModel.of(config, "ppo", {"model": "d"}) is None
     (tmp_path / "work" / "scratch").mkdir(parents=True)
@@ -202,3 +209,69 @@ def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> N
     theirs.delete_prefix("artifacts")
     with pytest.raises(ModelError, match="model path not found"):
         agent.fetch_base_model(model)
+
+
+class BaseOfJob:
+    """A base model in a bucket that the flow has a copy of, and a job whose host has none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.store = folder, bucket(folder)
+        self.ref = published(folder, "ppo", "a" * 16)
+        flow = ArtifactStore(self.store, Home.of(folder / "flow").cache)
+        self.config = self.config_with(flow.address(self.ref, "model", local=True))
+        self.digest = model_digest(str(self.config.model.path), None)
+        self.copies = copied_base_models(self.config)
+        self.artifacts = ArtifactStore(self.store, Home.of(folder / "home").cache)
+
+    def config_with(self, path: str) -> PipelineConfig:
+        return PipelineConfig.model_validate(
+            {"model": {"path": path}, "run": {"home": f"{self.folder}/home"}}
+        )
+
+    def fetch(self, *whole: str) -> Path:
+        config = with_own_copies(self.config, self.copies, self.artifacts, whole)
+        assert config == self.config_with(str(config.model.path))
+        return Path(str(config.model.path))
+
+
+def test_a_job_fetches_its_base_model_to_its_own_host(tmp_path: Path) -> None:
+    base = BaseOfJob(tmp_path)
+    copy = ArtifactCopy("ppo", "a" * 16, base.ref.digest[:12], "model", base.store.url)
+    assert base.copies == {"model.path": copy}
+    model = base.fetch()
+    assert model.is_relative_to(tmp_path / "home") and names_in(model) == {"config.json"}
+    assert parse_artifact_copy(str(model)) == copy
+    assert base.fetch("model.path") == model
+    assert model_digest(str(model), None) == base.digest
+
+
+def test_the_artifact_of_a_base_model_must_be_that_of_the_flow(tmp_path: Path) -> None:
+    base = BaseOfJob(tmp_path)
+    gone = rf"model\.path: the artifact ppo/{'a' * 16} in .* is gone, or another one than when the run began"
+    base.store.delete_prefix("artifacts")
+    with pytest.raises(DataError, match=gone):
+        base.fetch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    base.artifacts.publish("ppo", "a" * 16, tmp_path / "out", Provenance())
+    with pytest.raises(DataError, match=gone):
+        base.fetch()
+
+
+def test_the_driver_of_a_job_completes_its_base_model_for_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    base = BaseOfJob(tmp_path)
+    model = base.fetch()
+    config, digests = base.config_with(str(model)), {"model": base.digest}
+    before = model_state(config)
+    agent = Elsewhere(tmp_path / "two", config, tmp_path / "work", base.store)
+    driver = BaseModel.of(config, "sft", digests)
+    nodes = two_nodes(tmp_path, agent, artifacts=base.artifacts, model=model, base_model=driver)
+    nodes.lacks_base_weights = True
+    nodes.join({"1": {"": {0}}})
+    assert model_digest(str(model), None) == base.digest
+    require_same_state(before, config, digests, tmp_path / "work" / "scratch")
+    with pytest.raises(DataError, match=r"model: .* was changed after its digest was taken"):
+        require_same_state(before, config, digests)  # without what the driver has written

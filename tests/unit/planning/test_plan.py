@@ -33,6 +33,7 @@ from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
+from rlhf_core.pipeline import stages_between
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.fit import advise, check_memory, compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware
@@ -464,6 +465,10 @@ def test_before_a_run_gpus_that_are_too_small_are_refused_with_a_fix(
             check_memory(wanted)
         changes = shlex.split(refused.value.message.rpartition("it fits with ")[2])
         check_memory(config_from_tree(wanted.model_dump(mode="json", by_alias=True), "test", changes))
+        later = check_memory(wanted, stages_between("data", "data"))
+        assert re.match(
+            r"stages that this run does not come to do not fit: sft: policy needs 1\d\d\.\d", later
+        )
         monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
         check_memory(wanted)
         monkeypatch.delenv("RAY_ADDRESS")

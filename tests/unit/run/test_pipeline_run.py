@@ -49,7 +49,7 @@ from rlhf_core.run.summary import (
     stage_markdown,
     summarize,
 )
-from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId, RecordedProcess
@@ -497,6 +497,24 @@ def test_spec_contains_digests_of_external_inputs_and_the_last_stage(tmp_path: P
     spec = StageSpec.read(tmp_path / "spec.json")
     assert spec.sources == source_digests(run.config)
     assert set(spec.sources) >= {"data.sft[0]", "data.prompts[0]"} and spec.until == "reward"
+
+
+def test_the_spec_of_a_job_has_the_artifact_that_its_base_model_is_a_copy_of(tmp_path: Path) -> None:
+    copy = tmp_path / "cache" / f"artifacts-ppo-{'a' * 16}-{'b' * 12}"
+    (copy / "policy").mkdir(parents=True)
+    (copy / "policy" / "config.json").write_text("{}")
+    model = {"path": str(copy / "policy")}
+    slurm = {"executor": "slurm", "resources": {"register": {"executor": "local"}}}
+    assert pipeline(tmp_path, model=model, run=slurm).spec("data", {}).base_models == {}, (
+        "a folder of the user"
+    )
+    copy.with_name(f"{copy.name}.store").write_text("s3://bucket/models")
+    local, jobs = pipeline(tmp_path, model=model), pipeline(tmp_path, model=model, run=slurm)
+    assert keys(local) == keys(jobs)
+    inputs = {stage: ref(stage) for stage in STAGES}
+    assert local.spec("data", {}).base_models == jobs.spec("register", inputs).base_models == {}
+    expected = {"model.path": ArtifactCopy("ppo", "a" * 16, "b" * 12, "policy", "s3://bucket/models")}
+    assert jobs.spec("data", {}).base_models == jobs.spec("evaluate", inputs).base_models == expected
 
 
 def test_warnings_are_logged_and_tagged(

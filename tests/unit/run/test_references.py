@@ -5,7 +5,7 @@
 - unknown names, versions, stages, keys and files, malformed references and paths that leave the artifact are
   errors that name the field; all are reported at once
 - policy and judge can start from a champion, with the same digests and errors
-- a champion that is an adapter is refused, and one in a bucket for stages on other machines
+- a champion that is an adapter is refused
 - check, Python API, retraining, plan and tune resolve them; the MLflow run has them as tags
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.cluster.base_model import copied_base_models
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.data.sources import model_digests, source_digests
@@ -29,7 +30,7 @@ from rlhf_core.run.external_inputs import external_digests, external_marks
 from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import reference_marks, resolve
 from rlhf_core.run.retraining import Retraining
-from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.champions import rollback
@@ -213,17 +214,6 @@ def test_an_adapter_is_refused(home: Path, champions: list[str], monkeypatch: py
         resolve(with_model(home, f"champion:{MODEL}"))
 
 
-def test_a_champion_in_a_bucket_is_refused_for_other_machines(
-    home: Path, champions: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote = config_of(home, model={"path": f"champion:{MODEL}"})
-    remote = remote.model_copy(update={"run": remote.run.model_copy(update={"executor": "ray"})})
-    resolve(remote)  # a folder that every host mounts
-    monkeypatch.setattr(ArtifactStore, "is_local", False)
-    with pytest.raises(ConfigError, match="the model is in a bucket, and stages on other machines"):
-        resolve(remote)
-
-
 # -- sources --
 
 
@@ -251,8 +241,11 @@ def test_a_file_in_a_bucket_is_an_s3_address(s3_server: Any, home: Path) -> None
         store={"url": url, "endpoint": s3_server.endpoint},
         data={"sft": [{"path": f"artifact://sample/{KEY}/best.jsonl"}]},
         model={"path": f"artifact://sample/{KEY}/inner"},
+        run={"home": str(home), "device": "cpu", "executor": "slurm"},
     )
     found = resolve(config).config
+    copy = ArtifactCopy("sample", KEY, ref.digest[:12], "inner", url)
+    assert copied_base_models(found) == {"model.path": copy}, "what the hosts of a job fetch"
     assert found.data.sft[0].path == f"{ref.uri}/best.jsonl" and ref.uri.startswith(url)
     assert found.model.path is not None and (Path(found.model.path) / "more.jsonl").read_text() == ROW
     assert "data.sft[0]" in source_digests(found)

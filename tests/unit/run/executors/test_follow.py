@@ -37,7 +37,7 @@ from rlhf_core.run.executors.follow import Waits, run_remote, shared_environment
 from rlhf_core.run.executors.job_files import JobFiles
 from rlhf_core.run.executors.kuberay import KubeRayJobs
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
 from rlhf_core.testing.clock import ManualClock
@@ -55,7 +55,10 @@ FAST = Waits(poll=0.01, status=0.0, log=0.02, stop=0.1)
 @pytest.fixture
 def spec(tmp_path: Path) -> StageSpec:
     run = {"home": str(tmp_path / "home"), "executor": "kuberay"}
-    return StageSpec("data", KEY, PipelineConfig.model_validate({"run": run}))
+    copy = ArtifactCopy("ppo", "a" * 16, "b" * 12, "policy", "s3://bucket/models")
+    return StageSpec(
+        "data", KEY, PipelineConfig.model_validate({"run": run}), base_models={"model.path": copy}
+    )
 
 
 @pytest.fixture
@@ -119,8 +122,9 @@ def test_events_log_and_result_reach_the_flow(
     assert words == ["python", "-P", "-m", "rlhf_core.run.remote", spec.config.store_url, KEY, "1"]
     written = json.loads(store.read_bytes(f"jobs/{KEY}/000001/spec.json") or b"")
     assert StageSpec.from_json(written["spec"]) == spec
-    del written["spec"]["until"]
-    assert StageSpec.from_json(written["spec"]).until == "register", "of an earlier release"
+    del written["spec"]["until"], written["spec"]["base_models"]
+    old = StageSpec.from_json(written["spec"])
+    assert (old.until, old.base_models) == ("register", {}), "of an earlier release"
     assert written["job_name"] == body["metadata"]["name"]
 
 
