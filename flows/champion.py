@@ -9,7 +9,7 @@ from prefect.artifacts import create_table_artifact
 from pydantic import Field
 
 from flows.notify import notify, notify_failure
-from rlhf_core.run.registered import open_registry
+from rlhf_core.run.registered_policies import open_registry
 from rlhf_core.tracking import champions
 
 ModelName = Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]

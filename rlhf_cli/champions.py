@@ -100,7 +100,7 @@ def _add_registry(sub: argparse.ArgumentParser) -> None:
 
 
 def _champions(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.registered import open_registry
+    from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import champions, registered_models
 
     mlflow = open_registry(arguments.home)
@@ -117,7 +117,7 @@ def _champions(arguments: argparse.Namespace) -> int:
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.registered import open_registry
+    from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import rollback
 
     move, changed = rollback(open_registry(arguments.home), arguments.name, arguments.reason, arguments.to)
@@ -132,7 +132,7 @@ def _rollback(arguments: argparse.Namespace) -> int:
 
 
 def _promote(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.registered import open_registry
+    from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import promote
 
     mlflow = open_registry(arguments.home)
@@ -145,7 +145,7 @@ def _promote(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.registered import open_policy, serve_command, serve_environment
+    from rlhf_core.run.registered_policies import open_policy, serve_command, serve_environment
 
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
     more = [word for text in arguments.vllm for word in shlex.split(text)]
@@ -157,7 +157,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _publish(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.publish import publish, publish_to_hub
-    from rlhf_core.run.registered import open_policy
+    from rlhf_core.run.registered_policies import open_policy
 
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
     if arguments.target.startswith(HUB):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.cluster.base_model import BaseModel
-from rlhf_core.cluster.space import Space, space_of
+from rlhf_core.cluster.disk_space import Space, space_of
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import model_state
 from rlhf_core.errors import DataError, InputError, StoreError, classified

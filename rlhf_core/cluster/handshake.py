@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
+from rlhf_core.cluster.disk_space import space_of, space_problem
 from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, fetch, ready
-from rlhf_core.cluster.space import space_of, space_problem
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError

@@ -24,7 +24,7 @@ from markupsafe import Markup
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.report import environment
-from rlhf_core.evaluation.sampled import SampledAnswer, read_answers
+from rlhf_core.evaluation.sampled_answers import SampledAnswer, read_answers
 from rlhf_core.evaluation.statistics import Interval, Verdicts, wilson
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, voters
 from rlhf_core.seeds import derive_seed

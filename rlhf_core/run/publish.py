@@ -23,7 +23,7 @@ from rlhf_core.evaluation.measures import MEASURES
 from rlhf_core.evaluation.policy_results import evaluation_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.pipeline import STAGES
-from rlhf_core.run.registered import RegisteredPolicy, RegisteredVersion
+from rlhf_core.run.registered_policies import RegisteredPolicy, RegisteredVersion
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.files import TEMPORARY
 

@@ -35,7 +35,7 @@ from rlhf_core.tracking.champions import BASE, CHAMPION, REFERENCE, WEIGHTS
 from rlhf_core.types import ArtifactRef
 
 if TYPE_CHECKING:
-    from rlhf_core.run.registered import RegisteredPolicy
+    from rlhf_core.run.registered_policies import RegisteredPolicy
     from rlhf_core.tracking.mlflow_client import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -275,14 +275,17 @@ class _Resolver:
         return name, version, store, found, file
 
     def _load_policy(self, name: str, version: str) -> RegisteredPolicy:
-        from rlhf_core.run.registered import load_registered, registry_of  # they import the evaluation
+        from rlhf_core.run.registered_policies import (  # they import the evaluation
+            load_registered,
+            registry_of,
+        )
 
         with _advice(version):
             mlflow, store = registry_of(self._config), self._config.store
             return load_registered(mlflow, f"{name}@{version}", self._config.run.home, store.endpoint)
 
     def _find_artifacts(self, name: str, version: str) -> tuple[ModelVersion, ArtifactStore]:
-        from rlhf_core.run.registered import find_artifacts, registry_of
+        from rlhf_core.run.registered_policies import find_artifacts, registry_of
 
         with _advice(version):
             mlflow, store = registry_of(self._config), self._config.store

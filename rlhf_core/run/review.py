@@ -39,7 +39,7 @@ from rlhf_core.evaluation.review import (
     votes_by_pair,
     win_rate_by_people,
 )
-from rlhf_core.evaluation.sampled import ANSWERS
+from rlhf_core.evaluation.sampled_answers import ANSWERS
 from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.spec import config_from_json

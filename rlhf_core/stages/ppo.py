@@ -85,7 +85,7 @@ def _started(
 ) -> Iterator[PPOController]:
     """Start the fleet, and yield its controller."""
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
-    from rlhf_core.evaluation.held_out import HeldOutEvaluation
+    from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
     from rlhf_core.evaluation.held_out_prompts import prompts_of_ppo
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.reward_actor import RewardSettings, open_rewards

@@ -22,7 +22,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
-from rlhf_core.evaluation.held_out import HeldOutEvaluation
+from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult

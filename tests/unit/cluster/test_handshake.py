@@ -25,10 +25,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster import handshake
+from rlhf_core.cluster.disk_space import Space
 from rlhf_core.cluster.environment import rank_environment
 from rlhf_core.cluster.handshake import StoreProbe, compare_versions, report_node
 from rlhf_core.cluster.rpc import Pending
-from rlhf_core.cluster.space import Space
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InfrastructureError

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster.agent import Started
+from rlhf_core.cluster.disk_space import Space
 from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes, report_seconds, silent_seconds
-from rlhf_core.cluster.space import Space
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError, WorkerDied
 from rlhf_core.system.heartbeat import Monitor, Participant

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.space import Space, space_of, space_problem
+from rlhf_core.cluster.disk_space import Space, space_of, space_problem
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 

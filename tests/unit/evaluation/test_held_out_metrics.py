@@ -18,7 +18,7 @@ import pytest
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role
-from rlhf_core.evaluation.held_out import HeldOutEvaluation
+from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.ppo.columns import RolloutColumns, row_columns
 from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.selection import HeldOutResult

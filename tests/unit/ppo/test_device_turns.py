@@ -29,7 +29,7 @@ from rlhf_core.config.placement import Group
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import WorkerDied
-from rlhf_core.evaluation.held_out import HeldOutEvaluation, HeldOutResult
+from rlhf_core.evaluation.during_ppo import HeldOutEvaluation, HeldOutResult
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus

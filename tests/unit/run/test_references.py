@@ -24,7 +24,7 @@ from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.data.sources import model_digests, source_digests
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.run import api, registered, tune
+from rlhf_core.run import api, registered_policies, tune
 from rlhf_core.run.checks import CheckedConfig, load_and_check
 from rlhf_core.run.external_inputs import external_digests, external_marks
 from rlhf_core.run.plan import make_plan
@@ -203,13 +203,13 @@ def test_a_reference_has_no_revision(home: Path, champions: list[str]) -> None:
 
 
 def test_an_adapter_is_refused(home: Path, champions: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    load = registered.load_registered
+    load = registered_policies.load_registered
 
     def with_adapter(*arguments: Any) -> Any:
         policy = load(*arguments)
         return replace(policy, files=PolicyFiles(policy.files.model, policy.folder / "adapter"))
 
-    monkeypatch.setattr(registered, "load_registered", with_adapter)
+    monkeypatch.setattr(registered_policies, "load_registered", with_adapter)
     with pytest.raises(ConfigError, match=f"version 2 of {MODEL} is an adapter on its SFT model"):
         resolve(with_model(home, f"champion:{MODEL}"))
 

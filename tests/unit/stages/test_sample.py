@@ -37,7 +37,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import generate
 from rlhf_core.evaluation.generate import SamplingSettings
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.evaluation.sampled import ANSWERS, SampledAnswer, read_answers
+from rlhf_core.evaluation.sampled_answers import ANSWERS, SampledAnswer, read_answers
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages import sample
 from rlhf_core.stages.sample import ScoredAnswer, select

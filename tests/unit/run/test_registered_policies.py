@@ -26,7 +26,7 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.publish import licence_of, model_card, publish
-from rlhf_core.run.registered import RegisteredPolicy, open_policy, serve_command
+from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy, serve_command
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.tracking.champions import BASE, WEIGHTS, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
