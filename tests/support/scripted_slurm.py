@@ -2,7 +2,8 @@
 overwrite.
 
     {folder}/bin/sbatch, squeue, sacct, scancel, scontrol, srun, ray
-    {folder}/jobs/{name}/   args, pid, exit code, `state` (replaces the state that follows from the process)
+    {folder}/jobs/{name}/   args, pid, exit code, `state` (replaces the state that follows from the process),
+                            `left` (the queue), `hidden` (its partition), `old` (of another day)
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ if command == "sbatch":
     job.mkdir(parents=True)
     (job / "args").write_text(json.dumps(arguments))
     script = next(index for index, word in enumerate(arguments) if not word.startswith("--"))
+    inherited = dict(os.environ)
+    if os.environ.get("SBATCH_EXPORT") == "NONE":
+        inherited = {{"PATH": os.environ["PATH"], "SLURM_EXPORT_ENV": "NONE"}}
     environment = {{
-        **os.environ, "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-2]",
+        **inherited, "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": option("nodes"), "SLURM_JOB_NAME": job.name,
     }}
     if not (FOLDER / "held").exists():
@@ -69,7 +73,11 @@ if command == "sbatch":
     print("4711")
 elif command in ("squeue", "sacct"):
     job = FOLDER / "jobs" / option("name")
-    if job.is_dir() and not (command == "squeue" and (job / "left").exists()):
+    is_filtered = any(name.startswith(f"{{command.upper()}}_") for name in os.environ)
+    is_hidden = (job / "hidden").exists() and "--all" not in arguments
+    is_old = (job / "old").exists() and not option("starttime")
+    left = command == "squeue" and (job / "left").exists()
+    if job.is_dir() and not (left or is_filtered or (is_hidden if command == "squeue" else is_old)):
         print(state_of(job))
 elif command == "scancel":
     job = FOLDER / "jobs" / option("name")
@@ -82,11 +90,21 @@ elif command == "scancel":
         (job / "state").write_text("CANCELLED by 0|None")
 elif command == "scontrol":
     print("node1\nlocalhost")
-elif command in ("srun", "ray"):
-    start = arguments.index("--") + 1 if command == "ray" else 0
-    while command == "srun" and arguments[start].startswith("--"):
-        start += 1
-    os.execvp(arguments[start], arguments[start:])
+elif command == "srun":
+    start = next(index for index, word in enumerate(arguments) if not word.startswith("--"))
+    environment = dict(os.environ)
+    if os.environ.get("SLURM_EXPORT_ENV") == "NONE" and option("export") != "ALL":
+        environment = {{
+            name: value for name, value in environment.items() if name == "PATH" or name.startswith("SLURM_")
+        }}
+    for node in reversed(range(int(option("nodes")))):
+        code = subprocess.call(arguments[start:], env={{**environment, "SLURM_NODEID": str(node)}})
+    sys.exit(code)
+elif command == "ray":
+    # The first node is the head, which runs the command.
+    start = arguments.index("--") + 1
+    if os.environ["SLURM_NODEID"] == "0":
+        os.execvp(arguments[start], arguments[start:])
 """
 
 

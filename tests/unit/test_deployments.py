@@ -147,11 +147,29 @@ def test_secrets_come_from_the_env_file(compose: dict[str, Any]) -> None:
 def test_our_containers_are_restricted(compose: dict[str, Any]) -> None:
     ours = [service for service in compose["services"].values() if "RLHF_IMAGE" in service["image"]]
     assert len(ours) == 5
+    user = next(rest for word, rest in instructions() if word == "USER").split(":")
     for service in ours:
-        assert service["read_only"] is True
+        # Compose refuses a file with `content` for a container that is read-only.
+        assert service["read_only"] is ("configs" not in service)
+        # A tmpfs has the mode of the image's folder, and belongs to root if no owner is given.
+        [home] = [mount for mount in service["tmpfs"] if mount.startswith("/home/rlhf:")]
+        assert {f"uid={user[0]}", f"gid={user[1]}"} <= set(home.partition(":")[2].split(","))
         assert service["cap_drop"] == ["ALL"]
         assert "user" not in service, "the image's user is not root"
     assert compose["services"]["worker"]["shm_size"] == "16gb"
+
+
+def test_prefect_can_write_the_files_of_its_page(compose: dict[str, Any]) -> None:
+    """It copies them out of its package when it starts. If it cannot, it has no page."""
+    service = compose["services"]["prefect"]
+    folder = Path(service["environment"]["PREFECT_UI_STATIC_DIRECTORY"])
+    assert any(folder.is_relative_to(mount.partition(":")[0]) for mount in service["tmpfs"])
+
+
+def test_conditional_writes_of_the_s3_server_are_atomic(compose: dict[str, Any]) -> None:
+    """Since the release after 4.16 (seaweedfs/seaweedfs#8800)."""
+    version = compose["services"]["s3"]["image"].partition(":")[2].split(".")
+    assert [int(part) for part in version] > [4, 16]
 
 
 def test_settings_are_those_of_the_locked_versions(compose: dict[str, Any]) -> None:
@@ -458,9 +476,17 @@ def test_the_batch_script_is_valid() -> None:
 
     known = {option for parameter in start.params for option in (*parameter.opts, *parameter.secondary_opts)}
     call = text[text.rindex("ray symmetric-run") : text.index("-- env")]
-    given = set(re.findall(r"--[a-z-]+", call)) - {"--address", "--min-nodes"}
-    assert given == {"--disable-usage-stats", "--include-dashboard"}
-    assert given <= known
+    of_all = set(re.findall(r"--[a-z-]+", call)) - {"--address", "--min-nodes"}
+    of_head = set(re.findall(r"head=(--[a-z-]+)", text))
+    assert (of_all, of_head) == ({"--disable-usage-stats"}, {"--include-dashboard"})
+    assert of_all | of_head <= known
+    # Ray refuses these on other nodes.
+    [head_only] = re.findall(r"head_only_flags = \{(.*?)\}", inspect.getsource(start.callback), re.DOTALL)
+    assert of_head <= set(re.findall(r'"(--[a-z-]+)"', head_only))
+    assert not of_all & set(re.findall(r'"(--[a-z-]+)"', head_only))
+    [srun] = re.findall(r"^exec srun (.*) \\$", text, re.MULTILINE)
+    assert "--cpu-bind=none" in srun.split()
+    assert "#SBATCH --mem=0\n" in text
 
 
 def test_cluster_txt_completes_the_lock() -> None:

@@ -6,8 +6,9 @@ The job is found again by its name, which no other stage or attempt has. Slurm i
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.config.redact import printable, scrubbed
@@ -31,6 +32,15 @@ _STATES: dict[str, JobState] = {
 """All others are states of a job that runs: RUNNING, COMPLETING, RESIZING, SIGNALING, STAGE_OUT, UPDATE_DB,
 and those of later versions. If such a job counted as ended, a second one would be submitted.
 """
+
+_TEMPORARY = (
+    "unable to contact", "timed out", "temporarily", "try again", "standby mode", "zero bytes",
+    "configuration source",
+)  # fmt: skip
+"""In messages of a controller that is down, busy or changing places with its backup."""
+_FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
+"""Prefixes of variables that hide jobs of other partitions, users or states from these commands."""
+_OF_THE_USER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 class SlurmJobs:
@@ -73,21 +83,26 @@ class SlurmJobs:
             "--qos": resources.priority,
             "--account": resources.account,
             "--time": resources.time_limit and max(1, resources.time_limit // 60),  # minutes
-            "--output": self._logs / f"{job.name}.out",
+            "--output": str(self._logs / f"{job.name}.out").replace("%", "%%"),
         }
         flags = [f"{name}={value}" for name, value in options.items() if value is not None]
         self._run(["sbatch", "--parsable", *flags, str(script), *job.command], refused=ConfigError)
 
     def status(self, name: str) -> JobStatus:
         """Return the status of a job: from the queue, or from accounting if it has left the queue."""
-        # all: also jobs that ended a short time ago, because a cluster may have no accounting.
-        queue = ["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%T|%r"]
-        lines = self._run(queue).splitlines()
+        # Also jobs that ended a short time ago, because a cluster may have no accounting, and those of hidden
+        # partitions and of other clusters of a federation.
+        queue = ["squeue", "--noheader", "--states=all", "--all", "--federation", f"--name={name}"]
+        lines = self._run([*queue, "--format=%T|%r"]).splitlines()
         if not lines:
-            accounting = ["sacct", "--noheader", "--parsable2", "--allocations", f"--name={name}"]
-            lines = self._run([*accounting, "--format=State,Reason"], without="").splitlines()
+            # By default, sacct looks for jobs of the current day.
+            accounting = ["sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now-7days"]
+            accounting += [f"--name={name}", "--format=State,Reason"]
+            lines = self._run(accounting, without="").splitlines()
         if not lines:
             return JobStatus("missing")
+        # A job that another cluster of the federation runs is revoked on this one.
+        lines.sort(key=lambda line: not line.startswith("REVOKED"))
         statuses = [_status(line) for line in lines]
         return next((status for status in statuses if status.is_active), statuses[-1])
 
@@ -123,6 +138,7 @@ class SlurmJobs:
                 timeout=_COMMAND_SECONDS,
                 check=False,
                 stdin=subprocess.DEVNULL,
+                env=_environment(os.environ),
             )
         except FileNotFoundError as error:
             if without is not None:
@@ -137,11 +153,21 @@ class SlurmJobs:
             return done.stdout
         if without is not None:
             return without
-        temporary = any(
-            text in words for text in ("Unable to contact", "timed out", "temporarily", "try again")
-        )
-        kind = InfrastructureError if temporary else refused
+        kind = InfrastructureError if any(text in words.lower() for text in _TEMPORARY) else refused
         raise kind(f"{command[0]} failed with exit code {done.returncode}: {words}")
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a command of Slurm.
+
+    A flow can itself be in a job of Slurm. A job that it submits would inherit that job's `SLURM_` variables,
+    and `srun` takes options from them, such as the binding to cores of a small job.
+    """
+    return {
+        name: value
+        for name, value in variables.items()
+        if name in _OF_THE_USER or not name.startswith(("SLURM_", *_FILTERS))
+    }
 
 
 def _status(line: str) -> JobStatus:

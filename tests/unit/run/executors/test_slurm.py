@@ -3,14 +3,17 @@
 - `sbatch` gets the resources of the stage as its options, and each job is submitted once
 - the output goes to a folder that the nodes have: below a store that is a folder, or /tmp
 - every state of `squeue` and `sacct` has a meaning; a job that has left the queue is looked up in accounting
+- no variable, hidden partition, other day or cluster of a federation hides a job
 - what `sbatch` refuses is an error of the user; a controller that does not answer is a fault that may pass
 - the batch script runs the stage's command on the first node, with the address of the job's Ray cluster; the
-  name by which the first node calls itself does not matter
+  name by which the first node calls itself does not matter; Ray gets the variables of the script, and none of
+  a surrounding job
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -43,6 +46,13 @@ def jobs(tmp_path: Path) -> SlurmJobs:
 
 def job(*command: str, **resources: Any) -> Job:
     return Job("rlhf-sft-1", "sft", command or ("true",), StageResources(**resources))
+
+
+def wait_for_end(jobs: SlurmJobs) -> None:
+    deadline = time.monotonic() + 20
+    while jobs.status("rlhf-sft-1").is_active and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert jobs.status("rlhf-sft-1").state == "succeeded", jobs.log_tail("rlhf-sft-1")
 
 
 def test_sbatch_gets_the_resources_of_the_stage(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
@@ -114,14 +124,98 @@ def test_the_batch_script_runs_the_command_with_the_address_of_its_cluster(
     slurm: ScriptedSlurm, jobs: SlurmJobs
 ) -> None:
     jobs.submit(job("bash", "-c", 'echo "at $RAY_ADDRESS" ${#RAY_AUTH_TOKEN} $RAY_AUTH_MODE', nodes=2))
-    deadline = time.monotonic() + 20
-    while jobs.status("rlhf-sft-1").is_active and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert jobs.status("rlhf-sft-1").state == "succeeded", jobs.log_tail("rlhf-sft-1")
+    wait_for_end(jobs)
     assert jobs.log_tail("rlhf-sft-1") == "at 127.0.0.1:24711 64 token\n"
     calls = [json.loads(line) for line in (slurm.folder / "calls.jsonl").read_text().splitlines()]
-    [ray] = [call for call in calls if call[0] == "ray"]
-    assert ray[:6] == ["ray", "symmetric-run", "--address", "127.0.0.1:24711", "--min-nodes", "2"]
+    other, head = [call[: call.index("--")] for call in calls if call[0] == "ray"]
+    assert other[:6] == ["ray", "symmetric-run", "--address", "127.0.0.1:24711", "--min-nodes", "2"]
+    assert [*other, "--include-dashboard=false"] == head
+
+
+def test_the_batch_script_gives_ray_its_environment(
+    slurm: ScriptedSlurm, jobs: SlurmJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the user's jobs inherit nothing. The cluster of the flow is not that of the job."""
+    monkeypatch.setenv("SBATCH_EXPORT", "NONE")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    jobs.submit(job("bash", "-c", "echo ${#RAY_AUTH_TOKEN} $RAY_TMPDIR $RAY_ADDRESS"))
+    wait_for_end(jobs)
+    assert jobs.log_tail("rlhf-sft-1") == "64 /tmp/rlhf-4711 127.0.0.1:24711\n"
+
+
+def test_a_flow_in_a_job_gives_its_jobs_none_of_its_variables(
+    slurm: ScriptedSlurm, jobs: SlurmJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun would take them for options."""
+    monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    jobs.submit(job("bash", "-c", "echo bind=${SLURM_CPU_BIND-} $SLURM_CONF"))
+    wait_for_end(jobs)
+    assert jobs.log_tail("rlhf-sft-1") == "bind= /etc/slurm/slurm.conf\n"
+
+
+@pytest.mark.parametrize("command", ["squeue", "sacct"])
+def test_variables_that_hide_jobs_are_not_used(
+    slurm: ScriptedSlurm, jobs: SlurmJobs, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv(f"{command.upper()}_PARTITION", "other")
+    slurm.hold()
+    jobs.submit(job())
+    [folder] = slurm.jobs()
+    if command == "sacct":
+        (folder / "left").touch()
+    else:
+        (slurm.bin / "sacct").unlink()
+    assert jobs.status("rlhf-sft-1").state == "pending"
+
+
+def test_jobs_of_hidden_partitions_are_found(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
+    slurm.hold()
+    jobs.submit(job())
+    [folder] = slurm.jobs()
+    (folder / "hidden").touch()
+    (slurm.bin / "sacct").unlink()
+    assert jobs.status("rlhf-sft-1").state == "pending"
+
+
+def test_jobs_that_ended_on_another_day_are_found_in_accounting(
+    slurm: ScriptedSlurm, jobs: SlurmJobs
+) -> None:
+    slurm.hold()
+    jobs.submit(job())
+    [folder] = slurm.jobs()
+    slurm.set_state(folder, "OUT_OF_MEMORY|OutOfMemory")
+    (folder / "left").touch()
+    (folder / "old").touch()
+    assert jobs.status("rlhf-sft-1").state == "failed"
+
+
+@pytest.mark.parametrize(
+    ("states", "meaning"),
+    [
+        ("REVOKED|None\nRUNNING|None", "running"),
+        ("COMPLETED|None\nREVOKED|None", "succeeded"),
+        ("REVOKED|None", "stopped"),
+    ],
+)
+def test_a_job_of_a_federation_has_the_state_of_the_cluster_that_runs_it(
+    slurm: ScriptedSlurm, jobs: SlurmJobs, states: str, meaning: str
+) -> None:
+    slurm.hold()
+    jobs.submit(job())
+    [folder] = slurm.jobs()
+    slurm.set_state(folder, states)
+    assert jobs.status("rlhf-sft-1").state == meaning
+    calls = [json.loads(line) for line in (slurm.folder / "calls.jsonl").read_text().splitlines()]
+    assert all("--federation" in call for call in calls if call[0] == "squeue")
+
+
+def test_the_path_of_the_output_is_taken_literally(slurm: ScriptedSlurm, tmp_path: Path) -> None:
+    slurm.hold()
+    SlurmJobs(tmp_path / "100%j").submit(job())
+    [folder] = slurm.jobs()
+    [output] = [word for word in json.loads((folder / "args").read_text()) if word.startswith("--output=")]
+    assert output == f"--output={tmp_path}/100%%j/rlhf-sft-1.out"
 
 
 @pytest.mark.parametrize(
@@ -176,11 +270,21 @@ def test_what_sbatch_refuses_is_an_error_of_the_user(slurm: ScriptedSlurm, jobs:
 
 
 @pytest.mark.parametrize("command", ["sbatch", "squeue", "scancel"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "Batch job submission failed: Socket timed out on send/recv operation",
+        "Batch job submission failed: Slurm backup controller in standby mode",
+        "Batch job submission failed: Zero Bytes were transmitted or received",
+        "fatal: Could not establish a configuration source",
+    ],
+)
 def test_a_controller_that_does_not_answer_is_a_fault_that_may_pass(
-    slurm: ScriptedSlurm, jobs: SlurmJobs, command: str
+    slurm: ScriptedSlurm, jobs: SlurmJobs, command: str, message: str
 ) -> None:
-    slurm.fail(command, "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    with pytest.raises(InfrastructureError, match="Unable to contact slurm controller"):
+    slurm.fail(command, message)
+    with pytest.raises(InfrastructureError, match=re.escape(message)):
         if command == "scancel":
             jobs.cancel("rlhf-sft-1")
         else:
