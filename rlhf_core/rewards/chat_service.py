@@ -6,7 +6,8 @@
                    | temporary, no answer      repeated with growing pauses, then `failed`
                    | final                     RewardError: no question would get a reply
 
-The kinds of status are those of `post.status_kind`.
+The kinds of status are those of `post.status_kind`. A refusal is also final if it is about a parameter that
+all requests have: models of OpenAI that reason take neither `max_tokens` nor `temperature` 0.
 
 After `_FAILED_IN_ROW` questions in a row that all retries could not help, the server counts as down, and the
 other questions are not asked. The address is checked as those of reward services are (`rewards.post`).
@@ -40,7 +41,11 @@ class _NoReply(Exception):
 
 
 class _Passing(_NoReply):
-    """A failure that may pass."""
+    """A failure that may pass, but not before `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 def api_key(settings: ChatServiceConfig, field: str) -> str | None:
@@ -169,19 +174,30 @@ async def _once(field: str, poster: Poster, settings: ChatServiceConfig, questio
     }
     began = time.monotonic()
     try:
-        status, body = await poster.post(url, json.dumps(request).encode(), settings.timeout)
+        status, body, pause = await poster.post(url, json.dumps(request).encode(), settings.timeout)
     except NoAnswer as error:
         raise _Passing(f"{url} {error}") from error
     kind = status_kind(status)
     if kind == "temporary":
-        raise _Passing(f"{url} answers with status {status}: {body[:200]!r}")
+        raise _Passing(f"{url} answers with status {status}: {body[:200]!r}", pause)
     if kind != "good":
         problem = f"{url} answers with status {status}, which no further try can change: {body[:200]!r}"
-        if kind == "refused":
+        of_parameter = kind == "refused" and _refuses_a_parameter(body)
+        if kind == "refused" and not of_parameter:
             raise _NoReply(problem)
         fix = status_fix(status, "correct the key in api_key_env", "correct url or model")
+        if of_parameter:
+            fix = "name a model that takes max_tokens and temperature 0"
         raise RewardError(f"{field}: {problem}; {fix}")
     return _read(body, url, time.monotonic() - began)
+
+
+def _refuses_a_parameter(body: bytes) -> bool:
+    """Return whether a refusal is about a parameter of the request and not about the question."""
+    try:
+        return json.loads(body)["error"]["code"] in ("unsupported_parameter", "unsupported_value")
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return False
 
 
 def _read(body: bytes, url: str, seconds: float) -> ModelReply:

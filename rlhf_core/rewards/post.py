@@ -18,10 +18,10 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import httpx
-from tenacity import AsyncRetrying, stop_after_attempt
+from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
 from tenacity.retry import retry_base
 
 from rlhf_core.config.allowed_hosts import forbidden, host_of, is_public
@@ -34,10 +34,21 @@ from rlhf_core.system.retries import backoff
 MAX_ANSWER_BYTES = 4 << 20
 _REFUSED = {400, 413, 422}
 _TEMPORARY = {408, 409, 425, 429}
+_LONGEST_PAUSE = 120.0
+"""Seconds of the header Retry-After that are waited at most."""
 
 
 Resolve = Callable[..., Sequence[tuple[Any, ...]]]
 """Returns the addresses of a host, as `socket.getaddrinfo` does."""
+
+
+class Answer(NamedTuple):
+    """An answer to a request."""
+
+    status: int
+    body: bytes
+    retry_after: float
+    """Seconds before which another request should not be sent."""
 
 
 class NoAnswer(Exception):
@@ -71,12 +82,19 @@ def status_fix(status: int, credentials: str, otherwise: str) -> str:
 def retrying(name: str, settings: RemoteReward | ChatServiceConfig, retry: retry_base) -> AsyncRetrying:
     """Return the retries of a request, with growing pauses. The last attempt's result or error is theirs.
 
-    `name` begins the log line of a failed attempt.
+    `name` begins the log line of a failed attempt. A pause is at least the attribute `retry_after` of the
+    error, if it has one.
     """
     attempts = settings.retries + 1
+    pause = backoff(settings.backoff, jitter=(0.5, 1.5))
+
+    def wait(state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        return max(pause(state), getattr(error, "retry_after", 0.0))
+
     return AsyncRetrying(
         retry=retry,
-        wait=backoff(settings.backoff, jitter=(0.5, 1.5)),
+        wait=wait,
         stop=stop_after_attempt(attempts),
         after=lambda state: log_failure(name, state, attempts),
         retry_error_callback=last_result,
@@ -131,8 +149,8 @@ class Poster:
         for client in self._clients.values():
             await client.aclose()
 
-    async def post(self, url: str, body: bytes, seconds: float) -> tuple[int, bytes]:
-        """Return the status and the body of the answer.
+    async def post(self, url: str, body: bytes, seconds: float) -> Answer:
+        """Return the answer.
 
         Raises:
             RewardError: The address is forbidden, or the token would be sent in clear text.
@@ -148,7 +166,7 @@ class Poster:
         except (httpx.HTTPError, OSError) as error:
             raise NoAnswer(f"cannot be reached: {str(error) or type(error).__name__}") from error
 
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, url: str, body: bytes) -> Answer:
         addresses = await self._addresses(url)
         for address in addresses[:-1]:
             try:
@@ -175,8 +193,8 @@ class Poster:
             )
         return addresses
 
-    async def _post_to(self, address: str, url: str, body: bytes) -> tuple[int, bytes]:
-        """Return (status, body) from this address; the certificate is checked against the url's host."""
+    async def _post_to(self, address: str, url: str, body: bytes) -> Answer:
+        """Return the answer from this address; the certificate is checked against the url's host."""
         whole = httpx.URL(url)
         headers = {
             "Host": whole.netloc.decode(),
@@ -201,7 +219,7 @@ class Poster:
                 answer += piece
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise httpx.RemoteProtocolError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
-            return response.status_code, answer
+            return Answer(response.status_code, answer, _pause(response.headers.get("Retry-After", "")))
         finally:
             await response.aclose()
 
@@ -215,3 +233,8 @@ class Poster:
                 trust_env=False,
             )
         return self._clients[host]
+
+
+def _pause(header: str) -> float:
+    """Return the seconds of the header Retry-After; 0 if it has a date or is missing."""
+    return min(float(header), _LONGEST_PAUSE) if header.isascii() and header.isdigit() else 0.0

@@ -251,7 +251,7 @@ class RemoteService:
             address = httpx.URL(replica.url).netloc.decode()
             body = json.dumps({"items": [self._item(sample) for sample in samples]}).encode()
             try:
-                status, answer = await self._poster.post(replica.url, body, self._source.timeout)
+                status, answer, _ = await self._poster.post(replica.url, body, self._source.timeout)
             except NoAnswer as error:
                 raise Failure(f"{address} {error}", searchable=False) from error
             kind = status_kind(status)

@@ -7,7 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Respond = Callable[[str], str | int | dict[str, Any]]
-"""Text of the reply to a question, a status, or a part of the body that replaces the usual one."""
+"""Text of the reply to a question, a status, or a part of the body that replaces the usual one. Its entries
+`status` and `retry_after` are the status and the header Retry-After.
+"""
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -46,6 +48,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
             reply = self.server.respond(request["messages"][0]["content"])
         status = reply if isinstance(reply, int) else 200
+        retry_after = ""
+        if isinstance(reply, dict):
+            status, retry_after = reply.pop("status", status), reply.pop("retry_after", "")
         text = reply if isinstance(reply, str) else ""
         content = {
             "choices": [{"message": {"role": "assistant", "content": text}}],
@@ -54,6 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.dumps({**content, **reply} if isinstance(reply, dict) else content).encode()
         self.send_response(status if self.path == "/v1/chat/completions" else 404)
         self.send_header("Content-Length", str(len(body)))
+        if retry_after:
+            self.send_header("Retry-After", retry_after)
         self.end_headers()
         self.wfile.write(body)
 

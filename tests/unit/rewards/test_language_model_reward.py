@@ -6,7 +6,8 @@
 - with `on_error: abort` it is asked for again by the next attempt
 - a reply that was cut is no grade, and an odd number of tokens is no failure
 - of two runs that ask at the same time, both use the first reply
-- a status that may pass is retried, a refused question fails alone, a wrong key ends the step
+- a status that may pass is retried, not before the server's Retry-After; a refused question fails alone, a
+  wrong key and a refused parameter end the step
 - a server that is down is not asked about every response, and with weight 0 it costs no score
 - the rubric is part of the question, and may not change during the run
 """
@@ -14,6 +15,7 @@
 import hashlib
 import math
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,27 @@ def test_temporary_statuses_are_retried_and_statuses_of_every_question_end_the_s
             server.respond = lambda _, status=status: status
             with pytest.raises(RewardError, match=rf"reward language_model: .* status {status}, .*{fix}"):
                 score(server, "1", on_error="mask")
+
+
+@pytest.mark.parametrize(("header", "seconds"), [("1", 1.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)])
+def test_a_retry_waits_as_long_as_the_server_says(header: str, seconds: float) -> None:
+    limited: list[dict[str, Any]] = [{"status": 429, "retry_after": header}]
+    with ChatServer(lambda q: limited.pop() if limited else answer(q)) as server:
+        began = time.monotonic()
+        assert score(server, "10").total == [1.0]
+        assert time.monotonic() - began >= seconds
+        assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("code", ["unsupported_parameter", "unsupported_value"])
+def test_a_model_that_refuses_a_parameter_ends_the_step(code: str) -> None:
+    """It would refuse every question."""
+    error = {"message": "'max_tokens' is not supported", "param": "max_tokens", "code": code}
+    with ChatServer(lambda _: {"status": 400, "error": error}) as server:
+        with pytest.raises(RewardError, match=r"status 400, .*name a model that takes max_tokens"):
+            score(server, "1", on_error="mask")
+        error["code"] = "context_length_exceeded"
+        assert math.isnan(score(server, "1", on_error="mask").total[0])
 
 
 def test_a_server_that_is_down_is_not_asked_about_every_response() -> None:

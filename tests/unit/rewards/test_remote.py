@@ -349,7 +349,7 @@ async def post(
         answers = [await poster.post(url, body, 5.0) for url in urls]
     finally:
         await poster.close()
-    return [(status, json.loads(answer)) for status, answer in answers]
+    return [(answer.status, json.loads(answer.body)) for answer in answers]
 
 
 SCORED = (200, {"scores": [1]})
