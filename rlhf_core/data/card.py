@@ -143,11 +143,16 @@ def overlap(splits: Splits) -> dict[str, int]:
             if name == "sft":
                 text = split_key(item.text)
                 # One look-up for each length of a held-out prompt, not one comparison for each prompt.
-                begins = any(text[:length] in held for length in lengths if length <= len(text))
+                begins = any(text[:length] in held and not _inside_word(text, length) for length in lengths)
                 inside = begins or any(split_key(part) in held for part in item.text.split("\n\n"))
             if inside or _words(item.key) in words:
                 near += 1
     return {"exact": exact, "near": near}
+
+
+def _inside_word(text: str, at: int) -> bool:
+    # Of ASCII alone: scripts such as Chinese have no blanks between words.
+    return re.match("[A-Za-z0-9]{2}", text[at - 1 : at + 1]) is not None
 
 
 def _words(key: str) -> str:

@@ -19,11 +19,12 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.regression import prompts_for_margin
-from rlhf_core.data.dataset import load_pair_prompts, load_prompts, write
+from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.prompt_sets import Sets, load_encoder, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.evaluation.trained_prompts import TrainedPrompts
 from rlhf_core.rewards.compose import source_name
 from rlhf_core.types import RewardInput, StageContext
 
@@ -44,11 +45,10 @@ def prepare_sets(config: PipelineConfig, context: StageContext) -> Sets:
     require_unchanged(digests, context.sources, config)
     data = context.inputs["data"]
     encoder = load_encoder(config, data)
-    trained = {prompt.prompt_id for prompt in load_prompts(data, "train")}
-    trained.update(load_pair_prompts(data, "train"))
+    trained = TrainedPrompts.of([data])
     sets = read_sets(config, encoder, contents)
     for index, (name, prompts) in enumerate(sets.items()):
-        known = sum(prompt.prompt_id in trained for prompt in prompts)
+        known = sum(prompt in trained for prompt in prompts)
         if known:
             log.warning(
                 "evaluate.regression[%d]: %d of %d prompts are in the training data",

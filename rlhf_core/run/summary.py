@@ -154,7 +154,7 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     evaluation = summary.get("evaluate", {})
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:
-            name = measure.removeprefix("rules/").replace("regression/", "regression set ")
+            name = measure.replace("rules/", "rule ").replace("regression/", "regression set ")
             label = _LABELS.get(measure, name.replace("_", " "))
             rows += [
                 (f"{label}, {name}", _with_interval(values[who]))

@@ -394,18 +394,20 @@ def test_a_leak_between_the_splits_would_be_counted() -> None:
         made("x", "Is it late? It is noon."),
         made("y", "A talk.\n\nIs it late?\n\nNo."),
         made("z", "So: is it late?"),
+        made("h", "His dog slept."),
+        made("c", "你好吗,先生"),
     ]
     splits: Any = {
         "sft": {"train": train, "eval": []},
         "preference": {"train": [made("is it late", "Is it late"), made("x", "Is it late? No.")], "eval": []},
         "prompts": {
             "train": [made("...", "...")],
-            "eval": [made("Is it late?", "Is it late?"), made("???", "???")],
+            "eval": [made(text, text) for text in ("Is it late?", "???", "Hi", "你好")],
         },
     }
-    # Near are: case and marks, width, a beginning, a paragraph, and the pair's prompt. Marks alone have no
-    # words to share.
-    assert overlap(splits) == {"exact": 1, "near": 5}
+    # Near are: case and marks, width, two beginnings, a paragraph, and the pair's prompt. Marks alone have no
+    # words to share, and a part of a word is no beginning.
+    assert overlap(splits) == {"exact": 1, "near": 6}
 
 
 def test_rows_near_a_held_out_prompt_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ from rlhf_core.pipeline import STAGES
 from rlhf_core.preflight import check
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.testing import stage_context
-from rlhf_core.types import PromptExample, RewardInput, StageContext
+from rlhf_core.types import PromptExample, RewardInput, SFTExample, StageContext
 
 ROWS = [{"prompt": f"What is {i} plus {i}?", "answer": str(2 * i)} for i in range(40)]
 
@@ -55,6 +55,7 @@ def context(tmp_path: Path) -> StageContext:
     train_tokenizer([row["prompt"] for row in ROWS], 300).save_pretrained(tmp_path / "data" / "tokenizer")
     write(tmp_path / "data", "prompts", "train", [PromptExample("other", "Another prompt", (1,))])
     write(tmp_path / "data", "pairs", "train", [])
+    write(tmp_path / "data", "sft", "train", [])
     return stage_context(tmp_path, inputs={"data": tmp_path / "data", "evaluate": tmp_path / "output"})
 
 
@@ -138,8 +139,13 @@ def test_the_artifact_has_the_prompts_of_each_set(
     assert not caplog.records
     trained = stage_context(tmp_path / "again", inputs=context.inputs)
     write(context.inputs["data"], "prompts", "train", sets["sums"][:5])
+    demonstrated = sets["sums"][4:7]
+    demonstrations = [
+        SFTExample((*prompt.input_ids, 5), (*[0] * len(prompt.input_ids), 1)) for prompt in demonstrated
+    ]
+    write(context.inputs["data"], "sft", "train", demonstrations)
     prepare_sets(config, trained)
-    assert "evaluate.regression[0]: 5 of 40 prompts are in the training data" in caplog.text
+    assert "evaluate.regression[0]: 7 of 40 prompts are in the training data" in caplog.text
 
 
 @pytest.mark.parametrize(

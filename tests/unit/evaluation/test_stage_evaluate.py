@@ -137,7 +137,7 @@ def context(models: Path, tmp_path: Path) -> StageContext:
     TOKENIZER.save_pretrained(inputs["data"] / "tokenizer")
     rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
     (inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("prompts", "pairs"):
+    for name in ("prompts", "pairs", "sft"):
         for split in ("train", "eval"):
             write(inputs["data"], name, split, [])
     (inputs["data"] / "data_card.md").write_text("# Data\n\nTwo **sets**\n")

@@ -321,6 +321,7 @@ def test_result_table_has_the_promotion_with_its_reason(champion: str, outcome: 
 def test_result_table_names_judge_and_paired_difference() -> None:
     facts = {"judge": "reward model", "judge_trained_on": "True"}
     numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}
+    numbers |= {f"rules/length/sft/{part}": 0.25 for part in ("mean", "low", "high")}
     made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", numbers, None, facts)
     rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
     assert (
@@ -328,6 +329,7 @@ def test_result_table_names_judge_and_paired_difference() -> None:
         == "0.800  [0.700, 0.900]"
     )
     assert rows["gold reward, difference by prompt"] == "1.000  [0.900, 1.100]"
+    assert rows["rule length, SFT"].startswith("0.250"), "not the length of the responses"
     assert not any("a.jsonl" in name for name in rows)
 
 
