@@ -146,7 +146,10 @@ def _promote(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered_policies import open_policy, serve_command, serve_environment
+    from rlhf_core.system.listening import bind
 
+    # vLLM binds the address again, after it has imported its packages.
+    bind(arguments.host, arguments.port).close()
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
     more = [word for text in arguments.vllm for word in shlex.split(text)]
     command = serve_command(policy, arguments.host, arguments.port, more)

@@ -28,7 +28,7 @@ def chat(url: str, model: str, key: str | None) -> None:
         InputError: The server cannot be reached, does not serve the model, or refuses the request.
     """
     import httpx2
-    from openai import APIError, DefaultHttpxClient, OpenAI
+    from openai import APIConnectionError, APIError, DefaultHttpxClient, OpenAI
 
     # Without the proxy of the environment, which would see the messages and the key.
     connection = DefaultHttpxClient(trust_env=False)
@@ -46,6 +46,10 @@ def chat(url: str, model: str, key: str | None) -> None:
                 continue
             messages.append({"role": "user", "content": message.removesuffix("\n")})
             messages.append({"role": "assistant", "content": _answer(client, model, messages)})
+    except APIConnectionError as error:
+        raise InputError(
+            f"{url}: {error.message.rstrip('.')}; start `rlhf serve`, or correct --port or --url"
+        ) from error
     except APIError as error:
         raise InputError(f"{url}: {error.message}") from error
     except (httpx2.InvalidURL, json.JSONDecodeError) as error:

@@ -36,6 +36,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.access_token import TOKEN_VARIABLE, reward_token
 from rlhf_core.rewards.connections import GuardedProtocol
 from rlhf_core.rewards.scorer import ItemError
+from rlhf_core.system.listening import bind
 from rlhf_core.system.loopback import OwnAddressOnly
 from rlhf_core.types import PromptAndResponse
 
@@ -200,24 +201,14 @@ def listen(host: str, port: int) -> tuple[socket.socket, str | None]:
     Raises `ConfigError` for an unusable address, and without a token for an address other than loopback.
     """
     token = reward_token(guards=True)
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"--port must be from 0 to 65535; got {port}")
-    try:
-        kind, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        if token is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-            raise ConfigError(
-                f"--host must be a loopback address without a token; got {host}; set {TOKEN_VARIABLE}, here"
-                " and for the clients"
-            )
-        bound = socket.socket(kind, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
+    bound = bind(host, port)
+    address = str(bound.getsockname()[0]).partition("%")[0]
+    if token is None and not ipaddress.ip_address(address).is_loopback:
+        bound.close()
         raise ConfigError(
-            f"--host and --port must be a free address of this machine; got {host} {port}: {error}"
-        ) from error
+            f"--host must be a loopback address without a token; got {host}; set {TOKEN_VARIABLE}, here and"
+            " for the clients"
+        )
     return bound, token
 
 

@@ -47,14 +47,27 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
 
     An adapter is part of the model's weights. It is not copied, because its base model is not published.
 
-    Raises InputError if the folder exists and has other files than an earlier copy of the same policy.
+    Raises InputError if the folder exists and has other files than an earlier copy of the same policy, or
+    cannot be written.
     """
     if folder.exists() and any(folder.iterdir()):
         if any(folder.glob("*.safetensors")) and weights_sha256(folder) == policy.weights:
             (folder / "README.md").write_text(model_card(policy), encoding="utf-8")
             return folder
         raise InputError(f"{folder} exists and is not empty; name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _write(policy, folder)
+    except OSError as error:
+        # `copytree` lists its errors as tuples of source, target and reason.
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        raise InputError(
+            f"{folder} cannot be written ({why}); free space there, or name another folder"
+        ) from error
+    return folder
+
+
+def _write(policy: RegisteredPolicy, folder: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
     try:
         shutil.copytree(
@@ -68,7 +81,6 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return folder
 
 
 class OnHub(NamedTuple):

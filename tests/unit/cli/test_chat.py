@@ -133,4 +133,7 @@ def test_without_a_server_there_is_a_message(
 ) -> None:
     port = free_port(18000)
     assert chat(monkeypatch, port, "hello\n") == 2
-    assert f"http://127.0.0.1:{port}/v1: Connection error" in capsys.readouterr().err
+    assert (
+        f"http://127.0.0.1:{port}/v1: Connection error; start `rlhf serve`, or correct"
+        in capsys.readouterr().err
+    )

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -100,7 +102,7 @@ def test_options_that_bypass_the_rules_are_refused(
     home: str, arguments: str, capsys: pytest.CaptureFixture[str], started: list[list[str]]
 ) -> None:
     given = f"--max-model-len 32 {arguments}"
-    assert main(["serve", MODEL, "--home", home, "--vllm", given]) == 2
+    assert main(["serve", MODEL, "--home", home, "--port", "0", "--vllm", given]) == 2
     assert "--vllm must not contain --" in capsys.readouterr().err
     assert started == []
 
@@ -120,8 +122,38 @@ def test_other_options_of_vllm_are_passed_on(home: str) -> None:
 
 @pytest.mark.parametrize("given", [["--enforce-eager", "-tp", "2"], ["--enforce-eager -tp 2"]])
 def test_what_follows_the_option_goes_to_vllm(home: str, given: list[str], started: list[list[str]]) -> None:
-    main(["serve", MODEL, "--home", home, "--vllm", *given])
+    main(["serve", MODEL, "--home", home, "--port", "0", "--vllm", *given])
     assert started[0][-3:] == ["--enforce-eager", "-tp", "2"]
+
+
+def test_an_address_that_cannot_be_used_is_refused_before_vllm_starts(
+    home: str, capsys: pytest.CaptureFixture[str], started: list[list[str]]
+) -> None:
+    assert main(["serve", MODEL, "--home", home, "--port", "99999"]) == 2
+    assert "--port must be from 0 to 65535; got 99999" in capsys.readouterr().err
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", MODEL, "--home", home, "--port", str(port)]) == 2
+    assert f"must be a free address of this machine; got 127.0.0.1 {port}" in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_input_error(
+    home: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["publish", f"{MODEL}@1", str(tmp_path / "file" / "x"), "--home", home]) == 2
+    assert f"error: {tmp_path}/file/x cannot be written (" in capsys.readouterr().err
+    policy, limits = open_policy(f"{MODEL}@1", home), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as on a disk that becomes full
+    try:
+        with pytest.raises(InputError, match=r"x cannot be written \(\[Errno 27\] File too large: .*; free"):
+            publish(policy, tmp_path / "out" / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_adapter_is_served_on_its_base(home: str, tmp_path: Path) -> None:
