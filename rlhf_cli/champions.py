@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_core.tracking.champions import Move
+    from rlhf_core.tracking.mlflow_client import Mlflow
 
 HUB = "hub:"
 """Prefix of a repository of the Hugging Face hub, as in the addresses of models."""
@@ -120,7 +122,8 @@ def _rollback(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import rollback
 
-    move, changed = rollback(open_registry(arguments.home), arguments.name, arguments.reason, arguments.to)
+    mlflow = open_registry(arguments.home)
+    move, changed = rollback(mlflow, arguments.name, arguments.reason, arguments.to)
     text = describe(move)
     if not changed:
         text = (
@@ -128,6 +131,7 @@ def _rollback(arguments: argparse.Namespace) -> int:
             " another reason"
         )
     print(printable(f"{arguments.name}: {text}"))
+    _warn_if_files_are_missing(mlflow, arguments.name, move)
     return 0
 
 
@@ -141,7 +145,25 @@ def _promote(arguments: argparse.Namespace) -> int:
     if not changed:
         text = f"nothing changed: version {move.version} is the champion since {_utc(move)} UTC"
     print(printable(f"{arguments.name}: {text}"))
+    _warn_if_files_are_missing(mlflow, arguments.name, move)
     return 0
+
+
+def _warn_if_files_are_missing(mlflow: Mlflow, name: str, move: Move) -> None:
+    """Warn if the new champion is in a folder that does not exist here. The registry has no files."""
+    from rlhf_core.tracking.champions import find_version
+
+    if move.version is None:
+        return
+    folder = find_version(mlflow, name, move.version).source
+    if folder.startswith("/") and not Path(folder).exists():
+        print(
+            printable(
+                f"warning: {folder}, the policy of version {move.version}, does not exist on this machine;"
+                " here it cannot be served, and no candidate can be compared with it"
+            ),
+            file=sys.stderr,
+        )
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -232,12 +232,12 @@ class ArtifactStore:
         except CorruptArtifact as error:
             record = bundles.mark_damaged(self._store, prefix, error.message, manifest)
             raise CorruptArtifact(
-                f"{error.message} The artifact {ref.kind}/{ref.key} is marked as damaged ({record}); the same"
-                " command makes it again."
+                f"{error.message} The artifact {ref.kind}/{ref.key} is marked as damaged ({record}); a run"
+                " of its configuration makes it again."
             ) from error
         problem = "is gone" if manifest is None else "is not the one this run started with"
         raise CorruptArtifact(
-            f"The artifact {ref.kind}/{ref.key} {problem}; the same command makes it again."
+            f"The artifact {ref.kind}/{ref.key} {problem}; a run of its configuration makes it again."
         )
 
     def _fetch_headers(self, manifest: Manifest, folder: Path) -> None:
@@ -372,7 +372,7 @@ class ArtifactStore:
         manifest = self._read(ref.kind, ref.key)
         if manifest is None:
             raise CorruptArtifact(
-                f"The artifact {ref.kind}/{ref.key} is gone; the same command makes it again."
+                f"The artifact {ref.kind}/{ref.key} is gone; a run of its configuration makes it again."
             )
         return manifest
 

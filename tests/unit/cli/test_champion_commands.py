@@ -50,7 +50,10 @@ def test_commands_print_the_history_and_a_rollback_can_be_repeated(
         "  2001-09-09 01:46  version 2 promoted automatically: it won 2",
     ]
     assert rlhf("rollback", model, "--reason", "it insults people") == 0
-    assert "rolled back from version 2 to 1: it insults people" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "rolled back from version 2 to 1: it insults people" in printed.out
+    missing = "warning: /x, the policy of version 1, does not exist on this machine; here it cannot be served"
+    assert printed.err.startswith(missing)
     assert rlhf("rollback", model, "--reason", "it insults people") == 0
     made = r"this rollback was made at [\d-]+ [\d:]+ UTC"
     further = "to go back further use --to or another reason"

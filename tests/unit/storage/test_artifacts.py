@@ -144,7 +144,7 @@ def test_every_damage_is_named_and_marked(
     FILE_DAMAGE[damage](Path(ref.uri) / "policy" / "model.safetensors")
     with pytest.raises(CorruptArtifact, match=r"policy/model\.safetensors") as caught:
         artifacts.fetch(ref)
-    assert "the same command makes it again" in str(caught.value)
+    assert "a run of its configuration makes it again" in str(caught.value)
     assert artifacts.find("ppo", KEY) is None
     assert len([key for key in store.list("artifacts") if "/damaged-" in key]) == 1, "set aside, not deleted"
     again = publish(artifacts, output(tmp_path), claim(store, KEY))
