@@ -2,7 +2,8 @@
 
     limited_memory.py FOLDER sft|reward|ppo sharded|whole MIB     limit the address space of a rank to what it
                                                                   has before loading, and MIB more
-    limited_memory.py FOLDER load sharded|whole                   write the peak memory of loading
+    limited_memory.py FOLDER load sharded|whole                   write the peak memory of loading, and what a
+                                                                  rank has read from the disk
 
 FOLDER has a model in `base` (`make_model`), and gets the results. `whole` loads models as with ZeRO-2.
 """
@@ -10,6 +11,7 @@ FOLDER has a model in `base` (`make_model`), and gets the results. `whole` loads
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from functools import partial
@@ -153,9 +155,26 @@ def run_ppo(rank: Rank, config: PipelineConfig, folder: Path) -> None:
     trained.save_model(folder / "ppo" / "policy", trained.module.save, dtype=torch.float32)
 
 
-def run_load(config: PipelineConfig) -> dict[str, int]:
-    """Return the memory of this process before loading, its peak and its end."""
-    before = status("VmRSS")
+def bytes_from_disk() -> int:
+    """Return how many bytes this process has read that the page cache did not have."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
+def empty_page_cache(folder: Path) -> None:
+    """Remove the files of a folder from the page cache."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def run_load(rank: Rank, config: PipelineConfig) -> dict[str, int]:
+    """Return the memory of this process before loading, its peak and its end, and what it read from disk."""
+    if rank.rank == 0:
+        empty_page_cache(Path(config.model.path))
+    torch.distributed.barrier()
+    before, read = status("VmRSS"), bytes_from_disk()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     model = load_policy(
         str(config.model.path),
@@ -165,6 +184,7 @@ def run_load(config: PipelineConfig) -> dict[str, int]:
         shards=sharding.shards_of(config.sft.deepspeed),
     )
     found = {"before": before, "peak": status("VmHWM"), "after": status("VmRSS")}
+    found["read"] = bytes_from_disk() - read
     assert model.packs
     return found
 
@@ -189,7 +209,7 @@ def main() -> None:
     limit_gathered_parameters(live, prefetched=live // 10)
     baseline = status("VmSize")
     if what == "load":
-        found = run_load(config)
+        found = run_load(rank, config)
     else:
         limit = baseline + (int(sys.argv[4]) << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
