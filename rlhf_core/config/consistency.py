@@ -239,13 +239,7 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             "ppo.publish is best, but the reward model that the policy is trained with decides: under"
             " over-optimisation its score rises until the end; add reward.judge={}"
         )
-    for name, chosen in (("evaluate_every", ppo.evaluate_every), ("checkpoint_every", ppo.checkpoint_every)):
-        if chosen and chosen % ppo.sync_every:
-            yield (
-                f"ppo.{name} is {chosen}, but the weights are synced every {ppo.sync_every} steps"
-                " (ppo.staleness), and the engines wait where both do not meet; use a multiple, or leave it"
-                " out"
-            )
+    yield from _staleness(ppo)
     if config.store.keep_best:
         yield from _unscored_checkpoints(ppo)
     if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
@@ -446,6 +440,21 @@ def _guards(config: PipelineConfig) -> Iterator[str]:
         yield (
             f"ppo.guards.patience: {guards.patience} steps after the first one are needed for a warning, but"
             f" ppo.steps is {ppo.steps}, so most guards cannot be raised; lower it"
+        )
+
+
+def _staleness(ppo: PPOConfig) -> Iterator[str]:
+    for name, chosen in (("evaluate_every", ppo.evaluate_every), ("checkpoint_every", ppo.checkpoint_every)):
+        if chosen and chosen % ppo.sync_every:
+            yield (
+                f"ppo.{name} is {chosen}, but the weights are synced every {ppo.sync_every} steps"
+                " (ppo.staleness), and the engines wait where both do not meet; use a multiple, or leave it"
+                " out"
+            )
+    if 1 < ppo.sync_every >= ppo.steps - 1:
+        yield (
+            f"ppo.staleness is {ppo.staleness}, but ppo.steps is {ppo.steps}: the first {ppo.sync_every + 1}"
+            " steps are sampled from the SFT model, so no response is of a trained policy; lower it"
         )
 
 

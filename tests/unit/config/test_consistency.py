@@ -122,6 +122,11 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"steps": 4, "guards": {"patience": 3}},
     ),
     (
+        {"steps": 5, "staleness": 4},
+        ("ppo.staleness is 4", "the first 5 steps", "no response is of a trained policy", "lower it"),
+        {"steps": 6, "staleness": 4},
+    ),
+    (
         {"rewards": [{"type": "relevance", "weight": 0}]},
         ("ppo.rewards: all weights are 0", "give a source a weight"),
         {"rewards": [{"type": "relevance", "weight": 0}, {"type": "repetition", "weight": 1}]},
