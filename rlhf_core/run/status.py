@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.run.state import is_unfinished, read_state
@@ -14,7 +15,7 @@ _MAX_RUNS = 5
 
 def describe_runs(home: Home) -> list[str]:
     """Return lines about the last runs of `home`. Damaged files are skipped."""
-    files = sorted(home.run_states(), key=lambda path: path.stat().st_mtime, reverse=True)
+    files = sorted(home.run_states(), key=_changed, reverse=True)
     lines = []
     shown = 0
     for file in files:
@@ -26,6 +27,14 @@ def describe_runs(home: Home) -> list[str]:
         if shown == _MAX_RUNS:
             break
     return ["pipeline runs, newest first:", *lines] if lines else ["pipeline runs: none yet"]
+
+
+def _changed(file: Path) -> float:
+    """Return when a file was changed; 0 if it was deleted in the meantime."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _describe_run(name: str, run: dict[str, Any]) -> list[str]:

@@ -1,13 +1,14 @@
 """Behaviours of `rlhf status`:
 
 - a running pipeline, a killed one and a failed one are distinguished
-- damaged files are skipped, and control characters are not printed
+- damaged files, and runs that are deleted meanwhile, are skipped, and control characters are not printed
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,11 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
     )
     assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, ", text)
     assert re.search(r"failed: failed, .*\n.*\n    was at: sft, .*\n    WorkerDied: rank 1", text)
+
+
+def test_run_that_is_deleted_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
+    class Listed(Home):
+        def run_states(self) -> Iterator[Path]:
+            yield self.run("deleted") / "run.json"
+
+    assert "pipeline runs: none yet" in status(Listed(tmp_path))

@@ -114,6 +114,12 @@ def test_other_links_are_refused_and_several_hosts_need_one(text: str) -> None:
         parse_gpus("2x8xH100")
 
 
+@pytest.mark.parametrize("memory", [-3.0, 0.0, float("nan"), float("inf")])
+def test_other_memory_of_hosts_is_refused(memory: float) -> None:
+    with pytest.raises(ConfigError, match=f"--host-memory: must be a number of GiB above 0; got {memory:g}"):
+        parse_gpus("8xH100", host_memory_gib=memory)
+
+
 def test_engines_are_next_to_the_policy_and_inside_one_host() -> None:
     def hosts(policy: int, critic: int, engines: int, ways: int) -> Any:
         overrides = (f"ppo.policy_deepspeed.ranks={policy}", f"ppo.critic_deepspeed.ranks={critic}")
