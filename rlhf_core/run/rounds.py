@@ -147,7 +147,7 @@ def _source(field: str, path: str, judge: str) -> list[str]:
 
 
 def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | None] | None = None) -> Table:
-    """Return one line per round: its scores, its win rates and its new rows.
+    """Return one line per round: its scores, its win rate and its new rows.
 
     The scores of rounds that end with the stage `sample` are those of its answers to training prompts.
 
@@ -173,16 +173,15 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | 
 
 
 def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, list[str]]]:
-    """Return a title, and the columns with the results of the evaluations."""
+    """Return a title, and the columns with the results of the SFT model and the registered policy."""
     evaluations = [summary.get("evaluate", {}) for summary in summaries]
     measure = _measure(evaluations[0])
     name = "score" if measure is None else measure.removeprefix("rules/").replace("_", " ")
     scores = [evaluation.get(measure, {}) for evaluation in evaluations]
-    columns = {MODELS[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", "ppo")}
-    columns["win rate"] = [_mean(each.get("win_rate")) for each in evaluations]
-    if any("win_rate_dpo" in each for each in evaluations):
-        columns["DPO"] = [_mean(each.get("dpo")) for each in scores]
-        columns["win rate DPO"] = [_mean(each.get("win_rate_dpo")) for each in evaluations]
+    policy = summaries[0].get("policy", "ppo")
+    win_rate = "win_rate_dpo" if policy == "dpo" else "win_rate"
+    columns = {MODELS[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", policy)}
+    columns["win rate"] = [_mean(each.get(win_rate)) for each in evaluations]
     return f"{name} on held-out prompts", columns
 
 

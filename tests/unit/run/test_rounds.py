@@ -137,21 +137,24 @@ def test_the_table_shows_scores_and_win_rates_by_the_measure_of_the_run(
     assert ("-2.500" in text and "1.250" in text) == bool(measures) and "0.750" in text
 
 
-def printed(summaries: list[dict[str, Any]]) -> str:
-    console = Console(width=140)
+def printed(summaries: list[dict[str, Any]], width: int = 140) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(rounds_table(summaries))
     return capture.get()
 
 
-def test_the_table_has_dpo_and_says_whose_answers_the_rows_are() -> None:
+def test_the_table_has_the_registered_policy_and_says_whose_answers_the_rows_are() -> None:
     scores = {"sft": {"mean": -2.5}, "ppo": {"mean": 1.25}, "dpo": {"mean": 0.5}}
     evaluate = {"gold_reward": scores, "win_rate": {"mean": 0.75}, "win_rate_dpo": {"mean": 0.625}}
-    summary = summary_of(1, evaluate=evaluate)
-    summary["sample"]["policy"] = "dpo"
+    summary = summary_of(1, evaluate=evaluate, policy="dpo") | {"run": "tiny-seed0-0f9348b7"}
+    summary["sample"]["policy"] = "sft"
+    text = printed([summary], width=80)
+    assert "pairs, best: answers of SFT" in text and "…" not in text
+    assert " DPO " in text and "0.500" in text and "0.625" in text and "PPO" not in text
+    summary = summary_of(1, evaluate=evaluate, policy="ppo")
     text = printed([summary])
-    assert "pairs, best: answers of DPO" in text and "0.500" in text and "0.625" in text
-    assert "DPO" not in printed([summary_of(1)]) and "answers of PPO" in printed([summary_of(1)])
+    assert "answers of PPO" in text and "1.250" in text and "0.750" in text and "DPO" not in text
 
 
 @pytest.mark.parametrize(
