@@ -2,8 +2,8 @@
 
 All of them are slow.
 
-- a rank holds its shards and single tensors while a model is loaded and tested, never the whole model, and the
-  ranks of a host together read the files from the disk once
+- a rank holds its shards and single tensors while a model is loaded and tested, never the whole model, and
+  the ranks of a host together read the files from the disk once
 - SFT, reward model and the ranks of PPO train, save checkpoints, evaluate and save the result on four
   ranks whose address space is limited to the baseline and less than the weights of one model; models that are
   loaded whole do not fit that limit
