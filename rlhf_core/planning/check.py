@@ -95,10 +95,12 @@ def _readers(config: PipelineConfig, field: str) -> list[StageName]:
     """Return the stages that read a field about ranks or engines."""
     section = field.removesuffix(".deepspeed")
     if section.startswith("evaluate"):
-        return ["sample", "evaluate", "register"]
+        readers: list[StageName] = ["sample", "evaluate", "register"]
+        # At its end, PPO loads the files of an adapter on the ranks of the evaluation.
+        return ["ppo", *readers] if section == "evaluate" and config.ppo.lora is not None else readers
     if section.startswith("ppo"):
         return ["ppo"]
-    readers: list[StageName] = [stage for stage in config.training_sections if section_of(stage) == section]
+    readers = [stage for stage in config.training_sections if section_of(stage) == section]
     if section == "reward" and "judge" not in config.training_sections:
         readers.append("judge")
     return readers

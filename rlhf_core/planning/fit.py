@@ -96,7 +96,11 @@ def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(S
     if problem := _misfit(config, hardware, stages):
         raise ConfigError(problem)
     found = _other_problems(config, hardware)
-    return found and f"stages that this run does not come to do not fit: {found}; `rlhf plan` shows a fix"
+    if not found:
+        return ""
+    return (
+        f"stages that this run has passed, or does not come to, do not fit: {found}; `rlhf plan` shows a fix"
+    )
 
 
 def check_cluster_memory(
@@ -138,7 +142,8 @@ def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[str] 
 
     def compare(changed: PipelineConfig) -> FitVerdict:
         verdict = compare_memory(changed, shape, hardware)
-        return replace(verdict, problems=tuple(each for each in verdict.problems if each.stage in stages))
+        problems = [each for each in verdict.problems if not _stages_with(each, config).isdisjoint(stages)]
+        return replace(verdict, problems=tuple(problems))
 
     verdict = compare(config)
     if verdict.fits:
@@ -151,6 +156,17 @@ def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[str] 
     other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
     fix = f"it fits with {shlex.join(changes)}" if changes else other
     return "\n".join(problem.text for problem in verdict.problems) + f"; {fix}"
+
+
+def _stages_with(problem: Problem, config: PipelineConfig) -> set[str]:
+    """Return the stages that have the problem, which names one of them."""
+    if problem.key == ("ppo", "engine"):
+        return {"ppo", "sample", "evaluate"}  # all have engines of `ppo.engine`
+    if problem.stage != "evaluate" or problem.what == JUDGE:
+        return {problem.stage}
+    # At its end, PPO loads the files of an adapter on the ranks of the evaluation.
+    is_measured = problem.what == "policy" and config.ppo.lora is not None
+    return {"sample", "evaluate", "ppo"} if is_measured else {"sample", "evaluate"}
 
 
 def _known_shape(config: PipelineConfig) -> ModelShape | None:

@@ -272,19 +272,22 @@ LATER = "; only stages that this run has passed, or does not come to, need it"
 
 
 @pytest.mark.parametrize(
-    ("start", "until", "errors"),
+    ("start", "until", "more", "errors"),
     [
-        ("data", "data", []),
-        ("data", "sft", ["sft.deepspeed.ranks"]),
-        ("data", "reward", ["sft.deepspeed.ranks", "reward.deepspeed.ranks"]),
-        ("judge", "judge", ["reward.deepspeed.ranks"]),
-        ("ppo", "ppo", ["ppo"]),
-        ("sample", "sample", []),
-        ("register", "register", ["evaluate.ranks", "evaluate.engines"]),
+        ("data", "data", [], []),
+        ("data", "sft", [], ["sft.deepspeed.ranks"]),
+        ("data", "reward", [], ["sft.deepspeed.ranks", "reward.deepspeed.ranks"]),
+        ("judge", "judge", [], ["reward.deepspeed.ranks"]),
+        ("ppo", "ppo", [], ["ppo"]),
+        # PPO with an adapter measures its files on the ranks of the evaluation.
+        ("ppo", "ppo", ["ppo.lora={}"], ["ppo", "evaluate.ranks"]),
+        ("sample", "sample", [], []),
+        ("sample", "sample", ["sample={}"], ["evaluate.ranks", "evaluate.engines"]),
+        ("register", "register", [], ["evaluate.ranks", "evaluate.engines"]),
     ],
 )
 def test_gpus_that_the_run_does_not_come_to_are_a_warning(
-    start: StageName, until: StageName, errors: list[str]
+    start: StageName, until: StageName, more: list[str], errors: list[str]
 ) -> None:
     wide = config(
         "sft.deepspeed.ranks=2",
@@ -293,6 +296,7 @@ def test_gpus_that_the_run_does_not_come_to_are_a_warning(
         "ppo.engine.count=2",
         "evaluate.ranks=2",
         "evaluate.engines=2",
+        *more,
     )
     fields = ["sft.deepspeed.ranks", "reward.deepspeed.ranks", "evaluate.ranks", "evaluate.engines", "ppo"]
     with on_machine(with_gpus(1)):

@@ -1,6 +1,7 @@
 """The GPUs of a cluster are compared with the needs of all stages, with the sentences of the preflight.
 
 - a later stage of the run that will not fit is an error of the first one, with the fields that make it fit
+- a stage has what the evaluation lacks if it uses the ranks or engines of the evaluation
 - a stage that the run does not come to is a warning, and so is every stage on a cluster of one stage, without
   numbers of GPUs
 - GPUs that are unknown or of several kinds, nodes without GPUs and unknown models are not compared
@@ -74,6 +75,15 @@ def test_a_later_stage_that_does_not_fit_is_an_error_with_a_fix(config: Pipeline
     assert not any(f"{stage}:" in caught.value.message for stage in ("sft", "reward", "ppo"))
     overrides = shlex.split(caught.value.message.rpartition("it fits with ")[2])
     check(config_from_tree(config.model_dump(mode="json", by_alias=True), "test", overrides), [H100] * 8)
+
+
+@pytest.mark.parametrize("stages", [("ppo",), ("sample",)])
+def test_stages_that_use_the_ranks_of_the_evaluation_do_not_fit_either(
+    stages: tuple[StageName, ...], config: PipelineConfig
+) -> None:
+    """PPO with an adapter measures its files there."""
+    with pytest.raises(ConfigError, match="evaluate: policy needs 1"):
+        check(config, [H100] * 8, stages)
 
 
 def test_on_a_cluster_of_one_stage_it_is_a_warning(
