@@ -55,9 +55,7 @@ def results(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_rank_never_holds_the_whole_model_while_loading(
-    tmp_path: Path, summary_lines: list[str]
-) -> None:
+def test_a_rank_never_holds_the_whole_model_while_loading(tmp_path: Path, summary_lines: list[str]) -> None:
     weights = make_model(tmp_path, layers=16, hidden=768)
     code, output = run(4, tmp_path, "load", "sharded")
     assert code == 0, output[-3000:]
