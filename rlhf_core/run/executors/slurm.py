@@ -93,12 +93,12 @@ class SlurmJobs:
         # Also jobs that ended a short time ago, because a cluster may have no accounting, and those of hidden
         # partitions and of other clusters of a federation.
         queue = ["squeue", "--noheader", "--states=all", "--all", "--federation", f"--name={name}"]
-        lines = self._run([*queue, "--format=%T|%r"]).splitlines()
+        lines = self._lines([*queue, "--format=%T|%r"])
         if not lines:
             # By default, sacct looks for jobs of the current day.
             accounting = ["sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now-7days"]
             accounting += [f"--name={name}", "--format=State,Reason"]
-            lines = self._run(accounting, without="").splitlines()
+            lines = self._lines(accounting, without="")
         if not lines:
             return JobStatus("missing")
         # A job that another cluster of the federation runs is revoked on this one.
@@ -116,6 +116,10 @@ class SlurmJobs:
             return ""
         file = self._logs / f"{name}.out"
         return file.read_text(errors="replace")[-_LOG_BYTES:] if file.is_file() else ""
+
+    def _lines(self, command: Sequence[str], without: str | None = None) -> list[str]:
+        """Return a line for each job. With SLURM_CLUSTERS, squeue also prints the names of clusters."""
+        return [line for line in self._run(command, without=without).splitlines() if "|" in line]
 
     def _run(
         self,

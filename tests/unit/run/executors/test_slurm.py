@@ -210,6 +210,17 @@ def test_a_job_of_a_federation_has_the_state_of_the_cluster_that_runs_it(
     assert all("--federation" in call for call in calls if call[0] == "squeue")
 
 
+def test_the_name_of_a_cluster_is_no_job(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
+    """`squeue` prints it with SLURM_CLUSTERS."""
+    slurm.hold()
+    jobs.submit(job())
+    [folder] = slurm.jobs()
+    slurm.set_state(folder, "CLUSTER: gpus")
+    assert jobs.status("rlhf-sft-1").state == "missing"
+    slurm.set_state(folder, "CLUSTER: gpus\nCOMPLETED|None")
+    assert jobs.status("rlhf-sft-1").state == "succeeded"
+
+
 def test_the_path_of_the_output_is_taken_literally(slurm: ScriptedSlurm, tmp_path: Path) -> None:
     slurm.hold()
     SlurmJobs(tmp_path / "100%j").submit(job())
