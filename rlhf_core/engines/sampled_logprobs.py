@@ -18,7 +18,8 @@ def take_logprobs(llm_engine: Any) -> None:
     """Let vLLM's engine, which runs in this process, return log-probabilities without its own code for them.
 
     Afterwards `CompletionOutput.logprobs` of a request with `logprobs=0` and `flat_logprobs=True` has only
-    the list `logprobs`, with one number for each token. Requests with other settings have none.
+    the list `logprobs`, with one number for each token. No request may ask for more log-probabilities, or
+    for those of its prompt, or have a stop string.
     """
     scheduler = llm_engine.engine_core.engine_core.scheduler
     states = llm_engine.output_processor.request_states
@@ -37,7 +38,8 @@ def take_logprobs(llm_engine: Any) -> None:
 def _append(outputs: Any, states: Any, rows: dict[str, int], logprobs: Any) -> None:
     """Append the log-probabilities of the tokens that the scheduler has accepted.
 
-    It returns no output for a request that has ended, or was preempted, after the step was scheduled.
+    It returns none for a request that has ended after the step was scheduled. A request that was preempted
+    meanwhile keeps its token.
     """
     of_sampled = logprobs.logprobs[:, 0].tolist()
     for output in outputs:

@@ -1,7 +1,7 @@
 """Log-probabilities that are taken from vLLM step by step; its scheduler is scripted here.
 
 - a token gets the number of its own row, in whatever order the scheduler returns the requests
-- a request that has ended, was preempted, or gets no token in a step gets no number
+- a request that has ended, or gets no token in a step, gets no number
 - requests that did not ask for log-probabilities have none, and a step without any is left alone
 - the scheduler gets none, so it makes no objects for them; what it returns is passed on
 """
