@@ -85,24 +85,27 @@ def check_gpu_counts(
 
 
 def _for_stages(config: PipelineConfig, field: str, problem: str, stages: Collection[StageName]) -> Finding:
-    """Return an error if one of `stages` reads a field about ranks or engines, otherwise a warning."""
+    """Return an error if one of `stages` reads a field about devices, otherwise a warning."""
     if not set(_readers(config, field)).isdisjoint(stages):
         return ConfigError(problem)
     return f"{problem}; only stages that this run has passed, or does not come to, need it"
 
 
 def _readers(config: PipelineConfig, field: str) -> list[StageName]:
-    """Return the stages that read a field about ranks or engines."""
-    section = field.removesuffix(".deepspeed")
-    if section.startswith("evaluate"):
-        readers: list[StageName] = ["sample", "evaluate", "register"]
+    """Return the stages that read a field about devices."""
+    scoring: list[StageName] = ["sample", "evaluate", "register"]
+    if field.startswith("evaluate"):
         # At its end, PPO loads the files of an adapter on the ranks of the evaluation.
-        return ["ppo", *readers] if section == "evaluate" and config.ppo.lora is not None else readers
-    if section.startswith("ppo"):
-        return ["ppo"]
-    readers = [stage for stage in config.training_sections if section_of(stage) == section]
+        return ["ppo", *scoring] if field == "evaluate" and config.ppo.lora is not None else scoring
+    section = field.removesuffix(".dtype").removesuffix(".deepspeed")
+    readers: list[StageName] = [stage for stage in config.training_sections if section_of(stage) == section]
     if section == "reward" and "judge" not in config.training_sections:
         readers.append("judge")
+    if section.startswith("ppo"):
+        readers.append("ppo")
+    # They load the policy and the reward model in the precision of their training.
+    if field in ("ppo.policy_deepspeed.dtype", "reward.deepspeed.dtype"):
+        readers += scoring
     return readers
 
 
@@ -161,7 +164,8 @@ def _cpu_settings(config: PipelineConfig, stages: Collection[StageName]) -> Iter
             )
             yield _for_stages(config, field, error, stages)
         if deepspeed.dtype == "float16":
-            error = f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16"
+            field = f"{field}.dtype"
+            error = f"{field}: float16 needs a GPU; got 0 visible; use float32 or bfloat16"
             yield _for_stages(config, field, error, stages)
 
 

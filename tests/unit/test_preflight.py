@@ -335,6 +335,21 @@ def test_without_gpus_settings_of_later_stages_are_a_warning(overrides: list[str
     assert sum(warning.endswith(LATER) for warning in warnings) == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        ("ppo.policy_deepspeed={dtype: float16, zero_stage: 1}", "sample"),
+        ("ppo.policy_deepspeed={dtype: float16, zero_stage: 1}", "register"),
+        ("reward.deepspeed={dtype: float16, zero_stage: 1}", "evaluate"),
+    ],
+)
+def test_a_precision_without_gpus_is_an_error_of_stages_that_score_in_it(
+    settings: str, stage: StageName
+) -> None:
+    with pytest.raises(ConfigError, match=r"dtype: float16 needs a GPU"):
+        check(config(settings), stages=[stage])
+
+
 def test_devices_of_a_ray_cluster_are_not_those_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
