@@ -414,16 +414,8 @@ def _fields(folder: ModelFolder) -> Iterator[Finding]:
 
 
 def _arithmetic(folder: ModelFolder, *, sdpa: bool) -> Iterator[Finding]:
-    """Check for operations beyond plain causal attention and a plain head, which training would leave out."""
+    """Check for operations beyond plain causal attention, which training would leave out."""
     settings = folder.text_config
-    # The value with which each operation does nothing.
-    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
-        if settings.get(name) not in (None, neutral):
-            yield ModelError(
-                f"model.path: {folder.root} scales or caps its logits ({name} is {settings[name]}), which"
-                " training here leaves out; use a model whose logits are its head's, such as Llama, Qwen or"
-                " Mistral"
-            )
     # Eager attention of transformers caps its scores.
     if sdpa and settings.get("attn_logit_softcapping") is not None:
         yield ConfigError(

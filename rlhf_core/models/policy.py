@@ -19,6 +19,7 @@ from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_float32_head, use_onednn
+from rlhf_core.models.logits import logits_of
 from rlhf_core.models.quantized import loading_options
 from rlhf_core.models.saving import WeightStream, save_model
 from rlhf_core.models.selftest import tested, without_dropout
@@ -98,7 +99,7 @@ class Policy(nn.Module):
     def _of_labels(
         self, hidden_NH: torch.Tensor, labels_N: torch.Tensor, temperature: float, with_entropy: bool
     ) -> TokenOutputs:
-        logits_NV = self.lm.lm_head(hidden_NH)
+        logits_NV = logits_of(self.lm.lm_head(hidden_NH), self.lm.config.get_text_config())
         entropy = token_entropy(logits_NV, temperature) if with_entropy else None
         return TokenOutputs(token_logprobs(logits_NV, labels_N, temperature), entropy)
 
@@ -179,22 +180,21 @@ def load_policy(
 
 @torch.no_grad()
 def _checked(lm: Any) -> Any:
-    """Return `lm`. `Policy` calls only its head, so ModelError is raised if the logits are more than the
-    head's output (scaled, capped).
+    """Return `lm`. `Policy` calls only its head and `logits_of`, so ModelError is raised if the model's own
+    logits are others.
     """
     training = lm.training
     lm.eval()
-    ids = torch.arange(8, device=lm.device).remainder(lm.config.get_text_config().vocab_size)[None]
-    own, plain = (
-        lm(input_ids=ids).logits.float(),
-        lm.lm_head(lm.model(input_ids=ids).last_hidden_state).float(),
-    )
+    config = lm.config.get_text_config()
+    ids = torch.arange(8, device=lm.device).remainder(config.vocab_size)[None]
+    own = lm(input_ids=ids).logits.float()
+    computed = logits_of(lm.lm_head(lm.model(input_ids=ids).last_hidden_state), config).float()
     lm.train(training)
-    if not torch.allclose(own, plain, rtol=1e-4, atol=1e-6):
+    if not torch.allclose(own, computed, rtol=1e-4, atol=1e-6):
         raise ModelError(
-            f"model.path: {type(lm).__name__} changes the output of its `lm_head` (logits that are scaled or"
-            " capped), which training here would leave out; use a model whose logits are the head's, such as"
-            " Llama, Qwen or Mistral"
+            f"model.path: {type(lm).__name__} changes the output of its `lm_head` in a way that training here"
+            " would leave out, or ignores a field of config.json that scales or caps logits (logits_scaling,"
+            " logit_scale, final_logit_softcapping); use another architecture, such as Llama, Qwen or Mistral"
         )
     return lm
 

@@ -3,6 +3,7 @@
 - it samples the tokens that an engine started for each model samples, to the same bits of their
   log-probabilities, with tied embeddings and without
 - the same for small models of other architectures (slow set)
+- for models that scale or cap their logits, its log-probabilities are those of the trainer (slow set)
 - a tensor that is not loaded ends the sampling
 """
 
@@ -22,6 +23,8 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.evaluation.generate import SamplingSettings, _sample_here
 from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.policy import load_policy
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.weight_sync.files import are_interchangeable
 from tests.benchmarks.architectures import tiny_config
@@ -79,25 +82,52 @@ def test_one_engine_samples_what_an_engine_for_each_model_samples(tmp_path: Path
     assert one != two
 
 
+def save(folder: Path, model_type: str, seed: int, **fields: object) -> Path:
+    """Save a small model with random weights and heads of the size that vLLM needs."""
+    config = tiny_config(model_type)
+    for name, value in {"hidden_size": 128, "n_embd": 128, "head_dim": 32}.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     ["qwen2", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "phi3", "olmo2", "gpt_neox", "stablelm"],
 )
 def test_other_architectures_use_the_weights_that_replace_the_first(tmp_path: Path, model_type: str) -> None:
-    folders = []
-    for seed in range(2):
-        config = tiny_config(model_type)
-        for name, value in {"hidden_size": 128, "n_embd": 128, "head_dim": 32}.items():  # heads as vLLM needs
-            if hasattr(config, name):
-                setattr(config, name, value)
-        torch.manual_seed(seed)
-        folders.append(tmp_path / f"m{seed}")
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folders[-1])
+    folders = [save(tmp_path / f"m{seed}", model_type, seed) for seed in range(2)]
     assert are_interchangeable(*folders)
     one, two = sampled(*folders)
     assert [one] == sampled(folders[0]) and [two] == sampled(folders[1])
     assert one != two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("gemma2", "final_logit_softcapping", 0.5),
+        ("granite", "logits_scaling", 0.5),
+        ("cohere", "logit_scale", 2.0),
+    ],
+)
+def test_engine_and_trainer_scale_and_cap_logits_alike(
+    tmp_path: Path, model_type: str, field: str, value: float
+) -> None:
+    folder = save(tmp_path / "model", model_type, 0, **{field: value}, initializer_range=0.1)
+    policy = load_policy(folder, dtype="float32", attention="eager", device="cpu")
+    assert getattr(policy.lm.config, field) == value
+    (shares,) = sampled(folder)
+    assert [len(share) for share in shares] == [6, 3]
+    for rollout in (rollout for share in shares for rollout in share):
+        batch = collate([TokenSequence.of(rollout.prompt_ids, rollout.response_ids)], pad_id=0, pack=True)
+        assert list(rollout.rollout_logprobs) == pytest.approx(policy(batch).logprobs_N.tolist(), abs=1e-4)
 
 
 def test_a_tensor_that_is_not_loaded_ends_the_sampling(

@@ -42,10 +42,6 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a config that is a list": ({"config__json": []}, ("config.json is no JSON object",)),
     "a config in Latin-1": ({"config__json": b'{"a": "\xe9"}'}, ("config.json is not readable JSON",)),
     "a config nested deeply": ({"config__json": b"[" * 100_000}, ("config.json is not readable JSON",)),
-    "capped logits": ({"config__json": {**CONFIG, "final_logit_softcapping": 30.0}},
-        ("caps its logits", "30.0", "such as")),
-    "scaled logits": ({"config__json": {**CONFIG, "logits_scaling": 8.0}},
-        ("scales or caps its logits", "8.0")),
     "capped attention": (
         {"config__json": {**CONFIG, "attn_logit_softcapping": 50.0}},
         ("caps its attention", "model.attention=eager"),

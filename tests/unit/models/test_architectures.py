@@ -1,6 +1,7 @@
-"""What a model computes beyond plain causal attention and a plain head is refused, not left out.
+"""What a model computes beyond plain causal attention and a plain head is not left out without a word.
 
-- architectures that scale or cap their logits are no policy; those whose logits are the head's are
+- logits that are scaled (Granite, Cohere) or capped (Gemma 2) are those of the model's own forward pass; a
+  field for it that the architecture ignores is refused
 - a sliding window, or capped attention scores, end a forward pass that would need them, packed or not
 """
 
@@ -50,16 +51,27 @@ def test_models_whose_logits_are_the_output_of_their_head_load(kind: str, tmp_pa
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("Gemma2", {"attn_logit_softcapping": None, "sliding_window": 64}),
+        ("Gemma2", {"attn_logit_softcapping": None, "sliding_window": 64, "final_logit_softcapping": 5.0}),
         ("Granite", {"logits_scaling": 8.0}),
         ("Cohere", {"logit_scale": 0.0625}),
     ],
 )
-def test_logits_that_are_scaled_or_capped_are_refused(
+def test_logits_are_scaled_and_capped_as_the_model_does(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match="scaled or capped"):
-        load(save(tmp_path, kind, **changes))
+    policy = load(save(tmp_path, kind, **changes))
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    own = policy.lm(input_ids=ids).logits[0].log_softmax(-1)
+    plain = policy.lm.lm_head(policy.lm.model(input_ids=ids).last_hidden_state)[0].log_softmax(-1)
+    labels, places = torch.tensor([6, 7, 8]), torch.arange(2, 5)
+    batch = collate([TokenSequence.of((3, 4, 5), (6, 7, 8))], pad_id=0, pack=True)
+    torch.testing.assert_close(policy(batch).logprobs_N, own[places, labels])
+    assert (own - plain)[places, labels].abs().min() > 0.01, "the model's own operation matters"
+
+
+def test_a_field_that_the_architecture_ignores_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="ignores a field of config"):
+        load(save(tmp_path, "Llama", logits_scaling=8.0))
 
 
 @pytest.mark.parametrize("pack", [True, False])
