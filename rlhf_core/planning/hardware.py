@@ -102,7 +102,7 @@ def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None
     """Parse `2x8xH100-80G` (hosts, devices of each), `8xH100-80G` or `H100-80G`, in upper or lower case.
 
     Raises ConfigError with the known names, for several hosts without `link` (see `parse_link`), and for a
-    memory of a host that is not above 0.
+    memory of a host that is negative or not finite.
     """
     times = r"(?:([0-9]{1,6})\s*[xX*]\s*)?"
     match = re.fullmatch(rf"{times}{times}([\w-]+)", text.strip())
@@ -122,8 +122,8 @@ def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None
             f"--link: --gpus {text} has several hosts; say how fast each sends to the others, such as"
             " 400gbit, or 8x400gbit for eight network adapters"
         )
-    if host_memory_gib is not None and not 0 < host_memory_gib < math.inf:
-        raise ConfigError(f"--host-memory: must be a number of GiB above 0; got {host_memory_gib:g}")
+    if host_memory_gib is not None and not 0 <= host_memory_gib < math.inf:
+        raise ConfigError(f"--host-memory: must be a number of GiB, 0 or more; got {host_memory_gib:g}")
     memory = None if host_memory_gib is None else host_memory_gib * GIB
     network = None if link is None or hosts == 1 else parse_link(link)
     return Hardware(hosts * (numbers[-1] if numbers else 1), matches[0], hosts, network, memory)
