@@ -1,7 +1,7 @@
 """One engine for several models, with the real vLLM.
 
 - it samples the tokens that an engine started for each model samples, to the same bits of their
-  log-probabilities, with tied embeddings and without
+  log-probabilities, with tied embeddings and without (slow set)
 - the same for small models of other architectures (slow set)
 - for models that scale or cap their logits, its log-probabilities are those of the trainer (slow set)
 - a tensor that is not loaded ends the sampling
@@ -71,7 +71,7 @@ def error_here(*folders: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_engine_samples_what_an_engine_for_each_model_samples(tmp_path: Path, tied: bool) -> None:
     folders = [
         save_tiny_llama(tmp_path / f"m{seed}", seed, eos_token_id=2, tie_word_embeddings=tied)

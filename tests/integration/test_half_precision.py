@@ -92,6 +92,7 @@ def share_by_hand() -> float:
 def work(_number: int, folder: Path) -> None:
     from deepspeed.accelerator import get_accelerator
 
+    torch.set_num_threads(1)  # the model is so small that more are slower
     join(Rank())
     get_accelerator().is_fp16_supported = lambda: True
     start = {name: p.detach() for name, p in deepspeed_step.model("sft").lm.named_parameters()}

@@ -85,6 +85,7 @@ def work(number: int, ranks: int, port: int, folder: Path) -> None:
     """Continue what the other number of ranks left in `folder`, if anything, and leave a step of one's own
     there.
     """
+    torch.set_num_threads(1)  # the model is so small that more are slower
     rank = Rank(number, ranks, number, "127.0.0.1", port)
     join(rank)
     found = {}
