@@ -280,7 +280,8 @@ def test_samples_of_the_policy_are_the_data_of_a_second_round(golden: Golden) ->
         [json.loads(line) for line in (samples / name).read_text().splitlines()]
         for name in ("best.jsonl", "pairs.jsonl")
     )
-    assert counts == {"best": len(best), "pairs": len(pairs)} and 0 < len(pairs) <= len(best) <= 40
+    assert counts == {"policy": "ppo", "best": len(best), "pairs": len(pairs)}
+    assert 0 < len(pairs) <= len(best) <= 40
     training = {prompt.prompt for prompt in load_prompts(golden.fetch("data"), "train")}
     assert {row["prompt"] for row in best} <= training
     metrics = first["stages"]["sample"]["metrics"]
