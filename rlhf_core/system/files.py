@@ -121,7 +121,7 @@ def existing_parent(folder: Path) -> Path:
 
 
 def no_folder(folder: Path) -> str | None:
-    """Return the reason for which `folder` cannot be a folder, whoever may write to it, or None."""
+    """Return why `folder` cannot be a folder, or None. Rights are not checked."""
     if "\0" in str(folder):
         return "a path has no NUL character"
     existing = existing_parent(folder)

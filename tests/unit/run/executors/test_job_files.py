@@ -137,7 +137,7 @@ def test_a_preempted_job_that_waits_to_be_resumed_is_cancelled(spec: StageSpec, 
     files.write_events(1, [{"event": "error", "type": "StageFailed", "message": "evicted"}])
     scheduler = OneState("pending")
     assert follower(spec, store, scheduler, [])._find() is None
-    assert scheduler.cancelled == [files.submission.job_name], "or it would run beside the next job"
+    assert scheduler.cancelled == [files.submission.job_name], "otherwise two jobs of the stage could run"
 
 
 def test_a_number_is_not_used_again_after_its_job_was_deleted(spec: StageSpec, store: ScriptedStore) -> None:
