@@ -30,9 +30,7 @@ from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedQueue, scripted_actor
 from rlhf_core.types import PromptExample, Rollout
-from tests.unit.ppo.test_rollouts import PROMPTS, VERSION, collector, rollouts
-from tests.unit.ppo.test_rollouts import _Engines as FixedEngines
-from tests.unit.ppo.test_rollouts import _Request as Request
+from tests.support.scripted_rollouts import PROMPTS, VERSION, FixedEngines, Request, collector, rollouts
 
 
 @pytest.fixture
