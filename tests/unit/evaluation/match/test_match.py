@@ -4,9 +4,6 @@
   both orders
 - the champion's reward model compares the same answers, unless it is the judge itself; a pair to which one
   of both gives NaN is left out
-- prompts that one of both, or a model before it, was trained on are left out; if too few are left, nothing is
-  sampled; if so, or if the data of a model before cannot be read, there is no match
-- a tokenizer that was loaded and saved again is the same one
 - the champion is loaded with the settings of its own run (base and adapter, or the merge); a policy of DPO
   plays like one of PPO, with the settings of its evaluation
 - the win rate is also given for each data source, up to a number of sources
@@ -19,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +24,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.dataset import sft_prompts, write
-from rlhf_core.data.formats import Message
-from rlhf_core.data.templates import Encoder
-from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
-from rlhf_core.errors import ModelError, StoreError, WorkerDied
+from rlhf_core.data.dataset import write
+from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import match
 from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.match import MatchSkipped
@@ -39,119 +33,20 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.stages.register import match_record
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
-from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
-from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_engines
-from rlhf_core.testing.store import ScriptedStore
-from rlhf_core.types import Lineage, PairExample, PromptExample, SFTExample, StageContext
+from rlhf_core.testing.engines import ScriptedEngine
+from rlhf_core.types import Lineage, PromptExample, StageContext
 from tests.support.chat_server import ChatServer, prefer_longer
-from tests.support.known_models import save_last_token_scorer
-
-PROMPTS = [
-    f"Tell me about a small {subject} {place}."
-    for subject in ("fox", "cat", "dog", "bear")
-    for place in ("in the garden", "on the roof")
-]
-GOOD, BAD = "It is kind and gentle. It has a warm voice!", "It is rotten and dull."
-"""Their last tokens differ, by which reward models here tell them apart."""
-TOKENIZER = train_tokenizer([*PROMPTS, GOOD, BAD], 400)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> PipelineConfig:
-    tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "evaluate": {"prompts": 8, "bootstrap": 200}}
-    tree["register"] = {"min_prompts": 1}
-    return PipelineConfig.model_validate_json(json.dumps(tree))
-
-
-def prompts_of(*sources: str) -> list[PromptExample]:
-    """Return the prompts, from each source in turn."""
-    return [
-        PromptExample(f"p{i}", text, (1, 2), source=sources[i % len(sources)])
-        for i, text in enumerate(PROMPTS)
-    ]
-
-
-def policy(folder: Path, says: str) -> Path:
-    folder.mkdir(parents=True)
-    TOKENIZER.save_pretrained(folder)
-    (folder / "says").write_text(says)
-    return folder
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> StageContext:
-    """Context of a candidate that says good things."""
-    policy(tmp_path / "ppo" / "policy", GOOD)
-    write_data_artifact(tmp_path / "data", eval_prompts=prompts_of("a.jsonl"), tokenizer=TOKENIZER)
-    return stage_context(tmp_path, inputs={name: tmp_path / name for name in ("ppo", "data")})
-
-
-FAILURES = {
-    "OLD": ValueError("unknown architecture"),
-    "BAD MODEL": ModelError("no eos_token_id"),
-    "MEMORY": RuntimeError("CUDA out of memory"),
-    "DISK": OSError(28, "No space left on device"),
-    "DEAD": WorkerDied("the engine is gone"),
-}
-"""What models raise that say this."""
-Tags = dict[str, str]
-
-
-@pytest.fixture
-def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path, Tags]]:
-    """Publishes one that says something: its folder, and the tags of its version.
-
-    `seen` and `in_pairs` are ids of the prompts that the policy and its reward model were trained on, `path`
-    is its base model.
-    """
-
-    def publish(
-        says: str,
-        seen: Sequence[str] = (),
-        in_pairs: Sequence[str] = (),
-        key: str = "c" * 16,
-        path: str | None = None,
-        **data: str,
-    ) -> tuple[Path, Tags]:
-        store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
-        made = config.model_dump(mode="json", by_alias=True)
-        made["data"] |= data
-        made["model"]["path"] = path
-        tags = {}
-        for stage in ("data", "ppo"):
-            policy(tmp_path / "out" / "policy", says)
-            if stage == "data":
-                write_data_artifact(
-                    tmp_path / "out",
-                    prompts=[PromptExample(name, "", ()) for name in seen],
-                    pairs=[PairExample(name, "", (), (), ()) for name in in_pairs],
-                    tokenizer=TOKENIZER,
-                )
-            ref = store.publish(stage, key, tmp_path / "out", Provenance(config=made))
-            tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}
-        return store.fetch(ref) / "policy", tags
-
-    return publish
-
-
-@pytest.fixture(autouse=True)
-def scripted() -> Iterator[list[ScriptedEngine]]:
-    """Models that give the text in their file `says`. JSON there has a text by prompt, and at "" that of the
-    others.
-    """
-
-    def respond(request: Request) -> Reply:
-        text = (request.model / "says").read_text()
-        if text.startswith("{"):
-            by_prompt = json.loads(text)
-            text = by_prompt.get(request.prompt.prompt_id, by_prompt[""])
-        if text in FAILURES:
-            raise FAILURES[text]
-        return Reply(TOKENIZER.encode(text, add_special_tokens=False))
-
-    with scripted_engines(respond) as started:
-        yield started
+from tests.support.match_models import (
+    BAD,
+    FAILURES,
+    GOOD,
+    PROMPTS,
+    TOKENIZER,
+    policy,
+    prompts_of,
+    reward_model,
+)
 
 
 @pytest.mark.parametrize(("says", "rate"), [(BAD, 1.0), (GOOD, 0.5)])
@@ -196,16 +91,6 @@ def test_a_language_model_decides_each_prompt(
         result = match.run_match(judged, context, champion(BAD)[1])
     assert (result.judge, result.comparison.win_rate.mean) == ("language_model", 1.0)
     assert result.judge_digest is not None and len(result.prompt_ids) == len(PROMPTS)
-
-
-def reward_model(folder: Path, likes: str, cannot_score: str | None = None) -> Path:
-    """Write an artifact with a reward model that gives a point to one answer, and can give NaN to another
-    one. Return its folder.
-    """
-    last = TOKENIZER.encode(likes)[-1]
-    overflowing = () if cannot_score is None else (TOKENIZER.encode(cannot_score)[-1],)
-    save_last_token_scorer(folder / "model", {last: 1.0}, len(TOKENIZER), overflowing)
-    return folder
 
 
 @pytest.mark.parametrize("judge", ["rules", "reward_model"])
@@ -306,152 +191,6 @@ def test_a_judge_that_both_have_compares_once(judge: str, outcomes: str, against
     result = against_reward_model(judge, True)
     assert (result.by_champion_model is None) == (judge == "reward_model")
     assert match_record(result).outcomes[0] == outcomes
-
-
-def test_training_prompts_of_the_champion_are_left_out(
-    config: PipelineConfig, context: StageContext, champion: Any
-) -> None:
-    tags = champion(BAD, seen=["p0", "p5", "another"], in_pairs=["p6"])[1]
-    result = match.run_match(least(config, 5), context, tags)
-    assert result.prompt_ids == ("p1", "p2", "p3", "p4", "p7")
-    assert len(result.comparison.preferences) == 5
-    words = "only 5 held-out prompts are left that neither policy was trained on, and register.min_prompts=6"
-    with pytest.raises(MatchSkipped, match=words):
-        match.run_match(least(config, 6), context, tags)
-
-
-def test_a_match_of_too_few_prompts_is_not_run(
-    config: PipelineConfig, context: StageContext, champion: Any, scripted: list[ScriptedEngine]
-) -> None:
-    """Its outcome would be known, which spends a level, although the refusal is certain."""
-    tags = champion(BAD)[1]
-    with pytest.raises(MatchSkipped, match="only 8 held-out prompts are left, and"):
-        match.run_match(least(config, 9), context, tags)
-    assert not scripted, "nothing is sampled"
-
-
-def test_without_a_prompt_that_is_left_there_is_no_match(
-    config: PipelineConfig, context: StageContext, champion: Any
-) -> None:
-    tags = champion(BAD, seen=[f"p{i}" for i in range(len(PROMPTS))])[1]
-    with pytest.raises(MatchSkipped, match="no held-out prompt is left that neither policy was trained on"):
-        match.run_match(least(config, 0), context, tags)
-
-
-def least(config: PipelineConfig, prompts: int, **changes: Any) -> PipelineConfig:
-    """Return the configuration with this `register.min_prompts` and other sections."""
-    tree = config.model_dump(mode="json", by_alias=True) | {"register": {"min_prompts": prompts}}
-    return PipelineConfig.model_validate_json(json.dumps(tree | changes))
-
-
-def data_of_run(config: PipelineConfig, folder: Path, key: str, seen: Any, **made: Any) -> Path:
-    """Publish data and the artifact `sample` of a run, and return the folder of the latter.
-
-    `seen` are arguments of `write_data_artifact`, `made` are sections of the configuration of the run.
-    """
-    store = ArtifactStore(Store(config.store_url), folder / "cache")
-    tree = config.model_dump(mode="json", by_alias=True) | made
-    write_data_artifact(folder / key, tokenizer=TOKENIZER, **seen)
-    data = store.publish("data", key, folder / key, Provenance(config=tree))
-    (folder / "out").mkdir()
-    (folder / "out" / "best.jsonl").write_text("{}")
-    provenance = Provenance({"data": data}, config=tree)
-    return store.fetch(store.publish("sample", key, folder / "out", provenance))
-
-
-def test_prompts_of_demonstrations_and_of_the_models_before_are_left_out(
-    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
-) -> None:
-    """The champion began from a model, whose data had samples of another run; the candidate from a third."""
-    held_out = [PromptExample(f"p{i}", text, (1, 10 + i)) for i, text in enumerate(PROMPTS)]
-    write(context.inputs["data"], "prompts", "eval", held_out)
-    demonstrations = [
-        SFTExample((1, 10, 5, 6), (0, 0, 1, 1)),
-        SFTExample((1, 11), (0, 1)),  # its prompt is another one
-        SFTExample((1, 10, 3, 7, 12), (0, 0, 1, 0, 1)),  # of two turns
-    ]
-    sampled = data_of_run(config, tmp_path, "a" * 16, {"sft": demonstrations})
-    source = {"path": str(sampled / "best.jsonl")}
-    data = config.model_dump(mode="json")["data"]
-    prompts = {"prompts": [PromptExample("p3", "", ())]}
-    base = data_of_run(config, tmp_path, "b" * 16, prompts, data=data | {"sft": [source]})
-    third = data_of_run(config, tmp_path, "e" * 16, {"prompts": [PromptExample("p5", "", ())]})
-    tags = champion(BAD, seen=["p7"], path=str(base))[1]
-
-    alone = match.run_match(least(config, 1), context, tags)
-    assert alone.prompt_ids == ("p1", "p2", "p4", "p5", "p6")
-    copy = str(tmp_path / f"artifacts-sample-{'e' * 16}-{'0' * 12}" / "policy")
-    for path in (str(third / "policy"), copy):
-        ours = least(config, 1, model={"path": path})
-        assert match.run_match(ours, context, tags).prompt_ids == ("p1", "p2", "p4", "p6")
-
-    for judge in (str(third / "model"), None):
-        reward = config.model_dump(mode="json")["reward"] | {"judge": judge and {"path": judge}}
-        found = match.run_match(least(config, 1, reward=reward), context, tags)
-        assert ("p5" in found.prompt_ids) is (judge is None)
-
-    shutil.rmtree(third.parent)
-    with pytest.raises(MatchSkipped, match=f"the data of sample/{'e' * 16}, which it was made from, are not"):
-        match.run_match(ours, context, tags)
-
-
-def test_a_base_model_can_be_a_copy_from_the_bucket_of_another_project(
-    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
-) -> None:
-    """Its data are looked for in the store that it was copied from."""
-    bucket = tmp_path / "bucket"
-    tree = config.model_dump(mode="json", by_alias=True) | {"store": {"url": str(bucket)}}
-    theirs = PipelineConfig.model_validate_json(json.dumps(tree))
-    data_of_run(theirs, tmp_path, "a" * 16, {"prompts": [PromptExample("p3", "", ())]})
-    artifacts = ArtifactStore(ScriptedStore(bucket, remote=True), tmp_path / "copies")
-    ref = artifacts.find("sample", "a" * 16)
-    assert ref is not None
-    path = artifacts.address(ref, "best.jsonl", local=True)
-    assert str(bucket) not in path
-    ours, tags = least(config, 1, model={"path": path}), champion(BAD)[1]
-    assert "p3" not in match.run_match(ours, context, tags).prompt_ids
-    (record,) = (tmp_path / "copies").glob("*.store")
-    record.unlink()
-    with pytest.raises(MatchSkipped, match=f"the data of sample/{'a' * 16}, which it was made from, are not"):
-        match.run_match(ours, context, tags)
-
-
-def test_match_is_skipped_if_the_store_of_a_model_before_refuses_access(
-    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
-) -> None:
-    old = tmp_path / "old"
-    old.symlink_to(old)  # too many levels of symbolic links
-    base = str(old / "artifacts" / "ppo" / ("a" * 16))
-    reason = f"the data of ppo/{'a' * 16}, which it was made from, cannot be read .*symbolic links"
-    with pytest.raises(MatchSkipped, match=reason):
-        match.run_match(config, context, champion(BAD, path=base)[1])
-    ours = least(config, 1, model={"path": base})
-    with pytest.raises(MatchSkipped, match=f"the candidate was trained on are not known: {reason}"):
-        match.run_match(ours, context, champion(BAD, key="d" * 16)[1])
-
-
-def test_tokenizers_that_were_saved_again_are_the_same(
-    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
-) -> None:
-    """The base model of the candidate is a policy of an earlier run, whose tokenizer was loaded and saved."""
-    held_out = [PromptExample(f"p{i}", text, (1, 10 + i)) for i, text in enumerate(PROMPTS)]
-    write(context.inputs["data"], "prompts", "eval", held_out)
-    base = data_of_run(config, tmp_path, "a" * 16, {"sft": [SFTExample((1, 12, 5), (0, 0, 1))]})
-    for own in (context.inputs["data"] / "tokenizer", context.inputs["ppo"] / "policy"):
-        load_tokenizer(str(own)).save_pretrained(own)
-    ours = least(config, 1, model={"path": str(base)})
-    result = match.run_match(ours, context, champion(BAD)[1])
-    assert set(result.prompt_ids) == {f"p{i}" for i in range(len(PROMPTS))} - {"p2"}
-
-
-def test_demonstrations_of_a_conversation_have_the_prompts_of_the_policy() -> None:
-    """A prompt of PPO has the tokens that a conversation has before the answer."""
-    encoder = Encoder(TOKENIZER, "chat", "the test")
-    asked, said = Message("user", PROMPTS[0]), Message("assistant", GOOD)
-    again = Message("user", PROMPTS[1])
-    whole = encoder.conversation([asked, said, again, said])
-    found = list(sft_prompts(SFTExample(whole.ids, whole.mask)))
-    assert found == [encoder.prompt([asked]), encoder.prompt([asked, said, again])]
 
 
 BF16 = {"policy_deepspeed": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}
