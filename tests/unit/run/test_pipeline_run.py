@@ -9,19 +9,16 @@
 - a process that waits for a stage ends with the run, also if the run fails or is stopped
 - a run whose stage another process makes ends in MLflow, unless that process goes on with the same run
 - a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
-- the summary has the documented fields, and nothing that was not measured
+- the summary names the tracker without credentials
 """
 
 from __future__ import annotations
 
 import contextvars
-import io
 import json
 import os
 import socket
 from contextlib import suppress
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +26,6 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
-from rich.console import Console
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
@@ -40,15 +36,6 @@ from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check, 
 from rlhf_core.run.parameters import overrides_of
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.spec import StageRecord, StageSpec
-from rlhf_core.run.summary import (
-    duration,
-    result_table,
-    results,
-    reuse_sentence,
-    run_markdown,
-    stage_markdown,
-    summarize,
-)
 from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
@@ -237,51 +224,6 @@ def test_name_parameter_stays_a_text_in_yaml(name: str) -> None:
     assert load_config("deployments/configs/demo.yaml", overrides_of({"run.name": name})).run.name == name
 
 
-EVALUATION = {
-    f"{name}/{part}": value
-    for name, values in (
-        ("gold_reward/sft", (0.1, 0.0, 0.2)),
-        ("gold_reward/ppo", (1.1, 1.0, 1.2)),
-        ("gold_reward/difference", (1.0, 0.9, 1.1)),
-        ("win_rate", (0.8, 0.7, 0.9)),
-    )
-    for part, value in zip(("mean", "low", "high"), values, strict=True)
-} | {"kl": 3.5}
-
-
-def records(*stages: StageName) -> dict[StageName, StageRecord]:
-    metrics: dict[str, dict[str, float]] = {
-        "reward": {"accuracy": 0.9, "accuracy_exchanged": 0.6, "margin": 1.0},
-        "evaluate": EVALUATION,
-    }
-    return {
-        stage: StageRecord(ref(stage, **metrics.get(stage, {})), 2.5, stage == "data") for stage in stages
-    }
-
-
-IDENTITY = {"mlflow_run_id": "m1", "run": "demo-seed0", "pipeline_key": "k", "where": {"logs": "/logs"}}
-
-
-def test_the_summary_has_the_documented_fields() -> None:
-    made = records(*STAGES)
-    made["ppo"] = StageRecord(
-        ArtifactRef("ppo", "b" * 16, "d", "/store/ppo", {}, None, {"weights_sha256": "abc"}), 60.0, False
-    )
-    summary = summarize(made, 123.456, IDENTITY)
-    assert summary["seconds"] == 123.46
-    assert summary["stages"]["data"]["reused"] is True
-    assert summary["stages"]["ppo"]["seconds"] == 60.0
-    assert summary["stages"]["ppo"]["artifact"] == "/store/ppo"
-    assert summary["stages"]["ppo"]["key"] == "b" * 16
-    assert summary["reward"] == {"accuracy": 0.9, "accuracy_exchanged": 0.6}
-    assert ("the same, prompts exchanged", "0.600") in results(summary)
-    assert summary["evaluate"]["gold_reward"]["ppo"] == {"mean": 1.1, "low": 1.0, "high": 1.2}
-    assert summary["evaluate"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
-    assert summary["evaluate"]["kl"] == 3.5
-    assert summary["weights_sha256"] == "abc"
-    assert summary["mlflow_run_id"] == "m1"
-
-
 def test_the_summary_names_the_tracker_without_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,114 +237,6 @@ def test_the_summary_names_the_tracker_without_credentials(
 def test_the_summary_names_the_policy_without_the_stage_register(policy: str, tmp_path: Path) -> None:
     sections = {"dpo": {"enabled": True}, "register": {"policy": policy}}
     assert pipeline(tmp_path, until="evaluate", **sections).summary()["policy"] == policy
-
-
-def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
-    sampled = ref("sample", pairs=7.0, best=9.0)
-    summary = summarize({"sample": StageRecord(sampled, 1.0, False)}, 1.0, IDENTITY)
-    assert summary["sample"] == {"pairs": 7, "best": 9, "policy": "ppo"}
-    assert ("sampled pairs, demonstrations, PPO", "7, 9") in results(summary)
-    sampled = replace(sampled, attributes={"policy": "sft"})
-    summary = summarize({"sample": StageRecord(sampled, 1.0, False)}, 1.0, IDENTITY)
-    assert summary["sample"]["policy"] == "sft"
-    assert ("sampled pairs, demonstrations, SFT", "7, 9") in results(summary)
-    assert "sample" not in summarize({}, 1.0, IDENTITY)
-
-
-@pytest.mark.parametrize(("champion", "outcome"), [("False", "not promoted"), ("True", "champion")])
-def test_result_table_has_the_promotion_with_its_reason(champion: str, outcome: str) -> None:
-    facts = {"model": "demo", "version": "3", "champion": champion, "rule": "match", "reason": "won [0.52]"}
-    made = ArtifactRef("register", "b" * 16, "d", "/store/r", {}, None, facts)
-    summary = summarize({"register": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)
-    assert results(summary) == [("promotion", f"demo version 3: {outcome}"), ("reason", "won [0.52]")]
-    assert "| reason | won [0.52] |" in run_markdown(summary)
-
-
-def test_result_table_names_judge_and_paired_difference() -> None:
-    facts = {"judge": "reward model", "judge_trained_on": "True"}
-    numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}
-    numbers |= {f"rules/length/sft/{part}": 0.25 for part in ("mean", "low", "high")}
-    made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", numbers, None, facts)
-    rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
-    assert (
-        rows["win rate, PPO over SFT (judge: reward model, which PPO was trained on)"]
-        == "0.800  [0.700, 0.900]"
-    )
-    assert rows["gold reward, difference by prompt"] == "1.000  [0.900, 1.100]"
-    assert rows["rule length, SFT"].startswith("0.250"), "not the length of the responses"
-    assert not any("a.jsonl" in name for name in rows)
-
-
-def test_result_table_has_the_agreement_of_a_language_model() -> None:
-    agreement = {"mean": 0.7, "low": 0.6, "high": 0.8}
-    numbers = {f"language_model/agreement/{part}": value for part, value in agreement.items()}
-    facts = {"judge": "language model m_1[/b]", "judge_trained_on": "False"}
-    made = ArtifactRef(
-        "evaluate", "b" * 16, "d", "/store/e", EVALUATION | numbers | {"inconsistent": 0.25}, None, facts
-    )
-    summary = summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)
-    rows = dict(results(summary))
-    assert rows["win rate, PPO over SFT (judge: language model m_1[/b])"] == "0.800  [0.700, 0.900]"
-    assert rows["judge, agreement with held-out pairs"] == "0.700  [0.600, 0.800]"
-    assert rows["verdicts that change with the order (ties)"] == "0.250"
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(result_table(summary))
-    assert "language model m_1[/b])" in console.export_text(), "no markup"
-
-
-def test_result_table_has_dpo_next_to_ppo() -> None:
-    numbers = EVALUATION | {"kl_dpo": 1.5}
-    controlled = "win_rate_ppo_over_dpo_length_controlled"
-    for name in ("win_rate_ppo_over_dpo", controlled, "gold_reward/dpo", "gold_reward/ppo_minus_dpo"):
-        numbers |= {f"{name}/mean": 0.6, f"{name}/low": 0.5, f"{name}/high": 0.7}
-    made = {"evaluate": StageRecord(ref("evaluate", **numbers), 1.0, False)}
-    summary = summarize(made, 1.0, IDENTITY)  # type: ignore[arg-type]
-    rows = dict(results(summary))
-    for name in ("gold reward, DPO", "gold reward, PPO minus DPO by prompt", "win rate, PPO over DPO"):
-        assert rows[name] == "0.600  [0.500, 0.700]"
-    assert rows["the same, length-controlled"] == "0.600  [0.500, 0.700]"
-    assert rows["KL to the SFT model, DPO"] == "1.5 nats per response"
-    assert summary["evaluate"]["kl_dpo"] == 1.5 and "win_rate_dpo" not in summary["evaluate"]
-
-
-def test_partial_summary_omits_other_stages() -> None:
-    summary = summarize(records("data", "sft"), 3.0, IDENTITY)
-    assert set(summary["stages"]) == {"data", "sft"}
-    assert not {"reward", "evaluate", "weights_sha256"} & set(summary)
-    assert results(summary) == []
-
-
-def test_incomplete_interval_is_not_reported() -> None:
-    made = {"evaluate": StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)}
-    assert summarize(made, 1.0, IDENTITY)["evaluate"] == {"kl": 1.0}  # type: ignore[arg-type]
-
-
-def test_markdown_shows_every_stage_and_escapes_cells() -> None:
-    made = records(*STAGES)
-    made["sft"] = StageRecord(ref("sft", **{"loss|x": 1.0}), 1.0, False)
-    assert "| loss\\|x | 1 |" in stage_markdown("sft", made["sft"], {"MLflow": "http://m"})
-    text = run_markdown(summarize(made, 100.0, IDENTITY))
-    assert all(f"| {stage} |" in text for stage in STAGES)
-    assert "| data | 2.5 s | reused |" in text
-    assert "win rate, PPO over SFT | 0.800  [0.700, 0.900]" in text
-
-
-def test_run_without_new_artifacts_is_reported_as_reused() -> None:
-    made = {stage: StageRecord(ref(stage), 0.5, True) for stage in STAGES}
-    summary = summarize(made, 8.8, IDENTITY)
-    assert run_markdown(summary).startswith("# Pipeline reused in 8.8 s\n")
-    sentence = reuse_sentence(summary, datetime(2026, 11, 22, 6, 30, tzinfo=UTC))
-    assert sentence == f"last on 2026-11-22 06:30 UTC, all {len(STAGES)} stages, in 8.8 s."
-    made["ppo"] = StageRecord(ref("ppo"), 0.5, False)
-    assert run_markdown(summarize(made, 8.8, IDENTITY)).startswith("# Pipeline finished in 8.8 s\n")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (99.4, "99.4 s"), (99.6, "1 min 40 s"), (185.4, "3 min 05 s"), (7620.0, "2 h 07 min")],
-)
-def test_durations_are_readable(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize("by_file", [True, False], ids=["file", "module on the path"])
