@@ -11,7 +11,7 @@
 - the second reward model judges without having trained the policy
 - a language model is measured first; it decides wins and is named, or is refused before anything is sampled
 - ranks and engines in other processes share one connection to Ray
-- the same run gives the same bytes, and intervals have the configured level
+- the same run gives the same bytes
 """
 
 import gc
@@ -26,14 +26,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError, GateFailed
-from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.length_control import length_controlled
-from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files
-from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
 from rlhf_core.system.files import write_json
 from rlhf_core.testing import RecordingMetrics, stage_context
@@ -41,6 +37,7 @@ from rlhf_core.testing.engines import Reply, Request, ScriptedEngine, scripted_e
 from rlhf_core.testing.ranks import RayCall, scripted_ranks
 from rlhf_core.types import ArtifactRef, Lineage, PairExample, PromptExample, StageContext
 from tests.support.chat_server import ChatServer, Respond, prefer_first, prefer_longer
+from tests.support.evaluation_config import RULES, config_of
 from tests.support.known_models import save_last_token_scorer, save_unigram_policy
 from tests.support.word_tokenizer import word_tokenizer
 
@@ -49,16 +46,6 @@ PROMPTS = [
     for subject in ("fox", "cat", "dog", "bear")
     for place in ("in the garden", "on the roof")
 ]
-RULES = [{"type": "length", "target": 20, "tolerance": 20}, {"type": "well_formed", "normalize": "batch"}]
-
-
-def config_of(rewards: Sequence[Mapping[str, Any]] = RULES, **sections: Any) -> PipelineConfig:
-    base: dict[str, Any] = {
-        "run": {"device": "cpu", "seed": 5},
-        "ppo": {"rewards": list(rewards)},
-        "evaluate": {"prompts": 6, "bootstrap": 200, "samples": 4},
-    }
-    return PipelineConfig.model_validate_json(json.dumps(base | sections))
 
 
 def answer(model: str, prompt: str) -> str:
@@ -290,41 +277,6 @@ def test_failures_of_a_source_with_weight_0_exclude_no_prompt(
     assert ["rule/watched" in row["scores"]["ppo"] for row in rows] == [i < known for i in range(4)]
 
 
-def test_interval_of_the_difference_is_paired(scripted: Any, context: StageContext) -> None:
-    interval = Intervals(config_of(evaluate={"bootstrap": 500}))
-    sft = [float(i) for i in range(40)]
-    found = interval.by_model("gold", {"sft": sft, "ppo": [value + 1.0 for value in sft]})
-    assert found["difference"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
-    assert found["ppo"]["low"] < found["sft"]["high"]
-
-
-@pytest.mark.parametrize(
-    ("measure", "rewards", "trained"),
-    [
-        ("reward_model", [{"type": "model"}], True),
-        ("reward_model", [{"type": "model", "weight": 0.0}, *RULES], False),
-        ("rules", [{"type": "model"}], False),
-        ("rules", RULES, True),
-        ("gold", [{"type": "model"}, {"type": "gold", "weight": 0.0}], False),
-        ("gold", [{"type": "gold"}], True),
-    ],
-)
-def test_judge_in_the_policys_reward_is_detected(measure: str, rewards: Any, trained: bool) -> None:
-    assert scoring.trained_on(config_of(rewards), measure) is trained
-
-
-@pytest.mark.parametrize(
-    ("model", "weight", "trained"), [("m", 1.0, True), ("m", 0.0, False), ("other", 1.0, False)]
-)
-def test_a_language_model_that_rewards_is_no_independent_judge(
-    model: str, weight: float, trained: bool
-) -> None:
-    service = {"url": "http://one/v1", "allowed_hosts": ["one"]}
-    reward = service | {"type": "language_model", "model": model, "weight": weight}
-    config = config_of([reward], evaluate={"language_model": service | {"model": "m"}})
-    assert scoring.trained_on(config, "language_model") is trained
-
-
 def test_exchanged_prompts_lower_the_gold_reward(scripted: Any, context: StageContext) -> None:
     result = evaluate.run(config_of([{"type": "model"}, {"type": "gold", "weight": 0}]), context)
     found = read(context)
@@ -405,16 +357,6 @@ def test_unavailable_judge_is_refused(
         evaluate.run(config_of(evaluate={"judge": judge}, **sections), context)
 
 
-@pytest.mark.parametrize(("confidence", "deviations"), [(0.5, 0.674), (0.95, 1.960)])
-def test_intervals_have_the_configured_level(confidence: float, deviations: float) -> None:
-    interval = Intervals(config_of(evaluate={"bootstrap": 1000, "confidence": confidence}))
-    # Of 400 values, half of them 1 and half -1, the mean's standard deviation is 1/20; quantiles of the
-    # normal distribution.
-    found = interval.mean("kl", [1.0, -1.0] * 200)
-    assert found.high - found.low == pytest.approx(2 * deviations / 20, rel=0.1)
-    assert interval.confidence == confidence
-
-
 def test_missing_held_out_prompts_are_an_error(scripted: Any, context: StageContext) -> None:
     scripted([])
     with pytest.raises(DataError, match="needs held-out prompts; got 0"):
@@ -456,17 +398,6 @@ def test_same_run_gives_the_same_bytes(scripted: Any, context: StageContext, tmp
     assert "report.html" in names
     for name in names:
         assert (context.output / name).read_bytes() == (again.output / name).read_bytes(), name
-
-
-def test_another_temperature_than_in_training_is_warned_of() -> None:
-    from rlhf_core.config.consistency import unusual_settings
-
-    same = config_of(ppo={"rewards": RULES, "temperature": 0.7}, evaluate={"prompts": 6})
-    assert same.evaluation_temperature == 0.7
-    assert not any("evaluate.temperature" in found for found in unusual_settings(same))
-    other = config_of(ppo={"rewards": RULES, "temperature": 0.7}, evaluate={"temperature": 1.0})
-    [warning] = [found for found in unusual_settings(other) if "evaluate.temperature" in found]
-    assert "evaluate.temperature is 1, but the policy is trained at ppo.temperature=0.7" in warning
 
 
 @pytest.mark.parametrize("gold", [True, False])
@@ -598,23 +529,3 @@ def test_without_dpo_nothing_mentions_it(scripted: Any, context: StageContext) -
     assert "dpo" not in (context.output / "evaluation.json").read_text()
     page = (context.output / "report.html").read_text()
     assert not any(text in page for text in (" DPO", ">DPO", "PPO minus"))
-
-
-@pytest.mark.parametrize(
-    ("dpo", "engine", "separate"),
-    [
-        ({}, "float32", False),
-        ({"lora": {}}, "float32", False),
-        ({"lora": {}}, "bfloat16", True),
-        ({"lora": {}, "deepspeed": {"dtype": "bfloat16"}}, "float32", True),
-        ({"lora": {"quantize": "nf4"}, "deepspeed": {"dtype": "bfloat16"}}, "float32", False),
-        ({"lora": {"r": 1024}, "deepspeed": {"dtype": "bfloat16"}}, "float32", False),
-    ],
-)
-def test_an_adapter_of_dpo_is_not_rounded(dpo: dict[str, Any], engine: str, separate: bool) -> None:
-    config = config_of(dpo=dpo, ppo={"engine": {"dtype": engine}})
-    files = dpo_files(config.dpo, config.ppo, Path("dpo"), lambda: Path("sft"))
-    if separate:
-        assert files == PolicyFiles(Path("sft/model"), Path("dpo/adapter"))
-    else:
-        assert files == PolicyFiles(Path("dpo/policy"))

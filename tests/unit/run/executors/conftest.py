@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.run.executors.ray_job import ADDRESS
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactCopy
+from rlhf_core.storage.store import Store, open_store
+from tests.support.followed_jobs import KEY
 from tests.support.scripted_kubernetes import ScriptedKubernetes
 from tests.support.scripted_ray_jobs import ScriptedRayJobs
 
@@ -37,3 +42,17 @@ def ray_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedRayJobs]:
         monkeypatch.delenv(name, raising=False)
     yield server
     server.close()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> StageSpec:
+    run = {"home": str(tmp_path / "home"), "executor": "kuberay"}
+    copy = ArtifactCopy("ppo", "a" * 16, "b" * 12, "policy", "s3://bucket/models")
+    return StageSpec(
+        "data", KEY, PipelineConfig.model_validate({"run": run}), base_models={"model.path": copy}
+    )
+
+
+@pytest.fixture
+def store(spec: StageSpec) -> Store:
+    return open_store(spec.config)

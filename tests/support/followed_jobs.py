@@ -1,0 +1,48 @@
+"""A job of a stage that a flow follows, and what the job does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf_core.run.executors import base, follow
+from rlhf_core.run.executors.follow import Waits
+from rlhf_core.run.executors.job_files import JobFiles
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.store import Store
+from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
+from rlhf_core.types import ArtifactRef
+
+KEY = "0" * 16
+REF = ArtifactRef("data", KEY, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"rows": "3"})
+RESULT = {"event": "result", "artifact": REF.to_json()}
+FAST = Waits(poll=0.01, status=0.0, log=0.02, stop=0.1)
+
+
+def follower(
+    scheduler: base.Scheduler,
+    spec: StageSpec,
+    log_file: Path,
+    timeout: float = 20.0,
+    waits: Waits = FAST,
+    clock: Clock = SYSTEM_CLOCK,
+) -> follow._Follower:
+    return follow._Follower(scheduler, spec, log_file, timeout, lambda event: None, waits, clock)
+
+
+class Job(threading.Thread):
+    """What the job does, in a thread: waits for the spec of number `number`, then calls `work`."""
+
+    def __init__(self, store: Store, work: Callable[[JobFiles], None], number: int = 1) -> None:
+        super().__init__(daemon=True)
+        self._files = JobFiles(store, KEY, number)
+        self._work = work
+        self._store = store
+        self.start()
+
+    def run(self) -> None:
+        while not self._store.exists(f"{self._files.folder}/spec.json"):
+            time.sleep(0.01)
+        self._work(self._files)
