@@ -23,10 +23,11 @@ def shardings(
     base: DeepSpeedConfig, ranks: int, hardware: Hardware, lora: LoraConfig | None
 ) -> Iterator[DeepSpeedConfig]:
     """Yield ways to distribute a model over `ranks`, the simplest first."""
+    lowest = lowest_stage(base)
     for stage, offload, hpz, checkpoints in product(
         (0, 1, 2, 3), ("none", "optimizer", "all"), (1, hardware.per_host), (False, True)
     ):
-        if ranks == 1 and offload == "none" and stage > 0:
+        if ranks == 1 and offload == "none" and stage > lowest:
             continue  # there is nothing to share
         if hpz > 1 and (offload != "none" or ranks <= hpz or ranks % hpz):
             continue
@@ -43,6 +44,18 @@ def shardings(
         )
         if not any(sharding_problems("", sharding)):
             yield sharding
+
+
+def lowest_stage(base: DeepSpeedConfig) -> int:
+    """Return the lowest ZeRO stage with the data types of `base`. float16 and float32 sums of gradients need
+    one above 0, also on one rank.
+    """
+    stage = 0
+    while any(
+        sharding_problems("", base.model_copy(update={"zero_stage": stage, "offload": "none", "hpz": 1}))
+    ):
+        stage += 1
+    return stage
 
 
 def micro_batches(configured: int, longest: int, largest: int) -> list[int]:

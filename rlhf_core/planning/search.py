@@ -40,7 +40,7 @@ from rlhf_core.planning.loads import (
     trained_model,
 )
 from rlhf_core.planning.memory import ENGINE_CONTEXT, engine_memory
-from rlhf_core.planning.options import micro_batches, rank_counts, shardings
+from rlhf_core.planning.options import lowest_stage, micro_batches, rank_counts, shardings
 from rlhf_core.planning.overrides import changed_fields, with_changes, with_section
 from rlhf_core.planning.speed import (
     PHASES,
@@ -546,7 +546,7 @@ def _engine_fields(engine: EngineConfig, share: float) -> Changes:
 
 def _plain(sharding: DeepSpeedConfig) -> bool:
     return (
-        sharding.zero_stage in (0, 3)
+        sharding.zero_stage in (lowest_stage(sharding), 3)
         and sharding.offload == "none"
         and sharding.hpz == 1
         and not sharding.gradient_checkpointing

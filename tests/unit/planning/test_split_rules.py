@@ -2,6 +2,7 @@
 
 - a split found is a valid configuration with staleness, without critic, and with settings of the weight sync
   that not every split can have
+- data types that need ZeRO also on one device are planned there, without offload
 - with engines on the devices of the ranks, ranks save memory for the engines also if other placements were
   tried before
 - engines of several GPUs on the devices of ranks are on one host, have their part of the weights on each
@@ -121,6 +122,32 @@ def test_a_split_is_found_that_is_a_valid_configuration(
 ) -> None:
     found = found_split(config(**ppo), model, parse_gpus(gpus)).changes
     assert changes.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    "deepspeed",
+    [
+        {"dtype": "float16", "zero_stage": 1},
+        {"dtype": "bfloat16", "grad_accum_dtype": "float32", "zero_stage": 2},
+    ],
+    ids=["float16", "float32 sums"],
+)
+def test_data_types_that_need_zero_are_planned_on_one_device(deepspeed: dict[str, Any]) -> None:
+    sections = {name: {"deepspeed": deepspeed} for name in ("sft", "reward")}
+    ppo = {"policy_deepspeed": deepspeed, "critic_deepspeed": deepspeed}
+    configured = config_from_tree({**sections, "ppo": ppo}, "test")
+    for split in fastest(configured, shape("qwen3-0.6b"), parse_gpus("H100-80G", host_memory_gib=0)):
+        assert isinstance(split, Split), split.reason
+        changed = [field for field in split.changes if field.endswith((".zero_stage", ".offload"))]
+        assert not changed, "the configured stage is the lowest one"
+
+
+def test_a_reward_model_in_float16_has_ranks_of_its_own() -> None:
+    float16 = {"dtype": "float16", "zero_stage": 1}
+    without_critic = {"algorithm": "grpo", "samples_per_prompt": 2, "staleness": 1}
+    configured = config(policy_deepspeed=float16, critic_deepspeed=float16, **without_critic)
+    found = found_split(configured, "qwen3-0.6b", parse_gpus("3xH100-80G")).changes
+    assert with_changes(configured, found).ppo.reward_ranks == 1
 
 
 def test_with_one_device_more_the_fastest_split_is_not_slower() -> None:
