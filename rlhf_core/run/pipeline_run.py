@@ -35,7 +35,7 @@ from rlhf_core.config.keys import (
 )
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.data.sources import pinned
-from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
+from rlhf_core.errors import InputError, StoreError, Superseded
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig
 from rlhf_core.run.display import current_display
@@ -338,8 +338,7 @@ def open_run(
     state: str = "stopped"
     status: Status = "KILLED"
     failure = ""
-    reused = False
-    continued_elsewhere = False
+    reused = superseded = False
     try:
         with checked.kept.until_finished():
             yield run
@@ -354,16 +353,13 @@ def open_run(
         current_display().run_finished(summary)
     except Exception as error:
         state, status, failure = "failed", "FAILED", f"{type(error).__name__}: {error}"
-        # A stage that is held can also be that of another run, which has the same stage.
-        continued_elsewhere = isinstance(error, Superseded) or (
-            isinstance(error, StageHeld) and run.runs_elsewhere()
-        )
+        superseded = isinstance(error, Superseded)
         raise
     finally:
         try:
             run.save_state(state, failure)
-            # The attempt that continues may belong to the same MLflow run.
-            if not continued_elsewhere:
+            # The process that continues may belong to the same MLflow run.
+            if not superseded and not run.runs_elsewhere():
                 run.tracking.finish(run.parent_run_id, status, reused=reused)
         finally:
             run.next_stage.close()  # last, because it can take seconds

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import StageHeld, Superseded
+from rlhf_core.errors import Superseded
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.child import OnEvent, StageProcess, run_child
 from rlhf_core.run.display import current_display
@@ -29,6 +29,7 @@ from rlhf_core.run.retries import RetryPolicy, retry_with
 from rlhf_core.run.spec import StageRecord, StageSpec
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.tracking.tracker import Status
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
@@ -141,22 +142,34 @@ def _run_stage(
     process cannot do that itself.
     """
     config = run.config
+    started = False
+
+    def follow(event: dict[str, Any]) -> None:
+        nonlocal started
+        started = started or event["event"] == "started"
+        on_event(event)
+
+    def end(status: Status) -> None:
+        # Before it has started, another attempt may hold the stage, which has the same MLflow run.
+        if started:
+            run.tracking.finish_stage(run.parent_run_id, spec.key, status)
+
     # All attempts of a stage share its time.
     left = config.run.stage_timeout - (time.monotonic() - run.first_started[spec.stage])
     try:
         if config.run.executor_of(spec.stage) == "local":
             environment = stage_environment(config)
-            return run_child(spec, log_file, environment, max(0.0, left), on_event, waiting)
+            return run_child(spec, log_file, environment, max(0.0, left), follow, waiting)
         scheduler = open_scheduler(config, spec.stage)
-        return run_remote(scheduler, spec, log_file, max(0.0, left), on_event)
-    except (StageHeld, Superseded):
+        return run_remote(scheduler, spec, log_file, max(0.0, left), follow)
+    except Superseded:
         raise  # The MLflow run belongs to the other attempt.
     except Exception as error:
-        run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
+        end("FAILED")
         retries = retry_policy.remaining(error)
         if retries:
             log.warning("%s; trying again from the last checkpoint, %d tries left", error, retries)
         raise
     except BaseException:
-        run.tracking.finish_stage(run.parent_run_id, spec.key, "KILLED")
+        end("KILLED")
         raise

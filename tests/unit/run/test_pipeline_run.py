@@ -7,7 +7,7 @@
 - a run under new settings names the unfinished run that it differs from, and why
 - each attempt has a log file of its own
 - a process that waits for a stage ends with the run, also if the run fails or is stopped
-- a run whose stage another process makes ends in MLflow, unless that process goes on with the same run
+- a run ends in MLflow with its command, unless another process goes on with the same run
 - a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
 - the summary names the tracker without credentials
 """
@@ -18,7 +18,7 @@ import contextvars
 import json
 import os
 import socket
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from mlflow import MlflowClient
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
-from rlhf_core.errors import InputError, StageHeld, StoreUnavailable
+from rlhf_core.errors import InputError, StageFailed, StageHeld, StoreUnavailable
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check, reuse_or_check, reuse_or_load
 from rlhf_core.run.parameters import overrides_of
@@ -393,19 +393,32 @@ def _processes_with(argument: Path) -> list[psutil.Process]:
     return found
 
 
+ENDINGS = {
+    StageHeld("stage data is being made"): "FAILED",
+    StageFailed("stage data was killed"): "FAILED",
+    KeyboardInterrupt(): "KILLED",
+    None: "FINISHED",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=repr)
 @pytest.mark.parametrize("same_run", [True, False])
-def test_a_refused_command_ends_only_its_own_run(tmp_path: Path, database: Path, same_run: bool) -> None:
+def test_a_command_ends_its_run_unless_another_process_goes_on_with_it(
+    tmp_path: Path, database: Path, same_run: bool, ending: BaseException | None
+) -> None:
     checked = checked_in(tmp_path, database)
-    with pytest.raises(StageHeld), open_run(checked, "data", "data") as run:
+    expected = nullcontext() if ending is None else pytest.raises(type(ending))
+    with expected, open_run(checked, "data", "data") as run:
         if same_run:
             state = run.folder / "run.json"
             other = ProcessId.of(os.getppid())
             assert other is not None
             process = RecordedProcess.own()._replace(pid=other.pid, started=other.started)
             state.write_text(json.dumps({**json.loads(state.read_text()), "process": process}))
-        raise StageHeld("stage data is being made")
+        if ending is not None:
+            raise ending
     recorded = MlflowClient(run.tracking.uri).get_run(run.parent_run_id)
-    assert recorded.info.status == ("RUNNING" if same_run else "FAILED")
+    assert recorded.info.status == ("RUNNING" if same_run else ENDINGS[ending])
 
 
 def test_rerun_removes_outdated_warning_tags(tmp_path: Path, database: Path) -> None:

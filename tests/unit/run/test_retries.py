@@ -4,6 +4,7 @@
 - never after a user error or a deterministic failure, and not after an interrupt
 - once after a lack of memory
 - all attempts share the time of the stage
+- an attempt ends the MLflow run of its stage only after it has started, because another attempt can hold it
 - `run_with_retries` follows the policy, with a delay that doubles
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_inputs
@@ -177,3 +179,17 @@ def test_guards_and_advice_become_tags_of_the_run(stages: Stages) -> None:
         "rlhf.guard.loops": "step 4: guard loops: 30 %",
         "rlhf.advice.sync": "advice, step 4: 30 %",
     }
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_an_attempt_that_did_not_start_leaves_the_mlflow_run_of_the_stage_to_its_holder(
+    stages: Stages, started: bool
+) -> None:
+    run = stages.run(("events.send('started', attempt=1)\n" if started else "") + FAILS)
+    run.ensure_parent()
+    held = run.tracking.stage_run(run.parent_run_id, "data", run.spec("data", {}).key)
+    assert held.run_id is not None
+    with pytest.raises(StageFailed):
+        get_or_run_stage(run, "data", {}, RetryPolicy(0))
+    found = MlflowClient(run.tracking.uri).get_run(held.run_id)
+    assert found.info.status == ("FAILED" if started else "RUNNING")
