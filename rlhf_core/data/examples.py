@@ -419,7 +419,7 @@ def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: floa
             if len(distinct) < 2:
                 raise DataError(
                     f"data.{name}: only {len(distinct)} distinct prompt left; at least 2 are needed, one of"
-                    " them for evaluation"
+                    " them for evaluation; give more rows"
                 )
             if side == "train" and all(key in held for key in distinct):
                 held.discard(distinct[-1])

@@ -71,9 +71,12 @@ def suffix_of(name: str) -> str | None:
     return None
 
 
-def is_data_file(name: str) -> bool:
-    """Return whether a file of a folder or bucket is read. Files whose names begin with a dot are not."""
-    return suffix_of(name) is not None and not name.startswith(".")
+def is_data_file(path: str) -> bool:
+    """Return whether a file of a folder or bucket is read, by its path inside of that.
+
+    Hidden files, and files in hidden folders such as `.ipynb_checkpoints`, are not.
+    """
+    return suffix_of(path) is not None and not any(name.startswith(".") for name in path.split("/"))
 
 
 def list_files(address: Address, most: int = MAX_FILES) -> list[Path]:
@@ -96,9 +99,12 @@ def list_files(address: Address, most: int = MAX_FILES) -> list[Path]:
     entries = list(islice(path.rglob("*"), most + 1))
     if len(entries) > most:
         raise DataError(f"{path} holds over {most} files; give the folder of the data alone")
-    files = [file for file in entries if file.is_file() and is_data_file(file.name)]
+    files = [file for file in entries if file.is_file() and is_data_file(file.relative_to(path).as_posix())]
     if not files:
         raise DataError(f"{path} has no data files; put {', '.join(DATA_SUFFIXES)} files into it")
+    for file in files:
+        if _has_surrogates(str(file)):
+            raise DataError(f"{shown(str(file), limit=200)}: the name of this file is not UTF-8; rename it")
     return sorted(files, key=str)  # the order of stage keys, which differs from that of paths
 
 

@@ -389,9 +389,8 @@ def _objects(
         if await bucket._isfile(path):
             return {path: await bucket._info(path)}
         found = await bucket._find(path.rstrip("/") + "/", detail=True)
-        return {
-            f"s3://{file}": found[file] for file in sorted(found) if is_data_file(file.rpartition("/")[2])
-        }
+        below = {f"s3://{file}": entry for file, entry in sorted(found.items())}
+        return {file: entry for file, entry in below.items() if is_data_file(_relative(file, path))}
 
     files = _request(
         f"cannot list {path}",

@@ -2,7 +2,7 @@
 
 Rules:
 - jsonl, gzipped jsonl, json, csv and parquet give the same rows; folders are read in order of names,
-  without files whose names begin with a dot, locally and in buckets;
+  without hidden files and folders, locally and in buckets;
 - byte-order marks, CRLF and blank lines are accepted, and line numbers stay those of the file;
 - a malformed row is a `BadRow` with line and reason, and the rows around it are kept;
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
@@ -219,12 +219,13 @@ def test_the_name_of_a_folder_is_its_own(
     assert short_name(Source(path=path)) == name
 
 
-def test_files_whose_names_begin_with_a_dot_are_not_read(tmp_path: Path, s3_server: S3Server) -> None:
+def test_hidden_files_and_folders_are_not_read(tmp_path: Path, s3_server: S3Server) -> None:
     import boto3
 
-    names = ("a.jsonl", "._a.jsonl", "old/.b.jsonl", "old/b.jsonl")
+    names = ("a.jsonl", "._a.jsonl", "old/.b.jsonl", "old/b.jsonl", ".ipynb_checkpoints/a.jsonl")
     client = boto3.client("s3", endpoint_url=s3_server.endpoint)
-    (tmp_path / "old").mkdir()
+    for folder in ("old", ".ipynb_checkpoints"):
+        (tmp_path / folder).mkdir()
     for name in names:
         row = json.dumps({"text": name}) + "\n"
         write(tmp_path / name, row)
@@ -233,6 +234,12 @@ def test_files_whose_names_begin_with_a_dot_are_not_read(tmp_path: Path, s3_serv
     for path in (str(tmp_path), f"s3://{s3_server.bucket}/dots"):
         rows = read_rows(Source(path=path), store)
         assert [row.data["text"] for row in rows if isinstance(row, Row)] == ["a.jsonl", "old/b.jsonl"]
+
+
+def test_a_file_whose_name_is_not_utf8_is_an_error_that_shows_it(tmp_path: Path) -> None:
+    write(tmp_path / os.fsdecode(b"a\xff.jsonl"), '{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"a\\udcff\.jsonl': the name of this file is not UTF-8; rename it"):
+        source_contents(config_for(tmp_path))
 
 
 def test_a_bucket_without_a_key_is_no_source() -> None:
