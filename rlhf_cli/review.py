@@ -44,7 +44,7 @@ def add_review_command(commands: Any) -> None:
 
 
 def _review(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.review import open_review, record_votes
+    from rlhf_core.run.review import open_review, record_votes, votes_command
 
     if arguments.of == "sample" and arguments.against is not None:
         raise InputError(
@@ -61,9 +61,8 @@ def _review(arguments: argparse.Namespace) -> int:
         output = Path(arguments.output) if arguments.output else None
         page, shown = review.write_page(output, arguments.pairs)
         print(printable(f"{shown} pairs: open {page} in a browser, vote and save the votes, then"))
-        print(
-            printable(f"  rlhf review {arguments.run} --home {arguments.home}{review.options} --votes FILE")
-        )
+        command = votes_command(arguments.run, arguments.home, opponent, arguments.endpoint)
+        print(printable(f"  {command}"))
         return 0
     _print_recorded(review.opponent, record_votes(review, Path(arguments.votes)))
     return 0

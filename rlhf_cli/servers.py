@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module, python_program
 from rlhf_core.system.local_http import post, responds
 from rlhf_core.system.processes import ProcessId, processes_with_env, stop, wait_gone
+from rlhf_core.tracking.database import ui_command
 
 DEPLOYMENTS = Path("deployments/prefect.yaml")
 HOME_VARIABLE = "RLHF_SERVERS"
@@ -186,8 +188,8 @@ def _describe_start(home: Home, state: ServersState) -> str:
     lines.append(f"logs     {home.servers}")
     # The project's prefect.toml refers to the profiles of the default home.
     if "prefect" in state.servers and home != Home.of(".rlhf"):
-        lines.append(f"next     export PREFECT_PROFILES_PATH={home.prefect_profiles}")
-    prefect = Path(sys.executable).parent / "prefect"
+        lines.append(f"next     export PREFECT_PROFILES_PATH={shlex.quote(str(home.prefect_profiles))}")
+    prefect = shlex.quote(str(Path(sys.executable).parent / "prefect"))
     lines.append(f"next     {prefect} deployment run rlhf/full-pipeline --param ppo_steps=5")
     return "\n".join(lines)
 
@@ -225,11 +227,10 @@ def status(home: Home) -> str:
 
     Names may come from files and servers and are printed without control characters.
     """
-    mlflow = Path(sys.executable).parent / "mlflow"
     locations = [
         f"logs:      {home.logs}",
         f"summaries: {home.runs}/*/summary.json",
-        f"MLflow:    {mlflow} ui --backend-store-uri sqlite:///{home.mlflow_database}",
+        f"MLflow:    {ui_command(f'sqlite:///{home.mlflow_database}')}",
     ]
     lines = [*_describe_servers(home), "", *describe_runs(home), "", *locations]
     return "\n".join(map(printable, lines))

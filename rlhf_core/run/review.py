@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ _SAMPLES: dict[Opponent, tuple[StageName, str]] = {
 }
 """Stage and file of the samples."""
 _OPTIONS: dict[Opponent, str] = {"sft": "", "champion": " --against champion", "sample": " --of sample"}
-"""Options of the command that choose the page."""
+"""Options of `rlhf review` that choose the page."""
 _MISSING: dict[Opponent, str] = {
     "sft": "no samples; run the configuration again",
     "champion": "no samples of a match: there was none; use --against sft",
@@ -85,11 +86,6 @@ class Review:
     """Configuration of the run."""
     endpoint: str | None
 
-    @property
-    def options(self) -> str:
-        """Options of the command that choose the page, such as ` --of sample`."""
-        return _OPTIONS[self.opponent]
-
     def write_page(self, path: Path | None, pairs: int | None = None) -> tuple[Path, int]:
         """Write the page, and return its path and the number of its pairs.
 
@@ -115,7 +111,7 @@ class Review:
         path = path or self.folder / f"{name}.html"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, render_page(self.name, shown, self.options))
+            write_atomic(path, render_page(self.name, shown, _OPTIONS[self.opponent]))
         except OSError as error:
             raise InputError(
                 f"--output: the page {path} cannot be written ({error.strerror}); name another file"
@@ -225,6 +221,14 @@ class Recorded:
     """All recorded votes, with those of this file."""
     mlflow_run_id: str | None
     """The run in MLflow that has the votes; None if the pipeline ran without MLflow."""
+
+
+def votes_command(run: str, home: str, opponent: Opponent, endpoint: str | None) -> str:
+    """Return the command, for a shell, that records the votes of a page. Arguments as for `open_review`."""
+    words = ["rlhf", "review", run, "--home", home]
+    if endpoint is not None:
+        words += ["--endpoint", endpoint]
+    return f"{shlex.join(words)}{_OPTIONS[opponent]} --votes FILE"
 
 
 def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str | None = None) -> Review:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RLHFError, VotesNeeded
-from rlhf_core.run.review import Review, open_review
+from rlhf_core.run.review import Review, open_review, votes_command
 from rlhf_core.system.files import write_jsonl
 
 
@@ -39,9 +38,10 @@ def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any
     rows = review.labels()
     if not rows:
         page, shown = review.write_page(None)
+        command = votes_command(review.name, config.run.home, "sample", config.store.endpoint)
         raise VotesNeeded(
             f"round {number} is finished, and round {number + 1} needs votes of people on {shown} pairs: open"
-            f" {page} in a browser, vote and save the votes, run `{_command(config, review)}`, and start the"
+            f" {page} in a browser, vote and save the votes, run `{command}`, and start the"
             " rounds again in the same way"
         )
     file = review.folder / f"labels-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:8]}.jsonl"
@@ -61,9 +61,3 @@ def number_of_rows(config: PipelineConfig, summary: Mapping[str, Any]) -> int | 
 
 def _review(config: PipelineConfig, summary: Mapping[str, Any]) -> Review:
     return open_review(summary["run"], config.run.home, "sample", config.store.endpoint)
-
-
-def _command(config: PipelineConfig, review: Review) -> str:
-    endpoint = "" if config.store.endpoint is None else f" --endpoint {shlex.quote(config.store.endpoint)}"
-    home = shlex.quote(config.run.home)
-    return f"rlhf review {review.name} --home {home}{endpoint}{review.options} --votes FILE"

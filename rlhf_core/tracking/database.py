@@ -1,4 +1,4 @@
-"""Creates MLflow's SQLite file atomically.
+"""MLflow's SQLite file: creates it atomically, and names the command that shows it.
 
 MLflow creates its tables in about fifty migrations. A kill in between, or two processes at once, would leave
 a file that MLflow cannot use any more. The file is therefore created under another name, by one process at a
@@ -7,6 +7,8 @@ time, and then renamed.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -76,7 +78,12 @@ def _create(file: Path, artifacts: str) -> None:
     store.engine.dispose()
 
 
-if __name__ == "__main__":
-    import sys
+def ui_command(uri: str) -> str:
+    """Return the command, for a shell, that shows a database in MLflow's UI."""
+    mlflow = Path(sys.executable).parent / "mlflow"
+    here = mlflow.relative_to(Path.cwd()) if mlflow.is_relative_to(Path.cwd()) else mlflow
+    return shlex.join([str(here), "ui", "--backend-store-uri", uri])
 
+
+if __name__ == "__main__":
     ensure_database(Path(sys.argv[1]))

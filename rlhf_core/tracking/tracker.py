@@ -10,7 +10,6 @@ from __future__ import annotations
 import getpass
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.check import tracker_problem
+from rlhf_core.tracking.database import ui_command
 from rlhf_core.tracking.mlflow_client import (
     DataSet,
     Mlflow,
@@ -278,9 +278,7 @@ class Tracking:
             base = self.uri.rstrip("/")
             experiment = self._try(lambda: self.mlflow.experiment_id) if run_id else None
             return f"{base}/{_page(experiment, run_id)}" if experiment else base
-        command = Path(sys.executable).parent / "mlflow"
-        here = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
-        return f"{here} ui --backend-store-uri {self.uri}"
+        return ui_command(self.uri)
 
     def _spool_folder(self, stage: str, key: str) -> Path:
         return self.spool / f"{stage}-{key}"

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.review import BlindPair, load_sampled_pairs, page_digest
 from rlhf_core.evaluation.sampled_answers import ANSWERS, AnswersToPrompt, SampledAnswer, write_answers
-from rlhf_core.run.review import open_review
+from rlhf_core.run.review import open_review, votes_command
 from rlhf_core.tracking.mlflow_client import Mlflow
 from tests.support.sampled_run import made_run, save_votes
 
@@ -85,6 +86,12 @@ def test_equal_scores_are_a_tie_of_the_judge(tmp_path: Path) -> None:
     assert pair.sample["winner"] == "tie"
 
 
+def test_the_command_that_records_votes_is_for_a_shell() -> None:
+    command = votes_command("my runs/summary.json", "/home/ann/my models", "champion", None)
+    words = ["my runs/summary.json", "--home", "/home/ann/my models", "--against", "champion"]
+    assert shlex.split(command) == ["rlhf", "review", *words, "--votes", "FILE"]
+
+
 def test_without_scores_there_is_no_agreement(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unscored = [SampledAnswer(word, None, True) for word in WORDS]
     made_run(home / "people", NAME, [AnswersToPrompt("p", "Name a colour.", tuple(unscored))])
@@ -103,8 +110,12 @@ def test_votes_become_rows_for_the_next_run(home: Path, capsys: pytest.CaptureFi
     assert page.count("<article") == 50 and "rlhf review RUN --of sample --votes FILE" in page
     assert page.split('data-page="')[1][:64] == page_digest(open_review(NAME, str(home), "sample").pairs[:50])
 
-    assert rlhf("review", NAME, "--home", home, "--of", "sample", "--pairs", 5) == 0
-    assert "5 pairs: open" in capsys.readouterr().out
+    endpoint = "http://127.0.0.1:9000"
+    arguments = ("--home", home, "--of", "sample", "--pairs", 5, "--endpoint", endpoint)
+    assert rlhf("review", NAME, *arguments) == 0
+    out = capsys.readouterr().out
+    assert "5 pairs: open" in out
+    assert f"rlhf review {NAME} --home {home} --endpoint {endpoint} --of sample --votes FILE" in out
     pairs = open_review(NAME, str(home), "sample").pairs[:5]
     # The person agrees with the scores twice, disagrees once, is undecided once and does not vote once.
     best = ["1" if pair.first == pair.sample[pair.sample["winner"]] else "2" for pair in pairs]

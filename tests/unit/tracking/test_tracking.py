@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import sqlite3
 import time
@@ -25,7 +26,7 @@ from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.run.external_inputs import data_sets
-from rlhf_core.tracking.database import ensure_database
+from rlhf_core.tracking.database import ensure_database, ui_command
 from rlhf_core.tracking.mlflow_client import Mlflow, Point
 from rlhf_core.tracking.stage_run import Pauses, Spool, next_attempt
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
@@ -525,6 +526,11 @@ def test_address_is_config_then_environment_then_home(
     config = PipelineConfig.model_validate({**home, "tracking": {"uri": f"sqlite:///{tmp_path}/other.db"}})
     shown = open_tracking(config).url("r")
     assert shown.endswith(f"bin/mlflow ui --backend-store-uri sqlite:///{tmp_path}/other.db")
+
+
+def test_the_command_that_shows_a_database_is_for_a_shell() -> None:
+    words = shlex.split(ui_command("sqlite:////home/ann/my models/mlflow.db"))
+    assert words[1:] == ["ui", "--backend-store-uri", "sqlite:////home/ann/my models/mlflow.db"]
 
 
 @pytest.mark.parametrize(
