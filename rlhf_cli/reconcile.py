@@ -106,9 +106,11 @@ def decide(seen: Observation) -> Action:
     """Return what to do with a flow run."""
     if seen.missing < MISSING_POLLS:
         return "leave"
+    # A state that begins in the future is from before the clock was set back: its age is unknown.
+    is_new = -START_SECONDS <= seen.age <= START_SECONDS
     if seen.state == "CANCELLING":
-        return "cancel" if seen.age > START_SECONDS else "leave"
-    if seen.state == "PENDING" and seen.age <= START_SECONDS:
+        return "leave" if is_new else "cancel"
+    if seen.state == "PENDING" and is_new:
         return "leave"
     if seen.state == "CRASHED" and seen.age > MAX_CRASH_AGE:
         return "leave"

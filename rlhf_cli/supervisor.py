@@ -3,7 +3,7 @@ runs.
 
     supervisor --+-- prefect server    SQLite under {home}/servers/prefect, loopback, requires a password
                  +-- mlflow server     the same SQLite file that `rlhf run` writes, loopback, one process
-                 +-- prefect worker    pool `rlhf`, one flow run at a time
+                 +-- prefect worker    pool `rlhf`, one flow run at a time of its queue `default`
                  +-- reconciler        runs every 2 s (rlhf_cli/reconcile.py)
 
 The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has
@@ -13,7 +13,8 @@ Prefect.
 
 If PREFECT_API_URL or MLFLOW_TRACKING_URI is set, the supervisor uses that server and does not start its own.
 With an external Prefect server the reconciler is disabled: it only finds the processes of this machine, and
-other machines may execute runs of that server.
+other machines may execute runs of that server. For the same reason its queue `default` is not limited, and
+the worker starts one flow run at a time, of all queues.
 """
 
 from __future__ import annotations
@@ -55,16 +56,27 @@ from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
-from rlhf_core.system.local_http import post, responds
+from rlhf_core.system.local_http import patch, post, responds
 from rlhf_core.system.processes import ProcessId, free_port, stop
 from rlhf_core.system.supervised import HEALTH_CHECK_SECONDS, SupervisedProcess
 
 log = logging.getLogger(__name__)
 
 POOL = "rlhf"
+QUEUE = "default"
+"""Queue of the deployments that run the pipeline. Those that change the champion have a queue of their own,
+so that they do not wait for the end of a pipeline.
+"""
 POLL_SECONDS = 2.0
 _HEARTBEAT_SECONDS = 30.0
 """The interval in which Prefect's worker sends a heartbeat."""
+_RETENTION = {
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(90 * 86_400),
+}
+"""Prefect deletes flow runs 90 days after their end, unless the environment sets another time. By default, it
+keeps all: 52,000 a year if the data are looked at every ten minutes.
+"""
 _MAX_START_RESTARTS = 3
 """A server that ends more often during the start cannot run here."""
 
@@ -116,7 +128,7 @@ class Supervisor:
 
     def _prefect(self, port: int) -> SupervisedProcess:
         # As `prefect server start` sets it, which is not used here. It lets Prefect free memory.
-        environment = {**self.environment, "PREFECT__SERVER_FINAL": "1"}
+        environment = {**_RETENTION, **self.environment, "PREFECT__SERVER_FINAL": "1"}
         database_url = external_database_url()
         if database_url is not None:
             # Set for this server only, because the address may contain a password.
@@ -157,8 +169,10 @@ class Supervisor:
     def _worker(self) -> SupervisedProcess:
         command = [
             *python_module("prefect"), "worker", "start", "--name", self._worker_name,
-            "--pool", POOL, "--type", "process", "--limit", "1",
+            "--pool", POOL, "--type", "process",
         ]  # fmt: skip
+        if self._external_prefect:
+            command += ["--limit", "1"]
         return SupervisedProcess(
             "worker",
             command,
@@ -233,6 +247,7 @@ class Supervisor:
             self.servers["worker"].ensure_running()
             # A deployment cannot be created before its work pool exists. The worker creates the pool.
             self._await("the work pool", "worker", self._pool_exists)
+            self._await(f"the queue {QUEUE}", "worker", self._limit_queue)
         self._deploy()
         if "mlflow" in self.servers:
             self._await("MLflow's server", "mlflow", self.servers["mlflow"].serves)
@@ -346,6 +361,15 @@ class Supervisor:
         except (OSError, ValueError):
             return False
         return any(pool["name"] == POOL for pool in pools)
+
+    def _limit_queue(self) -> bool:
+        """Have Prefect's server start one flow run of `QUEUE` at a time. Return whether it has answered."""
+        try:
+            url = f"{self.api}/work_pools/{POOL}/queues/{QUEUE}"
+            patch(url, {"concurrency_limit": 1}, auth=self._auth)
+        except OSError:
+            return False
+        return True
 
     def _write_state(self, status: str, message: str = "") -> None:
         process = ProcessId.of(os.getpid())

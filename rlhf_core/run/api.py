@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rlhf_core.run.drift import compare_with_champion
 from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.stage_runner import run_with_retries
+from rlhf_core.system.clock import seconds_since_boot
 from rlhf_core.types import ArtifactRef
 
 
@@ -62,7 +62,7 @@ def run_stage(
 
 
 def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mapping[str, str]) -> PipelineRun:
-    started = time.time()
+    started = seconds_since_boot()
     # Names the origin of the run, as the configuration file does for `rlhf run`.
     script = Path(sys.argv[0]).name if sys.argv else ""
     if script in ("", "-", "-c", "-m"):  # an interactive session, or code without a file

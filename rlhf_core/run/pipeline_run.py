@@ -16,8 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from rlhf_core.cluster.base_model import copied_base_models
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
@@ -50,6 +48,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.storage.versions import versions
+from rlhf_core.system.clock import seconds_since_boot
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import RecordedProcess
@@ -83,12 +82,12 @@ class PipelineRun:
             config_path: File of the configuration, for people.
             start: Stages before this one must have been made already.
             until: The last stage.
-            started: Time from which the seconds of the run count; None: the start of this process.
+            started: Seconds since boot from which the run counts; None: the start of this process.
         """
         self.stages = stages_between(start, until)
         self.config = config
         self.config_path = config_path
-        self.started = psutil.Process().create_time() if started is None else started
+        self.started = RecordedProcess.own().started if started is None else started
         self.sources = external_digests(config)
         self.key = pipeline_key(config, self.sources)
         self.name = pipeline_name(config, self.key)
@@ -304,7 +303,7 @@ class PipelineRun:
             "policy": self.config.register_.policy,
             "where": self.links(self.parent_run_id),
         }
-        return summarize(self.records, time.time() - self.started, identity)
+        return summarize(self.records, seconds_since_boot() - self.started, identity)
 
 
 @contextmanager
@@ -322,7 +321,7 @@ def open_run(
         start: Stages before this one must have been made already.
         until: The last stage.
         tags: Tags of the MLflow run.
-        started: Time from which the seconds of the run count; None: the start of this process.
+        started: Seconds since boot from which the run counts; None: the start of this process.
     """
     for warning in checked.warnings:
         log.warning("%s", warning)

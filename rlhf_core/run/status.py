@@ -46,7 +46,7 @@ def _describe_run(name: str, run: dict[str, Any]) -> list[str]:
     for stage_name, record in run["stages"].items():
         finished.append(f"{stage_name} {'reused' if record.get('reused') else duration(record['seconds'])}")
     lines = [
-        f"  {name}: {state}, {duration(time.time() - run['updated'])} ago, config {run['config']}",
+        f"  {name}: {state}, {duration(max(0.0, time.time() - run['updated']))} ago, config {run['config']}",
         f"    finished: {', '.join(finished) or 'none'}",
     ]
     if stage:

@@ -12,7 +12,6 @@ import logging
 import math
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import resolve
 from rlhf_core.run.stage_runner import run_with_retries
+from rlhf_core.system.clock import seconds_since_boot
 from rlhf_core.system.machine import machine
 from rlhf_core.types import StageContext
 
@@ -110,7 +110,7 @@ def tune(
     named = load_config(config_path, [*overrides, f"run.name={config.run.name}-tune"])
     checked = CheckedConfig(named, tuple(check_and_prepare(named, str(config_path))), str(config_path))
     last: StageName = "reward" if config.reward.enabled else "sft"
-    with open_run(checked, "data", last, {}, time.time()) as run:
+    with open_run(checked, "data", last, {}, seconds_since_boot()) as run:
         inputs = {
             stage: run.artifacts.fetch(run_with_retries(run, stage).ref)
             for stage in filter(run.includes, STAGES)

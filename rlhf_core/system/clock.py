@@ -20,4 +20,11 @@ class Clock:
         time.sleep(seconds)
 
 
+def seconds_since_boot() -> float:
+    """Return the time in the unit of `ProcessId.started`, which a change of the system's clock does not
+    affect.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 SYSTEM_CLOCK = Clock()

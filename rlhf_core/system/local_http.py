@@ -33,6 +33,14 @@ def post(
     return _send(urllib.request.Request(url, json.dumps(body).encode(), headers), seconds)
 
 
+def patch(url: str, body: Mapping[str, Any], seconds: float = 10.0, auth: str | None = None) -> None:
+    """Send `body` as JSON with a PATCH request."""
+    headers = {"Content-Type": "application/json", **basic_auth(auth)}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="PATCH")
+    with _opener.open(request, timeout=seconds):
+        pass
+
+
 def get(url: str, seconds: float = 10.0, auth: str | None = None) -> Any:
     """Send a GET request and return the parsed response."""
     return _send(urllib.request.Request(url, headers=basic_auth(auth)), seconds)

@@ -117,13 +117,17 @@ class Servers:
         return dict(deployment)
 
     def deploy(self, *overrides: str, until: str = "ppo") -> str:
-        """Start a run of the deployment and return the id of the flow run."""
+        """Start a run of the pipeline and return the id of the flow run."""
         parameters = {
             "config": str(CONFIG),
             "overrides": [f"run.home={self.home}", *overrides],
             "until": until,
         }
-        deployment = self.deployment("full-pipeline")
+        return self.start("full-pipeline", parameters)
+
+    def start(self, name: str, parameters: Mapping[str, Any]) -> str:
+        """Start a run of the deployment `name` and return the id of the flow run."""
+        deployment = self.deployment(name)
         for _ in range(20):
             try:
                 run = self.ask(f"/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})

@@ -6,6 +6,7 @@ On SQLite, and in the slow set on PostgreSQL.
 - a killed flow run is running again within 30 s and completes; its tags name configuration, seed and pipeline
 - progress, reports and links exist as artifacts; the form has types and descriptions; the schedule is off
 - the MLflow run has the id of the flow run, and no process is left after `rlhf down`
+- a change of the champion does not wait for the end of a pipeline; another pipeline does
 - a flow run that is cancelled in Prefect commits a checkpoint of its current step and is not started again
 """
 
@@ -25,7 +26,7 @@ from rlhf_cli.supervisor import POLL_SECONDS
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import post
 from rlhf_core.system.processes import processes_with_env
-from tests.chaos.harness import read_passes
+from tests.chaos.harness import CONFIG, read_passes
 from tests.chaos.servers import Servers, wait
 from tests.support.postgres import postgres, postgres_programs
 
@@ -99,6 +100,7 @@ def _cancel_running_flow(servers: Servers, home: Path, trace: Path) -> None:
         return [p.time for p in read_passes(trace) if p.point == "sft.step" and p.time > began]
 
     assert wait(lambda: len(steps()) > 1, 240), servers.run(name)
+    _change_the_champion(servers)
     servers.cancel(name)
     assert wait(lambda: not flow_processes(Home.of(home)), 35), (
         "20 s for the stage, and some more for its flow"
@@ -110,6 +112,17 @@ def _cancel_running_flow(servers: Servers, home: Path, trace: Path) -> None:
     run = servers.run(name)
     assert run is not None and (run["state_type"], run["run_count"]) == ("CANCELLED", 1)
     assert not flow_processes(Home.of(home))
+
+
+def _change_the_champion(servers: Servers) -> None:
+    """While a pipeline runs."""
+    waiting = servers.start("weekly", {"config": str(CONFIG)})
+    rollback = servers.start("rollback", {"model": "no-such-model", "reason": "too many words"})
+    assert servers.wait_for_end(rollback, 120), servers.run(rollback)
+    run, other = servers.run(rollback), servers.run(waiting)
+    assert run is not None and "no registered model 'no-such-model'" in run["state"]["message"]
+    assert other is not None and other["state_type"] == "SCHEDULED"
+    servers.ask(f"/flow_runs/{waiting}/set_state", {"state": {"type": "CANCELLED"}})
 
 
 def _of_sft(trace: Path):  # type: ignore[no-untyped-def]

@@ -52,6 +52,9 @@ DAY = 24 * 3600.0
         ("PENDING", 5.0, 0, 10, "leave"),
         ("PENDING", 31.0, 0, MISSING_POLLS, "reschedule"),
         ("PENDING", 31.0, MAX_CONSECUTIVE_LOSSES, MISSING_POLLS, "give up"),
+        ("PENDING", -5.0, 0, MISSING_POLLS, "leave"),
+        ("PENDING", -3600.0, 0, MISSING_POLLS, "reschedule"),  # the clock was set back by an hour
+        ("CANCELLING", -3600.0, 0, MISSING_POLLS, "cancel"),
         ("CRASHED", 1.0, 1, MISSING_POLLS, "reschedule"),
         ("CRASHED", 1.0, 1, 0, "leave"),  # Prefect reported a crash, but the process is alive
         ("CRASHED", 1.0, MAX_CONSECUTIVE_LOSSES, MISSING_POLLS, "give up"),

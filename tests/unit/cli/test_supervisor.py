@@ -2,6 +2,8 @@
 
 - servers use other ports if theirs are taken during the start
 - a worker is healthy while it sends heartbeats
+- Prefect starts one pipeline at a time, and a change of the champion does not wait for its end
+- Prefect deletes old flow runs
 - external servers are used, and no local ones are started in their place
 - the reason of a failed start is in the state file, where `rlhf up` reads it
 """
@@ -19,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from rlhf_cli.servers import ServersState
-from rlhf_cli.supervisor import PortTaken, Supervisor
+from rlhf_cli.servers import DEPLOYMENTS, ServersState
+from rlhf_cli.supervisor import QUEUE, PortTaken, Supervisor
 from rlhf_core.errors import StageFailed
 from rlhf_core.system.home import Home
 
@@ -68,28 +71,70 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     return Supervisor(Home.of(tmp_path))
 
 
+class Prefect:
+    """Prefect's server, as the supervisor sees it."""
+
+    def __init__(self) -> None:
+        self.workers: list[dict[str, Any]] = []
+        self.changes: list[tuple[str, Any]] = []
+        """Path and content of each PATCH request."""
+
+
 @pytest.fixture
-def workers(own: Supervisor) -> Iterator[list[dict[str, Any]]]:
-    """The workers that Prefect's server lists."""
-    listed: list[dict[str, Any]] = []
+def prefect(own: Supervisor) -> Iterator[Prefect]:
+    """A server at the address of `own`."""
+    state = Prefect()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps(listed).encode())
+            self.wfile.write(json.dumps(state.workers).encode())
+
+        def do_PATCH(self) -> None:
+            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state.changes.append((self.path, content))
+            self.send_response(204)
+            self.end_headers()
 
         def log_message(self, *_: Any) -> None:
             """Write nothing to standard error."""
 
     with ThreadingHTTPServer(("127.0.0.1", own.servers["prefect"].port or 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield listed
+        yield state
         server.shutdown()
 
 
-def test_worker_is_healthy_while_it_sends_heartbeats(own: Supervisor, workers: list[dict[str, Any]]) -> None:
+def test_one_pipeline_runs_at_a_time_and_the_champion_can_be_changed_meanwhile(
+    own: Supervisor, prefect: Prefect
+) -> None:
+    assert own._limit_queue()
+    assert prefect.changes == [("/api/work_pools/rlhf/queues/default", {"concurrency_limit": 1})]
+    assert "--limit" not in own.servers["worker"].command, "it would count flow runs of all queues"
+    queues = {}
+    for deployment in yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]:
+        queues[deployment["name"]] = deployment["work_pool"].get("work_queue_name", QUEUE)
+    assert {name for name, queue in queues.items() if queue != QUEUE} == {"rollback", "promote"}
+
+
+def test_queue_is_limited_once_the_server_responds(own: Supervisor) -> None:
+    assert not own._limit_queue()
+
+
+def test_prefect_deletes_old_flow_runs(own: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    vacuum = "PREFECT_SERVER_SERVICES_DB_VACUUM"
+    settings = own.servers["prefect"].environment
+    assert settings[f"{vacuum}_ENABLED"] == "events,flow_runs"
+    assert settings[f"{vacuum}_RETENTION_PERIOD"] == str(90 * 86_400)
+    monkeypatch.setenv(f"{vacuum}_RETENTION_PERIOD", "604800")
+    own._create_servers()
+    assert own.servers["prefect"].environment[f"{vacuum}_RETENTION_PERIOD"] == "604800"
+
+
+def test_worker_is_healthy_while_it_sends_heartbeats(own: Supervisor, prefect: Prefect) -> None:
+    workers = prefect.workers
     now = datetime.now(UTC)
     workers.append({"last_heartbeat_time": (now - timedelta(days=1)).isoformat()})
     workers.append({"last_heartbeat_time": None})
@@ -107,6 +152,7 @@ def test_external_servers_are_used_and_not_started(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example")
     own = Supervisor(Home.of(tmp_path))
     assert list(own.servers) == ["worker"]
+    assert own.servers["worker"].command[-2:] == ["--limit", "1"], "its queues may have other workers"
     worker = own.servers["worker"].environment
     assert worker["PREFECT_API_URL"] == "https://prefect.example/api"
     assert worker["MLFLOW_TRACKING_URI"] == "https://mlflow.example"
