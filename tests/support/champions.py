@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.evaluation.evidence import log_evidence
@@ -40,6 +43,18 @@ def enter(
         run_match=run_match,
     )
     return done, met
+
+
+def copy_model(database: Path, model: str, name: str) -> None:
+    """Add a registered model with the versions, tags and aliases of `model`."""
+    tables = ("registered_models", "model_versions", "registered_model_tags", "model_version_tags")
+    with closing(sqlite3.connect(database, timeout=60.0)) as connection, connection:
+        for table in (*tables, "registered_model_aliases"):
+            columns = [column for _, column, *_ in connection.execute(f"pragma table_info({table})")]
+            values = ", ".join("?" if column == "name" else column for column in columns)
+            connection.execute(
+                f"insert into {table} select {values} from {table} where name = ?", (name, model)
+            )
 
 
 def champion(mlflow: Mlflow, model: str) -> str | None:
