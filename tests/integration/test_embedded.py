@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import pytest
@@ -34,17 +33,7 @@ from rlhf_core.system.processes import ProcessId
 from rlhf_core.system.supervised import SupervisedProcess
 from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait
-
-COMMAND = """
-import sys, time
-from rlhf_cli.prefect_server import EmbeddedPrefect
-from rlhf_core.system.home import Home
-
-server = EmbeddedPrefect(Home.of(sys.argv[1]))
-server.wait()
-print(server.pid, server.url, server.auth, flush=True)
-time.sleep(600)
-"""
+from tests.support.prefect_server import PrefectServer, prefect_server
 
 
 def listener(port: int) -> int | None:
@@ -59,33 +48,18 @@ def listener(port: int) -> int | None:
     return None
 
 
-class Server(NamedTuple):
-    """A server that a separate command has started."""
-
-    command: subprocess.Popen[str]
-    home: Path
-    pid: int
-    url: str
-    auth: str
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
     """One server for all tests, because creating its database is slow. The last test ends it."""
     home = tmp_path_factory.mktemp("home")
     (home / "prefect").mkdir()
     (home / "prefect" / "prefect.db").write_bytes(b"garbage " * 1000)
     (home / "prefect" / "complete").touch()
-    with subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(home)], stdout=subprocess.PIPE, text=True
-    ) as command:
-        assert command.stdout is not None
-        pid, url, auth = command.stdout.readline().split()
-        yield Server(command, home, int(pid), url, auth)
-        command.kill()
+    with prefect_server(home) as server:
+        yield server
 
 
-def test_unreadable_database_is_replaced(server: Server) -> None:
+def test_unreadable_database_is_replaced(server: PrefectServer) -> None:
     assert (server.home / "prefect" / "prefect.db").read_bytes().startswith(b"SQLite format 3")
 
 
@@ -180,7 +154,7 @@ def opened(page: str, profile: Path) -> Iterator[queue.Queue[dict[str, str]]]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_browser_page_of_another_origin_is_refused(server: Server, tmp_path: Path) -> None:
+def test_browser_page_of_another_origin_is_refused(server: PrefectServer, tmp_path: Path) -> None:
     page = ATTACK.replace("API", server.url).replace("LOGIN", server.auth)
     with opened(page, tmp_path / "profile") as results:
         assert results.get(timeout=90) == {}, "the control request, which proves that the page runs"
@@ -193,7 +167,7 @@ def test_browser_page_of_another_origin_is_refused(server: Server, tmp_path: Pat
     assert post(f"{server.url}/variables/filter", {}, auth=server.auth) == []
 
 
-def test_each_rule_alone_refuses(server: Server) -> None:
+def test_each_rule_alone_refuses(server: PrefectServer) -> None:
     """Satisfy all rules except one and compare the status code. In a browser all refusals look the same."""
     origin, known = server.url.removesuffix("/api"), basic_auth(server.auth)
     rebound = {"Host": "evil.example"}
@@ -214,7 +188,7 @@ def test_each_rule_alone_refuses(server: Server) -> None:
     assert codes == {title: status for title, (_, status) in cases.items()}
 
 
-def test_concurrent_writers_wait_for_each_other(server: Server) -> None:
+def test_concurrent_writers_wait_for_each_other(server: PrefectServer) -> None:
     """With Prefect's own transactions, five of six writers get status 503 ("database is locked")."""
 
     def write(number: int) -> None:
@@ -228,7 +202,7 @@ def test_concurrent_writers_wait_for_each_other(server: Server) -> None:
     assert "database is locked" not in (server.home / "logs" / "prefect.log").read_text()
 
 
-def test_server_is_restarted_when_killed_and_ends_with_the_command(server: Server) -> None:
+def test_server_is_restarted_when_killed_and_ends_with_the_command(server: PrefectServer) -> None:
     post(f"{server.url}/variables/", {"name": "known", "value": "x"}, auth=server.auth)
     os.kill(server.pid, signal.SIGKILL)
     assert wait(lambda: not responds(f"{server.url}/health"), 10)
@@ -246,15 +220,10 @@ def test_server_is_restarted_when_killed_and_ends_with_the_command(server: Serve
 def test_run_ends_well_if_its_server_disappears(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     trace.mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(tmp_path / "server")], stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
-        _, url, auth = server.stdout.readline().split()
+    with prefect_server(tmp_path / "server") as server:
         environment = {
             **os.environ,
-            "PREFECT_API_URL": url,
-            "PREFECT_API_AUTH_STRING": auth,
+            **server.environment,
             "PREFECT_CLIENT_MAX_RETRIES": "1",
             TRACE: str(trace),
         }
@@ -273,7 +242,7 @@ def test_run_ends_well_if_its_server_disappears(tmp_path: Path) -> None:
         ) as run:
             # The process of the stage takes a moment to end, so its flow has not reported it yet.
             assert wait(lambda: any(p.point == "stage.published" for p in read_passes(trace)), 120)
-            server.kill()
+            server.command.kill()
             out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
     assert "all stages are done, but Prefect's server did not take that (ConnectError)" in err

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import pytest
 from rlhf_core.system.processes import ProcessId, processes_with_env
 from tests.support import secret_search
 from tests.support.listening_sockets import beyond_loopback, listeners
+from tests.support.prefect_server import PrefectServer, prefect_server
 from tests.unit.test_public_api import WITHOUT_PREFECT
 
 STAGES = '''
@@ -102,10 +103,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[PrefectServer]:
+    """As the server that `rlhf run` starts."""
+    with prefect_server(home) as server:
+        yield server
+
+
 @pytest.fixture
-def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Command:
-    """`rlhf run` of a two-stage pipeline that shares nothing with those of other tests but databases and
-    store.
+def command(home: Path, server: PrefectServer, tmp_path: Path, request: pytest.FixtureRequest) -> Command:
+    """`rlhf run` of a two-stage pipeline that shares nothing with those of other tests but databases, store
+    and, unless it is to start its own, Prefect's server.
     """
     toys = tmp_path / "toys"
     toys.mkdir()
@@ -126,12 +134,16 @@ def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Comma
     }
 
     def start(
-        fault: str = "none:0:none", until: str = "sft", folder: Path | None = None
+        fault: str = "none:0:none",
+        until: str = "sft",
+        folder: Path | None = None,
+        own_server: bool = False,
     ) -> subprocess.Popen[str]:
+        used = {} if own_server else server.environment
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rlhf_cli.main", "run", str(config), "--until", until],
             cwd=folder,
-            env={**environment, "TOY_FAULT": fault},
+            env={**environment, **used, "TOY_FAULT": fault},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -229,7 +241,7 @@ def test_library_without_prefect_reuses_what_the_command_made(command: Command, 
 def test_a_killed_stage_continues_and_the_second_run_reuses_all(
     command: Command, home: Path, tmp_path: Path
 ) -> None:
-    out, err = finish(command("sft:2:kill"))
+    out, err = finish(command("sft:2:kill", own_server=True))
     first = summary_of(out)
     assert "trying again from the last checkpoint" in err
     assert {name: entry["reused"] for name, entry in first["stages"].items()} == {"data": False, "sft": False}
@@ -278,7 +290,7 @@ def test_second_concurrent_run_waits_and_reuses(command: Command, home: Path, tm
 
 
 def test_killed_flow_leaves_no_process_and_continues(command: Command, tmp_path: Path) -> None:
-    process = command("data:3:hang", until="data")
+    process = command("data:3:hang", until="data", own_server=True)
     stage = wait_for(tmp_path / "hang", process)
     process.kill()
     process.communicate(timeout=10)
@@ -289,7 +301,7 @@ def test_killed_flow_leaves_no_process_and_continues(command: Command, tmp_path:
 
 
 def test_ctrl_c_stops_the_stage(command: Command, home: Path, tmp_path: Path) -> None:
-    process = command("data:1:hang", until="data")
+    process = command("data:1:hang", until="data", own_server=True)
     stage = wait_for(tmp_path / "hang", process)
     listening = listeners(process.pid)
     assert listening and beyond_loopback(listening) == []
@@ -324,7 +336,7 @@ def test_secret_in_an_error_message_is_stored_nowhere(command: Command, home: Pa
 
 
 def test_prefect_keeps_no_pickle(command: Command, home: Path) -> None:
-    finish(command(until="data"))
+    finish(command(until="data", own_server=True))
     stored = [
         path
         for path in (home / "prefect").rglob("*")
@@ -380,5 +392,5 @@ def test_files_of_the_working_folder_are_not_used(command: Command, tmp_path: Pa
     (folder / "prefect.toml").write_text(f'profiles_path = "none"\n[logging]\nconfig_path = "{logging}"\n')
     (folder / "pyproject.toml").write_text(f'[tool.prefect.logging]\nconfig_path = "{logging}"\n')
     (folder / "matplotlibrc").write_text("text.usetex: True\n")
-    finish(command(until="data", folder=folder))
+    finish(command(until="data", folder=folder, own_server=True))
     assert not ran.exists(), ran.read_text()
