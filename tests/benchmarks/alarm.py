@@ -9,7 +9,11 @@ each prompt. `--replay` reads that file and trains nothing, so a changed rule is
 
     python -m tests.benchmarks.alarm --curves .rlhf/bench/alarm.jsonl.gz --replay
 
-The code of `rlhf_core` decides about the present rule; `RULES` has others for comparison.
+The code of `rlhf_core` decides about the present rule; `RULES` has others for comparison. `--set` changes
+settings of the data or the models in all runs. Another judge of the same pairs leaves the policies as they
+are:
+
+    python -m tests.benchmarks.alarm --curves .rlhf/bench/long.jsonl.gz --set reward.judge.epochs=6
 
     gain          largest rise of the true reward over that of the SFT model's responses
     share         rise of the true reward at a version, divided by the gain
@@ -28,7 +32,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -146,10 +150,15 @@ def overrides(kind: str, seed: int) -> list[str]:
     return [f"run.seed={seed}", *COMMON, *KINDS[kind]]
 
 
-def train(home: Path, kind: str, seed: int) -> Run:
+def command(home: Path, kind: str, seed: int, own: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs one kind until PPO, with further overrides `own`."""
+    run = [sys.executable, "-m", "rlhf_cli.main", "run", str(CONFIG), f"run.home={home}"]
+    return [*run, *overrides(kind, seed), *own, "--until", "ppo"]
+
+
+def train(home: Path, kind: str, seed: int, own: Sequence[str] = ()) -> Run:
     """Run one kind until PPO, and return its evaluations."""
-    command = [sys.executable, "-m", "rlhf_cli.main", "run", str(CONFIG), f"run.home={home}"]
-    line = [*command, *overrides(kind, seed), "--until", "ppo"]
+    line = command(home, kind, seed, own)
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(line)} ended with code {done.returncode}")
@@ -230,11 +239,34 @@ def agreement(run: Run) -> bool:
 
 def gold_agreement(run: Run) -> bool:
     """The rule `agreement` with the true reward in place of the judge."""
+    return agreement(judged_by_gold(run))
+
+
+def gold_present(run: Run) -> bool:
+    """The guard with the true reward in place of the judge."""
+    return present(judged_by_gold(run))
+
+
+def judged_by_gold(run: Run) -> Run:
+    """Return the run with the correlations that the true reward has as judge."""
     metrics = {}
     for version in run.versions:
         known = [run.columns[version][name].tolist() for name in ("reward_model", "gold")]
         value, error = correlation(*known)
-        metrics[version] = {KL: float(version**2), CORRELATION: value, CORRELATION_ERROR: error}
+        metrics[version] = {**run.metrics[version], CORRELATION: value, CORRELATION_ERROR: error}
+    return replace(run, metrics=metrics)
+
+
+def moves(run: Run) -> bool:
+    """The guard without the condition on the agreement: it warns at no other step, whatever the judge is."""
+    metrics = {
+        version: {
+            **run.metrics[version],
+            CORRELATION: float(version == run.versions[0]),
+            CORRELATION_ERROR: 0.0,
+        }
+        for version in run.versions
+    }
     return divergence(metrics, PPOConfig().guards.overoptimization_ratio) is not None
 
 
@@ -298,10 +330,11 @@ RULES: Mapping[str, Rule] = {
     "paired": paired,
     "bound": bound,
     "length": length,
+    "gold_present": gold_present,
     "gold_agreement": gold_agreement,
     "gold_falls": gold_falls,
 }
-"""The last two see the true reward. They show what a perfect judge would bring."""
+"""The last three see the true reward. They show what a perfect judge would bring."""
 
 
 # -- results --
@@ -412,6 +445,17 @@ def table_of_sizes(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
+def table_of_movement(runs: Sequence[Run]) -> str:
+    """Markdown: the steps at which the guard warns if its judge has lost all agreement."""
+    lines = ["| kind | seed | steps at which the guard can warn | first fall of a tenth of the gain |"]
+    lines.append("|---" * 4 + "|")
+    for run in runs:
+        steps = ", ".join(map(str, judge_rule(run, moves).alarms)) or "none"
+        fall = next((f"{version}" for version in run.versions if run.fall(version) >= LARGEST_FALL), "none")
+        lines.append(f"| {run.kind} | {run.seed} | {steps} | {fall} |")
+    return "\n".join(lines)
+
+
 def is_good(result: Result) -> bool:
     """Return whether the published policy has enough of the gain."""
     return result.chosen is not None and result.run.share(result.chosen) >= SMALLEST_SHARE
@@ -470,16 +514,18 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="steps between the evaluations that count")
     parser.add_argument("--over", type=int, nargs="*", default=[0, 1, 2, 3], help="seeds without KL penalty")
     parser.add_argument("--sound", type=int, nargs="*", default=[0, 1, 2], help="seeds of the demo as it is")
+    parser.add_argument("--set", nargs="*", default=[], help="further overrides, not of ppo")
     args = parser.parse_args()
     if args.replay:
         runs = load(args.curves)
     else:
         wanted = [("over", seed) for seed in args.over] + [("sound", seed) for seed in args.sound]
-        runs = [train(args.home, kind, seed) for kind, seed in wanted]
+        runs = [train(args.home, kind, seed, args.set) for kind, seed in wanted]
         args.curves.parent.mkdir(parents=True, exist_ok=True)
         save(runs, args.curves)
     print(f"## Sizes\n\n{table_of_sizes(runs)}\n")
     runs = [run.every(args.every) for run in runs]
+    print(f"## Movement\n\n{table_of_movement(runs)}\n")
     for name, rule in RULES.items():
         results = [judge_rule(run, rule) for run in runs]
         print(f"## Rule: {name}\n")

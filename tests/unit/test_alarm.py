@@ -5,6 +5,9 @@
 - a fall of the mean by more than the error is found, whichever earlier version it is from; equal policies
   raise an alarm in less than the level of the runs
 - the published version is from before the alarm; gain and falls are those of all evaluations and prompts
+- the guard warns at the steps of the movement if its judge has lost all agreement, and the true reward can be
+  the judge
+- further overrides reach the runs
 - the choice and the warnings of a run are those of `rlhf_core`, and the same after the curves were stored
 """
 
@@ -21,14 +24,18 @@ from tests.benchmarks.alarm import (
     LEVEL,
     Run,
     best_of,
+    command,
     falls,
+    gold_present,
     judge_rule,
     load,
     lower_bounds,
+    moves,
     paired,
     present,
     published,
     save,
+    table_of_movement,
     table_of_over,
 )
 
@@ -109,6 +116,32 @@ def test_gain_and_falls_are_those_of_all_evaluations_and_prompts() -> None:
     assert first.columns[2]["gold"].tolist() == [2.0, 2.0]
     assert first.share(2) == second.share(2) == 1.0
     assert first.metrics[2]["eval/kl"] == 1.0 and first.until(4).fall(4) == 0.5
+
+
+def test_the_guard_warns_at_the_steps_of_the_movement_if_the_judge_has_lost_all_agreement() -> None:
+    found = run([0.0, 0.5, 1.0, 0.8, 0.4])
+    # The square root of the KL: 0, 1, 2, 3 and then 3.2.
+    found.metrics[8]["eval/kl"] = 3.2**2
+    assert judge_rule(found, present).alarms == []
+    assert judge_rule(found, moves).alarms == [4, 6]
+    assert "| over | 0 | 4, 6 | 6 |" in table_of_movement([found])
+
+
+def test_the_true_reward_can_be_the_judge() -> None:
+    found = run([0.0, 0.5, 1.0, 0.8, 0.4])
+    draws = np.random.default_rng(2)
+    for version, columns in found.columns.items():
+        columns["reward_model"] = draws.normal(size=400)
+        # The correlation is 1, 1, 1, and then about 0.
+        columns["gold"] = columns["reward_model"] if version < 6 else draws.normal(size=400)
+    assert judge_rule(found, present).alarms == []
+    assert judge_rule(found, gold_present).alarms == [8]
+
+
+def test_further_overrides_reach_the_run() -> None:
+    line = command(Path("home"), "over", 3, ["reward.judge.epochs=6"])
+    assert line[-3:] == ["reward.judge.epochs=6", "--until", "ppo"]
+    assert {"run.seed=3", "run.home=home", "ppo.kl.coef=0"} <= set(line)
 
 
 def test_choice_and_warnings_are_those_of_the_stage_also_from_stored_curves(tmp_path: Path) -> None:
