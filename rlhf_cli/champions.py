@@ -106,7 +106,10 @@ def _champions(arguments: argparse.Namespace) -> int:
     from rlhf_core.tracking.champions import champions, registered_models
 
     mlflow = open_registry(arguments.home)
-    for name in [arguments.name] if arguments.name else registered_models(mlflow):
+    names = [arguments.name] if arguments.name else registered_models(mlflow)
+    if not names:
+        print("MLflow has no registered model yet; a run makes one in its stage register")
+    for name in names:
         champion, moves = champions(mlflow, name)
         text = f"champion is version {champion.version}" if champion else "no champion"
         print(printable(f"{name}: {text}"))

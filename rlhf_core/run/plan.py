@@ -107,7 +107,8 @@ def make_plan(
         host_memory_gib: Memory of a host, to compare offloaded state with. None: not compared.
 
     Raises:
-        ConfigError: The configuration or `gpus` is wrong.
+        ConfigError: The configuration or `gpus` is wrong, or `link` or `host_memory_gib` is given without
+            `gpus`.
         ModelError: The model's shape cannot be read.
     """
     with checking(str(config_path)):
@@ -160,6 +161,9 @@ def _hardware(
 ) -> Hardware:
     if gpus is not None:
         return parse_gpus(gpus, link, host_memory_gib)
+    for option, value in (("--link", link), ("--host-memory", host_memory_gib)):
+        if value is not None:
+            raise ConfigError(f"{option}: is about the hosts of --gpus; got no --gpus; add it")
     if not runs_on_gpu(config):
         return cpu_hardware()
     visible = visible_hardware()

@@ -20,6 +20,7 @@ from prefect.exceptions import ParameterTypeError
 from flows import champion
 from rlhf_cli import main as cli
 from rlhf_core.tracking.champions import Move, move_champion
+from rlhf_core.tracking.database import ensure_database
 from rlhf_core.tracking.mlflow_client import Mlflow
 
 
@@ -63,6 +64,16 @@ def test_commands_print_the_history_and_a_rollback_can_be_repeated(
     assert "was revoked: it insults people" in error and "remove the tag rlhf.revoked" in error
     assert rlhf("champions") == 0
     assert f"{model}: champion is version 1" in capsys.readouterr().out
+
+
+def test_a_registry_without_models_is_no_empty_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    database = tmp_path / "mlflow.db"
+    ensure_database(database)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    assert rlhf("champions") == 0
+    assert "MLflow has no registered model yet" in capsys.readouterr().out
 
 
 def test_a_model_without_champion_and_moves_outside_of_the_history(

@@ -48,6 +48,7 @@ from rlhf_core.planning.speed import (
     send_time,
     step_time,
 )
+from rlhf_core.run.plan import make_plan
 
 PRODUCTION = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "production.yaml"
 LINKS = ("1gbit", "10gbit", "100gbit", "400gbit", "2x400gbit", "8x400gbit")
@@ -120,6 +121,15 @@ def test_other_memory_of_hosts_is_refused(memory: float) -> None:
         ConfigError, match=f"--host-memory: must be a number of GiB, 0 or more; got {memory:g}"
     ):
         parse_gpus("8xH100", host_memory_gib=memory)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("link", "400gbit"), ("host_memory_gib", 2000.0), ("host_memory_gib", 0.0)]
+)
+def test_options_about_hosts_are_refused_without_gpus(option: str, value: Any) -> None:
+    name = {"link": "--link", "host_memory_gib": "--host-memory"}[option]
+    with pytest.raises(ConfigError, match=rf"{name}: is about the hosts of --gpus; got no --gpus; add it"):
+        make_plan(PRODUCTION.with_name("demo.yaml"), **{option: value})
 
 
 def test_engines_are_next_to_the_policy_and_inside_one_host() -> None:
