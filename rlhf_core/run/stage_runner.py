@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ def get_or_run_stage(
     spec = run.spec(stage, inputs)
     display = current_display()
     ref = run.find(spec)
-    reused, continued = ref is not None, False
+    reused = ref is not None
+    seen: set[str] = set()  # kinds of events of the child
     if ref is None:
         waiting = _take_waiting(run, stage)
         log_file = run.log_file(stage) if waiting is None else waiting.log_file
@@ -79,9 +80,7 @@ def get_or_run_stage(
         failpoint("flow.stage")
 
         def dispatch(event: dict[str, Any]) -> None:
-            nonlocal reused, continued
-            reused = reused or event["event"] == "reused"
-            continued = continued or event["event"] == "resumed"
+            seen.add(event["event"])
             for kind in ("guard", "advice"):
                 if event["event"] == "warning" and kind in event:
                     run.tag_message(f"{kind}.{event[kind]}", event["message"])
@@ -91,8 +90,9 @@ def get_or_run_stage(
             if on_event is not None:
                 on_event(event)
 
-        ref = _run_stage(run, spec, log_file, dispatch, retry_policy, waiting)
+        ref = _run_stage(run, spec, log_file, dispatch, retry_policy, waiting, seen)
         failpoint("flow.made")
+        reused = "reused" in seen
     elif run.next_stage.stage == stage:
         run.next_stage.close()  # the store has the artifact, which `prepare_next` does not look for
     if reused:
@@ -100,7 +100,7 @@ def get_or_run_stage(
         check_gate(run.config, stage, ref.metrics)
         run.remove_leftovers(spec)
         run.tracking.link_reused(run.parent_run_id, stage, ref)
-    record = StageRecord(ref, time.monotonic() - began, reused, continued)
+    record = StageRecord(ref, time.monotonic() - began, reused, continued="resumed" in seen)
     run.record_result(stage, record)
     display.finished(stage, record)
     return record
@@ -137,21 +137,16 @@ def _run_stage(
     on_event: OnEvent,
     retry_policy: RetryPolicy,
     waiting: StageProcess | None,
+    seen: Collection[str],
 ) -> ArtifactRef:
     """Run the child process or the job of a stage. End the stage's MLflow run if it fails, because a killed
-    process cannot do that itself.
+    process cannot do that itself. `seen` has the kinds of the events that have come.
     """
     config = run.config
-    started = False
-
-    def follow(event: dict[str, Any]) -> None:
-        nonlocal started
-        started = started or event["event"] == "started"
-        on_event(event)
 
     def end(status: Status) -> None:
         # Before it has started, another attempt may hold the stage, which has the same MLflow run.
-        if started:
+        if "started" in seen:
             run.tracking.finish_stage(run.parent_run_id, spec.key, status)
 
     # All attempts of a stage share its time.
@@ -159,9 +154,9 @@ def _run_stage(
     try:
         if config.run.executor_of(spec.stage) == "local":
             environment = stage_environment(config)
-            return run_child(spec, log_file, environment, max(0.0, left), follow, waiting)
+            return run_child(spec, log_file, environment, max(0.0, left), on_event, waiting)
         scheduler = open_scheduler(config, spec.stage)
-        return run_remote(scheduler, spec, log_file, max(0.0, left), follow)
+        return run_remote(scheduler, spec, log_file, max(0.0, left), on_event)
     except Superseded:
         raise  # The MLflow run belongs to the other attempt.
     except Exception as error:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.config.redact import has_credentials
+from rlhf_core.config.resources import Executor
 from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
 from rlhf_core.run.child import TERM_SECONDS, OnEvent, log_excerpt
 from rlhf_core.run.executors.base import Job, JobStatus, Scheduler
@@ -168,7 +169,7 @@ class _Follower:
             self._next_number = files.number + files.has_remains
             return None
         self._next_number = files.number + 1
-        if submission.executor != self._kind:
+        if submission.executor != self._executor:
             return None
         written = files.count_events()
         # A scheduler can report a job as active for a while after it has sent its outcome, its last event.
@@ -221,15 +222,14 @@ class _Follower:
         return False
 
     @property
-    def _kind(self) -> str:
+    def _executor(self) -> Executor:
         return self._spec.config.run.executor_of(self._spec.stage)
 
     def _submit(self) -> JobFiles:
-        executor = self._spec.config.run.executor_of(self._spec.stage)
         while True:
             files = JobFiles(self._store, self._spec.key, self._next_number)
             left = max(0.0, self._deadline - self._clock.monotonic())
-            if files.create(self._spec, executor, left, shared_environment()):
+            if files.create(self._spec, self._executor, left, shared_environment()):
                 self._start(files)
                 self._delete(files.delete_before_previous)
                 return files
