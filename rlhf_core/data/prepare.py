@@ -103,19 +103,7 @@ def prepare(
     require_answers(prompts, config.ppo.rewards)
     failpoint("data.encoded")
     splits = _split(config, encoded, counts)
-    count = len(splits["prompts"]["train"])
-    if 0 < count < config.ppo.prompts_per_step:
-        log.warning(
-            "there are %d prompts to train on, fewer than ppo.prompts_per_step=%d: each step has some of them"
-            " several times",
-            count,
-            config.ppo.prompts_per_step,
-        )
-    held_out_prompts = len(splits["prompts"]["eval"])
-    # The warnings before the run know the number of generated prompts, and `data.max_eval`.
-    if not config.generates_prompts and held_out_prompts < config.data.max_eval:
-        for warning in too_few_held_out(config, held_out_prompts, f"data.prompts: {held_out_prompts}"):
-            log.warning("%s", warning)
+    _warn_of_few_prompts(config, splits["prompts"])
     for name in SETS:
         for split, items in splits[name].items():
             write(out, FILE_NAMES[name], split, [item.example for item in items])
@@ -283,6 +271,23 @@ def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: Se
         f"data.{name}: {usable} of {counts.read} rows left after filtering"
         f" ({'; '.join(reasons) or 'nothing dropped'}), at least {needed} are needed (data.min_rows); {fix}"
     )
+
+
+def _warn_of_few_prompts(config: PipelineConfig, prompts: Mapping[Split, list[EncodedRecord]]) -> None:
+    """Warn of too few prompts for the steps of PPO, for a champion, or to choose and judge the policy."""
+    count = len(prompts["train"])
+    if 0 < count < config.ppo.prompts_per_step:
+        log.warning(
+            "there are %d prompts to train on, fewer than ppo.prompts_per_step=%d: each step has some of them"
+            " several times",
+            count,
+            config.ppo.prompts_per_step,
+        )
+    held_out_prompts = len(prompts["eval"])
+    # The warnings before the run know the number of generated prompts, and `data.max_eval`.
+    if not config.generates_prompts and held_out_prompts < config.data.max_eval:
+        for warning in too_few_held_out(config, held_out_prompts, f"data.prompts: {held_out_prompts}"):
+            log.warning("%s", warning)
 
 
 def _split(
