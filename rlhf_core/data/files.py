@@ -83,7 +83,7 @@ def list_files(address: Address, most: int = MAX_FILES) -> list[Path]:
     """Return the file at a local address, or the supported files in a folder and its subfolders, sorted.
 
     Raises DataError if there is none, if the folder holds more than `most` files of any kind, or if the
-    address is neither a regular file nor a folder.
+    address, or a data file in the folder, is no regular file, such as a link to a file that does not exist.
     """
     path = address.path
     if not exists(path):
@@ -99,12 +99,18 @@ def list_files(address: Address, most: int = MAX_FILES) -> list[Path]:
     entries = list(islice(path.rglob("*"), most + 1))
     if len(entries) > most:
         raise DataError(f"{path} holds over {most} files; give the folder of the data alone")
-    files = [file for file in entries if file.is_file() and is_data_file(file.relative_to(path).as_posix())]
-    if not files:
-        raise DataError(f"{path} has no data files; put {', '.join(DATA_SUFFIXES)} files into it")
-    for file in files:
+    files = []
+    for file in entries:
+        if file.is_dir() or not is_data_file(file.relative_to(path).as_posix()):
+            continue
+        problem = unfit(file)
+        if problem is not None:  # such as a link of DVC or git-annex to a file that was not downloaded
+            raise DataError(f"{problem}; correct it, or take it out of {path}")
         if _has_surrogates(str(file)):
             raise DataError(f"{shown(str(file), limit=200)}: the name of this file is not UTF-8; rename it")
+        files.append(file)
+    if not files:
+        raise DataError(f"{path} has no data files; put {', '.join(DATA_SUFFIXES)} files into it")
     return sorted(files, key=str)  # the order of stage keys, which differs from that of paths
 
 

@@ -236,6 +236,15 @@ def test_hidden_files_and_folders_are_not_read(tmp_path: Path, s3_server: S3Serv
         assert [row.data["text"] for row in rows if isinstance(row, Row)] == ["a.jsonl", "old/b.jsonl"]
 
 
+def test_a_link_in_a_folder_to_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '{"text": "a"}\n')
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    assert len(data_of(tmp_path)) == 2
+    (tmp_path / "c.jsonl").symlink_to("not/downloaded")
+    with pytest.raises(DataError, match=r"c\.jsonl is a link to not/downloaded, which does not exist"):
+        read(tmp_path)
+
+
 def test_a_file_whose_name_is_not_utf8_is_an_error_that_shows_it(tmp_path: Path) -> None:
     write(tmp_path / os.fsdecode(b"a\xff.jsonl"), '{"text": "a"}\n')
     with pytest.raises(DataError, match=r"a\\udcff\.jsonl': the name of this file is not UTF-8; rename it"):
