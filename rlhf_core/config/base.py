@@ -27,9 +27,12 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 def _expand_home(path: str) -> str:
-    if path.startswith("file://"):
-        return "file://" + os.path.expanduser(path.removeprefix("file://"))
-    return os.path.expanduser(path)
+    scheme = "file://" if path.startswith("file://") else ""
+    expanded = os.path.expanduser(path.removeprefix(scheme))
+    if expanded.startswith("~"):
+        user = expanded.partition("/")[0]
+        raise ValueError(f"{user} is no user of this machine; correct the name, or write ./{expanded}")
+    return scheme + expanded
 
 
 UserPath = Annotated[str, AfterValidator(_expand_home)]

@@ -47,9 +47,11 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
 
     An adapter is part of the model's weights. It is not copied, because its base model is not published.
 
-    Raises InputError if the folder exists and has other files than an earlier copy of the same policy, or
-    cannot be written.
+    Raises InputError if the folder exists and has other files than an earlier copy of the same policy, is a
+    file, or cannot be written.
     """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; name a folder")
     if folder.exists() and any(folder.iterdir()):
         if any(folder.glob("*.safetensors")) and weights_sha256(folder) == policy.weights:
             (folder / "README.md").write_text(model_card(policy), encoding="utf-8")

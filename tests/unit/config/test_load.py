@@ -75,6 +75,15 @@ def test_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pyt
     )
 
 
+@pytest.mark.parametrize("path", ["~nobody_here/x", "file://~nobody_here/x"])
+def test_the_home_folder_of_an_unknown_user_is_refused(path: str) -> None:
+    fix = r"~nobody_here is no user of this machine; correct the name, or write \./~nobody_here/x"
+    for tree in ({"run": {"home": path}}, {"store": {"url": path}}):
+        [(section, fields)] = tree.items()
+        with pytest.raises(ConfigError, match=rf"test: {section}\.{next(iter(fields))}: {fix}"):
+            config_from_tree(tree, "test")
+
+
 @pytest.mark.parametrize(
     "data", [b"\xef\xbb\xbfrun: {seed: 5}\n", b"run:\r\n  seed: 5\r\n", b"\n\n# x\nrun: {seed: 5}"]
 )

@@ -146,6 +146,8 @@ def test_a_folder_that_cannot_be_written_is_an_input_error(
     (tmp_path / "file").touch()
     assert main(["publish", f"{MODEL}@1", str(tmp_path / "file" / "x"), "--home", home]) == 2
     assert f"error: {tmp_path}/file/x cannot be written (" in capsys.readouterr().err
+    assert main(["publish", f"{MODEL}@1", str(tmp_path / "file"), "--home", home]) == 2
+    assert f"error: {tmp_path}/file is a file; name a folder" in capsys.readouterr().err
     policy, limits = open_policy(f"{MODEL}@1", home), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as on a disk that becomes full
     try:
