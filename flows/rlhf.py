@@ -1,4 +1,4 @@
-"""The pipeline: data, supervised fine-tuning, reward model, PPO, evaluation, registry.
+"""The pipeline: data, supervised fine-tuning, reward model, DPO and PPO, evaluation, registry.
 
 `rlhf_core/pipeline.py` has a picture of it, and the artifacts that each stage reads.
 """

@@ -2,8 +2,9 @@
 
     data ──> sft ──> reward ──> (judge) ──> (dpo) ──> ppo ──> (sample) ──> evaluate ──> register
 
-A stage reads the artifacts of all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py`
-with `run(config, context) -> StageResult`, add a row here, and call it in `flows/rlhf.py`.
+Those in brackets are off by default; `reward` and `ppo` can be switched off. A stage reads the artifacts of
+all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py` with
+`run(config, context) -> StageResult`, add a row here, and call it in `flows/rlhf.py`.
 
 This module imports nothing heavy: the command line and the configuration use it.
 """
@@ -186,6 +187,8 @@ _TABLE = (
         sections=("ppo", "model"),
         inputs=("data", "sft", "reward", "judge"),
         sources=("ppo.",),
+        enabled_by="ppo.enabled",
+        always_in_key=True,
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet", "ray"),
@@ -217,7 +220,10 @@ _TABLE = (
         sources=("ppo.", "evaluate."),
         sources_of_inputs=("ppo.",),
         data_context="evaluation",
-        headline=("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
+        headline=(
+            *("win_rate/mean", "kl", "win_rate_dpo/mean", "kl_dpo"),
+            *("eos_rate/sft", "eos_rate/ppo", "eos_rate/dpo"),
+        ),
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", *_SCORING, *_PLOTS, "rlhf_core.evaluation.report"),
         loads_model=True,

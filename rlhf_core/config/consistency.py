@@ -44,6 +44,11 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only"
             " judges"
         )
+    elif config.reward.enabled and not config.scores_by_reward_model:
+        yield (
+            "reward.enabled: a reward model is trained, but ppo.enabled is false: it only judges; if another"
+            " judge is enough, set reward.enabled=false"
+        )
     if judge == "reward_model" and not config.reward.enabled:
         yield ConfigError(
             "evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules"
@@ -202,10 +207,11 @@ def _either(numbers: Sequence[int]) -> str:
 def deepspeed_sections(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
     """Return the DeepSpeed sections that this configuration uses, with their fields.
 
-    The reward model in PPO has that of the critic.
+    The reward model in PPO has that of the critic. Without PPO, the evaluation has the precision of the
+    policy's section.
     """
     ppo = config.ppo
-    has_critic = ppo.uses_critic or ppo.uses_reward_model
+    has_critic = ppo.enabled and (ppo.uses_critic or ppo.uses_reward_model)
     critic = [("ppo.critic_deepspeed", ppo.critic_deepspeed)] if has_critic else []
     return [
         *(
@@ -220,37 +226,13 @@ def deepspeed_sections(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfi
 def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     """Yield one sentence for each valid setting that is rarely intended."""
     ppo = config.ppo
-    yield from _kl(ppo)
-    yield from _critic(ppo)
-    yield from _average(ppo)
-    yield from _merge(ppo)
-    yield from _guards(config)
-    if not any(source.weight for source in ppo.rewards):
-        yield "ppo.rewards: all weights are 0, so only the KL trains the policy; give a source a weight"
+    yield from _ppo(config) if ppo.enabled else _without_ppo(config)
     graders = measured_graders(ppo.rewards)
     if graders and _only_models_labelled(config):
         names = ", ".join(source.model for source in graders)
         yield (
             f"ppo.rewards: the agreement of {names} with people is not measured, because all sources of"
             " data.preference have labelled_by; add pairs of people, or set min_agreement to null"
-        )
-    if ppo.publish == "best" and ppo.trains_on_reward_model and config.reward.judge is None:
-        yield (
-            "ppo.publish is best, but the reward model that the policy is trained with decides: under"
-            " over-optimisation its score rises until the end; add reward.judge={}"
-        )
-    yield from _staleness(ppo)
-    if config.store.keep_best:
-        yield from _unscored_checkpoints(ppo)
-    if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
-        yield (
-            "ppo.publish is best, but ppo.kl.coef is 0 and ppo.publish_max_kl is null, so nothing counts"
-            " against a version far from the SFT model; set one of them"
-        )
-    if config.evaluate.judge == "reward_model" and ppo.trains_on_reward_model:
-        yield (
-            "evaluate.judge is the reward model that the policy is trained with, whose scores also rise under"
-            " over-optimisation; use reward.judge={} or a language model, and leave evaluate.judge out"
         )
     if config.data.eval_fraction > 0.5:
         yield (
@@ -273,17 +255,69 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             f"sample.policy is {config.sample.policy}, but register.policy is {config.register_.policy}: the"
             " policy that is registered is not the one whose answers are data; set both to the same stage"
         )
+    scores = ppo.uses_reward_model if ppo.enabled else config.reward.enabled
+    if scores and ppo.max_new_tokens > config.data.max_response_tokens:
+        yield (
+            f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens"
+            f" ({config.data.max_response_tokens}): the reward model scores longer responses than in its"
+            " training; lower it, or raise data.max_response_tokens"
+        )
+
+
+def _ppo(config: PipelineConfig) -> Iterator[str]:
+    """Warn about settings of PPO."""
+    ppo = config.ppo
+    yield from _kl(ppo)
+    yield from _critic(ppo)
+    yield from _average(ppo)
+    yield from _merge(ppo)
+    yield from _guards(config)
+    if not any(source.weight for source in ppo.rewards):
+        yield "ppo.rewards: all weights are 0, so only the KL trains the policy; give a source a weight"
+    if ppo.publish == "best" and ppo.trains_on_reward_model and config.reward.judge is None:
+        yield (
+            "ppo.publish is best, but the reward model that the policy is trained with decides: under"
+            " over-optimisation its score rises until the end; add reward.judge={}"
+        )
+    yield from _staleness(ppo)
+    if config.store.keep_best:
+        yield from _unscored_checkpoints(ppo)
+    if ppo.publish == "best" and ppo.kl.coef == 0 and math.isinf(ppo.publish_kl_limit):
+        yield (
+            "ppo.publish is best, but ppo.kl.coef is 0 and ppo.publish_max_kl is null, so nothing counts"
+            " against a version far from the SFT model; set one of them"
+        )
+    if config.evaluate.judge == "reward_model" and ppo.trains_on_reward_model:
+        yield (
+            "evaluate.judge is the reward model that the policy is trained with, whose scores also rise under"
+            " over-optimisation; use reward.judge={} or a language model, and leave evaluate.judge out"
+        )
     if config.evaluation_temperature != ppo.temperature:
         yield (
             f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at"
             f" ppo.temperature={ppo.temperature:g}: evaluation then judges a different distribution than the"
             " trained one; leave it out"
         )
-    if ppo.uses_reward_model and ppo.max_new_tokens > config.data.max_response_tokens:
+
+
+def _without_ppo(config: PipelineConfig) -> Iterator[str]:
+    """Warn about settings that need PPO, or that are not those of DPO, in a pipeline without PPO."""
+    ppo, temperature = config.ppo, config.evaluation_temperature
+    chosen = {
+        "ppo.publish": ppo.publish if ppo.publish != "last" else None,
+        "ppo.stop_patience": ppo.stop_patience,
+    }
+    for field, value in chosen.items():
+        if value is not None:
+            yield (
+                f"{field}: {value} has no effect, because ppo.enabled is false; leave it out (dpo.early_stop"
+                " chooses the version of DPO's policy)"
+            )
+    if temperature != 1:
         yield (
-            f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens"
-            f" ({config.data.max_response_tokens}): the reward model scores longer responses than in its"
-            " training; lower it, or raise data.max_response_tokens"
+            f"evaluate.temperature is {temperature:g} (its default is ppo.temperature), but DPO trains at"
+            " temperature 1: evaluation then judges a different distribution than the trained one; set it to"
+            " 1"
         )
 
 

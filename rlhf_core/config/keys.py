@@ -42,7 +42,7 @@ def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, .
 
 def sources_of_inputs(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
     """Return the prefixes of external inputs that the keys of the inputs of `stage` contain."""
-    if stage == "sample" and "ppo" not in stage_inputs(config, stage):
+    if stage in ("sample", "evaluate") and "ppo" not in stage_inputs(config, stage):
         return ()
     return STAGES[stage].sources_of_inputs
 
@@ -106,7 +106,7 @@ def stage_key(
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
         "config": {
-            name: _only(STAGES[stage].fields, name, _settings(config, name))
+            name: _only(STAGES[stage].fields, name, _of_stage(config, name))
             for name in sections_read(config, stage)
         },
         "inputs": dict(sorted(input_digests.items())),
@@ -117,6 +117,16 @@ def stage_key(
         # A model version is in one registry, so another MLflow server needs its own.
         payload["tracking"] = tracking_uri(config)
     return json_sha256(payload)[:16]
+
+
+def _of_stage(config: PipelineConfig, name: str) -> dict[str, Any] | None:
+    """Return the settings of a section for the key of a stage. Whether PPO is trained is not one of them: the
+    stages that read its policy have its artifact as an input.
+    """
+    settings = _settings(config, name)
+    if name == "ppo" and settings is not None:
+        settings.pop("enabled", None)
+    return settings
 
 
 def _only(

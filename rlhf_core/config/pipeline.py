@@ -272,7 +272,7 @@ class PipelineConfig(Section):
     )
     sft: SFTConfig = result(SFTConfig(), "Supervised fine-tuning")
     reward: RewardConfig = result(RewardConfig(), "Reward model")
-    dpo: DPOConfig = result(DPOConfig(), "DPO, for comparison with PPO")
+    dpo: DPOConfig = result(DPOConfig(), "DPO, next to PPO or in its place")
     ppo: PPOConfig = result(PPOConfig(), "PPO")
     sample: SampleConfig | None = result(
         None, "Answers of the policy to training prompts, as data of a next round; null: none"
@@ -314,12 +314,18 @@ class PipelineConfig(Section):
     @property
     def evaluations_choose(self) -> bool:
         """Whether evaluations during PPO decide which version of the policy is published."""
-        return self.ppo.publish == "best" or self.ppo.stop_patience is not None
+        return self.ppo.enabled and (self.ppo.publish == "best" or self.ppo.stop_patience is not None)
 
     @property
     def judge_in_ppo(self) -> bool:
         """Whether PPO loads the second reward model, which only its evaluations use."""
         return self.reward.judge is not None and self.ppo.evaluation_interval is not None
+
+    @property
+    def scores_by_reward_model(self) -> bool:
+        """Whether PPO, or the stage `sample`, scores responses with the reward model."""
+        labels = self.sample is not None and self.sample.judge == "reward"
+        return self.ppo.uses_reward_model and (self.ppo.enabled or labels)
 
     @property
     def labels_by_language_model(self) -> bool:
@@ -368,9 +374,10 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _check_reward_model(self) -> Self:
-        if self.ppo.uses_reward_model and not (self.reward.enabled and self.data.preference):
+        if self.scores_by_reward_model and not (self.reward.enabled and self.data.preference):
+            user = "" if self.ppo.enabled else ", which scores the answers of the stage sample (sample.judge)"
             raise ValueError(
-                "ppo.rewards has a source of type `model`, but there is no reward model: set"
+                f"ppo.rewards has a source of type `model`{user}, but there is no reward model: set"
                 " reward.enabled=true and data.preference, or use rule rewards"
             )
         return self
@@ -381,24 +388,39 @@ class PipelineConfig(Section):
             raise ValueError(
                 "dpo.enabled is true, but data.preference is empty; add pairs, or set dpo.enabled=false"
             )
-        if self.register_.policy == "dpo" and not self.dpo.enabled:
+        if not (self.ppo.enabled or self.dpo.enabled):
             raise ValueError(
-                "register.policy is dpo, but dpo.enabled is false, so there is no policy of DPO; add dpo:"
-                " {enabled: true}, or leave register.policy out"
-            )
-        if self.sample is not None and self.sample.policy == "dpo" and not self.dpo.enabled:
-            raise ValueError(
-                "sample.policy is dpo, but dpo.enabled is false, so there is no policy of DPO; add dpo:"
-                " {enabled: true}, or leave sample.policy out"
+                "ppo.enabled and dpo.enabled are false, so no policy is trained; set dpo.enabled=true and"
+                " register.policy=dpo, or leave ppo.enabled out"
             )
         return self
 
     @model_validator(mode="after")
+    def _check_policies(self) -> Self:
+        named: dict[str, str] = {"register.policy": self.register_.policy}
+        if self.sample is not None:
+            named["sample.policy"] = self.sample.policy
+        for policy, other, section in (("ppo", "dpo", self.ppo), ("dpo", "ppo", self.dpo)):
+            fields = [field for field, name in named.items() if name == policy]
+            if fields and not section.enabled:
+                raise ValueError(
+                    f"{' and '.join(fields)} must name a policy that is trained; got {policy}, but"
+                    f" {policy}.enabled is false; set"
+                    f" {' and '.join(f'{field}={other}' for field in fields)}, or {policy}.enabled=true"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_judge(self) -> Self:
-        if self.reward.judge is not None and not self.ppo.uses_reward_model:
+        if self.reward.judge is not None and self.ppo.enabled and not self.ppo.uses_reward_model:
             raise ValueError(
                 "reward.judge is a second model for a policy that is trained with the first; got ppo.rewards"
                 " without a source of type model: leave reward.judge out, the reward model is the judge"
+            )
+        if self.reward.judge is not None and not self.reward.enabled:
+            raise ValueError(
+                "reward.judge is trained next to the reward model, but reward.enabled is false; set it to"
+                " true, or leave reward.judge out"
             )
         return self
 

@@ -52,6 +52,7 @@ from rlhf_core.config.training import (
 class PPOConfig(PackedSection):
     """Proximal policy optimization, and related algorithms without a critic."""
 
+    enabled: bool = result(True, "Train this policy. If false, `dpo.enabled` is needed", later=True)
     algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = result(
         "ppo",
         "`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and by"

@@ -32,7 +32,8 @@ class RegisterConfig(Section):
     policy: PolicyStage = result(
         "ppo",
         "The stage whose policy is registered, evaluated and matched with the champion. With `dpo`"
-        " ([promotion](promotion.md#the-policy-of-dpo)) PPO is trained too, and the report compares both",
+        " ([promotion](promotion.md#the-policy-of-dpo)) PPO is trained too, if it is enabled, and the report"
+        " compares both",
         later=True,
     )
     min_win_rate: Fraction = result(0.5, "Against SFT; below this value the alias `champion` is not set")

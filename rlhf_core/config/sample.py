@@ -28,7 +28,7 @@ class SampleConfig(Section):
     )
     policy: SampledStage = result(
         "ppo",
-        "The stage whose model answers: `ppo`, `dpo` (needs `dpo.enabled`), or `sft` for the SFT model alone."
+        "The stage whose model answers: `ppo` or `dpo`, if it is enabled, or `sft` for the SFT model alone."
         " With `dpo` and `sft`, a run that ends at `sample` (`--until`) leaves PPO out",
         later=True,
     )

@@ -346,11 +346,11 @@ class RewardConfig(PackedSection):
 
 class DPOConfig(PackedSection):
     """Direct preference optimisation (Rafailov et al. 2023) from the SFT model: a policy that is trained on
-    the pairs without a reward model and without sampling, for comparison with that of PPO.
+    the pairs without a reward model and without sampling.
     """
 
     enabled: bool = result(
-        False, "Train this policy too. The stage `evaluate` compares it with those of SFT and PPO"
+        False, "Train this policy. The stage `evaluate` compares it with those of SFT and PPO"
     )
     beta: PositiveFloat = result(
         0.1,

@@ -40,7 +40,7 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
         yield from _check_regression_set(config, index)
     if data.chat_template is not None:
         yield from guarded("data.chat_template", _chat_template(data.chat_template))
-    if all(source.path == "synthetic" for source in data.prompts):
+    if config.ppo.enabled and config.generates_prompts:
         training = round(data.synthetic.prompts * (1 - data.eval_fraction))
         if config.ppo.prompts_per_step > training:
             yield (

@@ -276,7 +276,7 @@ def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: Se
 def _warn_of_few_prompts(config: PipelineConfig, prompts: Mapping[Split, list[EncodedRecord]]) -> None:
     """Warn of too few prompts for the steps of PPO, for a champion, or to choose and judge the policy."""
     count = len(prompts["train"])
-    if 0 < count < config.ppo.prompts_per_step:
+    if config.ppo.enabled and 0 < count < config.ppo.prompts_per_step:
         log.warning(
             "there are %d prompts to train on, fewer than ppo.prompts_per_step=%d: each step has some of them"
             " several times",

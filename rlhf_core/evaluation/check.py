@@ -34,9 +34,7 @@ def check_independent_judge(config: PipelineConfig) -> Iterator[str]:
         judge = scoring.choose_measure(config, gold_known=config.generates_prompts)
     except ConfigError:
         return  # `check_consistency` names it
-    is_dpo = config.register_.policy == "dpo"
-    is_trained_on = scoring.dpo_trained_on if is_dpo else scoring.trained_on
-    if is_trained_on(config, judge):
+    if scoring.policy_trained_on(config, config.register_.policy, judge):
         yield (
             f"register.independent_judge is true, but the policy is trained on the judge of its evaluation"
             f" ({scoring.judge_name(config, judge)}): no candidate can become champion; add reward.judge={{}}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, classified
@@ -231,12 +232,13 @@ def _run_match(
 ) -> MatchResult:
     """Generate the answers of both policies, judge the pairs, and return the result."""
     by_set = _responses_of_both(config, context, prompts, champion, device)
-    pairs = list(zip(by_set["ppo"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
+    pairs = list(zip(by_set["candidate"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
     judged = _judge_pairs(config, context, pairs, champion.reward, judge, device)
     regression = regression_differences(compare_on_sets(config, by_set, "champion", context.sources))
     prompt_ids = tuple(ours.prompt_id for ours, _ in judged.pairs)
     preferences = dict(zip(prompt_ids, judged.comparison.preferences, strict=True))
-    samples = tuple(_sample(*pair, preferences) for pair in judged.pairs[: config.evaluate.samples])
+    policy = config.register_.policy
+    samples = tuple(_sample(*pair, preferences, policy) for pair in judged.pairs[: config.evaluate.samples])
     controlled = length_controlled(
         judged.comparison.preferences,
         [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in judged.pairs],
@@ -262,8 +264,7 @@ def _responses_of_both(
     champion: _Champion,
     device: str,
 ) -> dict[str, dict[str, list[RewardInput]]]:
-    """Return the responses of `ppo`, which is the candidate also if DPO trained it, and of `champion`, by set
-    of prompts.
+    """Return the responses of `candidate` and `champion`, by set of prompts.
 
     Raises MatchSkipped if the champion cannot be served.
     """
@@ -277,7 +278,7 @@ def _responses_of_both(
             config, {name: files}, decoder.response, sets, device=device, context=context
         )[name]
 
-    candidate_by_set = respond("ppo", trained_files(config, config.register_.policy, context.inputs))
+    candidate_by_set = respond("candidate", trained_files(config, config.register_.policy, context.inputs))
     try:
         champion_by_set = respond("champion", champion.policy)
     except Exception as error:
@@ -286,7 +287,7 @@ def _responses_of_both(
         if not isinstance(classified(error), InputError | UnexpectedError):
             raise
         raise MatchSkipped(f"it cannot be served here ({type(error).__name__}: {error})") from error
-    return {"ppo": candidate_by_set, "champion": champion_by_set}
+    return {"candidate": candidate_by_set, "champion": champion_by_set}
 
 
 @dataclass(frozen=True)
@@ -385,13 +386,16 @@ def _by_source(prompts: Sequence[PromptExample], preferences: Mapping[str, float
     return {source[:100]: fmean(of_source) for source, of_source in sorted(found.items())}
 
 
-def _sample(ours: RewardInput, theirs: RewardInput, preferences: Mapping[str, float]) -> dict[str, str]:
-    winners = {1.0: "ppo", 0.5: "tie", 0.0: "champion"}
+def _sample(
+    ours: RewardInput, theirs: RewardInput, preferences: Mapping[str, float], policy: PolicyStage
+) -> dict[str, str]:
+    """Return a row of the samples, where the candidate has the name of the stage that trained it."""
+    winners = {1.0: policy, 0.5: "tie", 0.0: "champion"}
     return {
         "prompt_id": ours.prompt_id,
         "prompt": ours.prompt,
         "champion": theirs.response,
-        "ppo": ours.response,
+        policy: ours.response,
         "winner": winners[preferences[ours.prompt_id]],
     }
 

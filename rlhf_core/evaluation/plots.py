@@ -152,21 +152,25 @@ def reliability(calibration: Calibration) -> Any:
     return figure
 
 
-def reward_distribution(scores: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Any:
+def reward_distribution(
+    scores: Mapping[str, tuple[Sequence[float], Sequence[float]]], policy: str = "PPO"
+) -> Any:
     """Plot histograms of the scores of both models on the same prompts.
 
-    `scores` has (SFT (n,), policy (n,)) for each measure.
+    Args:
+        scores: (SFT (n,), policy (n,)) for each measure.
+        policy: What trained the policy, `PPO` or `DPO`.
     """
     figure, panels = _figure(9.4, 3.6, columns=len(scores))
-    for axes, (measure, (sft, ppo)) in zip(panels, scores.items(), strict=True):
-        bins = _bins(np.asarray(sft, dtype=float), np.asarray(ppo, dtype=float))
-        for values, color, name in ((sft, SFT, "SFT"), (ppo, PPO, "PPO")):
+    for axes, (measure, (sft, trained)) in zip(panels, scores.items(), strict=True):
+        bins = _bins(np.asarray(sft, dtype=float), np.asarray(trained, dtype=float))
+        for values, color, name in ((sft, SFT, "SFT"), (trained, PPO, policy)):
             axes.hist(values, bins=bins, color=color, alpha=0.6, label=name, edgecolor="white", linewidth=0.5)
             axes.axvline(float(np.mean(values)), color=color, linewidth=1.8, linestyle=(0, (4, 2)))
         axes.legend(loc="upper left", frameon=False)
         _label(
             axes,
-            measure.replace("_", " ").capitalize() + " before and after PPO",
+            measure.replace("_", " ").capitalize() + f" before and after {policy}",
             MEASURE_LABELS.get(measure, measure),
             f"responses (of {len(sft)})",
         )
@@ -298,8 +302,8 @@ def _running_mean(values: Column, window: int) -> Column:
     return means
 
 
-def _bins(sft: Column, ppo: Column) -> Column:
-    low, high = float(min(sft.min(), ppo.min())), float(max(sft.max(), ppo.max()))
+def _bins(sft: Column, trained: Column) -> Column:
+    low, high = float(min(sft.min(), trained.min())), float(max(sft.max(), trained.max()))
     if high - low < 1e-9:
         low, high = low - 0.5, high + 0.5
     edges: Column = np.linspace(low, high, 25)

@@ -22,6 +22,7 @@ from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.prompt_sets import Sets, load_encoder, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
+from rlhf_core.evaluation.policy_results import own_name
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.evaluation.trained_prompts import TrainedPrompts
@@ -78,28 +79,30 @@ def compare_on_sets(
 ) -> dict[str, dict[str, Any]]:
     """Return the results of each set: the mean of each model and the `difference`, policy minus opponent, as
     intervals, `margin`, the number of `prompts`, whether these are `too_few` for the margin, and a digest of
-    the `reward`. With a policy of DPO also its `difference_dpo`.
+    the `reward`. The difference of a model that is named `dpo` is `difference_dpo`.
 
     Args:
         config: Configuration of the run.
-        responses: Responses of the policy (`ppo`), of the opponent, and of `dpo` if there is one, by set.
+        responses: Responses of the opponent and of one or two policies, by set.
         opponent: Name of the opponent in `responses`.
         code: Digests of the external inputs of the stage, for the code of Python rewards.
     """
     interval = Intervals(config)
+    # DPO's policy is the last one, because the order of responses can affect Python functions.
+    first, *others = sorted(responses.keys() - {opponent}, key=lambda model: model == "dpo")
     found: dict[str, dict[str, Any]] = {}
     for index, each in enumerate(config.evaluate.regression):
-        count = len(responses["ppo"][each.name])
+        count = len(responses[first][each.name])
         field, name = f"evaluate.regression.{index}.reward", source_name(each.reward)
         digests = {name: code[field]} if field in code else {}
         # In one call, because a Python function may compare the responses of its batch.
-        models = ["ppo", opponent, *(["dpo"] if "dpo" in responses else [])]
+        models = [first, opponent, *others]
         samples = [answer for model in models for answer in responses[model][each.name]]
         scores = score_rules(config, (each.reward,), samples, digests).by_source[name]
         values = {model: scores[n * count : (n + 1) * count] for n, model in enumerate(models)}
-        values["difference"] = _difference(values["ppo"], values[opponent])
-        if "dpo" in values:
-            values["difference_dpo"] = _difference(values["dpo"], values[opponent])
+        for policy in (first, *others):
+            name_of_difference = own_name("difference", "dpo" if policy == "dpo" else "ppo")
+            values[name_of_difference] = _difference(values[policy], values[opponent])
         least = prompts_for_margin(each.margin, config.evaluate.confidence)
         is_small = set(scores) <= {0.0, 1.0} and count < least
         if is_small:

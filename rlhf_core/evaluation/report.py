@@ -17,8 +17,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
+from rlhf_core.config.register import POLICIES
 from rlhf_core.evaluation.measures import MEASURES, MODELS
-from rlhf_core.evaluation.policy_results import regression_of
+from rlhf_core.evaluation.policy_results import evaluation_of, main_policy, own_name, regression_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 
 _JUDGES = {
@@ -71,9 +72,10 @@ class Report:
 
 def render(report: Report) -> str:
     """Return the HTML document. The same report always gives the same bytes."""
-    evaluation = report.evaluation
-    verdict, tone = _verdict(evaluation["win_rate"])
-    models = [model for model in MODELS if model in evaluation["eos_rate"]]
+    models = [model for model in MODELS if model in report.evaluation["eos_rate"]]
+    policy = main_policy(models)
+    evaluation = evaluation_of(report.evaluation, policy)
+    verdict, tone = _verdict(evaluation["win_rate"], MODELS[policy])
     page = environment().get_template("report.html.j2")
     document = page.render(
         name=report.name,
@@ -88,10 +90,14 @@ def render(report: Report) -> str:
         shared_prompts=report.shared_prompts,
         measures=MEASURES,
         models=models,
+        policy=policy,
+        title=MODELS[policy],
+        has_both=all(name in models for name in POLICIES),
+        winner=own_name("winner", policy),
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
-        fallen=_fallen(evaluation, "ppo"),
+        fallen=_fallen(evaluation, policy),
         fallen_dpo=_fallen(evaluation, "dpo") if "dpo" in models else [],
     )
     return document.strip() + "\n"
@@ -167,13 +173,13 @@ def _visible(text: str) -> str:
     return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def _verdict(rate: Mapping[str, float]) -> tuple[str, str]:
+def _verdict(rate: Mapping[str, float], title: str) -> tuple[str, str]:
     """Return the headline and the CSS class of its card, from the interval of the win rate."""
     if rate["low"] > 0.5:
-        return "The PPO policy beats the SFT model", "good"
+        return f"The {title} policy beats the SFT model", "good"
     if rate["high"] < 0.5:
-        return "The PPO policy is worse than the SFT model", "bad"
-    return "There is no significant difference between the PPO policy and the SFT model", "even"
+        return f"The {title} policy is worse than the SFT model", "bad"
+    return f"There is no significant difference between the {title} policy and the SFT model", "even"
 
 
 def _number(value: float) -> str:

@@ -23,6 +23,7 @@ from markupsafe import Markup
 
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.evaluation.policy_results import own_name
 from rlhf_core.evaluation.report import environment
 from rlhf_core.evaluation.sampled_answers import SampledAnswer, read_answers
 from rlhf_core.evaluation.statistics import Interval, Verdicts, wilson
@@ -41,6 +42,8 @@ class BlindPair:
     """Row of `samples.jsonl` or `match_samples.jsonl`, or of the same form with two answers of the policy."""
     policy_first: bool
     opponent: Opponent = "sft"
+    policy: str = "ppo"
+    """Name of the policy in the row, as an answer and as the winner."""
 
     @property
     def prompt(self) -> str:
@@ -48,11 +51,11 @@ class BlindPair:
 
     @property
     def first(self) -> str:
-        return str(self.sample["ppo" if self.policy_first else self.opponent])
+        return str(self.sample[self.policy if self.policy_first else self.opponent])
 
     @property
     def second(self) -> str:
-        return str(self.sample[self.opponent if self.policy_first else "ppo"])
+        return str(self.sample[self.opponent if self.policy_first else self.policy])
 
 
 @dataclass(frozen=True)
@@ -93,20 +96,17 @@ def load_blind_pairs(file: Path, opponent: Opponent, policy: PolicyStage = "ppo"
         samples = [json.loads(line) for line in content.decode().splitlines()]
     except ValueError as error:
         raise CorruptArtifact(f"{file} cannot be read ({error}); run the evaluation again") from error
-    if policy == "dpo" and opponent == "sft":  # the policy of a match is named `ppo` in any case
-        try:
-            samples = [_of_dpo(sample) for sample in samples]
-        except KeyError as error:
+    named: str = policy
+    if opponent == "sft":
+        winner = own_name("winner", policy)
+        if any(policy not in sample or winner not in sample for sample in samples):
             raise CorruptArtifact(
-                f"{file} has no samples of DPO's policy; run the evaluation again"
-            ) from error
-    return blind_pairs(samples, hashlib.sha256(content).hexdigest(), opponent)
-
-
-def _of_dpo(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample of the evaluation with the answer of DPO's policy in place of that of PPO's."""
-    winner = sample["winner_dpo"]
-    return {**sample, "ppo": sample["dpo"], "winner": "ppo" if winner == "dpo" else winner}
+                f"{file} has no samples of {policy.upper()}'s policy; run the evaluation again"
+            )
+        samples = [{**sample, "winner": sample[winner]} for sample in samples]
+    elif any(policy not in sample for sample in samples):
+        named = "ppo"  # the name of any policy in a match of earlier releases
+    return blind_pairs(samples, hashlib.sha256(content).hexdigest(), opponent, named)
 
 
 def load_sampled_pairs(file: Path) -> list[BlindPair]:
@@ -124,8 +124,8 @@ def load_sampled_pairs(file: Path) -> list[BlindPair]:
             continue
         one, other = rng.sample(different, 2)
         sample: dict[str, str | None] = {"prompt_id": prompt.prompt_id, "prompt": prompt.prompt}
-        samples.append(sample | {"ppo": one.text, "sample": other.text, "winner": _winner(one, other)})
-    return blind_pairs(samples, digest, "sample")
+        samples.append(sample | {"policy": one.text, "sample": other.text, "winner": _winner(one, other)})
+    return blind_pairs(samples, digest, "sample", "policy")
 
 
 def _winner(one: SampledAnswer, other: SampledAnswer) -> str | None:
@@ -135,16 +135,18 @@ def _winner(one: SampledAnswer, other: SampledAnswer) -> str | None:
     difference = one.score - other.score
     if difference == 0:
         return "tie"
-    return "ppo" if difference > 0 else "sample"
+    return "policy" if difference > 0 else "sample"
 
 
 def blind_pairs(
-    samples: Sequence[Mapping[str, Any]], digest: str, opponent: Opponent = "sft"
+    samples: Sequence[Mapping[str, Any]], digest: str, opponent: Opponent = "sft", policy: str = "ppo"
 ) -> list[BlindPair]:
-    """Return the samples in random orders, which their digest determines."""
+    """Return the samples in random orders, which their digest determines. Samples name their answers
+    `opponent` and `policy`.
+    """
     rng = random.Random(derive_seed(0, "review", digest))
     # If these draws change, the pages of earlier runs have other digests, and their votes are refused.
-    pairs = [BlindPair(sample, rng.random() < 0.5, opponent) for sample in samples]
+    pairs = [BlindPair(sample, rng.random() < 0.5, opponent, policy) for sample in samples]
     rng.shuffle(pairs)
     return pairs
 
@@ -210,12 +212,12 @@ def count_votes(votes: Sequence[Vote], *, confidence: float) -> ReviewResult:
 
 def _agreement_with_judge(votes: Sequence[Vote]) -> float | None:
     """Return `ReviewResult.judge_agreement`."""
-    by_winner = {"ppo": 1.0, "tie": 0.5}
     same = []
     for vote in votes:
         winner = vote.pair.sample["winner"]
         if winner is not None:
-            same.append(1 - abs(vote.preference - by_winner.get(winner, 0.0)))
+            by_judge = {vote.pair.policy: 1.0, "tie": 0.5}.get(winner, 0.0)
+            same.append(1 - abs(vote.preference - by_judge))
     if not same:
         return None
     return sum(same) / len(same)
@@ -303,8 +305,8 @@ def preference_rows(votes: Sequence[Vote]) -> list[dict[str, str]]:
     """Return the votes as rows for `data.preference`. Ties, and answers with the same text, have none."""
     rows = []
     for vote in votes:
-        sample, opponent = vote.pair.sample, vote.pair.opponent
-        better, worse = ("ppo", opponent) if vote.preference > 0.5 else (opponent, "ppo")
+        sample, policy, opponent = vote.pair.sample, vote.pair.policy, vote.pair.opponent
+        better, worse = (policy, opponent) if vote.preference > 0.5 else (opponent, policy)
         if vote.preference != 0.5 and sample[better] != sample[worse]:
             rows.append({"prompt": sample["prompt"], "chosen": sample[better], "rejected": sample[worse]})
     return rows

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.cluster.ranks import needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
+from rlhf_core.config.register import PolicyStage
 from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, ModelReward
 from rlhf_core.data.synthetic import VERSION, parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
@@ -138,6 +139,11 @@ def dpo_trained_on(config: PipelineConfig, measure: str) -> bool:
     """
     labels = {source.labelled_by for source in (*config.data.sft, *config.data.preference)}
     return measure == "reward_model" or measure in labels
+
+
+def policy_trained_on(config: PipelineConfig, policy: PolicyStage, measure: str) -> bool:
+    """Return whether `measure` is no independent judge of the policy of PPO or DPO."""
+    return (trained_on if policy == "ppo" else dpo_trained_on)(config, measure)
 
 
 def score(

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.register import POLICIES
 from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MEASURES, WIN_RATE_NAMES
+from rlhf_core.evaluation.policy_results import main_policy, own_name, with_own_names
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
@@ -24,7 +26,7 @@ from rlhf_core.types import RewardInput
 T = TypeVar("T")
 
 ByModel = dict[str, list[float]]
-"""(n,) values of each model (`sft`, `ppo`, and `dpo` if there is one), in the order of the prompts."""
+"""(n,) values of each model (`sft`, and `ppo` and `dpo` as far as there are), in the order of the prompts."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,13 @@ class Intervals:
 
     def by_model(self, name: str, values: ByModel) -> dict[str, dict[str, float]]:
         """Return the mean of each model, and of the differences by prompt: `difference`, PPO's policy minus
-        SFT model, and with a policy of DPO also `difference_dpo`, DPO's policy minus SFT model, and
-        `ppo_minus_dpo`.
+        SFT model, `difference_dpo`, DPO's policy minus SFT model, and with both policies `ppo_minus_dpo`.
         """
-        columns = values | {"difference": _difference(values["ppo"], values["sft"])}
-        if "dpo" in values:
-            columns["difference_dpo"] = _difference(values["dpo"], values["sft"])
+        columns = dict(values)
+        for policy in POLICIES:
+            if policy in values:
+                columns[own_name("difference", policy)] = _difference(values[policy], values["sft"])
+        if "ppo" in values and "dpo" in values:
             columns["ppo_minus_dpo"] = _difference(values["ppo"], values["dpo"])
         return {model: self.mean(name, column).to_json() for model, column in columns.items()}
 
@@ -134,7 +137,7 @@ class JudgeFacts:
     digests: Mapping[str, str]
     """Digest of each measure that can be a judge. Only numbers with equal digests are comparable."""
     trained_on: bool
-    """Whether the policy was trained with the judge."""
+    """Whether the policy (`main_policy`) was trained with the judge."""
     language_model: Mapping[str, Any] | None
     """Numbers of the language model that judged; None for a comparison of scores."""
 
@@ -144,7 +147,7 @@ class OptionalResults:
     """Results besides the comparison of the policy with the SFT model on the held-out prompts."""
 
     dpo: Mapping[str, Any]
-    """See `dpo_json`; empty without a policy of DPO."""
+    """See `dpo_json`; empty unless there are two policies."""
     gold_exchanged: Mapping[str, Any] | None
     """See `exchanged_gold`."""
     over_chosen: Mapping[str, Any] | None
@@ -168,15 +171,15 @@ def evaluation_json(
     Args:
         responses: (n,) responses of each model.
         measured: Their values.
-        comparison: Policy against SFT model.
+        comparison: Policy (`main_policy`) against SFT model.
         judge: The judge of the comparison.
         interval: Computes the confidence intervals.
         others: Further results.
     """
-    language_model = judge.language_model
+    language_model, policy = judge.language_model, main_policy(responses)
     evaluation = {
         **_numbers(responses, measured, comparison.preferences, interval),
-        "verdicts": asdict(comparison.verdicts),
+        own_name("verdicts", policy): asdict(comparison.verdicts),
         "judge": judge.measure,
         # Share of verdicts that depend on the order of the two answers. A comparison of scores has none.
         "inconsistent": 0.0 if language_model is None else language_model["inconsistent"],
@@ -188,7 +191,7 @@ def evaluation_json(
     }
     if language_model is not None:
         evaluation["language_model"] = language_model
-    evaluation["judge_trained_on"] = judge.trained_on
+    evaluation[own_name("judge_trained_on", policy)] = judge.trained_on
     evaluation["gold_reward_exchanged"] = others.gold_exchanged
     evaluation["over_chosen"] = others.over_chosen
     if others.regression:
@@ -203,7 +206,8 @@ def _numbers(
     preferences: Sequence[float],
     interval: Intervals,
 ) -> dict[str, Any]:
-    """Return the measures of some prompts."""
+    """Return the measures of some prompts. `preferences` are those for the policy (`main_policy`)."""
+    policy = main_policy(responses)
     lengths: ByModel = {}
     ended: ByModel = {}
     eos_rate = {}
@@ -211,7 +215,7 @@ def _numbers(
         lengths[model] = [float(len(sample.response_ids)) for sample in samples]
         ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
-    kl = interval.mean("kl", measured.kl["ppo"])
+    kl = interval.mean("kl" if policy == "ppo" else "kl_dpo", measured.kl[policy])
     measures = {name: interval.by_model(name, by_model) for name, by_model in measured.measures.items()}
     rules = {}
     for name, by_model in measured.rules.items():
@@ -219,11 +223,11 @@ def _numbers(
         # A source whose values are all masked has no mean.
         if unmasked["sft"]:
             rules[name] = interval.by_model(f"rule/{name}", unmasked)
-    return {
-        "win_rate": win_rate(preferences, **interval.settings("win_rate")).to_json(),
+    numbers = {
+        "win_rate": win_rate(preferences, **interval.settings(own_name("win_rate", policy))).to_json(),
         "win_rate_length_controlled": length_controlled(
             preferences,
-            [ppo - sft for sft, ppo in zip(lengths["sft"], lengths["ppo"], strict=True)],
+            _difference(lengths[policy], lengths["sft"]),
             interval.confidence,
         ).to_json(),
         "gold_reward": measures.get("gold"),
@@ -234,9 +238,10 @@ def _numbers(
         "kl_interval": kl.to_json(),
         "lengths": interval.by_model("length", lengths),
         "eos_rate": eos_rate,
-        "eos_rate_difference": interval.by_model("eos_rate", ended)["difference"],
+        "eos_rate_difference": interval.by_model("eos_rate", ended)[own_name("difference", policy)],
         "prompts": len(responses["sft"]),
     }
+    return with_own_names(numbers, policy)
 
 
 def dpo_json(
@@ -248,7 +253,7 @@ def dpo_json(
     *,
     trained_on: bool,
 ) -> dict[str, Any]:
-    """Return what `evaluation.json` has in addition if there is a policy of DPO.
+    """Return what `evaluation.json` has in addition if there is a policy of DPO next to that of PPO.
 
     Args:
         responses: (n,) responses of each model.
@@ -327,7 +332,7 @@ def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {"kl": evaluation["kl"]}
+    flat: dict[str, float] = {"kl": evaluation["kl"]} if "kl" in evaluation else {}
     names = (*MEASURES, "gold_reward_exchanged")
     measures = {name: evaluation[name] for name in names if evaluation.get(name)}
     measures |= {f"rules/{name}": rule for name, rule in evaluation["rules"].items()}
@@ -348,10 +353,16 @@ def sample_rows(
     answers: Mapping[str, Sequence[Answer]], comparison: Comparison, count: int, dpo: Comparison | None = None
 ) -> list[dict[str, Any]]:
     """Return the models' answers to the first `count` prompts. They are not selected, so that they are
-    representative. The winner is that of `comparison`, PPO's policy or the SFT model, and `winner_dpo` that
-    of `dpo`, DPO's policy or the SFT model.
+    representative. `winner` is PPO's policy or the SFT model, and `winner_dpo` DPO's policy or the SFT model.
+
+    Args:
+        answers: (n,) answers of each model.
+        comparison: Policy (`main_policy`) against SFT model.
+        count: Number of rows.
+        dpo: DPO's policy against SFT model, if `comparison` is about PPO's policy and there are both.
     """
-    winners = {1.0: "ppo", 0.5: "tie", 0.0: "sft"}
+    policy = main_policy(answers)
+    winners = {1.0: policy, 0.5: "tie", 0.0: "sft"}
     rows = []
     for i, preference in enumerate(comparison.preferences[:count]):
         sample = answers["sft"][i].sample
@@ -361,7 +372,7 @@ def sample_rows(
                 "prompt": sample.prompt,
                 **{model: found[i].sample.response for model, found in answers.items()},
                 "scores": {model: dict(found[i].scores) for model, found in answers.items()},
-                "winner": winners[preference],
+                own_name("winner", policy): winners[preference],
             }
         )
         if dpo is not None:

@@ -59,7 +59,8 @@ def check_targets(lm: Any, config: PipelineConfig) -> None:
     judge = config.reward.judge
     if judge is not None and judge.path is not None:
         adapters.pop("reward.judge", None)  # of another base model
-    adapters["ppo"] = config.ppo.lora
+    if config.ppo.enabled:
+        adapters["ppo"] = config.ppo.lora
     for field, lora in adapters.items():
         if lora is not None:
             _targets(lm, lora, f"{field}.")

@@ -45,7 +45,7 @@ def architecture_problems(
         return
     ppo = config.ppo
     users = ["reward.enabled=true"] if config.reward.enabled else []
-    users += ["ppo.algorithm=ppo"] if ppo.uses_critic else []
+    users += ["ppo.algorithm=ppo"] if ppo.enabled and ppo.uses_critic else []
     if users and not has_score_model(model_type):
         yield ModelError(
             f"model.path: {model} has the model_type {model_type}, for which transformers has no model with a"
@@ -63,7 +63,7 @@ def architecture_problems(
             f"model.path: {model} is a {name}, which is not in vLLM's registry; engines try its class of"
             " transformers; run a few steps of PPO (ppo.steps=2) before a long run"
         )
-    if ppo.syncs_adapter and engine == "vllm" and not serves_adapters(name):
+    if ppo.enabled and ppo.syncs_adapter and engine == "vllm" and not serves_adapters(name):
         yield ConfigError(
             f"ppo.lora: vLLM has no adapters for {name} ({model}), but ppo.weight_sync.lora="
             f"{ppo.weight_sync.lora or 'null'} sends the adapter alone to the engines; set"

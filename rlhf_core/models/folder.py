@@ -549,7 +549,8 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
         for stage, section in config.training_sections.items()
     ]
     critic = [ppo.critic_deepspeed] if ppo.uses_critic else []
-    trained.append(("ppo", ppo.lora, [ppo.policy_deepspeed, *critic]))
+    if ppo.enabled:
+        trained.append(("ppo", ppo.lora, [ppo.policy_deepspeed, *critic]))
     for field, lora, engines in trained:
         if lora is None:
             continue

@@ -21,7 +21,9 @@ def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
         descriptions.append(("judge", _pairs(config, "judge", config.reward.of_judge)))
     if config.dpo.enabled:
         descriptions.append(("dpo", _pairs(config, "dpo", config.dpo)))
-    return [*descriptions, ("ppo", _ppo(config))]
+    if config.ppo.enabled:
+        descriptions.append(("ppo", _ppo(config)))
+    return descriptions
 
 
 def _sft(config: PipelineConfig) -> str:

@@ -76,7 +76,7 @@ def check_gpu_counts(
         )
         yield _for_stages(config, "evaluate.engines", error, stages)
     placement = plan_placement(config.ppo)
-    if placement.devices > gpus:
+    if config.ppo.enabled and placement.devices > gpus:
         error = (
             f"ppo: needs {placement.devices} GPUs ({placement.describe()}; colocate={config.ppo.colocate});"
             f" got {gpus} {which}; lower ranks or ppo.engine.count, or use ppo.colocate=all"
@@ -191,7 +191,7 @@ def _cpu_limits(config: PipelineConfig, stages: Collection[StageName]) -> Iterat
                 f"{field}.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each"
                 " with a copy of the model; lower it"
             )
-    if placement.concurrent > cores:
+    if config.ppo.enabled and placement.concurrent > cores:
         yield (
             f"ppo has {placement.concurrent} processes at work at once ({placement.describe()}) on {cores}"
             " CPU cores: they will take turns; lower ranks or ppo.engine.count for speed"
@@ -203,7 +203,9 @@ def _cpu_limits(config: PipelineConfig, stages: Collection[StageName]) -> Iterat
         )
     each = config.ppo.engine.kv_cache_gib
     total = machine().memory() / 2**30
-    counts = {"ppo.engine.count": config.ppo.engine.count, "evaluate.engines": config.evaluate.engines}
+    counts = {"evaluate.engines": config.evaluate.engines}
+    if config.ppo.enabled:
+        counts = {"ppo.engine.count": config.ppo.engine.count} | counts
     for field in sorted(counts, key=counts.__getitem__, reverse=True):
         memory = counts[field] * each
         if memory > total:
@@ -231,8 +233,9 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(f"run.home: {problem}, or set run.home")
     elif disk.free < needed:
         yield (
-            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but the models of PPO with {copies}"
-            f" checkpoints need about {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
+            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but the models of"
+            f" {'PPO' if config.ppo.enabled else 'DPO'} with {copies} checkpoints need about"
+            f" {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
         )
 
 
@@ -250,13 +253,20 @@ def full_disk(folder: Path) -> str | None:
 
 
 def _checkpoint_bytes(config: PipelineConfig) -> Iterator[int]:
-    """Yield the bytes of a parameter in PPO's checkpoints, for each trained model."""
+    """Yield the bytes of a parameter in the checkpoints of PPO, or of DPO without PPO, for each trained
+    model. Adapters are small and count as 0.
+    """
+    dpo = config.dpo
+    if not config.ppo.enabled:
+        best = dpo.early_stop is not None
+        yield 0 if dpo.lora is not None else bytes_per_parameter(dpo.deepspeed, best=best)
+        return
     for group in plan_placement(config.ppo).groups:
         for role in group.roles:
             if role not in ("policy", "critic"):
                 continue
             if config.ppo.lora is not None:
-                yield 0  # adapters are small
+                yield 0
                 continue
             average = role == "policy" and config.ppo.ema_decay is not None
             best = keeps_best(config, role)

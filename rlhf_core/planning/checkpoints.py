@@ -56,6 +56,8 @@ def checkpoint_sizes(
             finished = (config.reward.members - 1) * model.size * model.parameters
             size = replace(size, bytes=size.bytes + finished, per_host=size.per_host + finished)
         yield size
+    if not config.ppo.enabled:
+        return
     placement = plan(config.ppo)
     engines = 0 if placement.colocated else placement.engines
     starts = first_devices([group.ranks for group in placement.groups], engines, placement.tensor_parallel)

@@ -210,11 +210,12 @@ def _peaks(loads: tuple[DeviceLoad, ...]) -> list[DeviceLoad]:
 
 def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
     if tokens < config.max_sequence_tokens:
+        stage = "ppo" if config.ppo.enabled else "evaluate"
         text = (
-            f"ppo: an engine's KV cache holds {tokens} tokens, less than one sequence of"
+            f"{stage}: an engine's KV cache holds {tokens} tokens, less than one sequence of"
             f" {config.max_sequence_tokens}"
         )
-        yield Problem("ppo", "engine", text)
+        yield Problem(stage, "engine", text)
 
 
 def _language_model_engine(config: PipelineConfig, device: Device) -> Iterator[Problem]:
@@ -233,7 +234,8 @@ def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
     needed: dict[StageName, tuple[int, str]] = {}
     for name, section in config.training_sections.items():
         needed[name] = (section.deepspeed.ranks, "")
-    needed["ppo"] = (placement.devices, f" ({placement.describe()})")
+    if config.ppo.enabled:
+        needed["ppo"] = (placement.devices, f" ({placement.describe()})")
     sampling = config.evaluate.engines * config.ppo.engine.tensor_parallel
     needed["evaluate"] = (max(config.evaluate.ranks, sampling), "")
     for stage, (devices, how) in needed.items():
@@ -362,7 +364,7 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
             yield "evaluate.ranks", str(max(1, ranks // 2)), 1.0
             yield "evaluate.engines", str(max(1, engines // 2)), 1.0
             return
-        if problem.what == JUDGE:
+        if problem.what in (JUDGE, "engine"):
             yield from _larger_engine(config)
             return
         yield "evaluate.ranks", str(2 * ranks), 0.5

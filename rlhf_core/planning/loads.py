@@ -5,7 +5,7 @@ judge, dpo
 ppo             each group of `config.placement`:              load -> score -> backward -> step
                 each GPU of the engines:                       rollout; `colocate: all`: the group's devices
 evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo
-                (on the CPU: sample)
+                (on the CPU, and without ppo: sample)
 sample,         a local language model that labels or judges:  judge
 evaluate
 """
@@ -93,9 +93,12 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
     loads: list[DeviceLoad] = []
     for stage in config.training_sections:
         loads += stage_loads(config, shape, stage, kind)
-    loads += [*_ppo(config, shape, device, kind), *_evaluate(config, shape, kind)]
-    if device.is_cpu:  # a GPU of such an engine has the load of PPO's
-        loads.append(_sampling(config, shape, device))
+    if config.ppo.enabled:
+        loads += _ppo(config, shape, device, kind)
+    loads += _evaluate(config, shape, kind)
+    # A GPU of such an engine has the load of PPO's, if there is PPO.
+    if device.is_cpu or not config.ppo.enabled:
+        loads.append(_sampling(config, shape, device, kind))
     return (*loads, *_judging(config, device))
 
 
@@ -260,11 +263,11 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
     yield from max(loads_of_models, key=lambda loads: max(load.total for load in loads))
 
 
-def _sampling(config: PipelineConfig, shape: ModelShape, device: Device) -> DeviceLoad:
+def _sampling(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -> DeviceLoad:
     engine = config.ppo.engine
     memory = engine_memory(shape, engine, device, config.model.head_dtype)
     devices = config.evaluate.engines * engine.tensor_parallel
-    return DeviceLoad("evaluate", "engine", "sample", devices, engine=memory.bytes, device="cpu")
+    return DeviceLoad("evaluate", "engine", "sample", devices, engine=memory.bytes, device=kind)
 
 
 def shape_of_stage(config: PipelineConfig, stage: StageName, shape: ModelShape) -> ModelShape:

@@ -100,7 +100,9 @@ class NoSplit:
 def fastest(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> tuple[Split | NoSplit, ...]:
     """Return the fastest split of each training stage, or what is missing where nothing fits."""
     results = [_training(stage, config, shape, hardware) for stage in config.training_sections]
-    return (*results, _PPOSearch(config, shape, hardware).run())
+    if config.ppo.enabled:
+        results.append(_PPOSearch(config, shape, hardware).run())
+    return tuple(results)
 
 
 # -- sft, reward and dpo --

@@ -76,7 +76,8 @@ class Plan:
     verdict: FitVerdict
     changes: tuple[str, ...] | None
     """Overrides that make it fit; None if it fits, or if none were found."""
-    time: StepTime
+    time: StepTime | None
+    """Time of a step of PPO; None without PPO."""
     optimizer_steps: dict[str, Seconds]
     """Time of one optimizer step of each stage that trains one model."""
     checkpoints: tuple[CheckpointSize, ...]
@@ -133,7 +134,7 @@ def make_plan(
         hardware,
         verdict,
         advice,
-        step_time(config, shape, hardware),
+        step_time(config, shape, hardware) if config.ppo.enabled else None,
         _optimizer_steps(config, shape, hardware),
         tuple(checkpoint_sizes(config, shape, hardware)),
         splits,
@@ -210,10 +211,8 @@ def show(plan: Plan, console: Console) -> None:
     if not device.is_cpu:
         _say_cache(plan, say)
     _say_checkpoints(plan, say)
-    time = plan.time
     say(
-        f"time: a step of ppo {duration(time.total)} = {_phases(time.phase, config)}, all "
-        f"{config.ppo.steps} in {duration(time.total * config.ppo.steps)}; an optimizer step of "
+        f"time: {_step_of_ppo(plan)}an optimizer step of "
         + ", ".join(f"{stage} {duration(step.total)}" for stage, step in plan.optimizer_steps.items())
     )
     network = f" and {NETWORK:.0%} of the network" if plan.hardware.hosts > 1 else ""
@@ -253,7 +252,7 @@ def as_json(plan: Plan) -> str:
         "batches": dict(describe_batches(plan.config)),
         "memory": [_row(load) for load in plan.verdict.loads],
         "kv_cache_tokens": plan.verdict.kv_tokens,
-        "ppo_step_seconds": {name: plan.time.phase(name).total for name in PHASES},
+        "ppo_step_seconds": plan.time and {name: plan.time.phase(name).total for name in PHASES},
         "optimizer_step_seconds": {stage: step.total for stage, step in plan.optimizer_steps.items()},
         "checkpoints": [asdict(size) for size in plan.checkpoints],
         "fastest": [_split(split) for split in plan.splits],
@@ -357,6 +356,16 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:,.3g} GB" if size < 1e12 else f"{size / 1e12:.3g} TB"
 
 
+def _step_of_ppo(plan: Plan) -> str:
+    time, steps = plan.time, plan.config.ppo.steps
+    if time is None:
+        return ""
+    return (
+        f"a step of ppo {duration(time.total)} = {_phases(time.phase, plan.config)}, all {steps} in"
+        f" {duration(time.total * steps)}; "
+    )
+
+
 def _phases(phase: Callable[[Phase], Seconds], config: PipelineConfig) -> str:
     """Return the time of each phase in words."""
     parts = {name: f"{name} {duration(phase(name).total)}" for name in PHASES}
@@ -373,7 +382,9 @@ def _show_splits(plan: Plan, console: Console) -> None:
     def say(text: str, **options: Any) -> None:
         console.print(text, highlight=False, markup=False, **options)
 
-    now = {stage: step.total for stage, step in plan.optimizer_steps.items()} | {"ppo": plan.time.total}
+    now = {stage: step.total for stage, step in plan.optimizer_steps.items()}
+    if plan.time is not None:
+        now["ppo"] = plan.time.total
     unfit = {problem.stage for problem in plan.verdict.problems}
     say(f"fastest split found for {plan.hardware}:")
     overrides: list[str] = []

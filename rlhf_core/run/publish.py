@@ -156,7 +156,7 @@ def model_card(policy: RegisteredPolicy) -> str:
     """Return the model card, in Markdown."""
     evaluation = _json(policy, "evaluate", "evaluation.json")
     if evaluation:
-        evaluation = dict(evaluation_of(evaluation, policy.trained_by))
+        evaluation = evaluation_of(evaluation, policy.trained_by)
     parts = [
         _front_matter(policy),
         f"# {policy.name}, version {policy.version.version}",
@@ -337,10 +337,10 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
     if controlled := evaluation.get("win_rate_length_controlled"):
         rates["the same, length-controlled"] = controlled
     if chosen := evaluation.get("over_chosen"):
-        rates["win rate over the data's answers"] = chosen["win_rate"]["ppo"]
+        rates["win rate over the data's answers"] = chosen["win_rate"]["policy"]
     rows += [f"| {name} | {each['mean']:.3f} | {_interval(each)} |" for name, each in rates.items()]
     for name in MEASURES:
-        values = (evaluation.get(name) or {}).get("ppo")
+        values = (evaluation.get(name) or {}).get("policy")
         if values:
             rows.append(f"| {name.replace('_', ' ')} | {values['mean']:.4g} | {_interval(values)} |")
     for name, found in regression_differences(evaluation.get("regression", {})).items():

@@ -75,8 +75,8 @@ def summarize(
             for name in ("model", "version", "policy", "rule", "reason")
             if name in registered
         } | {"champion": registered.get("champion") == "True"}
-    # Only these stages report the weights of the final policy. That of DPO can be registered.
-    final: tuple[StageName, ...] = ("register", "ppo")
+    # The registered policy, else the last one that was trained.
+    final: tuple[StageName, ...] = ("register", "ppo", "dpo")
     for name in final:
         attributes = records[name].ref.attributes if name in records else {}
         if "weights_sha256" in attributes:
@@ -103,7 +103,8 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
             found[name] = interval
     if "judge" in ref.attributes:
         found["judge"] = ref.attributes["judge"]
-        found["judge_trained_on"] = ref.attributes.get("judge_trained_on") == "True"
+        name = "judge_trained_on_dpo" if "judge_trained_on_dpo" in ref.attributes else "judge_trained_on"
+        found[name] = ref.attributes.get(name) == "True"
     if interval := _interval(metrics, "language_model/agreement"):
         found["judge_agreement"] = interval
         found["judge_inconsistent"] = metrics["inconsistent"]
@@ -190,7 +191,9 @@ def _judged(evaluation: Mapping[str, Any]) -> str:
     """Return the judge as a suffix of the row's name."""
     if "judge" not in evaluation:
         return ""
-    trained = ", which PPO was trained on" if evaluation["judge_trained_on"] else ""
+    trained = ", which PPO was trained on" if evaluation.get("judge_trained_on") else ""
+    if evaluation.get("judge_trained_on_dpo"):
+        trained = ", which is not independent of DPO's training"
     return f" (judge: {evaluation['judge']}{trained})"
 
 

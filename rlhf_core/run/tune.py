@@ -103,6 +103,8 @@ def tune(
     if not out.absolute().parent.is_dir():
         raise InputError(f"--out: its folder must exist; got {out}; create the folder")
     config = load_config(config_path, overrides)
+    if not config.ppo.enabled:
+        raise InputError("ppo.enabled: must be true for settings of ppo to be measured; got false")
     given = overrides
     overrides = [*given, *resolve(config).overrides]
     # A name of its own: the summary and the MLflow run of the configuration stay as they are. Keys of stages

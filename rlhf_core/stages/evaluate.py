@@ -1,7 +1,7 @@
-"""Stage `evaluate`: the policy against the SFT model on held-out prompts, and, if there is one, against the
-policy of DPO.
+"""Stage `evaluate`: the policies of PPO and DPO, or the one that there is, against the SFT model on held-out
+prompts, and against each other.
 
-    (agreement of a language model that judges ->) prompts -> responses of SFT, then of each policy (same
+    (agreement of language models with people ->) prompts -> responses of SFT, then of each policy (same
     seeds) -> scores by each measure -> KL -> win rate -> win rates over the data's chosen answers ->
     regression sets -> report
 
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.register import POLICIES, PolicyStage
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
@@ -31,8 +32,8 @@ from rlhf_core.evaluation.chosen_answers import (
 from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
 from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
-from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files, policy_files
-from rlhf_core.evaluation.policy_results import regression_of
+from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
+from rlhf_core.evaluation.policy_results import main_policy, own_name, regression_of
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
 from rlhf_core.evaluation.statistics import Comparison, compare, failed_sets, regression_differences
@@ -52,6 +53,7 @@ from rlhf_core.evaluation.summary import (
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.stages.evaluation_files import write_evaluation
 from rlhf_core.stages.judges import load_checked_judge
+from rlhf_core.stages.reward_agreement import check_language_model_rewards
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
@@ -67,7 +69,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     Raises:
         DataError: There are no held-out prompts.
         ConfigError: The judge is one that this run does not have.
-        GateFailed: The language model that judges agrees too little with the held-out pairs.
+        GateFailed: A language model that judges or rewards agrees too little with the held-out pairs.
         RLHFError: What engines, models and reward sources raise.
     """
     from rlhf_core.engines.distributed import resolve_device
@@ -79,6 +81,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     device = resolve_device(config.run.device)
 
     policies = _policies(config, context)
+    policy = main_policy(policies)
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
     sources = [prompt.source or "unnamed" for prompt in prompts]
     pairs = load_chosen(config, context.inputs["data"], judge)
@@ -91,7 +94,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         scoring.score, judge, config, judge_model, pad_id=decoder.pad, device=device, context=context
     )
     with evaluation_session(config, device, context):
-        # First: a judge that is refused costs no samples.
+        # First: a judge that is refused costs no samples. PPO has measured its rewards before.
+        agreement = {} if policy == "ppo" else check_language_model_rewards(config, context, "evaluate")
         language_model = None
         if judge == MEASURE:
             language_model = load_checked_judge(config, context, "evaluate", "eval", device)
@@ -111,20 +115,20 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         failpoint("evaluate.measured")
         scored_answers = answers(responses, measured)
 
-        def versus(a: str, b: str, name: str) -> Comparison:
+        def versus(model: str, opponent: str, name: str) -> Comparison:
             if language_model is not None:
-                return language_model.compare(responses[a], responses[b], name)
-            return compare(scored_answers[a], scored_answers[b], judge, **interval.settings(name))
+                return language_model.compare(responses[model], responses[opponent], name)
+            return compare(scored_answers[model], scored_answers[opponent], judge, **interval.settings(name))
 
         dpo, of_dpo = None, {}
-        if "dpo" in responses:
+        if len(policies) > 1:
             dpo = versus("dpo", "sft", "win_rate_dpo")
             over_dpo = versus("ppo", "dpo", "win_rate_ppo_over_dpo")
-            is_trained_on = scoring.dpo_trained_on(config, judge)
+            is_trained_on = scoring.policy_trained_on(config, "dpo", judge)
             of_dpo = dpo_json(responses, measured, dpo, over_dpo, interval, trained_on=is_trained_on)
         # The last one: what is reported of the judge's consistency is of this comparison.
-        comparison = versus("ppo", "sft", "win_rate")
-    facts = _judge_facts(config, context, judge, language_model, gold_known=gold_known)
+        comparison = versus(policy, "sft", own_name("win_rate", policy))
+    facts = _judge_facts(config, context, judge, policy, language_model, gold_known=gold_known)
     others = OptionalResults(
         dpo=of_dpo,
         gold_exchanged=exchanged_gold(responses, interval) if gold_known else None,
@@ -135,13 +139,12 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     evaluation = evaluation_json(responses, measured, comparison, facts, interval, others)
     samples = sample_rows(scored_answers, comparison, config.evaluate.samples, dpo)
     metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
-    if language_model is not None:
-        metrics |= language_model.metrics()
+    metrics |= agreement | ({} if language_model is None else language_model.metrics())
     write_evaluation(config, context, evaluation, samples, measured, metrics)
     attributes = {
         "prompts": len(prompts),
         "judge": scoring.judge_name(config, judge),
-        "judge_trained_on": facts.trained_on,
+        own_name("judge_trained_on", policy): facts.trained_on,
         **_failed_regression_sets(regression, policies),
     }
     return StageResult(metrics, attributes)
@@ -150,9 +153,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 def _failed_regression_sets(regression: Mapping[str, Any], policies: Iterable[str]) -> dict[str, str]:
     """Return the regression sets that failed: `fallen` of PPO's policy, `fallen_dpo` of DPO's."""
     fallen = {}
-    for policy, name in (("ppo", "fallen"), ("dpo", "fallen_dpo")):
-        if policy not in policies:
-            continue
+    for policy in policies:
+        name = "fallen" if policy == "ppo" else "fallen_dpo"
         if failed := failed_sets(regression_differences(regression_of(regression, policy))):
             fallen[name] = ", ".join(failed)
             log.warning("regression sets failed against the SFT model (%s): %s", policy, fallen[name])
@@ -163,6 +165,7 @@ def _judge_facts(
     config: PipelineConfig,
     context: StageContext,
     judge: str,
+    policy: PolicyStage,
     language_model: LanguageModelJudge | None,
     *,
     gold_known: bool,
@@ -177,7 +180,7 @@ def _judge_facts(
     return JudgeFacts(
         judge,
         digests,
-        scoring.trained_on(config, judge),
+        scoring.policy_trained_on(config, policy, judge),
         None if language_model is None else language_model.to_json(),
     )
 
@@ -202,12 +205,10 @@ def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[Pro
 
 
 def _policies(config: PipelineConfig, context: StageContext) -> dict[str, PolicyFiles]:
-    """Return the files of PPO's policy, and of DPO's if there is one."""
-    sft = context.inputs["sft"]
-    policies = {"ppo": policy_files(config.ppo, context.inputs["ppo"], lambda: sft)}
-    if "dpo" in context.inputs:
-        policies["dpo"] = dpo_files(config.dpo, config.ppo, context.inputs["dpo"], lambda: sft)
-    return policies
+    """Return the files of the policies that the run has, that of PPO first."""
+    return {
+        stage: trained_files(config, stage, context.inputs) for stage in POLICIES if stage in context.inputs
+    }
 
 
 def _measure(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.evaluation.held_out_prompts import shared_prompts
+from rlhf_core.evaluation.measures import MODELS
+from rlhf_core.evaluation.policy_results import main_policy, own_name
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import StageContext
@@ -59,8 +61,11 @@ def write_evaluation(
     write_jsonl(out / "samples.jsonl", samples)
     (out / "figures").mkdir()
     images: list[report.Plot] = []
-    history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
-    for name, title, caption, figure in [*_figures(history, measured), *evaluation_figures(config, context)]:
+    figures = [_distribution(measured)]
+    if "ppo" in context.inputs:
+        history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
+        figures = [*_figures(history, figures[0]), *evaluation_figures(config, context)]
+    for name, title, caption, figure in figures:
         png = plots.to_png(figure)
         (out / "figures" / f"{name}.png").write_bytes(png)
         context.metrics.log_figure(name, figure)
@@ -73,17 +78,24 @@ def write_evaluation(
     context.metrics.flush()
 
 
-def _figures(history: StepMetrics, measured: Measured) -> list[CaptionedFigure]:
-    """Return the figures of the scores, and of the steps of PPO."""
+def _distribution(measured: Measured) -> CaptionedFigure:
+    """Return the figure of the scores of the SFT model and the policy."""
     from rlhf_core.evaluation import plots
 
-    shown = {name: (pair["sft"], pair["ppo"]) for name, pair in list(measured.measures.items())[:2]}
-    distribution = CaptionedFigure(
+    policy = main_policy(measured.kl)
+    shown = {name: (pair["sft"], pair[policy]) for name, pair in list(measured.measures.items())[:2]}
+    return CaptionedFigure(
         "reward_distribution",
         "Reward distribution before and after",
         "Scores of both models' responses to the same held-out prompts; dashed lines are the means.",
-        plots.reward_distribution(shown),
+        plots.reward_distribution(shown, MODELS[policy]),
     )
+
+
+def _figures(history: StepMetrics, distribution: CaptionedFigure) -> list[CaptionedFigure]:
+    """Return the figures of the steps of PPO, with that of the scores."""
+    from rlhf_core.evaluation import plots
+
     figures = [distribution]
     if len(history) and history.has("objective/scores") and history.has("objective/kl"):
         by_step = CaptionedFigure(
@@ -162,6 +174,9 @@ def _report(
     dump = config.model_dump(mode="json", by_alias=True)
     dpo = ["dpo"] if config.dpo.enabled else []
     sections = {name: dump[name] for name in ("model", "data", "sft", "reward", *dpo, "ppo", "evaluate")}
+    trained = {"PPO steps": str(config.ppo.steps)} if config.ppo.enabled else {}
+    if not config.ppo.enabled:
+        trained["DPO"] = f"beta {config.dpo.beta:g}, at most {_epochs(config.dpo.epochs)}"
     inputs = context.lineage.inputs if context.lineage else {}
     return Report(
         name=config.run.name,
@@ -171,15 +186,19 @@ def _report(
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
         lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
         data_card=_data_card(context.inputs["data"]),
-        is_best_version=config.ppo.publish == "best",
+        is_best_version=config.ppo.enabled and config.ppo.publish == "best",
         shared_prompts=shared_prompts(config, load_prompts(context.inputs["data"], "eval")),
         facts={
             "base model": config.model.path or "tiny Llama from scratch",
-            "PPO steps": str(config.ppo.steps),
+            **trained,
             "seed": str(config.run.seed),
             "held-out prompts": str(evaluation["prompts"]),
         },
     )
+
+
+def _epochs(count: int) -> str:
+    return f"{count} epoch{'' if count == 1 else 's'}"
 
 
 def _data_card(folder: Path) -> str:
@@ -189,7 +208,8 @@ def _data_card(folder: Path) -> str:
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of the tracker's table, without nesting."""
-    flat = {name: row[name] for name in ("prompt", *row["scores"], "winner")}
+    winner = own_name("winner", main_policy(row["scores"]))
+    flat = {name: row[name] for name in ("prompt", *row["scores"], winner)}
     for model, scores in row["scores"].items():
         flat |= {f"{model}/{name}": value for name, value in scores.items()}
     return flat

@@ -25,7 +25,7 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     # Either stage can have another judge, and then no agreement.
     if stage in ("evaluate", "sample") and language_model is not None and f"{_AGREEMENT}/mean" in metrics:
         _check_language_model(language_model, stage, metrics)
-    if stage in ("ppo", "sample"):
+    if stage in ("ppo", "sample", "evaluate"):
         for grader in measured_graders(config.ppo.rewards):
             _check_grader(grader, stage, metrics)
     if stage == "ppo":

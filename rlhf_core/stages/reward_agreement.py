@@ -26,7 +26,7 @@ _PAIRS = 100
 
 
 def check_language_model_rewards(
-    config: PipelineConfig, context: StageContext, stage: Literal["ppo", "sample"] = "ppo"
+    config: PipelineConfig, context: StageContext, stage: Literal["ppo", "sample", "evaluate"] = "ppo"
 ) -> dict[str, float]:
     """Compare the grades of both answers of held-out pairs with the choice of people, for each
     `type: language_model` of `ppo.rewards` with a weight and `min_agreement`. Return the agreement as

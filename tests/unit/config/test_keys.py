@@ -179,7 +179,7 @@ IN_NO_KEY = {
     "evaluate.engines", "evaluate.ranks",
     *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "allowed_hosts", "api_key_env",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
-    "ppo.checkpoint_every", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
+    "ppo.checkpoint_every", "ppo.enabled", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     *(f"ppo.guards.{name}" for name in GuardsConfig.model_fields), "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
@@ -196,7 +196,9 @@ IN_NO_KEY = {
     *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "allowed_hosts", "api_key_env",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
 }  # fmt: skip
-"""Whatever they are, the result is the same but for rounding, or its content counts in their place."""
+"""Whatever they are, the result is the same but for rounding, or its content counts in their place.
+Without PPO, the inputs differ.
+"""
 
 OUTSIDE = {
     "run.seed": set(STAGES),

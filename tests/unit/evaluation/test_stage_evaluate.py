@@ -8,6 +8,7 @@
 - both models are compared with the chosen answers of held-out pairs, by the same judge
 - a regression set that failed is named in the report and in the facts of the result
 - DPO's policy is a third column of all measures, and is compared with SFT model and PPO's policy
+- without PPO, the numbers of DPO's policy have the same names and values, and nothing mentions PPO
 - the second reward model judges without having trained the policy
 - a language model is measured first; it decides wins and is named, or is refused before anything is sampled
 - ranks and engines in other processes share one connection to Ray
@@ -17,6 +18,7 @@
 import gc
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -521,6 +523,73 @@ def test_the_policy_of_dpo_is_a_third_column(scripted: Any, context: StageContex
     assert found["judge_trained_on_dpo"] is False
     page = (three.output / "report.html").read_text()
     assert "Win rate of PPO over DPO" in page and "PPO minus DPO" in page and row["dpo"] in page
+
+
+def test_the_numbers_of_dpo_are_the_same_without_ppo(
+    scripted: Any, context: StageContext, tmp_path: Path
+) -> None:
+    scripted(PROMPTS, ("a.jsonl", "b.jsonl"))
+    write(context.inputs["data"], "pairs", "eval", [PairExample("p0", PROMPTS[0], (1, 2), (4, 5), (0,), "a")])
+    file = tmp_path / "set.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    item = {"name": "words", "path": str(file), "reward": {"type": "format", "pattern": ".*dull[.]"}}
+    rewards = RULES[:1]  # the other one depends on all responses of the batch
+    settings: dict[str, Any] = {
+        "dpo": {"enabled": True},
+        "evaluate": {"prompts": 6, "bootstrap": 200, "samples": 4, "regression": [item]},
+    }
+    three = replace(context, inputs={**context.inputs, "dpo": tmp_path / "dpo"})
+    both = evaluate.run(config_of(rewards, **settings), three)
+    expected = read(three)
+    inputs = {name: folder for name, folder in three.inputs.items() if name != "ppo"}
+    alone = replace(context, inputs=inputs, output=tmp_path / "alone", metrics=RecordingMetrics())
+    alone.output.mkdir()
+    off = {"ppo": {"enabled": False, "rewards": rewards}, "register": {"policy": "dpo"}}
+    result = evaluate.run(config_of(**settings, **off), alone)
+    found = read(alone)
+    # Of a data source, an evaluation of both has the win rate of PPO's policy only.
+    own = {name: value for name, value in result.metrics.items() if not name.startswith("by_source/")}
+    assert own.items() <= both.metrics.items()
+    assert {"win_rate_dpo/mean", "win_rate_dpo_length_controlled/mean", "kl_dpo", "eos_rate/dpo"} <= set(own)
+    assert {"win_rate_over_chosen/dpo/mean", "regression/words/difference_dpo/mean"} <= set(own)
+    assert result.metrics["by_source/a.jsonl/win_rate_dpo/mean"] == 1.0
+    for name in ("win_rate_dpo", "verdicts_dpo", "kl_dpo", "judge_trained_on_dpo"):
+        assert found[name] == expected[name]
+    assert found["gold_reward"].items() <= expected["gold_reward"].items()
+    assert result.attributes["fallen_dpo"] == both.attributes["fallen_dpo"]
+    assert result.attributes["judge_trained_on_dpo"] is False and "fallen" not in result.attributes
+    files = {name: (alone.output / name).read_text() for name in ("evaluation.json", "samples.jsonl")}
+    assert not any(
+        "ppo" in text for text in (*files.values(), json.dumps([result.metrics, result.attributes]))
+    )
+    assert json.loads(files["samples.jsonl"].splitlines()[0])["winner_dpo"] == "dpo"
+    page = (alone.output / "report.html").read_text().split("<h2>Lineage")[0]
+    page = re.sub(r"<style>.*</style>|base64,[^\"]*", "", page, flags=re.DOTALL)
+    assert "The DPO policy beats the SFT model" in page and "DPO wins 4, ties 0" in page
+    assert "It is not promoted, because regression sets failed: words" in page and "PPO" not in page
+    tables = alone.metrics.tables  # type: ignore[attr-defined]
+    assert [row["winner_dpo"] for row in tables["samples"]] == ["dpo"] * 4
+
+
+def test_a_language_model_among_the_rewards_is_measured_without_ppo(
+    scripted: Any, context: StageContext, tmp_path: Path
+) -> None:
+    pairs = [
+        PairExample(f"q{i}", f"Question {i}?", (1, 2), tokens("good good 1"), tokens("good"), "a")
+        for i in range(9)
+    ]
+    write(context.inputs["data"], "pairs", "eval", pairs)
+    write_json(context.inputs["data"] / "data_card.json", {"sources": []})
+    inputs = {**context.inputs, "dpo": tmp_path / "dpo"}
+    del inputs["ppo"]
+    with ChatServer(lambda question: "3" if "good 1" in question else "9") as server:
+        grader = {"type": "language_model", "url": server.url, "model": "m", "allowed_hosts": ["127.0.0.1"]}
+        config = config_of(
+            run={"device": "cpu", "home": str(tmp_path / "home")},
+            ppo={"enabled": False, "rewards": [grader]}, dpo={"enabled": True}, register={"policy": "dpo"},
+        )  # fmt: skip
+        with pytest.raises(GateFailed, match=r"evaluate: reward language_model \(m\) agrees with 0.000"):
+            evaluate.run(config, replace(context, inputs=inputs))
 
 
 def test_without_dpo_nothing_mentions_it(scripted: Any, context: StageContext) -> None:

@@ -153,7 +153,7 @@ def test_the_page_has_the_policy_that_is_registered(policy: str | None, shown: s
     summary = json.loads(run.read_text())
     run.write_text(json.dumps(summary if policy is None else summary | {"policy": policy}))
     pairs = open_review("small-seed0", str(run.parent.parent.parent)).pairs
-    assert sorted(pair.sample["ppo"] for pair in pairs) == [f"{shown} {i}" for i in range(4)]
+    assert sorted(pair.sample[pair.policy] for pair in pairs) == [f"{shown} {i}" for i in range(4)]
 
 
 @pytest.mark.parametrize("where", ["another tracker", "the database in run.home", "an earlier release"])

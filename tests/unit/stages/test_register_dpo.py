@@ -1,6 +1,7 @@
 """The stage `register` with `register.policy: dpo`, on MLflow with SQLite.
 
-- the version is the policy of DPO: its files, its digest, its evaluation, its regression sets, its votes
+- the version is the policy of DPO: its files, digest, evaluation, regression sets and votes; also if there is
+  no policy of PPO
 - `rlhf serve` and the model card read the same policy, with the precisions of its evaluation
 - the policy of PPO remains the default, with the tags and facts of earlier releases
 - artifacts of earlier releases have no digest of the weights, which need not be on the host of the stage
@@ -72,7 +73,21 @@ EVALUATION = {
     "regression": regression(ppo=-0.3, dpo=0.2),
 }
 """PPO's policy loses against the SFT model and fails a regression set. DPO's wins."""
+OF_PPO = {
+    "win_rate", "win_rate_length_controlled", "verdicts", "kl", "kl_interval", "judge_trained_on",
+    "win_rate_ppo_over_dpo", "ppo", "difference",
+}  # fmt: skip
 METRICS = {"win_rate/mean": 0.4, "win_rate_dpo/mean": 0.9, "kl": 9.0, "kl_dpo": 2.0}
+
+
+def without_ppo(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of `evaluation.json` of a pipeline without PPO."""
+    return {
+        name: without_ppo(value) if isinstance(value, dict) else value
+        for name, value in numbers.items()
+        if name not in OF_PPO
+    }
+
 
 Run = Callable[..., tuple[dict[str, Any], PipelineConfig, Mlflow]]
 
@@ -137,9 +152,11 @@ def run(tmp_path: Path, database: Path) -> Run:
     return register_policy
 
 
-def test_the_policy_of_dpo_becomes_champion_and_is_served(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_ppo", [True, False])
+def test_the_policy_of_dpo_becomes_champion_and_is_served(has_ppo: bool, run: Run, tmp_path: Path) -> None:
     lora = {"enabled": True, "lora": {"r": 8}}
-    facts, config, mlflow = run("dpo", dpo=lora, ppo={"engine": {"dtype": "bfloat16"}})
+    ppo = {"enabled": has_ppo, "engine": {"dtype": "bfloat16"}}
+    facts, config, mlflow = run("dpo", EVALUATION if has_ppo else without_ppo(EVALUATION), dpo=lora, ppo=ppo)
     assert (facts["champion"], facts["rule"], facts["policy"]) == (True, "first", "dpo"), facts["reason"]
     assert "win rate 0.900 over the SFT model on 100 prompts" in facts["reason"]
     assert "regression sets passed: sums" in facts["reason"]

@@ -170,7 +170,7 @@ def test_a_language_model_that_scores_is_measured_unless_ppo_has_measured_it(
 
 
 def test_a_policy_that_is_not_trained_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"sample\.policy is dpo, but dpo\.enabled is false"):
+    with pytest.raises(ValueError, match=r"sample\.policy must .* got dpo, but dpo\.enabled is false"):
         config_of("dpo", dpo={"enabled": False})
     config_of("sft", dpo={"enabled": False})
 

@@ -282,6 +282,8 @@ def test_policies_of_dpo_and_ppo_meet_in_a_match(
     del inputs["ppo"]
     result = match.run_match(config, replace(context, inputs=inputs), tags)
     assert result.comparison.win_rate.mean == 1.0
+    assert (result.samples[0]["dpo"], result.samples[0]["winner"]) == (GOOD, "dpo")
+    assert "ppo" not in result.samples[0]
     candidate, champion = scripted
     assert list(candidate.adapters.values()) == [tmp_path / "dpo" / "adapter"]
     assert list(champion.adapters.values()) == [fetched["dpo"] / "adapter"]
