@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background commands with SIGINT ignored, and so would be every process that a test
     # interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As in the processes of a stage. Tests run two at a time, and spinning threads would stall the other one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 _LINES = pytest.StashKey[list[str]]()
@@ -70,6 +75,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("counted")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def new_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Return a function that makes a home with MLflow's database, whose migrations take seconds."""
+    from rlhf_core.tracking.database import ensure_database
+
+    database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    ensure_database(database)
+
+    def make(home: Path) -> Path:
+        home.mkdir()
+        shutil.copy(database, home)
+        return home
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -80,9 +80,11 @@ class Attempt:
 
 
 @pytest.fixture
-def attempt(s3_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+def attempt(
+    s3_server: Any, tmp_path: Path, new_home: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> Attempt:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{new_home(tmp_path / 'tracker')}/mlflow.db")
     return Attempt(tmp_path, f"{s3_server.url}/{tmp_path.name}")
 
 

@@ -263,10 +263,10 @@ def test_killed_upload_is_invisible_and_the_next_attempt_finishes_it(
 
 
 def test_expired_credentials_exit_with_3_and_lose_nothing(
-    proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path
+    proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, new_home: Callable[[Path], Path]
 ) -> None:
     sections = {
-        "run": {"home": str(tmp_path / "home")},
+        "run": {"home": str(new_home(tmp_path / "home"))},
         "store": {"url": url, "endpoint": proxy.endpoint},
         "tracking": {"system_metrics": False},
     }
@@ -321,9 +321,10 @@ def test_stop_during_an_upload_leaves_nothing_partial(
     url: str,
     s3_server: Any,
     tmp_path: Path,
+    new_home: Callable[[Path], Path],
     summary_lines: list[str],
 ) -> None:
-    config = load_config(TINY, [f"run.home={tmp_path}", f"store.url={url}"])
+    config = load_config(TINY, [f"run.home={new_home(tmp_path / 'home')}", f"store.url={url}"])
     config = config.model_copy(update={"store": config.store.model_copy(update={"endpoint": proxy.endpoint})})
     spec = StageSpec("data", "k", config)
     spec.write(tmp_path / "spec.json")
