@@ -4,6 +4,9 @@ This is the first code of the project that runs. An empty entry in `PYTHONPATH` 
 by `$PYTHONPATH:/folder` with an unset variable) and relative entries refer to the working folder. They come
 before the standard library, so Python would import a `queue.py` from that folder. This module removes such
 entries before anything else is imported, for this process and for its child processes.
+
+`rlhf_cli.main` handles Ctrl-C while a command runs. Before and after that, during the imports and at the end
+of the interpreter, `print_interruption` handles it.
 """
 
 import os
@@ -37,4 +40,17 @@ def drop_relative_paths() -> None:
         sys.path.append(ours)
 
 
+def print_interruption(kind: object, error: BaseException, trace: object) -> None:
+    """Print one line for a KeyboardInterrupt that nothing has caught, and the traceback of other exceptions.
+
+    An exception hook (`sys.excepthook`). After it the interpreter ends by SIGINT, which is exit code 130 in a
+    shell.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+
+
 drop_relative_paths()
+sys.excepthook = print_interruption

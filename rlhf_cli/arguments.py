@@ -31,7 +31,11 @@ def add_config(sub: argparse.ArgumentParser, override: str) -> None:
     """Add the configuration file and its overrides, with `override` as the example."""
     sub.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
     sub.add_argument(
-        "overrides", metavar="key=value", nargs="*", help=f"fields to override, such as {override}"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],  # without it, argparse names them as required if CONFIG is missing
+        help=f"fields to override, such as {override}",
     )
 
 

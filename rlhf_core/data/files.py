@@ -355,7 +355,8 @@ def _jsonl_row(file: str, number: int, line: bytes) -> Row | BadRow:
     try:
         if len(line) > MAX_ROW_BYTES:
             raise ValueError(f"longer than {MAX_ROW_BYTES // 2**20} MiB")
-        return Row(file, number, _parse(line.decode()))
+        # Without the line feed, so that the column of an error is one of this line.
+        return Row(file, number, _parse(line.decode().rstrip("\r\n")))
     except UnicodeDecodeError as error:
         reason = f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}"
     except ValueError as error:

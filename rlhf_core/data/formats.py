@@ -97,7 +97,7 @@ def normalise(
     if kind == "text":
         return Record("text", text=_string(row, "text"), meta=meta)
     if kind == "messages":
-        messages = _messages(row, "messages")
+        messages = _messages(row, "messages", "a list of messages")
         _in_turn(messages, "messages")
         if messages[-1].role != "assistant":
             raise RowError("the last of 'messages' must be the assistant's")
@@ -190,12 +190,15 @@ def _string(row: Mapping[str, Any], name: str) -> str:
     return _checked(row.get(name), repr(name))
 
 
-def _messages(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+def _messages(
+    row: Mapping[str, Any], name: str, expected: str = "a string or a list of messages"
+) -> tuple[Message, ...]:
+    """Return a list of messages. `expected` is what the field may have, for the reason."""
     value = row.get(name)
     if value is None:
         raise RowError(f"{name!r} is missing or null")
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-        raise RowError(f"{name!r} must be a list of messages; got {json_type(value)}")
+        raise RowError(f"{name!r} must be {expected}; got {json_type(value)}")
     if not value:
         raise RowError(f"{name!r} has no messages")
     return tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))

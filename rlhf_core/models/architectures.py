@@ -20,7 +20,7 @@ from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.models.folder import ModelFolder, read_json_object
 
 _VLLM_MODELS = "vllm.model_executor.models"
-_OTHER_MODEL = "use another model (docs/architectures.md has a table)"
+OTHER_MODEL = "use another model (docs/architectures.md has a table)"
 
 
 def check_architecture(config: PipelineConfig) -> Iterator[Finding]:
@@ -43,6 +43,9 @@ def architecture_problems(
     name = causal_class(model_type)
     if name is None:
         return
+    if not has_model_and_head(name, model_type):
+        yield ModelError(f"model.path: {model}: {without_model_and_head(name)}")
+        return
     ppo = config.ppo
     users = ["reward.enabled=true"] if config.reward.enabled else []
     users += ["ppo.algorithm=ppo"] if ppo.enabled and ppo.uses_critic else []
@@ -50,13 +53,13 @@ def architecture_problems(
         yield ModelError(
             f"model.path: {model} has the model_type {model_type}, for which transformers has no model with a"
             f" score (AutoModelForSequenceClassification), but {' and '.join(users)} needs one;"
-            f" {_OTHER_MODEL}, or set reward.enabled=false, other ppo.rewards and ppo.algorithm=reinforce_pp"
+            f" {OTHER_MODEL}, or set reward.enabled=false, other ppo.rewards and ppo.algorithm=reinforce_pp"
         )
     engine = engine_backend(name, model_type)
     if engine is None:
         yield ModelError(
             f"model.path: {model} is a {name}, which vLLM cannot sample from in PPO and evaluation: it is not"
-            f" in vLLM's registry, and its attention cannot be replaced; {_OTHER_MODEL}"
+            f" in vLLM's registry, and its attention cannot be replaced; {OTHER_MODEL}"
         )
     elif engine == "untested":
         yield (
@@ -74,6 +77,28 @@ def architecture_problems(
 def causal_class(model_type: str) -> str | None:
     """Return the class of the causal language model, or None if transformers has none."""
     return _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
+
+
+def has_model_and_head(name: str, model_type: str) -> bool:
+    """Return whether a class of transformers has the attributes `model` and `lm_head`, which
+    `rlhf_core.models.policy` calls. True if its source is not found.
+    """
+    tree = _tree(_modeling(model_type))
+    for node in [] if tree is None else tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            assigned = {
+                part.attr
+                for part in ast.walk(node)
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+            }
+            return {"model", "lm_head"} <= methods | assigned
+    return True
+
+
+def without_model_and_head(name: str) -> str:
+    """Return the message for a class without the attributes `model` and `lm_head`."""
+    return f"{name} has no `model` and `lm_head`, which the training calls; {OTHER_MODEL}"
 
 
 def has_score_model(model_type: str) -> bool:
@@ -151,16 +176,21 @@ def _assigned(module: str) -> dict[str, ast.expr]:
 
 def _takes_attention(model_type: str) -> bool:
     """Return whether transformers' classes of this type take another attention, as vLLM decides it."""
-    call = _assigned("transformers.models.auto.auto_mappings").get("SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
-    special = dict(ast.literal_eval(call.args[0])) if isinstance(call, ast.Call) else {}
-    folder = special.get(model_type, model_type.replace("-", "_"))
-    source = _source(f"transformers.models.{folder}.modeling_{folder}")
+    source = _source(_modeling(model_type))
     if source is None:
         return True
     # The two conditions of vLLM: `is_backend_compatible` and `_can_set_attn_implementation` of transformers.
     if "_supports_attention_backend = True" in source or "ALL_ATTENTION_FUNCTIONS.get_interface(" in source:
         return True
     return re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) is None
+
+
+def _modeling(model_type: str) -> str:
+    """Return the name of the module with transformers' classes of this type."""
+    call = _assigned("transformers.models.auto.auto_mappings").get("SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
+    special = dict(ast.literal_eval(call.args[0])) if isinstance(call, ast.Call) else {}
+    folder = special.get(model_type, model_type.replace("-", "_"))
+    return f"transformers.models.{folder}.modeling_{folder}"
 
 
 @cache

@@ -17,6 +17,7 @@ from rlhf_core.algo.logprobs import token_entropy, token_logprobs
 from rlhf_core.config.constants import HEAD_CHUNK
 from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError
+from rlhf_core.models.architectures import without_model_and_head
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_float32_head, use_onednn
 from rlhf_core.models.logits import logits_of
@@ -166,9 +167,7 @@ def load_policy(
                 AutoModelForCausalLM, folder, config, revision=revision, shards=shards, **options
             )
     if not hasattr(lm, "lm_head") or not hasattr(lm, "model"):
-        raise ModelError(
-            f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture"
-        )
+        raise ModelError(f"model.path: {without_model_and_head(type(lm).__name__)}")
     policy = Policy(use_onednn(without_dropout(lm)).to(device))
     if head_dtype == "float32":
         use_float32_head(lm)

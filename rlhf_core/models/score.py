@@ -19,6 +19,7 @@ from torch import nn
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError, NonFiniteError
+from rlhf_core.models.architectures import OTHER_MODEL
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.linear import Float32Linear, use_onednn
@@ -170,7 +171,8 @@ def load_score_model(
         )
     if not hasattr(model, "score") or not hasattr(model, "model"):
         raise ModelError(
-            f"model.path: {type(model).__name__} has no `model` and `score`; use a decoder-only architecture"
+            f"model.path: {type(model).__name__} has no `model` and `score`, which the training calls;"
+            f" {OTHER_MODEL}"
         )
     if from_causal:
         nn.init.normal_(

@@ -25,6 +25,7 @@ from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpo
 from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass, trained_model
+from rlhf_core.planning.overrides import with_changes
 from rlhf_core.planning.search import NoSplit, Split, fastest
 from rlhf_core.planning.speed import (
     DECODE_BANDWIDTH,
@@ -75,7 +76,10 @@ class Plan:
     hardware: Hardware
     verdict: FitVerdict
     changes: tuple[str, ...] | None
-    """Overrides that make it fit; None if it fits, or if none were found."""
+    """Overrides that make it fit: the smallest changes found, or else those of `splits`.
+
+    None if it fits, or if none were found.
+    """
     time: StepTime | None
     """Time of a step of PPO; None without PPO."""
     optimizer_steps: dict[str, Seconds]
@@ -122,23 +126,47 @@ def make_plan(
     with checking(model_config or "model.path"):
         shape = _shape(config, model_config)
     verdict = compare_memory(config, shape, hardware)
-    advice = None
-    if not verdict.fits:
-        advice = advise(config, lambda changed: compare_memory(changed, shape, hardware))
     splits: tuple[Split | NoSplit, ...] = ()
     if not hardware.device.is_cpu:
         splits = fastest(config, shape, hardware)
+    changes = None
+    if not verdict.fits:
+        changes = advise(config, lambda changed: compare_memory(changed, shape, hardware))
+        if changes is None and _fit_with_splits(config, splits, shape, hardware):
+            changes = tuple(_overrides(splits))
     return Plan(
         config,
         shape,
         hardware,
         verdict,
-        advice,
+        changes,
         step_time(config, shape, hardware) if config.ppo.enabled else None,
         _optimizer_steps(config, shape, hardware),
         tuple(checkpoint_sizes(config, shape, hardware)),
         splits,
     )
+
+
+def _fit_with_splits(
+    config: PipelineConfig, splits: Sequence[Split | NoSplit], shape: ModelShape, hardware: Hardware
+) -> bool:
+    """Return whether everything fits with the fields of all splits."""
+    changes: dict[str, str] = {}
+    for split in splits:
+        changes |= split.changes if isinstance(split, Split) else {}
+    try:
+        return compare_memory(with_changes(config, changes), shape, hardware).fits
+    except ConfigError:
+        return False
+
+
+def _overrides(splits: Sequence[Split | NoSplit]) -> list[str]:
+    return [
+        f"{name}={value}"
+        for split in splits
+        if isinstance(split, Split)
+        for name, value in split.changes.items()
+    ]
 
 
 def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
@@ -387,12 +415,10 @@ def _show_splits(plan: Plan, console: Console) -> None:
         now["ppo"] = plan.time.total
     unfit = {problem.stage for problem in plan.verdict.problems}
     say(f"fastest split found for {plan.hardware}:")
-    overrides: list[str] = []
     for split in plan.splits:
         if isinstance(split, NoSplit):
             say(f"- no split fits: {split.reason}")
             continue
-        overrides += [f"{name}={value}" for name, value in split.changes.items()]
         phase, limit = max(split.phases.items(), key=lambda entry: entry[1].total)
         what, parts = "an optimizer step", ""
         if split.stage == "ppo":
@@ -408,7 +434,7 @@ def _show_splits(plan: Plan, console: Console) -> None:
             f"- {split.stage}: {what} {duration(split.seconds)}{parts} (as configured{before}). Bottleneck:"
             f" {bottleneck}{host}"
         )
-    if overrides:
+    if overrides := _overrides(plan.splits):
         say(f"fastest with: {shlex.join(overrides)}\n", soft_wrap=True)
     else:
         say("")

@@ -155,8 +155,8 @@ ROWS: dict[str, tuple[bytes, str]] = {
     "a null prompt": (jsonl({**GOOD[0], "prompt": None}), "'prompt' is missing"),
     "an empty prompt": (jsonl({**GOOD[0], "prompt": ""}), "'prompt' is empty"),
     "a blank prompt": (jsonl({**GOOD[0], "prompt": " \t\u2003"}), "'prompt' is blank"),
-    "a number": (jsonl({**GOOD[0], "prompt": 5}), "'prompt' must be a list of messages; got int"),
-    "a number chosen": (jsonl({**GOOD[0], "chosen": 5}), "'chosen' must be a list of messages; got int"),
+    "a number": (jsonl({**GOOD[0], "prompt": 5}), "'prompt' must be a string or a list of messages; got int"),
+    "a number chosen": (jsonl({**GOOD[0], "chosen": 5}), "'chosen' must be a string or a list of messages"),
     "nothing rejected": (jsonl({"prompt": "a", "chosen": "b"}), "'rejected' is missing or null"),
     "null rejected": (jsonl({**GOOD[0], "rejected": None}), "'rejected' is missing or null"),
     "equal answers": (jsonl({**GOOD[0], "rejected": GOOD[0]["chosen"]}),
@@ -244,7 +244,7 @@ BAD_TABLES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "binary texts": (
         "a.parquet",
         parquet([("prompt", [text.encode() for text in TEXTS])]),
-        ("a.parquet:1: 'prompt' must be a list of messages; got binary data; save the column as text",),
+        ("'prompt' must be a string or a list of messages; got binary data; save the column as text",),
     ),
     "a thousand rows of 20 MiB in a few bytes": (
         "a.parquet",

@@ -195,6 +195,22 @@ def test_down_names_an_address_that_it_cannot_delete(
     assert str(home.prefect_profiles) not in text
 
 
+def test_a_missing_configuration_is_the_only_argument_that_is_required(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
+
+
+def test_ctrl_c_during_the_imports_of_a_command_prints_one_line() -> None:
+    script = "import os, signal, rlhf_cli\nos.kill(os.getpid(), signal.SIGINT)\nimport rlhf_cli.main"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "interrupted\n"
+    assert done.returncode == -signal.SIGINT  # a shell makes 130 of it
+
+
 def test_plan_ends_with_code_0_if_its_output_pipe_is_closed() -> None:
     command = [sys.executable, "-m", "rlhf_cli.main", "plan", DEMO, "run.device=cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as plan:

@@ -125,6 +125,7 @@ def test_rows_of_another_split_are_left_out_on_request(tmp_path: Path) -> None:
     [
         (b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9 at position 14"),
         (b'{"text": }', "not valid JSON at column 10"),
+        (b'{"text": ', "not valid JSON at column 10"),
         (b'{"text": NaN}', "NaN is not JSON"),
         (b'{"text": -Infinity}', "-Infinity is not JSON"),
         (b'["a"]', "expected a JSON object, got an array"),

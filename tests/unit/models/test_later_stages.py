@@ -3,6 +3,7 @@
 - the tables that are read from the source code of transformers are those that it has when it is imported
 - each class has the backend that a vLLM engine chooses, and support of adapters is found through base classes
 - positions and masks that let sequences of a batch influence each other limit the length of sequences
+- an architecture whose parts have other names than the training calls is refused
 - a hub model is checked in the data stage
 """
 
@@ -23,6 +24,7 @@ from rlhf_core.models.architectures import (
     causal_class,
     engine_backend,
     engine_changes_classes,
+    has_model_and_head,
     has_score_model,
     serves_adapters,
 )
@@ -106,8 +108,22 @@ def test_a_model_without_a_score_is_refused_only_if_one_is_needed() -> None:
 def test_an_architecture_without_a_class_of_vllm() -> None:
     [warning] = found("helium")
     assert "HeliumForCausalLM, which is not in vLLM's registry" in warning
-    [problem] = found("rwkv", **NO_SCORE)
+    [problem] = found("xglm", **NO_SCORE)
     assert isinstance(problem, ModelError)
+    assert "vLLM cannot sample from" in problem.message
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "bloom", "rwkv"])
+def test_an_architecture_whose_parts_have_other_names_is_refused(model_type: str) -> None:
+    for tree in ({}, NO_SCORE):
+        [problem] = found(model_type, **tree)
+        assert isinstance(problem, ModelError)
+        assert "has no `model` and `lm_head`" in problem.message
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe", "olmoe", "gpt_oss", "unknown"])
+def test_an_architecture_that_trains_is_not_refused_for_its_parts(model_type: str) -> None:
+    assert has_model_and_head(str(causal_class(model_type)), model_type)
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}

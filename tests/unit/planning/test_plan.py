@@ -244,6 +244,22 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_changes_that_can_be_pasted(
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("fits 8 x RTX4090-24G")
 
 
+def test_the_fastest_split_makes_it_fit_where_no_small_change_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH100-80G"]
+    command += ["--model-config", "llama-3-70b"]
+    assert main(command) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    changes = shlex.split(printed.rpartition("fits with: ")[2])
+    assert "ppo.policy_deepspeed.offload=all" in changes
+    assert main([*command, *changes]) == 0
+    # Without memory of the host for offloaded state, nothing does.
+    capsys.readouterr()
+    assert main([*command, "--host-memory", "100"]) == 2
+    assert "none of the changes tried makes it fit" in capsys.readouterr().out
+
+
 def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
