@@ -25,7 +25,9 @@ from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.memory import Model
+from rlhf_core.planning.overrides import with_changes
 from rlhf_core.planning.speed import PHASES, StepTime, optimizer_step_time, step_time
+from rlhf_core.run.plan import make_plan
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, MISTRAL_7B, config, eight_b
 
@@ -244,20 +246,12 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_changes_that_can_be_pasted(
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("fits 8 x RTX4090-24G")
 
 
-def test_the_fastest_split_makes_it_fit_where_no_small_change_does(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH100-80G"]
-    command += ["--model-config", "llama-3-70b"]
-    assert main(command) == 2
-    printed = " ".join(capsys.readouterr().out.split())
-    changes = shlex.split(printed.rpartition("fits with: ")[2])
-    assert "ppo.policy_deepspeed.offload=all" in changes
-    assert main([*command, *changes]) == 0
-    # Without memory of the host for offloaded state, nothing does.
-    capsys.readouterr()
-    assert main([*command, "--host-memory", "100"]) == 2
-    assert "none of the changes tried makes it fit" in capsys.readouterr().out
+def test_the_fastest_split_makes_it_fit_where_no_small_change_does() -> None:
+    plan = make_plan(CONFIGS / "production.yaml", gpus="8xH100-80G", model_config="llama-3-70b")
+    assert not plan.verdict.fits
+    assert plan.changes is not None and "ppo.policy_deepspeed.offload=all" in plan.changes
+    changed = with_changes(plan.config, dict(change.split("=") for change in plan.changes))
+    assert compare_memory(changed, plan.shape, plan.hardware).fits
 
 
 def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(
