@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,17 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     changes = []
     for name in {**before, **now}:
         old, new = before.get(name, "unset"), now.get(name, "unset")
-        if before.get(name) != now.get(name):
+        if before.get(name) == now.get(name):
+            continue
+        if _is_digest(old) and _is_digest(new):
+            changes.append(f"the content of {name.removeprefix('sources.')} has changed")
+        else:
             changes.append(f"{name} was {old} and is {new}")
     return changes
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _is_process(value: Any) -> bool:

@@ -192,6 +192,10 @@ def test_new_run_names_the_unfinished_run_that_it_does_not_continue(tmp_path: Pa
         "because run.seed was 0 and is 2, sources.data.sft[0] was synthetic@"
         in moved.unfinished_predecessor()
     )
+    first.sources = {**first.sources, "data.sft[0]": "ab" * 32}
+    first.save_state("failed", "killed")
+    moved.sources = {**moved.sources, "data.sft[0]": "cd" * 32}
+    assert "run.seed was 0 and is 2, the content of data.sft[0] has changed" in moved.unfinished_predecessor()
     file = first.folder / "run.json"
     known = json.loads(file.read_text())
     ended = [1, 0.0, socket.gethostname()]
