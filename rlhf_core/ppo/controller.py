@@ -513,8 +513,7 @@ class PPOController:
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
         self.completed_steps = self._last_checkpoint_step = int(state["done"])
-        # Checkpoints of earlier code lack it.
-        self._previous_checkpoint_step = int(state.get("previous_checkpoint", 0))
+        self._previous_checkpoint_step = int(state["previous_checkpoint"])
         self._checks.load_state_dict(state)
         self._warmup.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])

@@ -98,8 +98,7 @@ class RolloutCache:
         if manifest is None:
             log.error("%s is damaged; step %d is sampled again", self._folder, step)
             return None
-        # Earlier code stored no version.
-        if manifest["step"] != step or "version" not in manifest:
+        if manifest["step"] != step:
             return None
         loaded: list[dict[str, Any]] = []
         for name, digest in manifest["files"].items():

@@ -50,8 +50,7 @@ class CriticWarmup:
         return {"critic_warmup_is_over": self._is_over}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Checkpoints of earlier code lack it.
-        self._is_over = bool(state.get("critic_warmup_is_over", False))
+        self._is_over = bool(state["critic_warmup_is_over"])
 
     def is_over(self, metrics: Metrics, step: int) -> bool:
         """Return whether `step` trains the policy. `metrics` are those of its experience."""
