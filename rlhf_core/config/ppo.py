@@ -391,7 +391,7 @@ class PPOConfig(PackedSection):
     @field_validator("rewards")
     @classmethod
     def _check_reward_names(cls, rewards: tuple[AnyReward, ...]) -> tuple[AnyReward, ...]:
-        names = [source.name or source.type for source in rewards]
+        names = [source.used_name for source in rewards]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"ppo.rewards need distinct names; got {', '.join(names)}; give `name` to those of one type"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,7 +28,10 @@ from rlhf_core.config.redact import shown
 
 
 class RewardSource(Section):
-    """Fields of all sources."""
+    """Fields of all sources. Each has a field `type`, which selects it."""
+
+    if TYPE_CHECKING:
+        type: str
 
     name: str | None = result(
         None,
@@ -41,6 +44,11 @@ class RewardSource(Section):
         "none",
         "`batch`: mean 0, std 1 over the rollout batch, before the weight",
     )
+
+    @property
+    def used_name(self) -> str:
+        """`name`, or the type if it has none."""
+        return self.name or self.type
 
 
 class ModelReward(RewardSource):

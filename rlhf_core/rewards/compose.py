@@ -291,7 +291,7 @@ def clipped_share(
 
 def source_name(source: AnyReward) -> str:
     """Return the name of a source in metrics and tables."""
-    return source.name or source.type
+    return source.used_name
 
 
 def normalize(values: Sequence[float]) -> list[float]:

@@ -63,7 +63,7 @@ class LanguageModelGrades:
         self, source: LanguageModelReward, digest: str | None = None, replies: Path | None = None
     ) -> None:
         self._source = source
-        self._name = f"reward {source.name or source.type}"
+        self._name = f"reward {source.used_name}"
         api_key(source, self._name)  # before the first step
         self._rubric = _RUBRIC
         if source.rubric is not None:

@@ -55,33 +55,28 @@ class PythonFunction:
         `InputError`.
         """
         self._source = source
+        self._name = source.used_name
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._buffer = b""
         if source.file is not None and not Path(source.file).is_file():
             raise ConfigError(
-                f"ppo.rewards.{self.name}.file must be an existing Python file; got {source.file}"
+                f"ppo.rewards.{self._name}.file must be an existing Python file; got {source.file}"
             )
         file = function_file(source)
         readable = file is not None and file.suffix == ".py" and file.is_file()
         self._code = file.read_bytes() if file is not None and readable else None
         if digest is not None and self._code is not None and hashlib.sha256(self._code).hexdigest() != digest:
             raise InputError(
-                f"ppo.rewards.{self.name}: {file} has changed since this run began; "
+                f"ppo.rewards.{self._name}: {file} has changed since this run began; "
                 "restore the former content, or start the run again to use the new one"
             )
         self._start()
 
-    @property
-    def name(self) -> str:
-        return self._source.name or self._source.type
-
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
-        return (
-            score_with_retries(self.name, self._once, samples, self._source.retries + 1)
-            if samples
-            else Outcome([])
-        )
+        if not samples:
+            return Outcome([])
+        return score_with_retries(self._name, self._once, samples, self._source.retries + 1)
 
     def close(self) -> None:
         """End the process; a second call does nothing."""
@@ -129,7 +124,7 @@ class PythonFunction:
             reply = self._exchange({"code": code}, max(START_SECONDS, source.timeout))
         except Failure as failure:
             raise RewardError(
-                f"reward {self.name}: the process for {source.function} did not start: {failure}"
+                f"reward {self._name}: the process for {source.function} did not start: {failure}"
             ) from failure
         if "refused" in reply:
             self.close()
@@ -137,7 +132,7 @@ class PythonFunction:
             if source.file:
                 name = f"{source.file}, function {source.function.partition(':')[2]}"
             raise ConfigError(
-                f"ppo.rewards.{self.name}.function must be loadable; got {name}: {reply['refused']}"
+                f"ppo.rewards.{self._name}.function must be loadable; got {name}: {reply['refused']}"
             )
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class RemoteService:
 
     def __init__(self, source: RemoteReward) -> None:
         self._source = source
-        self._name = source.name or source.type
+        self._name = source.used_name
         for url in source.urls:
             try:
                 # httpx decodes a host in Punycode only when the property is read, and raises then.

@@ -118,7 +118,7 @@ def format_match(source: FormatReward, sample: RewardInput, seconds: float = MAT
         log.warning(
             "reward %s: the pattern was not decided within %g s on the response to prompt %s, which counts"
             " as no match; rewrite the pattern without nested quantifiers",
-            source.name or source.type, seconds, sample.prompt_id,
+            source.used_name, seconds, sample.prompt_id,
         )  # fmt: skip
         return 0.0
 
@@ -164,7 +164,7 @@ def check_pattern(source: FormatReward) -> None:
     """Raise `ConfigError` if the pattern does not compile."""
     if problem := pattern_problem(source.pattern):
         raise ConfigError(
-            f"ppo.rewards.{source.name or source.type}.pattern must be a Python regular expression; got "
+            f"ppo.rewards.{source.used_name}.pattern must be a Python regular expression; got "
             f"{source.pattern!r}, which {problem}"
         )
 
