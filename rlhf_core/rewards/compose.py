@@ -155,18 +155,16 @@ class RewardComposer:
         self._external: dict[str, PythonFunction | RemoteService | LanguageModelGrades] = {}
         try:
             for source in sources:
+                name = source_name(source)
+                digest = None if digests is None else digests.get(name)
                 if isinstance(source, FormatReward):
                     check_pattern(source)
-                if isinstance(source, PythonReward):
-                    self._external[source_name(source)] = PythonFunction(
-                        source, (digests or {}).get(source_name(source))
-                    )
-                if isinstance(source, RemoteReward):
-                    self._external[source_name(source)] = RemoteService(source)
-                if isinstance(source, LanguageModelReward):
-                    self._external[source_name(source)] = LanguageModelGrades(
-                        source, (digests or {}).get(source_name(source)), replies
-                    )
+                elif isinstance(source, PythonReward):
+                    self._external[name] = PythonFunction(source, digest)
+                elif isinstance(source, RemoteReward):
+                    self._external[name] = RemoteService(source)
+                elif isinstance(source, LanguageModelReward):
+                    self._external[name] = LanguageModelGrades(source, digest, replies)
         except BaseException:
             # The sources before the one that failed may have started processes.
             self.close()
@@ -218,15 +216,15 @@ class RewardComposer:
             if outcome.usage:
                 usage[name] = outcome.usage
             return resolve_failures(name, on_error, outcome, batch)
-        if not isinstance(source, ModelReward):
-            values = [evaluate_rule(source, sample) for sample in batch]
-        elif model_scores is None:
-            raise RewardError(f"reward {name}: no reward-model scores were given for {len(batch)} responses")
-        else:
-            values = [float(value) for value in model_scores]
-            _check_count(name, values, batch)
-            return _masked(name, values, batch)
-        _check(name, values, batch)
+        if isinstance(source, ModelReward):
+            return _model_values(name, model_scores, batch)
+        values = [evaluate_rule(source, sample) for sample in batch]
+        for value, sample in zip(values, batch, strict=True):
+            if not math.isfinite(value):
+                raise RewardError(
+                    f"reward {name}: the value for prompt {sample.prompt_id} is {value}, but it must be"
+                    " finite"
+                )
         return values
 
 
@@ -308,8 +306,17 @@ def normalize(values: Sequence[float]) -> list[float]:
     return [(value - mean) / (std + EPS) for value in values]
 
 
-def _masked(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> list[float]:
-    """Return `values` with NaN in place of each that is not finite, such as an overflow in half precision."""
+def _model_values(
+    name: str, model_scores: Sequence[float] | None, batch: Sequence[RewardInput]
+) -> list[float]:
+    """Return the scores of the reward model, with NaN in place of each that is not finite, such as an
+    overflow in half precision. Raises RewardError unless there is one for each response.
+    """
+    if model_scores is None:
+        raise RewardError(f"reward {name}: no reward-model scores were given for {len(batch)} responses")
+    values = [float(value) for value in model_scores]
+    if len(values) != len(batch):
+        raise RewardError(f"reward {name}: {len(values)} values came back for {len(batch)} responses")
     # The samples are not read if all scores are finite: in training, this would fetch every response.
     not_finite = [i for i, value in enumerate(values) if not math.isfinite(value)]
     if not_finite:
@@ -321,17 +328,3 @@ def _masked(name: str, values: Sequence[float], batch: Sequence[RewardInput]) ->
             batch[not_finite[0]].prompt_id,
         )
     return [value if math.isfinite(value) else math.nan for value in values]
-
-
-def _check_count(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> None:
-    if len(values) != len(batch):
-        raise RewardError(f"reward {name}: {len(values)} values came back for {len(batch)} responses")
-
-
-def _check(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> None:
-    _check_count(name, values, batch)
-    for value, sample in zip(values, batch, strict=True):
-        if not math.isfinite(value):
-            raise RewardError(
-                f"reward {name}: the value for prompt {sample.prompt_id} is {value}, but it must be finite"
-            )
