@@ -18,7 +18,7 @@ from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import first_devices, hosts_of
 from rlhf_core.planning.loads import ppo_models, trained_model
-from rlhf_core.planning.memory import Model
+from rlhf_core.planning.memory import Model, dtype_bytes
 
 HASH_BYTES = 1.5e9
 """Bytes of a host that one thread hashes in a second (sha256 with the instructions of the CPU, measured)."""
@@ -92,7 +92,7 @@ def bytes_per_parameter(deepspeed: DeepSpeedConfig, *, average: bool = False, be
         average: Whether a float32 moving average of the weights is kept.
         best: Whether the best weights so far are kept.
     """
-    size = 4 if deepspeed.dtype == "float32" else 2
+    size = dtype_bytes(deepspeed.dtype)
     return size + state_bytes(size, deepspeed.zero_stage) + 4 * average + size * best
 
 

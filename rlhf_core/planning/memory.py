@@ -44,6 +44,11 @@ scales.
 """
 
 
+def dtype_bytes(dtype: str) -> int:
+    """Return the bytes of a number in `dtype`: "float32", "bfloat16" or "float16"."""
+    return 4 if dtype == "float32" else 2
+
+
 @dataclass(frozen=True)
 class Bytes:
     """Memory in use on one device, by kind."""
@@ -110,7 +115,7 @@ class Model:
     @property
     def size(self) -> int:
         """Bytes of a parameter."""
-        return 4 if self.deepspeed.dtype == "float32" else 2
+        return dtype_bytes(self.deepspeed.dtype)
 
     @property
     def trainable(self) -> int:
@@ -417,7 +422,7 @@ def engine_memory(
     vLLM uses its share of the device for the weights, the largest forward pass and the KV cache. `head` has
     the same meaning as in `Model`.
     """
-    size = 4 if engine.dtype == "float32" else 2
+    size = dtype_bytes(engine.dtype)
     parallel = engine.tensor_parallel
     weights = shape.parameters * size / parallel
     # vLLM's own default for offline use (`max_num_batched_tokens`), which its profile run fills.

@@ -26,7 +26,7 @@ from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import Layout, layout
 from rlhf_core.planning.loads import largest_pass, ppo_models
-from rlhf_core.planning.memory import Model, engine_memory
+from rlhf_core.planning.memory import Model, dtype_bytes, engine_memory
 
 TRAINING_MFU = 0.35
 SCORING_MFU = 0.45
@@ -176,7 +176,7 @@ def turn_time(config: PipelineConfig, shape: ModelShape, group: Group) -> Second
     moved = sum(model.state.total - model.while_sampling.total for model in models)
     # Level 1 keeps the weights of the engine in host memory. Level 2 drops them: the next sync sends all.
     if engine.sleep_level == 1:
-        moved += shape.parameters * (4 if engine.dtype == "float32" else 2)
+        moved += shape.parameters * dtype_bytes(engine.dtype)
     return Seconds(host=2 * moved / OFFLOAD_BYTES)
 
 
@@ -265,7 +265,7 @@ def rollout_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) 
     sequences at a time as the cache holds.
     """
     ppo, engine, device = config.ppo, config.ppo.engine, hardware.device
-    size = 4 if engine.dtype == "float32" else 2
+    size = dtype_bytes(engine.dtype)
     per_engine = math.ceil(ppo.rollout_batch_size / engine.count)
     capacity = (
         engine_memory(shape, engine, device, config.model.head_dtype).tokens // config.max_sequence_tokens
@@ -333,7 +333,7 @@ def _sent_bytes(config: PipelineConfig, shape: ModelShape) -> float:
     parameters = shape.parameters
     if ppo.lora is not None and ppo.syncs_adapter:
         parameters = shape.adapter_parameters(ppo.lora.r, ppo.lora.targets)
-    return parameters * (4 if ppo.engine.dtype == "float32" else 2)
+    return parameters * dtype_bytes(ppo.engine.dtype)
 
 
 def senders(config: PipelineConfig, *, spans: bool) -> int:
@@ -395,8 +395,9 @@ def _gathering(
 
 def _all_reduces(shape: ModelShape, engine: EngineConfig, tokens: float, hardware: Hardware) -> Seconds:
     """Return the time in which an engine's GPUs add up the hidden states of `tokens`, twice in each layer."""
-    ways, size = engine.tensor_parallel, 4 if engine.dtype == "float32" else 2
+    ways = engine.tensor_parallel
     if ways == 1:
         return NO_TIME
-    one = _collective(2.0 * tokens * shape.hidden * size, ways, hardware, spans=False)
+    size = 2.0 * tokens * shape.hidden * dtype_bytes(engine.dtype)
+    one = _collective(size, ways, hardware, spans=False)
     return (one + Seconds(link=ALL_REDUCE)) * (2 * shape.layers)
