@@ -43,7 +43,7 @@ class ScriptedKubernetes:
             do_GET = do_POST = do_DELETE = answer
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def address(self) -> str:

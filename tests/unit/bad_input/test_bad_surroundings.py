@@ -340,7 +340,7 @@ def test_a_prefect_address_where_something_else_answers_gives_one_message(
 ) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange) as server:
         server.way = way  # type: ignore[attr-defined]
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/api"
         assert exit_code(lambda: prefect_responds(url, credentials=dict)) == 2
         server.shutdown()
@@ -355,7 +355,7 @@ def test_a_run_asks_at_the_address_of_prefect(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(BARE)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange) as server:
         server.way = "a page"  # type: ignore[attr-defined]
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/api"
         done = outside(tmp_path, "run", "c.yaml", env={"PREFECT_API_URL": url}, stdout=subprocess.PIPE)
         server.shutdown()
@@ -377,7 +377,7 @@ def test_a_prefect_address_that_never_ends_its_headers_is_no_server() -> None:
 
     ended, began = threading.Event(), time.monotonic()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/api"
         assert not prefect_responds(url, attempts=1, seconds=0.5, credentials=dict)
         assert time.monotonic() - began < 10

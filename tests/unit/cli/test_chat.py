@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
 def port() -> Iterator[int]:
     Handler.requests, Handler.keys = [], []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server.server_port
         server.shutdown()

@@ -260,7 +260,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     """A hub on loopback, which ends with the test."""
     Hub.calls, Hub.files = [], {}
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         address = f"http://127.0.0.1:{server.server_port}"
