@@ -16,11 +16,14 @@ from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.shape import tiny_shape
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
+from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 
 _MIN_FREE_BYTES = 30_000_000
 """Space for databases and logs alone."""
+_NCCL_OF_M2N = (2, 30, 5)
+"""The oldest NCCL that nccl-extensions supports (`NCCL_M2N_MIN_NCCL_VERSION_CODE` in its header)."""
 
 
 def check_devices(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> Iterator[Finding]:
@@ -136,12 +139,20 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _nccl_extensions(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
+    if config.ppo.weight_sync.backend != "nccl_m2n":
+        return
     # The package adds `m2n` to the package `nccl`, which may be missing itself.
-    missing = not machine().has_package("nccl") or not machine().has_package("nccl.m2n")
-    if config.ppo.weight_sync.backend == "nccl_m2n" and missing:
+    if not machine().has_package("nccl") or not machine().has_package("nccl.m2n"):
         error = (
             "ppo.weight_sync.backend: nccl_m2n needs the package nccl-extensions, which is not installed;"
             " install it, or use nccl"
+        )
+        yield _for_stages(config, "ppo.weight_sync", error, stages)
+    version = gpu_versions(machine()).get("nccl")
+    if version is not None and tuple(map(int, version.split(".")[:3])) < _NCCL_OF_M2N:
+        error = (
+            f"ppo.weight_sync.backend: nccl_m2n needs NCCL {'.'.join(map(str, _NCCL_OF_M2N))} or newer; got"
+            f" {version}, the version that torch asks for; install a newer one over it, or use nccl"
         )
         yield _for_stages(config, "ppo.weight_sync", error, stages)
 

@@ -163,6 +163,9 @@ class M2NTransport:
         ranks = len(transport.senders)
         self._sending = sending = _Sending(stream)
 
+        def group() -> Any:
+            return self._engine.group
+
         class Source(M2NWeightSource):  # type: ignore[misc]
             def mesh(self) -> Any:
                 # A mesh has two axes. All ranks are on the first one, which divides the rows of a tensor.
@@ -178,7 +181,8 @@ class M2NTransport:
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 for spec, (name, tensor) in zip(specs, sending.current, strict=True):
                     rows = spec.shape[0] // ranks if name in sharded else spec.shape[0]
-                    yield name, tensor.reshape(rows, *spec.shape[1:])
+                    # With `offload: all`, the shards are in host memory, which NCCL does not send.
+                    yield name, tensor.reshape(rows, *spec.shape[1:]).to(group().device)
 
         address, port = transport.senders[0]
         if index > 0:

@@ -2,6 +2,7 @@
 
 - ZeRO-3 shards that are blocks of rows are sent as they are, other tensors as a whole; engines with several
   workers receive every tensor as a whole and acknowledge the checksums
+- shards that are in host memory are copied to the device
 - a tensor altered on the way is named
 - layouts that the library does not support are refused before anything is sent, or gathered
 """
@@ -44,6 +45,16 @@ WEIGHTS = {
 SPECS = [TensorSpec(name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()]
 
 
+class InHostMemory(torch.Tensor):
+    """Stands for a tensor that is not on the GPU."""
+
+    def to(self, target: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        if isinstance(target, torch.dtype):
+            return super().to(target, **options)
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise the result has this class again
+            return self.as_subclass(torch.Tensor)
+
+
 class Network:
     """Moves tensors between the threads that stand for ranks, as NCCL and `nccl.m2n` do between GPUs."""
 
@@ -70,6 +81,7 @@ class Network:
         mesh, placements = layout["src_mesh"], layout["src_placements"]
         sources = set(range(mesh.start, mesh.start + mesh.dims[0] * mesh.dims[1]))
         if source is not None:
+            assert type(source) is torch.Tensor, "not on the device"
             self.sizes.append(source.numel())
             self.exchange("reshard", comm - 1, source, set())
             return
@@ -171,7 +183,9 @@ class Engines:
         ]
 
 
-def connect(engines: Engines, specs: list[TensorSpec], *, zero3: bool) -> list[WeightSender]:
+def connect(
+    engines: Engines, specs: list[TensorSpec], *, zero3: bool, offloaded: bool = False
+) -> list[WeightSender]:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(RANKS)]
     addresses = {rank: listener.getsockname() for rank, listener in enumerate(listeners)}
     transport = TransportConfig("nccl_m2n", addresses, ("127.0.0.1",) * ENGINES, WORKERS, 1 << 20, 30.0)
@@ -181,7 +195,10 @@ def connect(engines: Engines, specs: list[TensorSpec], *, zero3: bool) -> list[W
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for spec in specs:
                 tensor = WEIGHTS[spec.name]
-                yield spec.name, tensor.flatten()[spec.part(rank, RANKS)] if spec.name in sharded else tensor
+                if spec.name in sharded:
+                    tensor = tensor.flatten()[spec.part(rank, RANKS)]
+                    tensor = tensor.as_subclass(InHostMemory) if offloaded else tensor
+                yield spec.name, tensor
 
         client: Any = engines if rank == 0 else None
         return WeightSender(
@@ -199,10 +216,10 @@ def send(senders: list[WeightSender]) -> Any:
     return reports[0]
 
 
-@pytest.mark.parametrize("zero3", [True, False])
-def test_every_rank_sends_what_it_holds(network: Network, zero3: bool) -> None:
+@pytest.mark.parametrize(("zero3", "offloaded"), [(True, False), (True, True), (False, False)])
+def test_every_rank_sends_what_it_holds(network: Network, zero3: bool, offloaded: bool) -> None:
     engines = Engines()
-    report = send(connect(engines, SPECS, zero3=zero3))
+    report = send(connect(engines, SPECS, zero3=zero3, offloaded=offloaded))
     assert report.tensors == len(SPECS)
     for models in engines.models:
         for model in models:

@@ -214,6 +214,8 @@ FLASH = "model.attention=flash_attention_2"
 ON_GPUS = {
     "nccl_m2n that is not installed": (("ppo.weight_sync.backend=nccl_m2n",), (),
         ("ppo.weight_sync.backend", "package nccl-extensions", "use nccl")),
+    "nccl_m2n with torch's NCCL": (("ppo.weight_sync.backend=nccl_m2n",), ("nccl", "nccl.m2n"),
+        ("ppo.weight_sync.backend", "2.30.5 or newer", "got 2.29.7", "use nccl")),
     "flash attention that is not installed": ((FLASH,), (),
         ("model.attention", "package flash_attn", "use sdpa")),
     "flash attention in float32": (
@@ -226,7 +228,9 @@ ON_GPUS = {
 @pytest.mark.parametrize("title", ON_GPUS)
 def test_settings_that_gpus_cannot_serve_are_refused(command: Command, title: str) -> None:
     overrides, packages, words = ON_GPUS[title]
-    with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * 8, packages=packages)):
+    gpus = ["NVIDIA H100 80GB HBM3"] * 8
+    versions = {"nvidia-nccl-cu13": "2.29.7"}
+    with on_machine(ScriptedMachine(gpus=gpus, packages=packages, versions=versions)):
         message = command.complaint(Bad(title, BARE, words, overrides))
     assert message.count("flash_attention_2") == (FLASH in overrides)
 
