@@ -38,6 +38,9 @@ STAGE_PROCESS = {
     "PYTHONFAULTHANDLER": "1",  # a crash in C code writes stacks to the log
     "PYTHONHASHSEED": "0",  # the same order of sets in all processes
     "PYTHONUNBUFFERED": "1",  # what a process prints before it is killed is in the log
+    # Each actor sees its own GPU only. Images for other programs let Ray show all of them.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
+    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "0",
     # Ray merges lines of several processes that differ in digits only, but not those of reward sources.
     "RAY_DEDUP_LOGS_ALLOW_REGEX": r" rlhf_core\.rewards",
     "TOKENIZERS_PARALLELISM": "false",

@@ -10,9 +10,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+from ray._private.accelerators.amd_gpu import AMDGPUAcceleratorManager
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import PlacementPlan, plan
@@ -131,4 +134,13 @@ def test_an_engine_gets_the_gpus_of_its_ranks_in_their_order(
     for gpu in ("3", "1"):
         monkeypatch.setenv(name, gpu)
         seen.append(ScriptedRank().visible_gpus())
-    assert use_gpus(seen) == {name: "3,1", f"RAY_EXPERIMENTAL_NOSET_{name}": "1"}
+    variables = use_gpus(seen)
+    assert variables == {name: "3,1", f"RAY_EXPERIMENTAL_NOSET_{name}": "1"}
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    managers = {
+        "CUDA_VISIBLE_DEVICES": NvidiaGPUAcceleratorManager,
+        "HIP_VISIBLE_DEVICES": AMDGPUAcceleratorManager,
+    }
+    managers[name].set_current_process_visible_accelerator_ids(["3"])  # the GPU of the engine's bundle
+    assert os.environ[name] == "3,1"

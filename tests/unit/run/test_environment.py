@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+
+import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
@@ -38,6 +41,18 @@ def test_memory_of_gpus_is_in_segments_that_grow() -> None:
     assert stage_environment(on_gpu, {})[name] == "expandable_segments:True"
     given = {name: "max_split_size_mb:512"}
     assert stage_environment(on_gpu, given)[name] == given[name]
+
+
+@pytest.mark.parametrize("kind", ["CUDA", "HIP"])
+def test_ray_shows_each_process_its_own_gpu_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images for other programs let it show all of them, and every rank would use the first one."""
+    module = importlib.import_module(f"ray._private.accelerators.{'nvidia' if kind == 'CUDA' else 'amd'}_gpu")
+    manager = getattr(module, f"{'Nvidia' if kind == 'CUDA' else 'AMD'}GPUAcceleratorManager")
+    name = f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES"
+    monkeypatch.setenv(name, stage_environment(PipelineConfig(), {name: "1"})[name])
+    monkeypatch.setenv(f"{kind}_VISIBLE_DEVICES", "0,1")
+    manager.set_current_process_visible_accelerator_ids(["1"])
+    assert os.environ[f"{kind}_VISIBLE_DEVICES"] == "1"
 
 
 def test_zero_threads_means_all_available_cores() -> None:
