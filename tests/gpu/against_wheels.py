@@ -14,6 +14,8 @@ The first two commands need a gigabyte of downloads and nine of disk. Parts, eac
     methods        the same for the methods of `LLM`, vLLM's engine and DeepSpeed's engine
     engine         vLLM makes its whole configuration for each kind of engine, with its CUDA platform and a
                    described device of 80 GB
+    rollouts       each token of a scripted model gets its log-probability and version from vLLM's scheduler
+                   and sampler for GPUs, in Triton's interpreter
     deepspeed      DeepSpeed accepts each kind of configuration, and knows all its fields
     tests          the unit tests of engines, weight sync and models pass with these packages
 
@@ -174,6 +176,17 @@ def _kinds_of_engines() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         yield {**common, "tensor_parallel": 2}, {"weight_transfer": "ipc", "sleep_level": level}
 
 
+def check_rollouts() -> Iterator[str]:
+    """Sample with vLLM's scheduler and sampler for GPUs (`tests.gpu.scripted_runner`)."""
+    from tests.gpu import scripted_runner
+
+    scripted_runner.prepare()
+    from tests.support.small_ppo import VOCABULARY, save_small_model
+
+    with tempfile.TemporaryDirectory() as folder, _described_device():
+        yield from scripted_runner.check_rollouts(save_small_model(Path(folder)), VOCABULARY)
+
+
 class _Configured(Exception):
     """vLLM has made its configuration, and nothing was started."""
 
@@ -265,6 +278,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "signatures": check_signatures,
     "methods": check_methods,
     "engine": check_engine,
+    "rollouts": check_rollouts,
     "deepspeed": check_deepspeed,
     "tests": check_tests,
 }
