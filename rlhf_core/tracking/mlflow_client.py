@@ -198,6 +198,10 @@ class Mlflow:
         """Create a run in state RUNNING."""
         return _state(self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags)))
 
+    def delete_run(self, run_id: str) -> None:
+        """Move a run to MLflow's trash."""
+        self._client.delete_run(run_id)
+
     def reopen(self, run_id: str) -> None:
         """Mark a run as RUNNING again."""
         self._client.update_run(run_id, status="RUNNING")
@@ -397,12 +401,14 @@ class Mlflow:
         """Create the registered model unless it exists."""
         from mlflow.exceptions import MlflowException
 
+        if self.model_tags(name) is not None:
+            return
         try:
-            self._client.get_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
             self._client.create_registered_model(name, description=description)
+        except MlflowException as error:
+            # Another process created it in between.
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
 
     def model_tags(self, name: str) -> dict[str, str] | None:
         """Return the tags of a registered model; None if it does not exist."""

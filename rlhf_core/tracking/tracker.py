@@ -289,7 +289,7 @@ class Tracking:
         text = {**tags, **identity}
         state = self.mlflow.find_run(identity)
         if state is None:
-            state = self.mlflow.create_run(name, text)
+            state = self._create_once(identity, name, text)
         else:
             self.mlflow.reopen(state.run_id)
             # Tags of the original run and later additions are kept.
@@ -306,6 +306,14 @@ class Tracking:
         }
         self.mlflow.log_params(state.run_id, missing)
         return state
+
+    def _create_once(self, identity: Mapping[str, str], name: str, tags: Mapping[str, str]) -> RunState:
+        """Create a run and return it, or the older one that another process has just created."""
+        created = self.mlflow.create_run(name, tags)
+        oldest = self.mlflow.find_run(identity) or created
+        if oldest.run_id != created.run_id:
+            self.mlflow.delete_run(created.run_id)
+        return oldest
 
     def _link(self, parent_id: str, stage: StageName, ref: ArtifactRef) -> None:
         if self.mlflow.find_run(_stage_identity(parent_id, ref.key)) is not None:
