@@ -1,8 +1,7 @@
 """A stage of the pipeline as a Prefect task. The work is done by `rlhf_core.run.stage_runner`.
 
 Prefect shows each attempt, asks the retry policy of the run, and gets a reused artifact as the state
-`Skipped`.
-Its own result cache is off: it cannot see whether an artifact still exists, and it stores pickles.
+`Skipped`. Its own result cache is off: it cannot see whether an artifact still exists, and it stores pickles.
 """
 
 from __future__ import annotations

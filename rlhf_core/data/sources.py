@@ -236,7 +236,8 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
             f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
         )
     files = {file: _stream_digest(_open(file, kind, store)) for file in _list_files(source.path, kind, store)}
-    # Names relative to the source, so that a copy elsewhere has the same digest.
+    # Names relative to the source, so that a copy elsewhere has the same digest. That of `./a`, `a//b` and
+    # file:// also depends on the path (`_relative`), which a change would turn into other keys.
     parts = [f"{_relative(file, source.path)}\x1f{digest}" for file, digest in files.items()]
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
@@ -458,9 +459,7 @@ def _read_files(
 
 @contextmanager
 def _unwritten(file: str, stream: IO[bytes]) -> Generator[None]:
-    """Raise DataError if the open file was modified in the meantime,
-    even if this caused another exception.
-    """
+    """Raise DataError if the open file was modified in the meantime, also after another exception."""
     descriptor = os.dup(stream.fileno())  # the parsers close the stream
     try:
         before = os.fstat(descriptor)
