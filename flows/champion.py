@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from prefect import flow, runtime
@@ -80,6 +81,7 @@ def publish_history(model: str, moves: list[champions.Move]) -> None:
     for move in reversed(moves):
         rows.append(
             {
+                "time (UTC)": f"{datetime.fromtimestamp(move.time, UTC):%Y-%m-%d %H:%M}",
                 "version": move.version or champions.NONE,
                 "action": champions.ACTION_NAMES[move.action],
                 "previous": move.previous or "",

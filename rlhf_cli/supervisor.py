@@ -70,13 +70,15 @@ so that they do not wait for the end of a pipeline.
 POLL_SECONDS = 2.0
 _HEARTBEAT_SECONDS = 30.0
 """The interval in which Prefect's worker sends a heartbeat."""
-_RETENTION = {
+_PREFECT_DEFAULTS = {
+    # In memory, as by default, a restart of the server would lose the leases of running flows. Prefect ends a
+    # flow that cannot renew its lease.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    # By default, all flow runs are kept: 52,000 a year if the data are looked at every ten minutes.
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(90 * 86_400),
 }
-"""Prefect deletes flow runs 90 days after their end, unless the environment sets another time. By default, it
-keeps all: 52,000 a year if the data are looked at every ten minutes.
-"""
+"""Settings of Prefect's server that the environment can change."""
 _MAX_START_RESTARTS = 3
 """A server that ends more often during the start cannot run here."""
 
@@ -128,7 +130,7 @@ class Supervisor:
 
     def _prefect(self, port: int) -> SupervisedProcess:
         # As `prefect server start` sets it, which is not used here. It lets Prefect free memory.
-        environment = {**_RETENTION, **self.environment, "PREFECT__SERVER_FINAL": "1"}
+        environment = {**_PREFECT_DEFAULTS, **self.environment, "PREFECT__SERVER_FINAL": "1"}
         database_url = external_database_url()
         if database_url is not None:
             # Set for this server only, because the address may contain a password.

@@ -154,8 +154,8 @@ def _caption_of_reward_against_kl(history: StepMetrics) -> str:
             " score still rises."
         )
     return (
-        "One point per PPO step: the score that PPO maximises, not the true reward, which this run does not"
-        " know. It rises under over-optimisation too, so this curve cannot show it."
+        "One point per PPO step: the score that PPO maximises. The true reward of these responses was not"
+        " computed. The score rises under over-optimisation too, so this curve cannot show it."
     )
 
 

@@ -43,6 +43,7 @@ _NAME_LENGTH, _DIGEST_LENGTH = 250, 12
 """Maximum length of a name, and length of the digest at the end of a name that would be longer."""
 _MODEL_NAME = re.compile(r"[/:.%\"']")
 """Characters that are not allowed in the name of a logged model."""
+_CAUSE = re.compile(r"\(Caused by (.+)\)")
 _VERSIONS = "mlflow.modelVersions"
 _DATASET_NAME, _DATASET_DIGEST = 500, 36
 """Maximum length of the name of a data set."""
@@ -518,7 +519,12 @@ def _status(error: BaseException) -> int:
 
 def short_reason(error: BaseException) -> str:
     """Return the reason of an error in one short line without credentials."""
-    text = printable(" ".join(scrubbed(str(error)).split()))[:160]
+    text = printable(" ".join(scrubbed(str(error)).split()))
+    text = text.partition(" [SQL: ")[0]
+    # The beginning of an error of urllib3 is an address.
+    if cause := _CAUSE.search(text):
+        text = cause[1]
+    text = text[:160]
     return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
 
 

@@ -7,6 +7,7 @@ On SQLite, and in the slow set on PostgreSQL.
 - progress, reports and links exist as artifacts; the form has types and descriptions; the schedule is off
 - the MLflow run has the id of the flow run, and no process is left after `rlhf down`
 - a change of the champion does not wait for the end of a pipeline; another pipeline does
+- a restart of Prefect's server does not end a running flow: its lease can still be renewed
 - a flow run that is cancelled in Prefect commits a checkpoint of its current step and is not started again
 """
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from json import JSONDecodeError
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,7 @@ def _cancel_running_flow(servers: Servers, home: Path, trace: Path) -> None:
 
     assert wait(lambda: len(steps()) > 1, 240), servers.run(name)
     _change_the_champion(servers)
+    _kill_the_server(servers, name)
     servers.cancel(name)
     assert wait(lambda: not flow_processes(Home.of(home)), 35), (
         "20 s for the stage, and some more for its flow"
@@ -123,6 +126,16 @@ def _change_the_champion(servers: Servers) -> None:
     assert run is not None and "no registered model 'no-such-model'" in run["state"]["message"]
     assert other is not None and other["state_type"] == "SCHEDULED"
     servers.ask(f"/flow_runs/{waiting}/set_state", {"state": {"type": "CANCELLED"}})
+
+
+def _kill_the_server(servers: Servers, name: str) -> None:
+    """While the flow run `name` runs. Its process renews the lease every 225 s."""
+    details = (servers.run(name) or {})["state"]["state_details"]
+    lease = details["deployment_concurrency_lease_id"]
+    os.kill(*servers.pids(["prefect"]), signal.SIGKILL)
+    assert wait(lambda: servers.run(name) is not None, 120)
+    with suppress(JSONDecodeError):  # its answer is empty; a lost lease is an HTTPError with status 410
+        servers.ask(f"/v2/concurrency_limits/leases/{lease}/renew", {"lease_duration": 300})
 
 
 def _of_sft(trace: Path):  # type: ignore[no-untyped-def]

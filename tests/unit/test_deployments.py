@@ -82,6 +82,14 @@ def test_compose_names_what_it_defines(compose: dict[str, Any]) -> None:
     assert set(compose["services"]) == {"postgres", "s3", "buckets", "mlflow", "prefect", "deploy", "worker"}
 
 
+def test_leases_of_flow_runs_outlive_the_container_of_prefect(compose: dict[str, Any]) -> None:
+    server = compose["services"]["prefect"]
+    storage = server["environment"]["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"]
+    assert storage == "prefect.server.concurrency.lease_storage.filesystem"
+    [volume] = server["volumes"]
+    assert server["environment"]["PREFECT_HOME"].startswith(f"{volume.partition(':')[2]}/")
+
+
 def test_compose_is_valid_by_the_specification(compose: dict[str, Any]) -> None:
     assert problems(compose, compose_schema()) == []
     wrong = {"services": {"s3": {"image": "a", "health_check": {}}}}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,9 @@ def test_flows_do_the_same_and_show_the_history(model: str, monkeypatch: pytest.
     assert [(row["version"], row["action"]) for row in table["table"]] == [
         ("1", "rolled back"), ("2", "promoted automatically"), ("1", "promoted automatically"),
     ]  # fmt: skip
+    times = [datetime.fromisoformat(f"{row['time (UTC)']}+00:00") for row in table["table"]]
+    assert times == sorted(times, reverse=True)
+    assert abs(datetime.now(UTC) - times[0]) < timedelta(minutes=10)
     form = json.dumps(champion.promote.parameters.model_dump())
     assert champion.promote.parameters.required == ["model", "version", "reason"]
     assert "Number of the version" in form

@@ -3,7 +3,7 @@
 - servers use other ports if theirs are taken during the start
 - a worker is healthy while it sends heartbeats
 - Prefect starts one pipeline at a time, and a change of the champion does not wait for its end
-- Prefect deletes old flow runs
+- Prefect deletes old flow runs, and stores the leases of those that run
 - external servers are used, and no local ones are started in their place
 - the reason of a failed start is in the state file, where `rlhf up` reads it
 """
@@ -121,6 +121,11 @@ def test_one_pipeline_runs_at_a_time_and_the_champion_can_be_changed_meanwhile(
 
 def test_queue_is_limited_once_the_server_responds(own: Supervisor) -> None:
     assert not own._limit_queue()
+
+
+def test_leases_of_flow_runs_are_stored(own: Supervisor) -> None:
+    storage = own.servers["prefect"].environment["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"]
+    assert storage == "prefect.server.concurrency.lease_storage.filesystem"
 
 
 def test_prefect_deletes_old_flow_runs(own: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -414,6 +414,7 @@ def test_caption_mentions_overoptimisation_only_with_a_gold_reward(
     document = (context.output / "report.html").read_text()
     assert ("Over-optimisation is where the true reward bends down" in document) == gold
     assert ("so this curve cannot show it" in document) != gold
+    assert "this run does not know" not in document, "the task has a true reward"
 
 
 def test_the_second_reward_model_judges(scripted: Any, context: StageContext, tmp_path: Path) -> None:
