@@ -12,7 +12,7 @@ from itertools import chain, count
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.pipeline import section_of
+from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, Finding, InputError, ModelError
@@ -340,37 +340,45 @@ def _solve(
 
 
 def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str, float]]:
-    """Yield (field, next value, price) of changes that may solve a problem.
+    """Return (field, next value, price) of changes that may solve a problem.
 
     Changes that cost some time are cheap. Moving work to other devices costs more, and changing the training
     most.
     """
-    trained = config.training_sections
-    if problem.stage in trained:
-        section, name = trained[problem.stage], section_of(problem.stage)
-        if problem.what == "devices":
-            yield f"{name}.deepspeed.ranks", str(max(1, section.deepspeed.ranks // 2)), 1.0
-            return
-        yield from _smaller_passes(
-            name, section.micro_batch_tokens, largest_pass(config, problem.stage).longest
-        )
-        yield from _trainer(f"{name}.deepspeed", section.deepspeed)
-        if section.lora is None:
-            yield f"{name}.lora", "{r: 16, alpha: 32}", 6.0
-        return
+    if problem.stage in config.training_sections:
+        return _moves_of_training(config, problem.stage, problem.what)
     if problem.stage in ("sample", "evaluate"):
-        ranks, engines = config.evaluate.ranks, config.evaluate.engines
-        if problem.what in ("devices", "memory"):
-            yield "evaluate.ranks", str(max(1, ranks // 2)), 1.0
-            yield "evaluate.engines", str(max(1, engines // 2)), 1.0
-            return
-        if problem.what in (JUDGE, "engine"):
-            yield from _larger_engine(config)
-            return
+        return _moves_of_evaluation(config, problem)
+    return _moves_of_ppo(config, problem)
+
+
+def _moves_of_training(
+    config: PipelineConfig, stage: TrainingStage, what: str
+) -> Iterator[tuple[str, str, float]]:
+    section, name = config.training_sections[stage], section_of(stage)
+    if what == "devices":
+        yield f"{name}.deepspeed.ranks", str(max(1, section.deepspeed.ranks // 2)), 1.0
+        return
+    yield from _smaller_passes(name, section.micro_batch_tokens, largest_pass(config, stage).longest)
+    yield from _trainer(f"{name}.deepspeed", section.deepspeed)
+    if section.lora is None:
+        yield f"{name}.lora", "{r: 16, alpha: 32}", 6.0
+
+
+def _moves_of_evaluation(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str, float]]:
+    ranks, engines = config.evaluate.ranks, config.evaluate.engines
+    if problem.what in ("devices", "memory"):
+        yield "evaluate.ranks", str(max(1, ranks // 2)), 1.0
+        yield "evaluate.engines", str(max(1, engines // 2)), 1.0
+    elif problem.what in (JUDGE, "engine"):
+        yield from _larger_engine(config)
+    else:
         yield "evaluate.ranks", str(2 * ranks), 0.5
         if config.ppo.policy_deepspeed.zero_stage < 3:
             yield "ppo.policy_deepspeed.zero_stage", "3", 1.0
-        return
+
+
+def _moves_of_ppo(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str, float]]:
     ppo, engine = config.ppo, config.ppo.engine
     if problem.what in ("devices", "memory"):
         yield "ppo.engine.count", str(max(1, engine.count - 1)), 1.0
