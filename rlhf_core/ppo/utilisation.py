@@ -89,8 +89,7 @@ class Utilisation:
         """Begin the next step now: what the engines sampled for an evaluation is not part of a step."""
         if self._last is not None:
             self._last = self._fleet.usage_by_group()
-            # Stores the values from which the next call counts.
-            self._idle_cores(None, None)
+            self._last_cores = self._core_times()
 
     def measure(self, steps: StepsSinceSync, sampled: Sequence[RolloutBatch]) -> Metrics:
         """Return the metrics of the steps that end now; {} if the counters are not known.
@@ -102,14 +101,18 @@ class Utilisation:
         seconds = steps.timings["timing/step"]
         usage = self._fleet.usage_by_group()
         before, self._last = self._last, usage
-        if usage is not None and before is not None and len(usage[ENGINES]) != len(before[ENGINES]):
-            # An engine was given up. Those after it have other positions now.
-            before = None
-        measured = self._idle_cores(usage, before)
+        cores = self._core_times()
+        cores_before, self._last_cores = self._last_cores, cores
         if usage is None or before is None:
             return {}
+        if len(usage[ENGINES]) != len(before[ENGINES]):
+            return {}  # an engine was given up, and those after it have other positions now
         work = {name: _differences(before[name], usage[name]) for name in usage}
         groups = [workers.group for workers in self._fleet.distinct_groups]
+        measured: Metrics = {}
+        if cores is not None and cores_before is not None:
+            used = _cpu_seconds(before, usage)
+            measured["idle/cores"] = idle_cores(cores_before, cores, used, len(self._cores), self._threads)
         moving = moving_seconds(work)
         if moving:
             measured["moving/share"] = moving / seconds
@@ -134,23 +137,9 @@ class Utilisation:
         }
         return metrics if self._link is None else metrics | {"sync/link_share": rate / self._link}
 
-    def _idle_cores(
-        self, usage: dict[str, list[Usage]] | None, before: dict[str, list[Usage]] | None
-    ) -> Metrics:
-        """Return the share of the cores that neither the processes of PPO nor others have used since the last
-        call.
-        """
-        if not self._cores:
-            return {}
-        now = CoreTimes.read(self._cores)
-        then, self._last_cores = self._last_cores, now
-        if usage is None or before is None or then is None:
-            return {}
-        used = 0.0
-        for name in usage:
-            for old, new in zip(before[name], usage[name], strict=True):
-                used += max(0.0, new.cpu_seconds - old.cpu_seconds)
-        return {"idle/cores": idle_cores(then, now, used, len(self._cores), self._threads)}
+    def _core_times(self) -> CoreTimes | None:
+        """Return the times of the cores up to now; None where they are not measured."""
+        return CoreTimes.read(self._cores) if self._cores else None
 
 
 @dataclass(frozen=True)
@@ -188,6 +177,15 @@ def idle_cores(before: CoreTimes, now: CoreTimes, used: float, cores: int, threa
     unused = 1 - (used + now.own - before.own) / (threads * seconds)
     # A busy machine leaves this run less than its cores; then they are not idle.
     return max(0.0, min(unused, (now.idle - before.idle) / (cores * seconds)))
+
+
+def _cpu_seconds(before: Mapping[str, Sequence[Usage]], after: Mapping[str, Sequence[Usage]]) -> float:
+    """Return the CPU time of all processes between two readings. A process that was replaced adds none."""
+    used = 0.0
+    for name in after:
+        for old, new in zip(before[name], after[name], strict=True):
+            used += max(0.0, new.cpu_seconds - old.cpu_seconds)
+    return used
 
 
 def idle_shares(work: Mapping[str, Sequence[Counters]], groups: Sequence[Group], seconds: float) -> Metrics:
