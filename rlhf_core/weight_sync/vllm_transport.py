@@ -277,6 +277,10 @@ class _Versioned:
         self._version = version
         self._error = None
 
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        assert self._client is not None
+        self._client.init_weight_transfer_engine(init_info)
+
     def start_weight_update(self) -> None:
         assert self._client is not None
         self._call(self._client.start_weight_update)
@@ -306,7 +310,3 @@ class _Versioned:
                 heartbeat(f"broadcast weights after an engine failed: {error}", _FAILED_SECONDS)
                 raise
             self._error = error
-
-    def __getattr__(self, name: str) -> Any:
-        # `init_weight_transfer_engine`, which vLLM calls before the first update.
-        return getattr(self._client, name)
