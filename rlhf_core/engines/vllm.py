@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,15 +148,9 @@ class Engine:
         """
         if self._kept:
             # `LLM.generate` would return the responses to the kept requests too.
-            left = list(zip(prompts, seeds, strict=True))
-
-            def take(most: int) -> Sequence[tuple[PromptExample, int]]:
-                taken = left[:most]
-                del left[:most]
-                return taken
-
+            left = zip(prompts, seeds, strict=True)
             groups = self.generate_from(
-                take,
+                lambda most: list(islice(left, most)),
                 n=n,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
