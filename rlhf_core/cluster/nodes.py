@@ -127,7 +127,7 @@ class ClusterNodes:
         self._chunk_bytes = chunk_bytes
         self._hosts: list[Host] = []
         self._ranks: dict[str, dict[str, set[int]]] = {}
-        """See `join`, with the ranks of nodes that share their files at one of them."""
+        """The ranks of each node, as in `join`. Nodes that share their files count as one of them."""
         self._files_of: dict[str, str] = {}
         """Id of the node whose files each other node has."""
         self._own_id = ""

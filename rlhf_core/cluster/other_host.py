@@ -17,7 +17,7 @@ from rlhf_core.system.heartbeat import Participant
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-"""Longest wait for calls that have ended, or may have."""
+"""Longest wait for the results of calls that may have ended."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,7 +43,7 @@ class Host:
     inputs: list[Path] = field(default_factory=list)
     """Folders of the stage's inputs there, which it has verified, in the order of the inputs."""
     participants: list[Participant] = field(default_factory=list)
-    """Participants as of now: their seconds go on after the report."""
+    """Participants of the last report. Their seconds are counted on from there."""
     silent: float = 0.0
     """Seconds since the last report."""
     asked: float = math.inf
@@ -90,7 +90,7 @@ class Host:
             participant.seconds += seconds
 
     def lose(self) -> None:
-        """Take the host for lost, and with it its participants. It stays so."""
+        """Mark the host and its participants as lost. This is final."""
         self.lost = True
         for participant in self.participants:
             participant.state = "lost"

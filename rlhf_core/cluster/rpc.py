@@ -33,7 +33,7 @@ from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
 
 POLL_SECONDS = 1.0
 FEW = 16
-"""Results that are taken as they arrive."""
+"""Up to this number of results, each is fetched as soon as it arrives. More are fetched together."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

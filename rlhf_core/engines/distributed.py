@@ -24,9 +24,9 @@ from rlhf_core.system.machine import machine
 log = logging.getLogger(__name__)
 
 _COLLECTIVE_EXTRA_SECONDS = {"cpu": 3.0, "cuda": 60.0}
-"""Seconds that a collective may take beyond the timeout of a rank, so that `rlhf_core.system.heartbeat` sees
-the stalled rank first. A collective of gloo that times out raises an error. NCCL's watchdog ends the process,
-so the stage must have ended before.
+"""Seconds that a collective may take beyond the timeout of a rank, so that `rlhf_core.system.heartbeat` finds
+the stalled rank first. A gloo collective that times out raises an error. With NCCL the watchdog ends the
+process, so the limit is longer: the stage must have ended by then.
 """
 _POLL_SECONDS = 0.2
 

@@ -1,10 +1,11 @@
 """Scaled-dot-product attention for packed rows: each sequence attends to itself alone, at the cost of its own
 length.
 
-Hugging Face models can keep packed sequences apart with a block-diagonal mask, but pay for the whole row
-squared. Here the row is cut at the sequences' borders (`cu_seq_lens_q`, as flash attention names them),
-neighbours of one length in one call; without borders it is plain causal attention. On a GPU with 16-bit
-numbers, torch's kernel for sequences of different lengths computes the whole row in one call.
+Hugging Face models can keep packed sequences apart with a block-diagonal mask, but the cost is then the
+square of the length of the whole row. Here the row is cut at the borders of the sequences (`cu_seq_lens_q`,
+as flash attention names them), and neighbours of the same length share a call. Without borders it is plain
+causal attention. On a GPU with 16-bit numbers, torch's kernel for sequences of different lengths computes the
+whole row in one call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Assignment of sequences to micro-batches and ranks, from their lengths alone.
 
 Every rank gets the same number of micro-batches, because collectives inside a forward pass (ZeRO-3) and at
-its end need equal counts; those that run at the same time, and the sums over each rank, cost nearly the same.
+its end need equal counts. Micro-batches that run at the same time have nearly the same cost, and so have the
+ranks in total.
 """
 
 from __future__ import annotations

@@ -52,12 +52,12 @@ class TokenOutputs(NamedTuple):
 class Policy(nn.Module):
     """Wraps a causal LM so that one `forward`, through DeepSpeed's hooks too, gives log-probabilities.
 
-    The language-model head runs on the selected positions only: prompts and padding cost no logits. Nor do
-    many positions cost many logits: see `head_chunk`.
+    The language-model head runs on the selected positions only, so prompts and padding cost no logits. The
+    logits of many positions are computed in parts of at most `head_chunk`.
 
     Args:
         lm: The causal LM.
-        head_chunk: Logits that are made at once, at most; but those of one token are.
+        head_chunk: Largest number of logits that are computed at once. Those of one token always are.
     """
 
     lora: LoraConfig | None = None

@@ -126,8 +126,9 @@ class PPOController:
             self._kl = AdaptiveKL(ppo.kl.coef, ppo.kl.target, ppo.kl_horizon)
         self._metrics_file = context.output / "metrics.jsonl"
         self._timings: Metrics = {}
-        """Metrics of the current step that were measured with clocks. They are logged, but are not part of
-        the artifact, whose digest must not depend on the speed of the machine.
+        """Metrics of the current step that are logged, but are not part of the artifact. They depend on the
+        speed of the machine, or on settings that are not part of the stage's key. The digest of the artifact
+        must not.
         """
         self._scores: dict[int, float] = {}
         """Scores of the checkpoints by step. The score of a checkpoint is known after its policy has sampled

@@ -4,9 +4,9 @@
     engines      asleep      weights   ->   weights + KV cache   ->   asleep
     trainers     awake       awake          states in host memory     awake
 
-Weights are sent before the KV cache is allocated, and checkpoints are written between the two: the trainers
-are complete then. One that needs memory gets it after the other has given it back. With level 0 nothing
-happens.
+Weights are sent before the KV cache is allocated, and checkpoints are written between the two, while the
+trainers hold all of their states. Memory is always given back by one side before the other side allocates it.
+With level 0 nothing happens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_core.ppo.worker import ModelWorker
 
 
 class DeviceTurns:
-    """Whose turn the devices are.
+    """Moves the memory of the devices between engines and trainers.
 
     Args:
         level: `ppo.engine.sleep_level`.

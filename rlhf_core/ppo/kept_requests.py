@@ -22,7 +22,9 @@ from rlhf_core.ppo.prompt_queue import Given
 from rlhf_core.types import PromptExample, Rollout
 
 ASK_SECONDS = 0.05
-"""Time between questions to the queue. A pause begins this late, at most, and a decoding step."""
+"""Time between questions to the queue. An engine pauses at most this long, and one decoding step, after the
+queue was paused.
+"""
 
 
 @dataclass

@@ -84,8 +84,9 @@ class Placement:
 
 
 def start_helper(kind: type[A], participant: ParticipantSpec, node: str | None = None) -> RemoteActor[A]:
-    """Start an actor that needs no core of its own, on a node by its id; None: the driver's. Ray would give
-    actors without resources to any node of the cluster.
+    """Start an actor that needs no core of its own on the node with this id. None is the driver's node.
+
+    Without a node, Ray would start an actor that needs no resources on any node of the cluster.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

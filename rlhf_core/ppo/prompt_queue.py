@@ -3,9 +3,9 @@
     driver --open--> PromptQueue <--take-- engine 0
                                  <--take-- engine 1
 
-Every engine has all prompts of a batch, in the same order. The queue assigns them. An engine asks
-for as many as it has room for, and gets at most its share of the whole batch at once, so that batches for
-which all engines have room are divided equally.
+Every engine has all prompts of a batch, in the same order, and the queue assigns them. An engine asks for as
+many as it has room for. It gets at most an equal share of the batch at once, so that all engines sample the
+same number of prompts if each has room for its share.
 """
 
 from __future__ import annotations

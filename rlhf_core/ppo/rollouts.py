@@ -6,8 +6,8 @@
                  +-----------------------------------+
 
 Consumes the prompts of the data artifact; produces a `RolloutBatch`, which always has the same size. Waits
-for all engines, and with filtering for the reward workers. The engines work between `start` and `finish`, in
-which the controller can do something else.
+for all engines, and with filtering for the reward workers. Between `start` and `finish` the engines sample,
+and the controller can do something else.
 
 The tokens stay in chunks (`ppo.columns`), to which the batch has references. They are fetched one chunk at a
 time, and only for held-out evaluations, tables of samples and the cache of rollouts.

@@ -92,7 +92,7 @@ class StepChecks:
         return not bad
 
     def verify(self, metrics: dict[str, float], step: int) -> None:
-        """Warn, or raise an error before a failed policy or engines with other weights cause further damage.
+        """Warn of a failing policy and of engines with other weights, or raise an error before they train.
 
         Adds `rollout/logprob_gap_alarm` and `guards/*` to `metrics`. Raises WeightSyncError or GateFailed.
         """

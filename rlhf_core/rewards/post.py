@@ -35,7 +35,7 @@ MAX_ANSWER_BYTES = 4 << 20
 _REFUSED = {400, 413, 422}
 _TEMPORARY = {408, 409, 425, 429}
 _LONGEST_PAUSE = 120.0
-"""Seconds of the header Retry-After that are waited at most."""
+"""Longest pause, in seconds, that the header Retry-After can request."""
 
 
 Resolve = Callable[..., Sequence[tuple[Any, ...]]]

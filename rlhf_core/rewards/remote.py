@@ -172,8 +172,9 @@ class ReplicaPool:
 class RemoteService:
     """Callable `Sequence[RewardInput] -> Outcome`, for one thread. Call `close` at the end.
 
-    The time of a batch is limited: each request has `1 + retries` attempts, each of which waits at most
-    `timeout` + `breaker_seconds` for a replica, and `timeout` for its answer.
+    The time of a batch is limited. Each request has `1 + retries` attempts. An attempt waits while the
+    replicas are busy with other requests, at most `timeout` + `breaker_seconds` if the breakers of all are
+    open, and at most `timeout` for its answer.
     """
 
     def __init__(self, source: RemoteReward) -> None:

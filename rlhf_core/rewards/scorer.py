@@ -23,7 +23,10 @@ class ItemError(ValueError):
 
 
 class Scorer:
-    """`encode` and `scores` may run in two threads, each of them in one at a time."""
+    """A reward model with its tokenizer.
+
+    One thread can call `encode` while another one calls `scores`. Neither may run in two threads at once.
+    """
 
     def __init__(
         self,

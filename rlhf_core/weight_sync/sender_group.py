@@ -30,7 +30,7 @@ class SenderGroup:
     Args:
         store: TCPStore at rank 0; None for a single sender.
         index: Index of this sender.
-        senders: What each of them is called in messages.
+        senders: Name of each sender, for messages.
         timeout: Time limit in seconds for the checksums of the others: `run.timeouts.sync`.
     """
 

@@ -43,7 +43,7 @@ class TransportConfig:
 
     @property
     def sender_names(self) -> list[str]:
-        """What each sender is called in messages."""
+        """Name of each sender, for messages."""
         return [f"policy rank {rank} on {host}" for rank, (host, _port) in self.senders.items()]
 
     @property
