@@ -151,37 +151,44 @@ def largest_pass(
 
 
 def trained_model(
-    config: PipelineConfig, shape: ModelShape, stage: TrainingStage, deepspeed: DeepSpeedConfig
+    config: PipelineConfig,
+    shape: ModelShape,
+    stage: TrainingStage,
+    deepspeed: DeepSpeedConfig,
+    kind: str = "cuda",
 ) -> Model:
-    """Return the model that a stage trains, with this sharding."""
-    scores, lora = stage in ("reward", "judge"), config.training_sections[stage].lora
-    return Model(shape_of_stage(config, stage, shape), deepspeed, scores=scores, lora=lora)
+    """Return the model that a stage trains.
+
+    Args:
+        config: Configuration of the pipeline.
+        shape: Shape of the policy.
+        stage: The stage.
+        deepspeed: How the model is sharded.
+        kind: "cuda" or "cpu".
+    """
+    return Model(
+        shape_of_stage(config, stage, shape),
+        deepspeed,
+        scores=stage in ("reward", "judge"),
+        lora=config.training_sections[stage].lora,
+        device=kind,
+        head=config.model.head_dtype,
+    )
 
 
 def stage_loads(
     config: PipelineConfig, shape: ModelShape, stage: TrainingStage, kind: str
 ) -> Iterator[DeviceLoad]:
     """Yield the memory of each rank in each phase of a stage that trains one model."""
-    section = config.training_sections[stage]
-    if stage in ("reward", "judge"):
-        what = "reward model"
-        shape = shape_of_stage(config, stage, shape)
-        model = Model(shape, section.deepspeed, scores=True, lora=section.lora, device=kind)
-    else:
-        what = "policy"
-        model = Model(shape, section.deepspeed, lora=section.lora, device=kind, head=config.model.head_dtype)
-    yield from _training(stage, what, model, largest_pass(config, stage), kind)
-
-
-def _training(
-    stage: StageName, what: str, model: Model, batch: ForwardPass, kind: str
-) -> Iterator[DeviceLoad]:
-    ranks, host = model.deepspeed.ranks, model.host
-    yield DeviceLoad(stage, what, "load", ranks, model.loading, device=kind, host=host)
-    yield DeviceLoad(
-        stage, what, "backward", ranks, model.state + model.backward(batch), device=kind, host=host
-    )
-    yield DeviceLoad(stage, what, "step", ranks, model.state + model.step, device=kind, host=host)
+    model = trained_model(config, shape, stage, config.training_sections[stage].deepspeed, kind)
+    what = "reward model" if model.scores else "policy"
+    phases = {
+        "load": model.loading,
+        "backward": model.state + model.backward(largest_pass(config, stage)),
+        "step": model.state + model.step,
+    }
+    for phase, load in phases.items():
+        yield DeviceLoad(stage, what, phase, model.deepspeed.ranks, load, device=kind, host=model.host)
 
 
 def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -> Iterator[DeviceLoad]:

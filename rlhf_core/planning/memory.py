@@ -167,15 +167,12 @@ class Model:
             weights += self._weights / self.deepspeed.hpz
         if self.weights_offloaded:
             weights = 0.0
-        average = 0.0
-        if self.average:
-            average = 4 * self._model_parameters / (n if self.stage == 3 else 1)
         # ZeRO-3 allocates gradients and bucket once, at its start. For other stages, `backward` counts them.
         return Bytes(
             weights=weights,
             gradients=self.gradients if self.stage == 3 else 0.0,
             optimizer=0.0 if self.offloaded else self._optimizer,
-            buffers=average + (self._bucket if self.stage == 3 else 0.0),
+            buffers=self._average + (self._bucket if self.stage == 3 else 0.0),
         )
 
     @property
@@ -184,10 +181,16 @@ class Model:
         state = self.state
         if not self.trained or self.offloaded or not self.stage:
             return state
-        average = state.buffers - (self._bucket if self.stage == 3 else 0.0)
         # ZeRO-3 keeps the float32 weights, 4 of 12 bytes.
         optimizer = state.optimizer / 3 if self.stage == 3 else 0.0
-        return Bytes(weights=state.weights, optimizer=optimizer, buffers=average)
+        return Bytes(weights=state.weights, optimizer=optimizer, buffers=self._average)
+
+    @property
+    def _average(self) -> float:
+        """Bytes of the float32 moving average of the weights; 0 if none is kept."""
+        if not self.average:
+            return 0.0
+        return 4 * self._model_parameters / (self.deepspeed.ranks if self.stage == 3 else 1)
 
     @property
     def _optimizer(self) -> float:
