@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from rlhf_core.config.engine import EngineConfig, engine_rank
 from rlhf_core.engines.sampled_logprobs import take_logprobs
@@ -28,6 +28,23 @@ _MAX_EAGER_VOCABULARY = 8192
 torch compiles. Counting is slower, but compiling takes seconds at each start of an engine.
 """
 _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
+
+
+class SamplingOptions(TypedDict):
+    """What all requests of a call have in common.
+
+    Only the temperature changes the distribution: with top-p or top-k, the log-probabilities of PPO would be
+    wrong.
+    """
+
+    n: int
+    """Responses to each prompt. They are one request with one seed, to which vLLM adds the index of the
+    sample.
+    """
+    max_new_tokens: int
+    """Length limit of a response."""
+    temperature: float
+    """Temperature of the softmax."""
 
 
 class Engine:
@@ -123,44 +140,33 @@ class Engine:
         self,
         prompts: Sequence[PromptExample],
         *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
         seeds: Sequence[int],
         policy_version: int,
         adapter: int | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[Rollout]:
-        """Sample `n` responses to each prompt, in the order of prompts, then of samples.
-
-        A prompt is one request with one seed. vLLM adds the index of the sample to it.
-
-        Only the temperature changes the distribution: with top-p or top-k, the log-probabilities of PPO would
-        be wrong.
+        """Sample responses to each prompt, in the order of prompts, then of samples.
 
         Args:
             prompts: All are sampled at the same time.
-            n: The samples of a prompt are one request with one seed.
-            max_new_tokens: Length limit.
-            temperature: Temperature of the softmax.
             seeds: One per prompt.
             policy_version: Is stored in the rollouts.
             adapter: The number with which `SyncExtension.load_adapter` loaded the adapter.
+            options: See `SamplingOptions`.
         """
         if self._kept:
             # `LLM.generate` would return the responses to the kept requests too.
             left = zip(prompts, seeds, strict=True)
             groups = self.generate_from(
                 lambda most: list(islice(left, most)),
-                n=n,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
                 policy_version=policy_version,
                 adapter=adapter,
+                **options,
             )
             return [rollout for group in groups for rollout in group]
         outputs = self.llm.generate(
             [_tokens(prompt) for prompt in prompts],
-            [self._parameters(n, max_new_tokens, temperature, seed) for seed in seeds],
+            [self._parameters(seed, options) for seed in seeds],
             use_tqdm=False,
             lora_request=_adapter(adapter),
         )
@@ -174,23 +180,19 @@ class Engine:
         self,
         take: Callable[[int], Sequence[tuple[PromptExample, int]]],
         *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
         policy_version: int,
         adapter: int | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[list[Rollout]]:
-        """Sample `n` responses to each prompt that `take` returns, in the order in which they were taken.
+        """Sample responses to each prompt that `take` returns, in the order in which they were taken.
 
         New prompts are taken while others are sampled.
 
         Args:
             take: `take(most)` returns at most `most` prompts with their seeds; none if there are no more.
-            n: As for `generate`.
-            max_new_tokens: As for `generate`.
-            temperature: As for `generate`.
             policy_version: As for `generate`.
             adapter: As for `generate`.
+            options: See `SamplingOptions`.
         """
         prompts: list[PromptExample] = []
         index: dict[str, int] = {}
@@ -198,12 +200,12 @@ class Engine:
         more = True
         while more or len(sampled) < len(prompts):
             running = len(prompts) - len(sampled)
-            room = self._max_num_seqs // n - running
+            room = self._max_num_seqs // options["n"] - running
             if more and (room > 0 or running == 0):
                 # One prompt at a time if its samples alone are more than `max_num_seqs`.
                 taken = take(max(1, room))
                 more = len(taken) > 0
-                names = self._enqueue(taken, n, max_new_tokens, temperature, adapter)
+                names = self._enqueue(taken, adapter, options)
                 for name, (prompt, _) in zip(names, taken, strict=True):
                     index[name] = len(prompts)
                     prompts.append(prompt)
@@ -216,17 +218,12 @@ class Engine:
         return [sampled[i] for i in range(len(prompts))]
 
     def _enqueue(
-        self,
-        prompts: Sequence[tuple[PromptExample, int]],
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
-        adapter: int | None,
+        self, prompts: Sequence[tuple[PromptExample, int]], adapter: int | None, options: SamplingOptions
     ) -> list[str]:
         """Add a request for each prompt with its seed, and return their names."""
         numbers = self.llm.enqueue(
             [_tokens(prompt) for prompt, _ in prompts],
-            [self._parameters(n, max_new_tokens, temperature, seed) for _, seed in prompts],
+            [self._parameters(seed, options) for _, seed in prompts],
             use_tqdm=False,
             lora_request=_adapter(adapter),
         )
@@ -255,18 +252,13 @@ class Engine:
         return len(self._kept)
 
     def begin(
-        self,
-        prompts: Sequence[tuple[PromptExample, int]],
-        *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
+        self, prompts: Sequence[tuple[PromptExample, int]], **options: Unpack[SamplingOptions]
     ) -> list[str]:
-        """Begin to sample `n` responses to each prompt with its seed, and return a name for each prompt.
+        """Begin to sample responses to each prompt with its seed, and return a name for each prompt.
 
         The requests stay alive during weight updates.
         """
-        names = self._enqueue(prompts, n, max_new_tokens, temperature, None)
+        names = self._enqueue(prompts, None, options)
         self._kept.update(zip(names, (prompt for prompt, _ in prompts), strict=True))
         return names
 
@@ -294,14 +286,14 @@ class Engine:
         """Sample again after a weight update."""
         self.llm.wake_up(tags=["scheduling"])
 
-    def _parameters(self, n: int, max_new_tokens: int, temperature: float, seed: int) -> Any:
+    def _parameters(self, seed: int, options: SamplingOptions) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
-            n=n,
-            temperature=temperature,
+            n=options["n"],
+            temperature=options["temperature"],
             seed=seed & 0x7FFFFFFF,
-            max_tokens=max_new_tokens,
+            max_tokens=options["max_new_tokens"],
             # Of the sampled token alone.
             logprobs=0,
             flat_logprobs=True,

@@ -7,10 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
 
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
 from rlhf_core.config import PipelineConfig
+from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.columns import RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.ppo.kept_requests import KeptRequests
@@ -86,19 +87,15 @@ class EngineActor(Actor):
         self,
         chunks: Sequence[Sequence[PromptExample]],
         *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
         seeds: Sequence[int],
+        **options: Unpack[SamplingOptions],
     ) -> tuple[RolloutHeader, *tuple[RolloutColumns, ...]]:
-        """Sample `n` responses to each prompt with the weights of the last sync.
+        """Sample responses to each prompt with the weights of the last sync.
 
         Args:
             chunks: Prompts. All are sampled at the same time.
-            n: Responses to each prompt.
-            max_new_tokens: Length limit.
-            temperature: Temperature of the softmax.
             seeds: One for each prompt of all chunks.
+            options: See `SamplingOptions`.
 
         Returns:
             A `RolloutHeader` of all responses, and `RolloutColumns` for each chunk.
@@ -106,15 +103,13 @@ class EngineActor(Actor):
         failpoint("engine.generate")
         rollouts = self._engine.generate(
             [prompt for chunk in chunks for prompt in chunk],
-            n=n,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
             seeds=seeds,
             policy_version=self._version,
-            adapter=None if self._adapter_config is None else self._version + 1,
+            adapter=self._adapter,
+            **options,
         )
         self.counters["decode_steps"] = self._engine.steps
-        return header_of(rollouts), *_columns(rollouts, [len(chunk) for chunk in chunks], n)
+        return header_of(rollouts), *_columns(rollouts, [len(chunk) for chunk in chunks], options["n"])
 
     @rpc()
     def sample_from(
@@ -124,22 +119,18 @@ class EngineActor(Actor):
         parts: int,
         prompts: Sequence[PromptExample],
         *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
         seeds: Sequence[int],
+        **options: Unpack[SamplingOptions],
     ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
-        """Sample `n` responses to each prompt that this engine takes from a queue.
+        """Sample responses to each prompt that this engine takes from a queue.
 
         Args:
             queue: Gives indices of `prompts`.
             batch: Number of the batch in the queue.
             parts: Number of chunks.
             prompts: All prompts of the batch.
-            n: Responses to each prompt.
-            max_new_tokens: Length limit.
-            temperature: Temperature of the softmax.
             seeds: One for each prompt.
+            options: See `SamplingOptions`.
 
         Returns:
             The indices of the prompts of each chunk with a `RolloutHeader` of all responses, and
@@ -155,14 +146,17 @@ class EngineActor(Actor):
 
         groups = self._engine.generate_from(
             take,
-            n=n,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
             policy_version=self._version,
-            adapter=None if self._adapter_config is None else self._version + 1,
+            adapter=self._adapter,
+            **options,
         )
         self.counters["decode_steps"] = self._engine.steps
-        return _in_parts(taken, groups, parts, n)
+        return _in_parts(taken, groups, parts, options["n"])
+
+    @property
+    def _adapter(self) -> int | None:
+        """Number of the adapter that the requests use; None without one."""
+        return None if self._adapter_config is None else _adapter_number(self._version)
 
     @rpc()
     def open_batch(
@@ -178,10 +172,7 @@ class EngineActor(Actor):
         queue: RemoteActor[PromptQueue],
         batch: int,
         parts: int,
-        *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
+        **options: Unpack[SamplingOptions],
     ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
         """Sample the prompts of a batch that this engine takes from a queue, until they are finished or the
         queue is paused (`rlhf_core.ppo.kept_requests`).
@@ -190,9 +181,7 @@ class EngineActor(Actor):
             queue: Gives numbers of the prompts of all batches that are open.
             batch: Number of the batch.
             parts: Number of chunks.
-            n: Responses to each prompt.
-            max_new_tokens: Length limit.
-            temperature: Temperature of the softmax.
+            options: See `SamplingOptions`.
 
         Returns:
             As `sample_from`, of the prompts of this batch that are finished and were not returned before.
@@ -202,12 +191,10 @@ class EngineActor(Actor):
         finished = self._kept.sample(
             batch,
             lambda most: self._ask(queue.call(PromptQueue.give, self._index, most)),
-            n=n,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            **options,
         )
         self.counters["decode_steps"] = self._engine.steps
-        return _in_parts(list(finished), list(finished.values()), parts, n)
+        return _in_parts(list(finished), list(finished.values()), parts, options["n"])
 
     def _ask(self, call: Pending[R]) -> R:
         """Return the answer of the queue."""
@@ -280,8 +267,8 @@ class EngineActor(Actor):
             return
         # This removes all adapters from the engine, so the version must be set after the new one is loaded.
         llm.finish_weight_update()
-        # vLLM numbers adapters from 1, policy versions start at 0.
-        llm.collective_rpc("load_adapter", args=(int(str(weight_version)) + 1, self._adapter_config))
+        number = _adapter_number(int(str(weight_version)))
+        llm.collective_rpc("load_adapter", args=(number, self._adapter_config))
         llm.update_weight_version(weight_version)
 
     @rpc()
@@ -294,6 +281,11 @@ class EngineActor(Actor):
         """Return the version and the checksums of what arrived."""
         self._version = int(self._engine.llm.get_weight_version())
         return Acknowledgement(self._index, self._version, self._engine.received_checksums())
+
+
+def _adapter_number(version: int) -> int:
+    """Return vLLM's number of the adapter of a policy version. Numbers begin at 1, and versions at 0."""
+    return version + 1
 
 
 def _columns(rollouts: Sequence[Rollout], prompts: Sequence[int], n: int) -> list[RolloutColumns]:

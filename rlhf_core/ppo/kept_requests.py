@@ -16,8 +16,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
-from rlhf_core.engines.vllm import Engine
+from rlhf_core.engines.vllm import Engine, SamplingOptions
 from rlhf_core.ppo.prompt_queue import Given
 from rlhf_core.types import PromptExample, Rollout
 
@@ -70,7 +71,7 @@ class KeptRequests:
         self._open[batch] = OpenBatch(prompts, seeds)
 
     def sample(
-        self, batch: int, give: Callable[[int], Given], *, n: int, max_new_tokens: int, temperature: float
+        self, batch: int, give: Callable[[int], Given], **options: Unpack[SamplingOptions]
     ) -> dict[int, list[Rollout]]:
         """Sample until all prompts of a batch are taken and those of this engine are finished, or until a
         pause. Return the responses by number of the prompt that were not returned before.
@@ -78,38 +79,31 @@ class KeptRequests:
         Args:
             batch: Number of the batch.
             give: `give(most)` asks the queue for at most `most` prompts.
-            n: Responses to each prompt.
-            max_new_tokens: Length limit.
-            temperature: Temperature of the softmax.
+            options: See `SamplingOptions`.
         """
         ask_at, left = -math.inf, True
         while True:
             alive = self._engine.kept
             # One prompt at a time if its samples alone are more than the engine decodes at once.
-            room = max(self._most // n - alive, 0 if alive else 1)
+            room = max(self._most // options["n"] - alive, 0 if alive else 1)
             if (left and room) or self._clock() >= ask_at:
                 given = give(room)
                 ask_at, left = self._clock() + self._ask_seconds, bool(given.left)
                 if given.paused:
                     break
-                self._begin(given.numbers, n=n, max_new_tokens=max_new_tokens, temperature=temperature)
+                self._begin(given.numbers, options)
             if not self._open[batch].running and batch not in given.left:
                 break
             self._collect()
         finished, self._open[batch].finished = self._open[batch].finished, {}
         return finished
 
-    def _begin(
-        self, numbers: Sequence[tuple[int, int]], *, n: int, max_new_tokens: int, temperature: float
-    ) -> None:
+    def _begin(self, numbers: Sequence[tuple[int, int]], options: SamplingOptions) -> None:
         if not numbers:
             return
         taken = [(self._open[batch], number) for batch, number in numbers]
         names = self._engine.begin(
-            [(batch.prompts[number], batch.seeds[number]) for batch, number in taken],
-            n=n,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            [(batch.prompts[number], batch.seeds[number]) for batch, number in taken], **options
         )
         for name, place, (batch, number) in zip(names, numbers, taken, strict=True):
             self._requests[name] = place

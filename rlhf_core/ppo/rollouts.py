@@ -20,12 +20,13 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypedDict, TypeVar, overload
+from typing import Protocol, TypeVar, overload
 
 import numpy as np
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import FloatArray, Places, RolloutColumns, RolloutHeader
@@ -109,14 +110,6 @@ def cut(share: Sequence[int], samples: int, rows: int) -> list[Chunk]:
 
 
 # -- sampling --
-
-
-class SamplingOptions(TypedDict):
-    """Arguments of every request."""
-
-    n: int
-    max_new_tokens: int
-    temperature: float
 
 
 @dataclass
