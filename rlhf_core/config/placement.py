@@ -13,6 +13,8 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig
 
 Role = Literal["policy", "reference", "critic", "reward", "judge"]
+TRAINED: tuple[Role, ...] = ("policy", "critic")
+"""Roles whose models are trained. Those of the others are frozen."""
 
 _LABELS: dict[Role, str] = {
     "policy": "policy",
@@ -40,6 +42,11 @@ class Group:
     def label(self) -> str:
         """The roles in words: `critic + reward model`."""
         return " + ".join(_LABELS[role] for role in self.roles)
+
+    @property
+    def trains(self) -> bool:
+        """Whether one of its models is trained."""
+        return any(role in TRAINED for role in self.roles)
 
     def deepspeed(self, role: Role, ppo: PPOConfig) -> DeepSpeedConfig:
         """Return how the model of `role` is distributed over the ranks of this group."""

@@ -10,6 +10,7 @@ from typing import Literal
 from rlhf_core.config.consistency import deepspeed_sections
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import PipelineConfig, section_of
+from rlhf_core.config.placement import TRAINED
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.models.folder import ModelFolder
@@ -274,7 +275,7 @@ def _checkpoint_bytes(config: PipelineConfig) -> Iterator[int]:
         return
     for group in plan_placement(config.ppo).groups:
         for role in group.roles:
-            if role not in ("policy", "critic"):
+            if role not in TRAINED:
                 continue
             if config.ppo.lora is not None:
                 yield 0

@@ -21,7 +21,7 @@ from typing import Literal
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base_models import base_of
 from rlhf_core.config.pipeline import TrainingStage
-from rlhf_core.config.placement import Group
+from rlhf_core.config.placement import TRAINED, Group
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ModelError
@@ -322,7 +322,7 @@ def ppo_models(
     """
     ppo, models = config.ppo, dict[str, Model]()
     for role in group.roles:
-        trained, scores = role in ("policy", "critic"), role in ("critic", "reward")
+        trained, scores = role in TRAINED, role in ("critic", "reward")
         if group.adapted_from(role, ppo) is not None:
             continue
         average = role == "policy" and ppo.ema_decay is not None

@@ -445,10 +445,10 @@ class _PPOSearch:
             # Where memory is left, saving it only costs time, unless an engine can use it.
             if not shared and any(_saves_more(sharding, option.sharding) for option in options):
                 continue
-            if not {"policy", "critic"} & set(roles) and not _plain(sharding):
-                continue  # frozen models have weights only
             changed = sized.model_copy(update={"ppo": _with_group(sized, roles, sharding)})
             [group] = [group for group in plan(changed.ppo).groups if group.roles == roles]
+            if not group.trains and not _plain(sharding):
+                continue  # frozen models have weights only
             loads = group_loads(changed, self._shape, group, "cuda")
             peak = max(loads, key=lambda load: load.total)
             if not _fits_hosts([peak], self._hardware):

@@ -454,7 +454,7 @@ class Fleet:
                 # A rank that failed early does not have the batch.
                 self._sent.forget()
                 unhealthy = self._unhealthy_groups()
-                if not restarts_left or not unhealthy or any(_trains(group) for group in unhealthy):
+                if not restarts_left or not unhealthy or any(group.trains for group in unhealthy):
                     raise
                 for group in unhealthy:
                     log.warning("%s is restarted, and %s is repeated: %s", group.name, what, error)
@@ -569,7 +569,3 @@ class Fleet:
 
 def _rank_name(group: Group, rank: int) -> str:
     return f"{group.name} rank {rank}"
-
-
-def _trains(group: Group) -> bool:
-    return bool({"policy", "critic"} & set(group.roles))

@@ -22,7 +22,7 @@ import psutil
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.rpc import Usage, process_usage
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import Group
+from rlhf_core.config.placement import TRAINED, Group
 from rlhf_core.planning.hardware import visible_hardware
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.fleet import ENGINES, Fleet
@@ -232,7 +232,7 @@ def token_rates(
     for group in groups:
         ranks = work[group.name]
         for role in group.roles:
-            if role in ("policy", "critic"):
+            if role in TRAINED:
                 metrics |= _rate(role, tokens * epochs, ranks, f"update_{role}")
             elif role == "reward":
                 metrics |= _rate(role, tokens, ranks, "scores")

@@ -23,7 +23,7 @@ import numpy as np
 
 from rlhf_core.cluster.rpc import ListeningActor, ParticipantSpec, RemoteActor, rpc
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import Group, Role
+from rlhf_core.config.placement import TRAINED, Group, Role
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo import loss_step
@@ -147,7 +147,7 @@ class ModelWorker(ListeningActor):
 
         ppo = self._config.ppo
         group = Group(self._roles, self._rank.world_size)
-        trained = role in ("policy", "critic")
+        trained = role in TRAINED
         deepspeed = group.deepspeed(role, ppo)
         load: Any = load_score_model
         if role in ("policy", "reference"):
@@ -353,7 +353,7 @@ class ModelWorker(ListeningActor):
         from rlhf_core.engines.host_states import offload_states
 
         for role, model in self._models.items():
-            if role in ("policy", "critic"):
+            if role in TRAINED:
                 offload_states(model.engine)
 
     @rpc("start")
@@ -362,7 +362,7 @@ class ModelWorker(ListeningActor):
         from rlhf_core.engines.host_states import reload_states
 
         for role, model in self._models.items():
-            if role in ("policy", "critic"):
+            if role in TRAINED:
                 reload_states(model.engine)
 
     # -- weights --
