@@ -61,6 +61,14 @@ _REFUSED = (
 )
 """Codes of answers about credentials or the region. A HEAD request with an expired token gets a bare 400."""
 
+_FULL = (
+    "InsufficientStorage",
+    "QuotaExceeded",
+    "XMinioAdminBucketQuotaExceeded",
+    "XMinioStorageFull",
+)
+"""Codes of answers of compatible servers without space."""
+
 _T = TypeVar("_T")
 
 
@@ -471,9 +479,9 @@ def _log_retry(what: str, state: RetryCallState) -> None:
 
 def _raise_unavailable(what: str, state: RetryCallState) -> NoReturn:
     error = _error_of(state)
-    raise StoreUnavailable(
-        f"{what}, in {state.attempt_number} tries over {state.seconds_since_start:.0f} s: {_reason(error)}"
-    ) from error
+    fix = "; free space in the bucket, or raise its quota" if _code(error) in _FULL else ""
+    tries = f"{state.attempt_number} tries over {state.seconds_since_start:.0f} s"
+    raise StoreUnavailable(f"{what}, in {tries}: {_reason(error)}{fix}") from error
 
 
 def _error_of(state: RetryCallState) -> BaseException:

@@ -19,6 +19,7 @@ Fault = str
 ANSWERS = {
     "500": (500, "InternalError", "We encountered an internal error. Please try again."),
     "503": (503, "SlowDown", "Please reduce your request rate."),
+    "full": (507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold."),
     "expired": (400, "ExpiredToken", "The provided token has expired."),
     "denied": (403, "AccessDenied", "Access Denied"),
 }

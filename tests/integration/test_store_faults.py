@@ -2,11 +2,11 @@
 
 Locks: 5xx, SlowDown, slow answers, resets, lost answers, cut requests and cut or short answers are survived,
 and the artifact and the checkpoints have the right bytes afterwards; at no time is a partial one readable; an
-outage beyond the bound, expired credentials and denied access are a StoreError that says what to do, keep
-everything locally, and the next attempt uploads it; a permanent one is not tried twice; an upload that nobody
-reads ends; a stage that is asked to stop during one does, and leaves nothing half; uploads behind the
-training are as safe; preflight says what is wrong with the store in one message, and takes no outage for a
-wrong configuration.
+outage beyond the bound, a full bucket, expired credentials and denied access are a StoreError that says what
+to do, keep everything locally, and the next attempt uploads it; a permanent one is not tried twice; an upload
+that nobody reads ends; a stage that is asked to stop during one does, and leaves nothing half; uploads behind
+the training are as safe; preflight says what is wrong with the store in one message, and takes no outage for
+a wrong configuration.
 """
 
 from __future__ import annotations
@@ -188,6 +188,7 @@ def test_temporary_fault_is_survived_with_the_right_bytes(
         ("denied", "access denied .*check the credentials"),
         ("503", "in [0-9]+ tries over [0-9]+ s: "),
         ("reset", "in [0-9]+ tries over [0-9]+ s: "),
+        ("full", "in [0-9]+ tries over [0-9]+ s: .*; free space in the bucket, or raise its quota"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 4])
