@@ -1,9 +1,9 @@
-"""Measures what training on the CPU allocates, a script for `test_planned_memory`: `python
-deepspeed_memory.py FILE [peaks]`.
+"""Measures what training on the CPU allocates, for `test_planned_memory`.
 
-State, under torchrun: for every precision and ZeRO stage, the bytes of "weights", "gradients" and "optimizer"
-of a tiny policy. Peaks, in one process: the most bytes of tensors at a time over two whole SFT steps of a
-small policy, the least of three runs, because garbage in circles is freed a little earlier or later.
+State, by ranks: for every precision and ZeRO stage, the bytes of "weights", "gradients" and "optimizer" of a
+tiny policy. Peaks, by the script `python deepspeed_memory.py FILE`: the most bytes of tensors at a time over
+two whole SFT steps of a small policy, the least of three runs, because garbage in circles is freed a little
+earlier or later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -23,14 +22,14 @@ import torch
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.distributed import Rank, join, leave
+from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.linear import use_onednn
 from rlhf_core.models.policy import DTYPES, Policy
 from rlhf_core.models.score import ScoreModel
-from tests.integration.deepspeed_step import model, torchrun_rank
+from tests.integration.deepspeed_step import leave_for_good, model
 
 PEAKS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -155,26 +154,27 @@ def measure_peak(settings: dict[str, Any]) -> int:
     return int(peak)
 
 
+def measure_states(number: int, ranks: int, port: int, file: Path) -> None:
+    """One rank, which measures under every precision and ZeRO stage."""
+    rank = Rank(number, ranks, number, "127.0.0.1", port)
+    join(rank)
+    found = [
+        [dtype, stage, measure_state(rank, dtype, stage)]
+        for dtype in ("float32", "bfloat16")
+        for stage in (0, 1, 2, 3)
+    ]
+    if number == 0:
+        file.write_text(json.dumps(found))
+    torch.distributed.barrier()
+    leave_for_good()
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(240, exit=True)  # before the test's own limit, which says nothing
-    rank = torchrun_rank()
-    join(rank)
-    found: Any
-    if sys.argv[2:] == ["peaks"]:
-        found = {name: min(measure_peak(settings) for _ in range(3)) for name, settings in PEAKS.items()}
-    else:
-        found = [
-            [dtype, stage, measure_state(rank, dtype, stage)]
-            for dtype in ("float32", "bfloat16")
-            for stage in (0, 1, 2, 3)
-        ]
-    if rank.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-    torch.distributed.barrier()
-    leave()
-    # The destructors of torch's threads sometimes abort the process ("terminate called without an active
-    # exception").
-    os._exit(0)
+    join(Rank())
+    found = {name: min(measure_peak(settings) for _ in range(3)) for name, settings in PEAKS.items()}
+    Path(sys.argv[1]).write_text(json.dumps(found))
+    leave_for_good()
 
 
 if __name__ == "__main__":

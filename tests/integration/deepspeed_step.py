@@ -47,19 +47,15 @@ from rlhf_core.models.scoring import Batches, sequence_logprobs
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
 from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
-from rlhf_core.system.environment import STRICT_MKL
 from rlhf_core.types import PairExample
+from tests.support.prepared_ranks import ENVIRONMENT
 
 TORCHRUN = {
-    "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
+    **ENVIRONMENT,
     # Otherwise torchrun listens on the port on which rank 0 listens itself.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 """Environment of torchrun."""
-if STRICT_MKL:
-    # MKL's AVX-512 code gives other bits at other addresses, with two ranks also in strict mode: decision 5.
-    TORCHRUN["MKL_CBWR"] = "AVX2,STRICT"
 CUTS = ((1000, False), (60, False), (60, True), (30, True))
 """(tokens per micro-batch, packed): one, two or three, and more micro-batches."""
 SETTINGS = [

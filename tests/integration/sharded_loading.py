@@ -1,7 +1,5 @@
 """Train models that were loaded whole and models that were sharded while they were loaded, and write what
-came out. Run by torchrun (`test_sharded_loading.py`):
-
-    python -m torch.distributed.run --standalone --nproc-per-node 2 sharded_loading.py FOLDER
+came out: the ranks of `test_sharded_loading.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.stages.sft import train_step as sft_step
-from tests.integration.deepspeed_step import leave_for_good, shard_small_parameters, torchrun_rank
+from tests.integration.deepspeed_step import leave_for_good, shard_small_parameters
 
 LORA = LoraConfig(r=4, alpha=8)
 CASES: dict[str, tuple[str, str, LoraConfig | None, bool]] = {
@@ -151,8 +149,9 @@ def allocated() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
-def main() -> None:
-    rank, folder = torchrun_rank(), Path(sys.argv[1])
+def work(number: int, ranks: int, port: int, folder: Path) -> None:
+    """One rank."""
+    rank = Rank(number, ranks, number, "127.0.0.1", port)
     join(rank)
     shard_small_parameters()
     for name in CASES:
@@ -164,7 +163,3 @@ def main() -> None:
         (folder / f"peak-{rank.rank}").write_text(str(loading_peak(rank, folder / "larger" / "base")))
     torch.distributed.barrier()
     leave_for_good()
-
-
-if __name__ == "__main__":
-    main()

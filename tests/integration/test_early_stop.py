@@ -29,6 +29,7 @@ from rlhf_core.system.processes import free_port
 from rlhf_core.types import PairExample
 from tests.integration import deepspeed_step
 from tests.support.checkpoints import keep
+from tests.support.prepared_ranks import spawn
 from tests.support.small_ppo import local_context as nowhere
 
 SETTINGS = {"batch_size": 8, "epochs": 20, "checkpoint_every": 3, "early_stop": {"every": 2, "patience": 3}}
@@ -142,8 +143,6 @@ def work(number: int, ranks: int, port: int, kind: str, stage: int, folder: Path
 
 @pytest.mark.parametrize(("kind", "ranks", "stage"), [("reward", 1, 0), ("reward", 2, 3), ("sft", 2, 3)])
 def test_best_weights_survive_kills_bit_by_bit(kind: str, ranks: int, stage: int, tmp_path: Path) -> None:
-    from torch.multiprocessing import spawn
-
     spawn(work, (ranks, free_port(), kind, stage, tmp_path), nprocs=ranks)
     whole, first, second, last = json.loads((tmp_path / "result.json").read_text())
     assert 0 < whole["best"] < whole["steps"] == whole["best"] + 3 * 2 < 60

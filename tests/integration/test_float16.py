@@ -23,6 +23,7 @@ from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batching import TokenSequence, collate
 from tests.integration import deepspeed_step
+from tests.support.prepared_ranks import spawn
 
 
 def engine_of(rank: Rank, dtype: str, stage: int) -> Any:
@@ -93,8 +94,6 @@ def steps_until_it_ends(engine: Any) -> int:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from torch.multiprocessing import spawn
-
     folder = tmp_path_factory.mktemp("float16")
     spawn(work, (folder,), nprocs=1)
     result: dict[str, Any] = json.loads((folder / "found.json").read_text())

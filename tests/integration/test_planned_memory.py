@@ -20,25 +20,19 @@ import pytest
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.memory import ForwardPass, Model
-from tests.integration.deepspeed_memory import LENGTHS, PEAKS, SHAPE
-from tests.integration.deepspeed_step import TORCHRUN, model
+from rlhf_core.system.processes import free_port
+from tests.integration.deepspeed_memory import LENGTHS, PEAKS, SHAPE, measure_states
+from tests.integration.deepspeed_step import model
+from tests.support.prepared_ranks import ENVIRONMENT, spawn
 
 TOLERANCE = 0.05
 
 
-def measured(tmp_path: Path, *arguments: str, ranks: int = 1) -> Any:
-    launch = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        if not arguments
-        else []
-    )
+def measured_peaks(tmp_path: Path) -> Any:
     script = str(Path(__file__).parent / "deepspeed_memory.py")
     paths = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
-    # What another test's rank 0 left in this process would make it wait for ranks that nobody starts.
-    left = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    env = {name: value for name, value in os.environ.items() if name not in left}
-    env |= {**TORCHRUN, "PYTHONPATH": paths}
-    command = [sys.executable, *launch, script, str(tmp_path / "found.json"), *arguments]
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
+    command = [sys.executable, script, str(tmp_path / "found.json")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((tmp_path / "found.json").read_text())
@@ -67,7 +61,8 @@ def test_the_predicted_state_is_what_deepspeed_allocates(ranks: int, tmp_path: P
     tiny = model("policy")
     of = shape(tiny.lm.config.to_dict())
     assert of.parameters == sum(p.numel() for p in tiny.parameters())
-    for dtype, stage, found in measured(tmp_path, ranks=ranks):
+    spawn(measure_states, (ranks, free_port(), tmp_path / "found.json"), ranks)
+    for dtype, stage, found in json.loads((tmp_path / "found.json").read_text()):
         planned = Model(of, DeepSpeedConfig(ranks=ranks, zero_stage=stage, dtype=dtype), device="cpu")
         setting = f"{dtype}, ZeRO {stage}, {ranks} ranks"
         assert (found["weights"], found["optimizer"]) == (
@@ -81,7 +76,7 @@ def test_the_predicted_state_is_what_deepspeed_allocates(ranks: int, tmp_path: P
 @pytest.mark.slow  # a minute
 def test_the_predicted_peak_of_a_step_is_what_is_measured(tmp_path: Path) -> None:
     batch = ForwardPass(sum(LENGTHS), max(LENGTHS))
-    found = measured(tmp_path, "peaks")
+    found = measured_peaks(tmp_path)
     assert found.keys() == PEAKS.keys()
     for name, settings in PEAKS.items():
         planned = planned_model(settings)

@@ -10,9 +10,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,9 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integration.deepspeed_step import TORCHRUN
+from rlhf_core.system.processes import free_port
+from tests.integration import sharded_loading
 from tests.integration.limited_memory import make_model
 from tests.integration.sharded_loading import CASES
+from tests.support.prepared_ranks import spawn
 from tests.support.tiny_llama import save_tiny_llama
 
 
@@ -67,16 +67,7 @@ def make_models(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     make_models(folder)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("sharded_loading.py")), str(folder)],
-        env={**os.environ, **TORCHRUN, "PYTHONPATH": str(Path.cwd())},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    spawn(sharded_loading.work, (2, free_port(), folder), 2)
     return folder
 
 
