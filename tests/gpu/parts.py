@@ -162,8 +162,6 @@ def run_agreement(device: str, folder: Path, note: Note) -> None:
 
     from rlhf_core.config.engine import EngineConfig
     from rlhf_core.engines.vllm import Engine
-    from rlhf_core.models.policy import load_policy
-    from rlhf_core.models.scoring import Batches, sequence_logprobs
     from tests.support.small_ppo import save_small_model, small_prompts
 
     model = save_small_model(_empty(folder), vocabulary=8192)
@@ -179,12 +177,7 @@ def run_agreement(device: str, folder: Path, note: Note) -> None:
             prompts, n=2, max_new_tokens=24, temperature=1.0, seeds=range(len(prompts)), policy_version=0
         )
         engine.shutdown()
-        policy = load_policy(model, dtype=dtype, attention="sdpa", device=device)
-        sequences = [(list(rollout.prompt_ids), list(rollout.response_ids)) for rollout in rollouts]
-        indices = [list(range(len(sequences)))]
-        batches = Batches(sequences, indices, pad_id=0, device=device, pack=True)
-        logprobs, _ = sequence_logprobs(policy, batches, 1.0)
-        new = torch.cat(logprobs).cpu()
+        new = torch.cat(_logprobs(model, rollouts, dtype, device, 1.0))
         old = torch.cat([torch.tensor(rollout.rollout_logprobs) for rollout in rollouts])
         gap, weights = (new - old).abs(), (new - old).exp()
         note(**{
@@ -236,6 +229,58 @@ def run_sleep(_device: str, folder: Path, note: Note) -> None:
     total = torch.cuda.mem_get_info()[1] / GIB
     assert asleep > 0.8 * total, f"a sleeping engine still holds {total - asleep:.1f} of {total:.1f} GiB"
     assert same > 0.9, f"only {same:.0%} of the greedy responses are the same after waking"
+
+
+def run_kept_requests(device: str, folder: Path, note: Note) -> None:
+    """Replace the weights of an engine while it samples. Compare the tokens before and after with a trainer.
+
+    The keys and values of the prompt and of the first tokens stay those of the old weights, so only the first
+    part of a response is that of one model. With weights of another seed, a token with the wrong version has
+    another log-probability.
+    """
+    import torch
+
+    from rlhf_core.config.engine import EngineConfig
+    from rlhf_core.engines.vllm import Engine
+    from tests.support.small_ppo import save_small_model, small_prompts
+    from tests.support.tiny_llama import save_tiny_llama
+
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    old = save_small_model(_empty(folder) / "old", vocabulary=8192)
+    new = save_tiny_llama(
+        folder / "new", 1, vocab_size=8192, tie_word_embeddings=True, initializer_range=0.5, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    settings = EngineConfig(dtype=dtype, gpu_memory_utilization=0.3)
+    engine = Engine(old, settings, device=device, max_model_len=64, seed=0, weight_transfer="files")
+    engine.llm.update_weight_version("0")
+    prompts = small_prompts()
+    names = engine.begin(
+        [(prompt, seed) for seed, prompt in enumerate(prompts)], n=2, max_new_tokens=40, temperature=0.7
+    )
+    done = {}
+    for _ in range(12):
+        done |= engine.advance()
+    engine.pause()
+    engine.llm.start_weight_update()
+    engine.llm.update_weights({"update_info": {"folder": str(new)}})
+    engine.llm.finish_weight_update("1")
+    engine.resume()
+    while engine.kept:
+        done |= engine.advance()
+    engine.shutdown()
+    rollouts = [rollout for name in names for rollout in done[name]]
+    note(responses=len(rollouts), mixed=sum(bool(rollout.spans) for rollout in rollouts))
+    before, after = [], []
+    for rollout, logprobs in zip(rollouts, _logprobs(old, rollouts, dtype, device, 0.7), strict=True):
+        first_new = rollout.spans[1][0] if rollout.spans else len(rollout.response_ids)
+        gap = (logprobs - torch.tensor(rollout.rollout_logprobs)).abs()
+        before += gap[:first_new].tolist()
+        after += gap[first_new:].tolist()
+    note(gap_before=statistics.mean(before), gap_after=statistics.mean(after), tokens=len(before))
+    assert statistics.mean(before) < LARGEST_GAP[dtype], "tokens of the old weights have other numbers"
+    assert max(before) < 20 * LARGEST_GAP[dtype], f"a token differs by {max(before):.2g}: a wrong version"
+    assert statistics.mean(after) > 1, "the new weights were not used"
 
 
 def run_rollout_speed(device: str, folder: Path, note: Note) -> None:
@@ -291,12 +336,13 @@ def run_weight_sync(device: str, folder: Path, note: Note) -> None:
 
 
 def run_adapter_sync(device: str, folder: Path, note: Note) -> None:
-    """Do what `run_weight_sync` does with an adapter that is sent alone."""
+    """Do what `run_weight_sync` does with an adapter that is sent alone, on a GPU with CUDA graphs."""
     from tests.support.small_ppo import ADAPTER_TENSORS
 
     # With this rate of learning, an engine without the adapter would differ from the policy.
     ppo = {"lora": {"r": 8}, "policy": {"learning_rate": 5e-2, "schedule": "constant"}}
-    _sync_and_alter(device, folder, note, ADAPTER_TENSORS, ppo, {"lora": "adapter"})
+    eager = device == "cpu"
+    _sync_and_alter(device, folder, note, ADAPTER_TENSORS, ppo, {"lora": "adapter"}, eager=eager)
 
 
 def _sync_and_alter(
@@ -306,6 +352,8 @@ def _sync_and_alter(
     tensors: int,
     ppo: dict[str, Any],
     weight_sync: dict[str, Any] | None = None,
+    *,
+    eager: bool = True,
 ) -> None:
     """Make a step of PPO, compare engine and trainer after its sync, and alter a tensor of the next one.
 
@@ -316,13 +364,15 @@ def _sync_and_alter(
         tensors: Number of those of a sync.
         ppo: Further settings of the section.
         weight_sync: The same of `ppo.weight_sync`.
+        eager: Whether the engine has no CUDA graphs.
     """
     from rlhf_core.errors import WeightSyncError
 
     # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken.
     os.environ["RLHF_FAIL"] = f"weight_sync.send:{2 * tensors + 5}:alter"
     dtype = "bfloat16" if device == "cuda" else "float32"
-    with _small_ppo(device, folder, dtype=dtype, ppo=ppo, weight_sync=weight_sync or {}) as controller:
+    settings: dict[str, Any] = {"ppo": ppo, "weight_sync": weight_sync or {}, "eager": eager}
+    with _small_ppo(device, folder, dtype=dtype, **settings) as controller:
         first = controller.iterate()
         note(backend=controller._fleet.sync_backend, first_gap=first["rollout/logprob_gap_mean"])
         note(sync_s=round(first["sync/seconds"], 3), sync_mb=round(first["sync/bytes"] / 1e6, 2))
@@ -453,6 +503,18 @@ def _ppo(
     config = small_config(model, ppo, device=device)
     with small_ppo(config, model, folder, prompts or small_prompts()) as controller:
         yield controller
+
+
+def _logprobs(model: Path, rollouts: Sequence[Any], dtype: str, device: str, temperature: float) -> list[Any]:
+    """Return the trainer's log-probabilities of the tokens of each response."""
+    from rlhf_core.models.policy import load_policy
+    from rlhf_core.models.scoring import Batches, sequence_logprobs
+
+    policy = load_policy(model, dtype=dtype, attention="sdpa", device=device)
+    sequences = [(list(rollout.prompt_ids), list(rollout.response_ids)) for rollout in rollouts]
+    batches = Batches(sequences, [list(range(len(sequences)))], pad_id=0, device=device, pack=True)
+    logprobs, _ = sequence_logprobs(policy, batches, temperature)
+    return [row.cpu() for row in logprobs]
 
 
 def _qwen(folder: Path) -> Path:

