@@ -4,6 +4,7 @@
   promise
 - the secrets in its environment are found nowhere afterwards
 - typed again, every stage is reused and nothing changes
+- with DPO and without PPO, the earlier stages are reused, and evaluation and registry have the policy of DPO
 - samples of the policy are the data of a second round, by their references
 - the PPO trajectory (reward, KL, losses, gradient norms per step) is the pinned one
 """
@@ -269,18 +270,26 @@ def test_typed_again_every_stage_is_reused_and_nothing_changes(golden: Golden) -
 
 
 def test_samples_of_the_policy_are_the_data_of_a_second_round(golden: Golden) -> None:
-    """The first round up to `sample`, and the data of the second one. The store is a bucket."""
+    """The first round with DPO and without PPO, and the data of the second one. The store is a bucket."""
     from mlflow import MlflowClient
 
-    settings = (f"store.url={golden.url}", "sample={answers: 3, prompts: 40}")
-    first, _, _ = _run(golden.home, *settings, "--until", "sample")
-    assert [name for name, stage in first["stages"].items() if not stage["reused"]] == ["sample"]
+    settings = (f"store.url={golden.url}", "sample={policy: dpo, answers: 3, prompts: 40}")
+    settings += ("ppo.enabled=false", "dpo.enabled=true", "register.policy=dpo")
+    first, _, _ = _run(golden.home, *settings)
+    made = [name for name, stage in first["stages"].items() if not stage["reused"]]
+    assert made == ["dpo", "sample", "evaluate", "register"] and "ppo" not in first["stages"]
+    evaluation = first["evaluate"]
+    assert {"sft", "dpo", "difference_dpo"} == set(evaluation["gold_reward"])
+    assert 0 <= evaluation["win_rate_dpo"]["mean"] <= 1 and "ppo" not in json.dumps(evaluation)
+    page = (golden.fetch("evaluate", first) / "report.html").read_text()
+    assert "Gold reward, DPO" in page and "Gold reward, PPO" not in page
+    assert first["registration"]["policy"] == "dpo" and len(first["weights_sha256"]) == 64
     samples, counts = golden.fetch("sample", first), first["sample"]
     best, pairs = (
         [json.loads(line) for line in (samples / name).read_text().splitlines()]
         for name in ("best.jsonl", "pairs.jsonl")
     )
-    assert counts == {"policy": "ppo", "best": len(best), "pairs": len(pairs)}
+    assert counts == {"policy": "dpo", "best": len(best), "pairs": len(pairs)}
     assert 0 < len(pairs) <= len(best) <= 40
     training = {prompt.prompt for prompt in load_prompts(golden.fetch("data"), "train")}
     assert {row["prompt"] for row in best} <= training
