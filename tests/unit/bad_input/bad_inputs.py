@@ -10,14 +10,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhf_cli import main as cli
 from rlhf_cli.main import exit_code, main
 from rlhf_core.run.checks import load_and_check
 from rlhf_core.testing import stage_context
@@ -119,3 +123,19 @@ def settled(environment: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
         signal.signal(number, handler)
     os.environ.clear()
     os.environ.update(variables)
+
+
+def outside(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "rlhf_cli.main", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), **options.pop("env", {})}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,
+    )
