@@ -21,7 +21,12 @@ from rlhf_core.config.redact import credential_problem, shown, texts
 from rlhf_core.data.check import check_data
 from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
-from rlhf_core.evaluation.check import check_independent_judge, check_language_model, check_votes
+from rlhf_core.evaluation.check import (
+    check_independent_judge,
+    check_judge,
+    check_language_model,
+    check_votes,
+)
 from rlhf_core.models.architectures import check_architecture
 from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.pipeline import STAGES, StageName
@@ -67,6 +72,7 @@ def check(config: PipelineConfig, *further: Part, stages: Collection[StageName] 
         (JUDGE_PATH, check_base_of_judge),
         ("ppo.rewards", check_rewards),
         ("evaluate.language_model", check_language_model),
+        ("evaluate.judge", partial(check_judge, stages=stages)),
         ("register.votes", check_votes),
         ("register.independent_judge", check_independent_judge),
         ("configuration", unusual_settings),

@@ -16,7 +16,7 @@ from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.pipeline import PipelineConfig, section_of
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import ModelReward, measured_graders
-from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
 from rlhf_core.errors import ConfigError, Finding
 
 _USELESS_LIMIT = 10
@@ -44,7 +44,7 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only"
             " judges"
         )
-    elif config.reward.enabled and not config.scores_by_reward_model:
+    elif config.reward.enabled and config.reward.judge is None and not config.scores_by_reward_model:
         yield (
             "reward.enabled: a reward model is trained, but ppo.enabled is false: it only judges; if another"
             " judge is enough, set reward.enabled=false"
@@ -537,6 +537,16 @@ def why_merged(lora: LoraConfig) -> tuple[str, str]:
     if lora.r > MAX_ENGINE_RANK:
         return f"ppo.lora.r: {lora.r}", f"use at most {MAX_ENGINE_RANK}"
     return "ppo.weight_sync.lora: merged", "leave it out, or use adapter"
+
+
+def evaluates_adapter(dpo: DPOConfig, ppo: PPOConfig) -> bool:
+    """Return whether the policy of DPO is sampled and scored as the SFT model with a separate adapter.
+
+    A merge in float32 is not rounded, so it loses nothing of a small update.
+    """
+    if dpo.lora is None or dpo.lora.quantize is not None or dpo.lora.r > MAX_ENGINE_RANK:
+        return False
+    return {dpo.deepspeed.dtype, ppo.engine.dtype, ppo.policy_deepspeed.dtype} != {"float32"}
 
 
 def _merge(ppo: PPOConfig) -> Iterator[str]:

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import Section
-from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
+from rlhf_core.config.consistency import evaluates_adapter
+from rlhf_core.config.engine import EngineConfig, WeightSyncConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.register import POLICIES, PolicyStage
 from rlhf_core.config.sample import SampledStage
@@ -69,12 +70,9 @@ def dpo_files(dpo: DPOConfig, ppo: PPOConfig, artifact: Path, sft: Callable[[], 
     They have a separate adapter as those of PPO do. The evaluation samples and scores with the precisions of
     `ppo`.
     """
-    lora = dpo.lora
-    if lora is None or lora.quantize is not None or lora.r > MAX_ENGINE_RANK:
-        return PolicyFiles(artifact / "policy")
-    if {dpo.deepspeed.dtype, ppo.engine.dtype, ppo.policy_deepspeed.dtype} == {"float32"}:
-        return PolicyFiles(artifact / "policy")
-    return PolicyFiles(sft() / "model", artifact / "adapter")
+    if evaluates_adapter(dpo, ppo):
+        return PolicyFiles(sft() / "model", artifact / "adapter")
+    return PolicyFiles(artifact / "policy")
 
 
 def trained_files(config: PipelineConfig, stage: SampledStage, inputs: Mapping[str, Path]) -> PolicyFiles:

@@ -63,7 +63,7 @@ def evaluation_of(evaluation: Mapping[str, Any], policy: PolicyStage) -> dict[st
             raise CorruptArtifact(
                 f"evaluation.json has no {missing[0]}; the evaluate stage must be run again"
             )
-        own |= _plain(evaluation)
+        own = _plain(evaluation)
     for name in (*MEASURES, "gold_reward_exchanged", "lengths"):
         if evaluation.get(name):
             own[name] = _of_policy(evaluation[name], policy)
@@ -81,16 +81,17 @@ def evaluation_of(evaluation: Mapping[str, Any], policy: PolicyStage) -> dict[st
 
 
 def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of DPO's policy under their plain names."""
+    """Return the numbers with those of DPO's policy under the plain names, which are not those of PPO's."""
+    others = {name: value for name, value in numbers.items() if name not in ("kl", *_OWN_NAMES)}
     found = {plain: numbers[own] for plain, own in _OWN_NAMES.items() if own in numbers}
     if "kl_interval" in found:
         found["kl"] = found["kl_interval"]["mean"]
-    return found
+    return others | found
 
 
 def _of_source(numbers: Mapping[str, Any], policy: str) -> dict[str, Any]:
     """Return the same for the prompts of one data source, which have the win rate of the main policy only."""
-    own = dict(numbers) | ({} if policy == "ppo" else _plain(numbers))
+    own = dict(numbers) if policy == "ppo" else _plain(numbers)
     for name in MEASURES:
         if numbers.get(name):
             own[name] = _of_policy(numbers[name], policy)

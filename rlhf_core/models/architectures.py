@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.consistency import evaluates_adapter
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.models.folder import ModelFolder, read_json_object
@@ -50,10 +51,11 @@ def architecture_problems(
     users = ["reward.enabled=true"] if config.reward.enabled else []
     users += ["ppo.algorithm=ppo"] if ppo.enabled and ppo.uses_critic else []
     if users and not has_score_model(model_type):
+        others = ", other ppo.rewards and ppo.algorithm=reinforce_pp" if ppo.enabled else ""
         yield ModelError(
             f"model.path: {model} has the model_type {model_type}, for which transformers has no model with a"
             f" score (AutoModelForSequenceClassification), but {' and '.join(users)} needs one;"
-            f" {OTHER_MODEL}, or set reward.enabled=false, other ppo.rewards and ppo.algorithm=reinforce_pp"
+            f" {OTHER_MODEL}, or set reward.enabled=false{others}"
         )
     engine = engine_backend(name, model_type)
     if engine is None:
@@ -71,6 +73,13 @@ def architecture_problems(
             f"ppo.lora: vLLM has no adapters for {name} ({model}), but ppo.weight_sync.lora="
             f"{ppo.weight_sync.lora or 'null'} sends the adapter alone to the engines; set"
             " ppo.weight_sync.lora=merged"
+        )
+    has_adapter = config.dpo.enabled and evaluates_adapter(config.dpo, ppo)
+    if has_adapter and engine == "vllm" and not serves_adapters(name):
+        yield ConfigError(
+            f"dpo.lora: vLLM has no adapters for {name} ({model}), but outside float32 the policy of DPO is"
+            " sampled with a separate adapter; leave dpo.lora out, or set dpo.deepspeed.dtype,"
+            " ppo.engine.dtype and ppo.policy_deepspeed.dtype to float32"
         )
 
 

@@ -54,7 +54,7 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
         if problem is not None:
             yield ConfigError(problem)
     elif isinstance(source, RemoteReward):
-        yield from check_hosts(source.urls, source.allowed_hosts, f"{field}.urls", _user(field))
+        yield from check_hosts(source.urls, source.allowed_hosts, f"{field}.urls", _user(config, field))
     elif isinstance(source, LanguageModelReward):
         if source.rubric is not None:
             try:
@@ -77,11 +77,11 @@ def check_chat_service(config: PipelineConfig, settings: ChatServiceConfig, fiel
             api_key(settings, field)
         except ConfigError as error:
             yield error
-    yield from check_hosts((str(settings.url),), settings.allowed_hosts, f"{field}.url", _user(field))
+    yield from check_hosts((str(settings.url),), settings.allowed_hosts, f"{field}.url", _user(config, field))
 
 
-def _user(field: str) -> str:
-    return "PPO" if field.startswith("ppo.") else "the evaluation"
+def _user(config: PipelineConfig, field: str) -> str:
+    return "PPO" if field.startswith("ppo.") and config.ppo.enabled else "the evaluation"
 
 
 def _has_other_prompts(config: PipelineConfig) -> bool:

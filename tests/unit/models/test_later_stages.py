@@ -105,6 +105,24 @@ def test_a_model_without_a_score_is_refused_only_if_one_is_needed() -> None:
     assert found("unknown") == []
 
 
+def test_without_ppo_only_a_reward_model_needs_a_score() -> None:
+    alone = {"ppo": {"enabled": False}, "dpo": {"enabled": True}, "register": {"policy": "dpo"}}
+    [problem] = found("granite", **alone)
+    assert "but reward.enabled=true needs one" in problem.message
+    assert problem.message.endswith("or set reward.enabled=false")
+    assert found("granite", reward={"enabled": False}, **alone) == []
+
+
+def test_an_adapter_of_dpo_needs_an_architecture_with_adapters_only_outside_float32() -> None:
+    dpo = {"enabled": True, "lora": {"r": 8}}
+    assert found("stablelm", dpo=dpo, **NO_SCORE) == []
+    bfloat16 = {"dtype": "bfloat16", "zero_stage": 1}
+    [problem] = found("stablelm", dpo=dpo | {"deepspeed": bfloat16}, **NO_SCORE)
+    assert problem.message.startswith("dpo.lora: vLLM has no adapters for StableLmForCausalLM")
+    assert found("llama", dpo=dpo | {"deepspeed": bfloat16}, **NO_SCORE) == []
+    assert found("stablelm", dpo=dpo | {"enabled": False, "deepspeed": bfloat16}, **NO_SCORE) == []
+
+
 def test_an_architecture_without_a_class_of_vllm() -> None:
     [warning] = found("helium")
     assert "HeliumForCausalLM, which is not in vLLM's registry" in warning

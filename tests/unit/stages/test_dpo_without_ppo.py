@@ -4,7 +4,7 @@
 - the samples of DPO's policy have the same key with and without PPO
 - the digests of reward files are in the key of the evaluation, which no artifact of PPO contains
 - combinations without a policy, or that name one that is not trained, are errors that name the fields
-- no reward model is needed, unless it scores samples
+- no reward model is needed, unless it scores samples, and an evaluation without any judge is an error
 - settings of PPO cause no warnings and need no devices; those that seem to choose a policy are named
 - the plan has no PPO, and the engines of the evaluation have its memory
 - summary and tables name DPO
@@ -23,6 +23,7 @@ from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.keys import pipeline_key, stage_inputs, stage_key, stages_made
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
+from rlhf_core.evaluation.check import check_judge
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.batches import describe_batches
@@ -31,6 +32,7 @@ from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import advise, compare_memory
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.search import fastest
+from rlhf_core.preflight import check
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.spec import StageRecord
 from rlhf_core.run.summary import headline, results, summarize
@@ -124,6 +126,30 @@ def test_a_reward_model_that_only_judges_is_warned_of() -> None:
     [found] = check_consistency(config_of())
     assert "reward.enabled: a reward model is trained, but ppo.enabled is false: it only judges" in str(found)
     assert list(check_consistency(config_of(sample={"policy": "dpo"}))) == [], "it scores the samples"
+    assert list(check_consistency(config_of(reward={"judge": {}}))) == [], "the judge needs it"
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"data": {}},
+        {"reward": {}},
+        {"evaluate": {"language_model": {"path": "judge"}}},
+        {"ppo": {"enabled": False, "rewards": [{"type": "relevance"}]}},
+    ],
+)
+def test_an_evaluation_without_a_judge_is_an_error(sections: dict[str, Any], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"  # their true reward is not known
+    prompts.write_text("".join(f'{{"prompt": "Question {number}"}}\n' for number in range(1000)))
+    without: dict[str, Any] = {
+        "run": {"device": "cpu", "home": str(tmp_path / "home")},
+        "data": {"prompts": [{"path": str(prompts)}]},
+        "reward": {"enabled": False},
+    }
+    with pytest.raises(ConfigError, match="auto finds no judge"):
+        check(config_of(**without))
+    check(config_of(**without), stages=["data", "sft", "dpo"])  # nothing is evaluated
+    assert list(check_judge(config_of(**without | sections))) == []
 
 
 def test_only_settings_that_seem_to_choose_a_policy_are_doubtful() -> None:
