@@ -45,6 +45,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(model: Path, sync: str) -> PipelineConfig:
+    # A critic would be one more process; that of `merged` has an adapter, too.
+    several_ranks = {
+        "algorithm": "rloo",
+        "prompts_per_step": 6,
+        "samples_per_prompt": 2,
+        "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
+    }
     return small_config(
         model,
         {
@@ -52,9 +59,9 @@ def _config(model: Path, sync: str) -> PipelineConfig:
             "max_new_tokens": 12,
             "minibatches": 3,
             "policy": {"learning_rate": 2e-2, "schedule": "constant"},
-            "policy_deepspeed": {"ranks": 2, "zero_stage": 3} if sync == "adapter" else {},
             "lora": {"r": RANK, "alpha": 8},
             "weight_sync": {"lora": sync},
+            **(several_ranks if sync == "adapter" else {}),
         },
     )
 

@@ -46,6 +46,7 @@ def test_an_altered_tensor_is_detected_by_its_checksum(
     config = small_config(
         model,
         {
+            "algorithm": "rloo",  # a critic would be one more process
             "prompts_per_step": 12,
             "samples_per_prompt": 2,
             "max_new_tokens": 12,
