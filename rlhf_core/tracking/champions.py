@@ -39,7 +39,7 @@ REVOKED = "rlhf.revoked"
 `revocation`.
 """
 POLICY = "rlhf.policy_digest"
-"""Tag that identifies a version: digest of the PPO artifact. Registering the same policy again finds it."""
+"""Tag that identifies a version: digest of the artifact of its policy. Registering that again finds it."""
 WEIGHTS = "rlhf.weights_sha256"
 """Tag with the digest of its weights."""
 BASE = "rlhf.base"
