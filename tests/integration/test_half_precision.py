@@ -26,6 +26,7 @@ from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import DTYPES
 from tests.integration import deepspeed_step
+from tests.support.prepared_ranks import spawn
 
 RATE = 1e-2
 LAST_BIT = 2**-8
@@ -92,7 +93,6 @@ def share_by_hand() -> float:
 def work(_number: int, folder: Path) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    torch.set_num_threads(1)  # the model is so small that more are slower
     join(Rank())
     get_accelerator().is_fp16_supported = lambda: True
     start = {name: p.detach() for name, p in deepspeed_step.model("sft").lm.named_parameters()}
@@ -132,8 +132,6 @@ def settings(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from torch.multiprocessing import spawn
-
     folder = tmp_path_factory.mktemp("half")
     spawn(work, (folder,), nprocs=1)
     result: dict[str, Any] = json.loads((folder / "found.json").read_text())

@@ -23,6 +23,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.system.processes import free_port
 from tests.integration import deepspeed_step
+from tests.support.prepared_ranks import spawn
 
 SETTINGS = [("policy", dtype, stage) for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
 SETTINGS += [("policy-lora", "float32", stage) for stage in (2, 3)]
@@ -85,7 +86,6 @@ def work(number: int, ranks: int, port: int, folder: Path) -> None:
     """Continue what the other number of ranks left in `folder`, if anything, and leave a step of one's own
     there.
     """
-    torch.set_num_threads(1)  # the model is so small that more are slower
     rank = Rank(number, ranks, number, "127.0.0.1", port)
     join(rank)
     found = {}
@@ -122,8 +122,6 @@ def work(number: int, ranks: int, port: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By direction and setting: the result of `compare`."""
-    from torch.multiprocessing import spawn
-
     folder = tmp_path_factory.mktemp("ranks")
     for ranks in (1, 2):
         spawn(work, (ranks, free_port(), folder), nprocs=ranks)
