@@ -84,14 +84,14 @@ def test_a_large_batch_is_bit_identical_when_repeated(
     chance = random.Random(0)
     prompts = [
         PromptExample(f"p{i}", "", tuple(chance.randrange(3, 101) for _ in range(117 + i % 7)))
-        for i in range(172)
+        for i in range(48)
     ]
-    seeds = list(range(172))
+    seeds = list(range(48))
     first = answers(engine, prompts, seeds)
-    assert sum(len(prompt.input_ids) for prompt in prompts) > 20_000 > CPU_TOKENS_PER_STEP
+    assert sum(len(prompt.input_ids) for prompt in prompts) > CPU_TOKENS_PER_STEP
     assert preempted
     assert answers(engine, prompts, seeds) == first
-    for place in (0, 41, 171):
+    for place in (0, 35, 47):
         assert (
             answers(engine, prompts[place : place + 1], [place])[0].response_ids == first[place].response_ids
         )
