@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 from unittest import mock
 
-from rlhf_core.engines.vllm import Engine
+from rlhf_core.engines.vllm import Engine, SamplingOptions
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
@@ -114,23 +114,20 @@ class ScriptedEngine(Engine):
         self,
         prompts: Sequence[PromptExample],
         *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
         seeds: Sequence[int],
         policy_version: int,
         adapter: int | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[Rollout]:
         """Return `n` rollouts for each prompt, in order, as the real engine does.
 
         Args:
             prompts: The prompts.
-            n: Responses for each prompt.
-            max_new_tokens: Longer replies are cut.
-            temperature: Passed on to `respond` in the request.
             seeds: One for each prompt.
             policy_version: Recorded in each rollout.
             adapter: Number of the adapter to sample with; it must have been loaded.
+            options: See `SamplingOptions`. Longer replies than `max_new_tokens` are cut. The temperature is
+                passed on to `respond` in the request.
 
         Raises:
             ValueError: If `adapter` is not loaded.
@@ -139,9 +136,10 @@ class ScriptedEngine(Engine):
         if adapter is not None and adapter not in self.adapters:
             raise ValueError(f"adapter {adapter} is not loaded")
         self._check_awake()
+        temperature, max_new_tokens = options["temperature"], options["max_new_tokens"]
         rollouts = []
         for prompt, seed in zip(prompts, seeds, strict=True):
-            for index in range(n):
+            for index in range(options["n"]):
                 request = Request(prompt, index, seed, temperature, max_new_tokens, self._model, adapter)
                 self.requests.append(request)
                 reply = self._respond(request)
@@ -164,33 +162,23 @@ class ScriptedEngine(Engine):
         self,
         take: Callable[[int], Sequence[tuple[PromptExample, int]]],
         *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
         policy_version: int,
         adapter: int | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[list[Rollout]]:
         """Take one prompt after another, and return `n` rollouts for each.
 
         Args:
             take: Returns prompts with their seeds; none if there are no more.
-            n: As for `generate`.
-            max_new_tokens: As for `generate`.
-            temperature: As for `generate`.
             policy_version: As for `generate`.
             adapter: As for `generate`.
+            options: As for `generate`.
         """
         sampled = []
         while taken := take(1):
             for prompt, seed in taken:
                 rollouts = self.generate(
-                    [prompt],
-                    n=n,
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperature,
-                    seeds=[seed],
-                    policy_version=policy_version,
-                    adapter=adapter,
+                    [prompt], seeds=[seed], policy_version=policy_version, adapter=adapter, **options
                 )
                 sampled.append(rollouts)
         return sampled
@@ -202,24 +190,12 @@ class ScriptedEngine(Engine):
 
     @override
     def begin(
-        self,
-        prompts: Sequence[tuple[PromptExample, int]],
-        *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
+        self, prompts: Sequence[tuple[PromptExample, int]], **options: Unpack[SamplingOptions]
     ) -> list[str]:
         """Ask `respond` for the responses, which `advance` returns token by token."""
         names = []
         for prompt, seed in prompts:
-            rollouts = self.generate(
-                [prompt],
-                n=n,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seeds=[seed],
-                policy_version=self.weight_version,
-            )
+            rollouts = self.generate([prompt], seeds=[seed], policy_version=self.weight_version, **options)
             names.append(str(self._begun))
             self._running[names[-1]] = _Running(rollouts)
             self._begun += 1

@@ -182,8 +182,8 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
          "ppo.algorithm=ppo", "use another model"),
     ),
     "no engine": (
-        {"config__json": {**CONFIG, "model_type": "rwkv"}},
-        ("is a RwkvForCausalLM, which vLLM cannot sample from", "use another model"),
+        {"config__json": {**CONFIG, "model_type": "xglm"}},
+        ("is a XGLMForCausalLM, which vLLM cannot sample from", "use another model"),
     ),
 }  # fmt: skip
 

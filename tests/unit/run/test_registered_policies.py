@@ -423,10 +423,11 @@ def test_the_licence_of_a_hub_model_is_that_of_its_commit_in_the_cache(
 
 def test_the_card_has_all_comparisons(home: str, tmp_path: Path) -> None:
     rate = {"mean": 0.5, "low": 0.4, "high": 0.6}
-    fallen = {"difference": {"mean": -0.1, "low": -0.2, "high": 0.0}, "margin": 0.02}
+    fallen = {"ppo": rate, "difference": {"mean": -0.1, "low": -0.2, "high": 0.0}, "margin": 0.02}
+    over_chosen = {"ppo": rate}
     evaluation = EVALUATION | {
         "win_rate_length_controlled": rate,
-        "over_chosen": {"win_rate": {"ppo": rate}},
+        "over_chosen": {"win_rate": over_chosen, "win_rate_length_controlled": over_chosen},
         "regression": {"maths": fallen},
     }
     card = model_card(with_files(open_policy(MODEL, home), tmp_path, evaluate=json.dumps(evaluation)))

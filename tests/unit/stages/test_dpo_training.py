@@ -183,7 +183,7 @@ def config_of(dpo: dict[str, Any], **sections: Any) -> PipelineConfig:
         ({}, {"data": {"preference": []}, **RULES_ONLY}, "is true, but data.preference is empty"),
         ({"deepspeed": {"ranks": 9}, "batch_size": 8}, {}, "must be at most dpo.batch_size"),
         ({"label_smoothing": 0.5}, {}, "dpo.label_smoothing"),
-        ({"enabled": False}, {"register": {"policy": "dpo"}}, "register.policy is dpo, but dpo.enabled is"),
+        ({"enabled": False}, {"register": {"policy": "dpo"}}, "got dpo, but dpo.enabled is false"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(
