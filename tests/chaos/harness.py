@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,14 +109,20 @@ class Result:
 class Golden:
     """The undisturbed run below `folder`; made by the first use.
 
-    `overrides` are settings for all its runs, such as `ppo.steps=5`.
+    `overrides` are settings for all its runs, such as `ppo.steps=5`, and `environment` are variables of its
+    commands and of those of its cases.
     """
 
     def __init__(
-        self, folder: Path, stages: Sequence[StageName] = STAGES, overrides: Sequence[str] = ()
+        self,
+        folder: Path,
+        stages: Sequence[StageName] = STAGES,
+        overrides: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.overrides = overrides
+        self.environment = environment or {}
         self.points: dict[str, Counter[str]] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.seconds: dict[str, float] = {}
@@ -134,7 +140,7 @@ class Golden:
             trace = folder / f"trace-{stage}"
             trace.mkdir(parents=True)
             started = time.monotonic()
-            done = _command(home, stage, trace, {}, overrides)
+            done = _command(home, stage, trace, self.environment, overrides)
             out, _ = done.communicate(timeout=900)
             assert done.returncode == 0, out[-3000:]
             self.seconds[stage] = time.monotonic() - started
@@ -151,7 +157,7 @@ def run_case(golden: Golden, case: Case, folder: Path) -> Result:
     home, trace = folder / "home", folder / "trace"
     shutil.copytree(golden.before(case.stage), home)
     trace.mkdir()
-    environment = {"RLHF_FAIL": ",".join(case.points), **dict(case.environment)}
+    environment = {**golden.environment, "RLHF_FAIL": ",".join(case.points), **dict(case.environment)}
     killer = _Killer(
         trace, [share * golden.seconds[case.stage] for share in case.random], random.Random(case.seed)
     )
@@ -178,7 +184,7 @@ def run_case(golden: Golden, case: Case, folder: Path) -> Result:
 
 
 def _command(
-    home: Path, stage: StageName, trace: Path, environment: dict[str, str], overrides: Sequence[str]
+    home: Path, stage: StageName, trace: Path, environment: Mapping[str, str], overrides: Sequence[str]
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "rlhf_cli.main", "run", str(CONFIG), f"run.home={home}", *overrides]
     return subprocess.Popen(

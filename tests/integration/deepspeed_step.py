@@ -1,6 +1,5 @@
-"""Trains tiny models for two optimizer steps under many settings and saves the parameters of each: a script
-for `test_deepspeed_laws` and `tests.benchmarks.law_differences`, started with torchrun on one rank and on
-two.
+"""Trains tiny models for two optimizer steps under many settings and saves the parameters of each, on one,
+two and four ranks, for `test_deepspeed_laws` and `tests.benchmarks.law_differences`.
 
 Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining
 loss, with a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry). What
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +45,9 @@ from rlhf_core.models.scoring import Batches, sequence_logprobs
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
 from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
+from rlhf_core.system.processes import free_port
 from rlhf_core.types import PairExample
-from tests.support.prepared_ranks import ENVIRONMENT
+from tests.support.prepared_ranks import ENVIRONMENT, spawn
 
 TORCHRUN = {
     **ENVIRONMENT,
@@ -284,14 +283,15 @@ def torchrun_rank() -> Rank:
     return Rank(*numbers, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "cpu")
 
 
-def main() -> None:
-    rank = torchrun_rank()
+def train_all(number: int, ranks: int, port: int, folder: Path) -> None:
+    """One rank, which trains under every setting."""
+    rank = Rank(number, ranks, number, "127.0.0.1", port)
     join(rank)
     shard_small_parameters()
-    for setting in SETTINGS if rank.world_size < 4 else OF_FOUR_RANKS:
-        weights = train(rank, *setting, Path(sys.argv[1]))
-        if rank.rank == 0:
-            torch.save(weights, Path(sys.argv[1]) / f"{label(rank.world_size, *setting)}.pt")
+    for setting in SETTINGS if ranks < 4 else OF_FOUR_RANKS:
+        weights = train(rank, *setting, folder)
+        if number == 0:
+            torch.save(weights, folder / f"{label(ranks, *setting)}.pt")
     torch.distributed.barrier()
     leave_for_good()
 
@@ -317,18 +317,8 @@ def reference_label(kind: str) -> str:
 
 def run_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Every setting on one rank and on two, and two pairs of ranks with a copy each; parameters by label."""
-    env = {**os.environ, **TORCHRUN, "PYTHONPATH": str(Path.cwd())}
-    for ranks in ("1", "2", "4"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        done = subprocess.run(
-            [*command, __file__, str(folder)],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+    for ranks in (1, 2, 4):
+        spawn(train_all, (ranks, free_port(), folder), ranks)
     return {path.stem: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
 
 
@@ -337,7 +327,3 @@ def largest_difference(
 ) -> tuple[float, str]:
     """(largest absolute difference of a parameter, its name)."""
     return max(((weights[name] - tensor).abs().max().item(), name) for name, tensor in reference.items())
-
-
-if __name__ == "__main__":
-    main()

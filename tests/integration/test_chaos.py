@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ import pytest
 from rlhf_core.pipeline import StageName
 from tests.chaos.__main__ import negative_control
 from tests.chaos.harness import Case, Golden, read_passes, run_case
+from tests.support.prefect_server import prefect_server
 
 SAMPLE = (
     pytest.param(Case("data", ("data.encoded:1:kill", "bundle.uploaded:1:kill")), marks=pytest.mark.slow),
@@ -33,8 +35,12 @@ SAMPLE = (
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    return Golden(tmp_path_factory.mktemp("golden"), ("data", "sft", "reward", "ppo"))
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Golden]:
+    """Its commands use one Prefect server. Those of `make chaos` and of `test_flow` have their own."""
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
+        stages: tuple[StageName, ...] = ("data", "sft", "reward", "ppo")
+        folder = tmp_path_factory.mktemp("golden")
+        yield Golden(folder, stages, environment=server.environment)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: f"{case.stage}-{case.points[0]}")

@@ -85,7 +85,12 @@ def test_actors_get_processes_that_ray_has_started_ahead(stage: None) -> None:
     assert len(idle & found.keys()) == min(count, len(idle))
 
 
-def test_ray_that_has_died_in_the_meantime_is_started_again(stage: None) -> None:
+def test_ray_that_has_died_in_the_meantime_is_started_again(
+    stage: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By default Ray takes 15 s to notice it.
+    monkeypatch.setenv("RAY_health_check_period_ms", "300")
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "2")
     start_ray(CONFIG)
     [raylet] = processes_of_ray("raylet")
     raylet.kill()

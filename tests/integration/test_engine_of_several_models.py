@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -43,14 +43,19 @@ CONFIG = config_from_tree(
 PROMPTS = [PromptExample(f"p{i}", "", tuple(range(3, 5 + i))) for i in range(9)]
 
 
-def in_child(work: Callable[..., Result], *folders: Path) -> Result:
+def in_child(work: Callable[..., Result], *arguments: Any) -> Result:
     """vLLM looks at all modules, and fails at Flask's, which other tests import."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, *folders).result(timeout=200)
+        return pool.submit(work, *arguments).result(timeout=200)
 
 
-def sampled(*folders: Path) -> list[list[list[Rollout]]]:
-    return in_child(sampled_here, *folders)
+def by_one_and_each(folders: list[Path]) -> list[list[list[list[Rollout]]]]:
+    """What an engine for all models samples, and then one for each. Importing vLLM takes longest."""
+    return in_child(sampled_in_turn, [folders, *([folder] for folder in folders)])
+
+
+def sampled_in_turn(groups: list[list[Path]]) -> list[list[list[list[Rollout]]]]:
+    return [sampled_here(*folders) for folders in groups]
 
 
 def sampled_here(*folders: Path) -> list[list[list[Rollout]]]:
@@ -77,8 +82,8 @@ def test_one_engine_samples_what_an_engine_for_each_model_samples(tmp_path: Path
         save_tiny_llama(tmp_path / f"m{seed}", seed, eos_token_id=2, tie_word_embeddings=tied)
         for seed in range(2)
     ]
-    one, two = sampled(*folders)
-    assert [one] == sampled(folders[0]) and [two] == sampled(folders[1])
+    (one, two), *alone = by_one_and_each(folders)
+    assert alone == [[one], [two]]
     assert one != two
 
 
@@ -103,8 +108,8 @@ def save(folder: Path, model_type: str, seed: int, **fields: object) -> Path:
 def test_other_architectures_use_the_weights_that_replace_the_first(tmp_path: Path, model_type: str) -> None:
     folders = [save(tmp_path / f"m{seed}", model_type, seed) for seed in range(2)]
     assert are_interchangeable(*folders)
-    one, two = sampled(*folders)
-    assert [one] == sampled(folders[0]) and [two] == sampled(folders[1])
+    (one, two), *alone = by_one_and_each(folders)
+    assert alone == [[one], [two]]
     assert one != two
 
 
@@ -123,7 +128,7 @@ def test_engine_and_trainer_scale_and_cap_logits_alike(
     folder = save(tmp_path / "model", model_type, 0, **{field: value}, initializer_range=0.1)
     policy = load_policy(folder, dtype="float32", attention="eager", device="cpu")
     assert getattr(policy.lm.config, field) == value
-    (shares,) = sampled(folder)
+    (shares,) = in_child(sampled_here, folder)
     assert [len(share) for share in shares] == [6, 3]
     for rollout in (rollout for share in shares for rollout in share):
         batch = collate([TokenSequence.of(rollout.prompt_ids, rollout.response_ids)], pad_id=0, pack=True)
