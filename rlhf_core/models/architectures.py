@@ -93,7 +93,9 @@ def has_model_and_head(name: str, model_type: str) -> bool:
     `rlhf_core.models.policy` calls. True if its source is not found.
     """
     tree = _tree(_modeling(model_type))
-    for node in [] if tree is None else tree.body:
+    if tree is None:
+        return True
+    for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
             assigned = {

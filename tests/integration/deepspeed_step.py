@@ -288,7 +288,8 @@ def train_all(number: int, ranks: int, port: int, folder: Path) -> None:
     rank = Rank(number, ranks, number, "127.0.0.1", port)
     join(rank)
     shard_small_parameters()
-    for setting in SETTINGS if ranks < 4 else OF_FOUR_RANKS:
+    settings = SETTINGS if ranks < 4 else OF_FOUR_RANKS
+    for setting in settings:
         weights = train(rank, *setting, folder)
         if number == 0:
             torch.save(weights, folder / f"{label(ranks, *setting)}.pt")

@@ -166,9 +166,9 @@ class MarkRewards:
         self.batches.append(list(batch))
         self.model_scores = model_scores
         marks = [mark(sample.response_ids) for sample in batch]
-        total = [
-            values[i // SAMPLES][i % SAMPLES] if i // SAMPLES in values else m for i, m in enumerate(marks)
-        ]
+        total = list(marks)
+        for prompt, scores in values.items():
+            total[prompt * SAMPLES : (prompt + 1) * SAMPLES] = scores
         values_of = {"mark": marks, "double": [2 * m for m in marks], "value": total}
         return RewardBatch(list(total), values_of, {"value": {"requests": float(len(batch))}})
 

@@ -87,8 +87,8 @@ def test_equal_scores_are_a_tie_of_the_judge(tmp_path: Path) -> None:
 
 
 def test_the_command_that_records_votes_is_for_a_shell() -> None:
-    command = votes_command("my runs/summary.json", "/home/ann/my models", "champion", None)
-    words = ["my runs/summary.json", "--home", "/home/ann/my models", "--against", "champion"]
+    command = votes_command("my runs/summary.json", "/data/my models", "champion", None)
+    words = ["my runs/summary.json", "--home", "/data/my models", "--against", "champion"]
     assert shlex.split(command) == ["rlhf", "review", *words, "--votes", "FILE"]
 
 

@@ -529,8 +529,8 @@ def test_address_is_config_then_environment_then_home(
 
 
 def test_the_command_that_shows_a_database_is_for_a_shell() -> None:
-    words = shlex.split(ui_command("sqlite:////home/ann/my models/mlflow.db"))
-    assert words[1:] == ["ui", "--backend-store-uri", "sqlite:////home/ann/my models/mlflow.db"]
+    words = shlex.split(ui_command("sqlite:////data/my models/mlflow.db"))
+    assert words[1:] == ["ui", "--backend-store-uri", "sqlite:////data/my models/mlflow.db"]
 
 
 @pytest.mark.parametrize(
