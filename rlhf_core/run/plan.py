@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,8 +132,8 @@ def make_plan(
     changes = None
     if not verdict.fits:
         changes = advise(config, lambda changed: compare_memory(changed, shape, hardware))
-        if changes is None and _fit_with_splits(config, splits, shape, hardware):
-            changes = tuple(_overrides(splits))
+        if changes is None and _fits_with(config, _changes(splits), shape, hardware):
+            changes = _overrides(_changes(splits))
     return Plan(
         config,
         shape,
@@ -147,26 +147,27 @@ def make_plan(
     )
 
 
-def _fit_with_splits(
-    config: PipelineConfig, splits: Sequence[Split | NoSplit], shape: ModelShape, hardware: Hardware
+def _fits_with(
+    config: PipelineConfig, changes: dict[str, str], shape: ModelShape, hardware: Hardware
 ) -> bool:
-    """Return whether everything fits with the fields of all splits."""
-    changes: dict[str, str] = {}
-    for split in splits:
-        changes |= split.changes if isinstance(split, Split) else {}
+    """Return whether everything fits after these changes of fields."""
     try:
         return compare_memory(with_changes(config, changes), shape, hardware).fits
     except ConfigError:
         return False
 
 
-def _overrides(splits: Sequence[Split | NoSplit]) -> list[str]:
-    return [
-        f"{name}={value}"
-        for split in splits
-        if isinstance(split, Split)
-        for name, value in split.changes.items()
-    ]
+def _changes(splits: Sequence[Split | NoSplit]) -> dict[str, str]:
+    """Return the values of the fields that all splits change, by their names."""
+    changes: dict[str, str] = {}
+    for split in splits:
+        if isinstance(split, Split):
+            changes |= split.changes
+    return changes
+
+
+def _overrides(changes: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name}={value}" for name, value in changes.items())
 
 
 def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
@@ -434,7 +435,7 @@ def _show_splits(plan: Plan, console: Console) -> None:
             f"- {split.stage}: {what} {duration(split.seconds)}{parts} (as configured{before}). Bottleneck:"
             f" {bottleneck}{host}"
         )
-    if overrides := _overrides(plan.splits):
+    if overrides := _overrides(_changes(plan.splits)):
         say(f"fastest with: {shlex.join(overrides)}\n", soft_wrap=True)
     else:
         say("")
