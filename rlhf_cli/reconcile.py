@@ -8,8 +8,12 @@ names this flow run?
     PENDING for over 30 s, no process             -> the same (the run would block its deployment forever)
     CRASHED (the worker reported its end)         -> scheduled again
     CANCELLING for over 30 s, no process          -> CANCELLED
+    CANCELLING for over 60 s, with a process      -> SIGTERM to the process, and SIGKILL 40 s later
     lost `MAX_CONSECUTIVE_LOSSES` times in a row,
     or `MAX_LOSSES` times in total                -> FAILED, with the reason
+
+Prefect's worker stops the process of a cancelled run itself, but only if it learns of the cancellation. After
+an outage of Prefect's server of half a minute it no longer asks, so the process would run to its end.
 
 A run that has continued for ten minutes resets the count of consecutive losses, because a run of several days
 may be lost often. The counts are read from the server's history of the run, so they survive a restart of this
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import signal
 import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +38,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from rlhf_core.system.local_http import get, post
-from rlhf_core.system.processes import processes_with_env
+from rlhf_core.system.processes import ProcessId, processes_with_env
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +59,19 @@ _POLLS_AFTER_REFUSAL = 15
 """A run that Prefect refused to change is ignored for this many polls (half a minute)."""
 START_SECONDS = 30.0
 """The time that a worker may need between taking a run and starting its process."""
+CANCEL_SECONDS = 60.0
+"""The time after which a cancelled run is stopped by the reconciler. Prefect's worker looks for cancellations
+every 7 to 13 s and then sends SIGTERM, and SIGKILL 30 s later.
+"""
+FLOW_STOP_SECONDS = 40.0
+"""A stage may take 20 s to stop, and its flow needs some more time to report its state."""
 MAX_CRASH_AGE = 24 * 3600.0
 """An older crash is not resumed, because the user does not expect it any more."""
 
 _REQUEST_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError, ValueError, KeyError)
 """The server does not respond, sends an incomplete response, or refuses the request."""
 
-Action = Literal["leave", "reschedule", "cancel", "give up"]
+Action = Literal["leave", "reschedule", "cancel", "stop", "kill", "give up"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,8 @@ def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> tupl
 
 def decide(seen: Observation) -> Action:
     """Return what to do with a flow run."""
+    if seen.missing == 0 and seen.state == "CANCELLING" and seen.age > CANCEL_SECONDS:
+        return "kill" if seen.age > CANCEL_SECONDS + FLOW_STOP_SECONDS else "stop"
     if seen.missing < MISSING_POLLS:
         return "leave"
     # A state that begins in the future is from before the clock was set back: its age is unknown.
@@ -129,7 +142,8 @@ class Reconciler:
     Args:
         api: Address of Prefect's API.
         worker: Name of the worker whose flow runs have their processes on this machine.
-        find_alive: Returns the ids of the flow runs that have a process here.
+        find_processes: Returns the processes of the flow runs on this machine. Default:
+            `processes_of_flow_runs`.
         auth: Prefect's authentication string.
     """
 
@@ -137,15 +151,17 @@ class Reconciler:
         self,
         api: str,
         worker: str,
-        find_alive: Callable[[], set[str]] | None = None,
+        find_processes: Callable[[], Mapping[str, Sequence[ProcessId]]] | None = None,
         auth: str | None = None,
     ) -> None:
         self._api = api
         self._worker = worker
         self._auth = auth
-        self._find_alive = find_alive or flow_runs_alive
+        self._find_processes = find_processes or processes_of_flow_runs
         self._missing: dict[str, int] = {}
         """Flow run id -> consecutive polls without a process. Negative after a refusal."""
+        self._stopped: set[str] = set()
+        """Ids of the flow runs whose processes have received SIGTERM. A second one would kill the stage."""
 
     def poll(self) -> None:
         """Compare the server's runs with the processes of this machine, and act.
@@ -157,10 +173,10 @@ class Reconciler:
         except _REQUEST_ERRORS as error:
             log.debug("poll skipped: %s", error)
             return
-        alive = self._find_alive() if runs else set()
+        processes = self._find_processes() if runs else {}
         for run in runs:
             try:
-                self._reconcile(run, alive)
+                self._reconcile(run, processes.get(run["id"], ()))
             except _REQUEST_ERRORS as error:
                 # Prefect may refuse to change this run only, so the other runs must still be examined.
                 log.warning("flow run %s: %s", run.get("name"), error)
@@ -168,16 +184,17 @@ class Reconciler:
                     self._missing[run["id"]] = -_POLLS_AFTER_REFUSAL
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
-    def _reconcile(self, run: Mapping[str, Any], alive: set[str]) -> None:
-        """Cancel, fail or reschedule a flow run that has been without a process for several polls."""
+    def _reconcile(self, run: Mapping[str, Any], processes: Sequence[ProcessId]) -> None:
+        """Do what `decide` returns for the flow run, which has these processes."""
         run_id = run["id"]
-        self._missing[run_id] = 0 if run_id in alive else self._missing.get(run_id, 0) + 1
-        if self._missing[run_id] < MISSING_POLLS:
-            return
+        self._missing[run_id] = 0 if processes else self._missing.get(run_id, 0) + 1
         now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
         seen = Observation(run["state"]["type"], (now - since).total_seconds(), self._missing[run_id])
         action = decide(seen)
         if action == "leave":
+            return
+        if action in ("stop", "kill"):
+            self._stop(run, processes, action)
             return
         if action == "reschedule":
             # The history is a separate request, so it is only read for lost runs.
@@ -200,6 +217,15 @@ class Reconciler:
             message = "its process was lost; continuing from the last checkpoint"
             self._set_state(run_id, "SCHEDULED", "AwaitingRetry", message)
         self._missing[run_id] = 0
+
+    def _stop(self, run: Mapping[str, Any], processes: Sequence[ProcessId], action: Action) -> None:
+        """Stop the processes of a flow run. Later polls set it to CANCELLED."""
+        if action == "stop" and run["id"] in self._stopped:
+            return
+        log.warning("flow run %s (%s) is cancelled and still runs: %s", run["name"], run["id"], action)
+        self._stopped.add(run["id"])
+        for process in processes:
+            process.send(signal.SIGKILL if action == "kill" else signal.SIGTERM)
 
     def _is_own(self, run: Mapping[str, Any]) -> bool:
         """Return whether the worker of this machine has taken the run."""
@@ -239,6 +265,9 @@ class Reconciler:
         return post(f"{self._api}{path}", body, auth=self._auth)
 
 
-def flow_runs_alive() -> set[str]:
-    """Return the ids of the flow runs that have a process on this machine."""
-    return {run_id for _, run_id in processes_with_env(ENGINE_VARIABLE)}
+def processes_of_flow_runs() -> dict[str, list[ProcessId]]:
+    """Return the processes on this machine of each flow run, by its id."""
+    processes: dict[str, list[ProcessId]] = {}
+    for process, run_id in processes_with_env(ENGINE_VARIABLE):
+        processes.setdefault(run_id, []).append(process)
+    return processes

@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf_cli.prefect_server import external_database_url, read_auth_string
-from rlhf_cli.reconcile import ENGINE_VARIABLE
+from rlhf_cli.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
 from rlhf_cli.server_addresses import external_mlflow_uri, external_prefect_url, prefect_responds
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
@@ -38,8 +38,6 @@ HOME_VARIABLE = "RLHF_SERVERS"
 """The home folder, in the environment of every process that `up` starts, flow runs and stages included."""
 READY_SECONDS = 120.0
 """Maximum duration of the start of one server."""
-FLOW_STOP_SECONDS = 40.0
-"""A stage may take 20 s to stop, and its flow needs some more time to report its state."""
 
 _MAX_FLOW_RUNS = 5
 _MODULES = ("rlhf_cli.supervisor", "flows.isolated", "rlhf_core.run", "rlhf_core.tracking.database")

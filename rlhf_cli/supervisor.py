@@ -38,10 +38,9 @@ from rlhf_cli.prefect_server import (
     server_command,
     server_environment,
 )
-from rlhf_cli.reconcile import Reconciler
+from rlhf_cli.reconcile import FLOW_STOP_SECONDS, Reconciler
 from rlhf_cli.servers import (
     DEPLOYMENTS,
-    FLOW_STOP_SECONDS,
     HOME_VARIABLE,
     READY_SECONDS,
     ServersState,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.reconcile import ENGINE_VARIABLE
+from rlhf_cli.reconcile import CANCEL_SECONDS, ENGINE_VARIABLE, FLOW_STOP_SECONDS
 from rlhf_cli.servers import HOME_VARIABLE, flow_processes
 from rlhf_cli.supervisor import POLL_SECONDS
 from rlhf_core.system.home import Home
@@ -105,9 +105,9 @@ def _cancel_running_flow(servers: Servers, home: Path, trace: Path) -> None:
     _change_the_champion(servers)
     _kill_the_server(servers, name)
     servers.cancel(name)
-    assert wait(lambda: not flow_processes(Home.of(home)), 35), (
-        "20 s for the stage, and some more for its flow"
-    )
+    # Prefect's worker may not learn of the cancellation, because the server was restarted.
+    seconds = CANCEL_SECONDS + FLOW_STOP_SECONDS
+    assert wait(lambda: not flow_processes(Home.of(home)), seconds), servers.run(name)
     assert wait(lambda: (servers.run(name) or {}).get("state_type") == "CANCELLED", 35), servers.run(name)
     committed = [p.time for p in read_passes(trace) if p.point == "bundle.committed" and p.time > steps()[0]]
     assert len(committed) == 1 and committed[0] > steps()[-1], "a checkpoint of the current step"

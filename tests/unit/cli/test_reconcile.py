@@ -1,6 +1,7 @@
 """Behaviours of the reconciler:
 
-- a run with a process is not changed, in any state
+- a run with a process is not changed, in any state; its process is stopped if the run was cancelled a minute
+  ago
 - a lost run is resumed after two polls, PENDING and CANCELLING only after half a minute
 - a run is resumed a bounded number of times in a row and in total, then it fails with a message; a run that
   continued for some time resets the first count
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,6 +29,8 @@ from typing import Any
 import pytest
 
 from rlhf_cli.reconcile import (
+    CANCEL_SECONDS,
+    FLOW_STOP_SECONDS,
     MAX_CONSECUTIVE_LOSSES,
     MAX_LOSSES,
     MISSING_POLLS,
@@ -35,9 +40,12 @@ from rlhf_cli.reconcile import (
     Reconciler,
     count_losses,
     decide,
-    flow_runs_alive,
+    processes_of_flow_runs,
 )
+from rlhf_core.system.processes import ProcessId
 
+OWN = ProcessId(os.getpid(), 0.0)
+"""A process that gets no signal, because its start time is wrong."""
 DAY = 24 * 3600.0
 
 
@@ -61,6 +69,10 @@ DAY = 24 * 3600.0
         ("CRASHED", DAY + 1, 1, MISSING_POLLS, "leave"),
         ("CANCELLING", 5.0, 1, MISSING_POLLS, "leave"),
         ("CANCELLING", 31.0, 1, MISSING_POLLS, "cancel"),
+        ("CANCELLING", CANCEL_SECONDS, 1, 0, "leave"),  # Prefect's worker stops it
+        ("CANCELLING", CANCEL_SECONDS + 1, 1, 0, "stop"),
+        ("CANCELLING", CANCEL_SECONDS + 1, 1, MISSING_POLLS - 1, "leave"),
+        ("CANCELLING", CANCEL_SECONDS + FLOW_STOP_SECONDS + 1, 1, 0, "kill"),
         ("COMPLETED", 100.0, 1, MISSING_POLLS, "leave"),
         ("CANCELLED", 100.0, 1, MISSING_POLLS, "leave"),
     ],
@@ -183,7 +195,7 @@ def server() -> Iterator[Server]:
 def test_lost_run_is_crashed_and_scheduled_in_the_second_poll(server: Server) -> None:
     server.add("lost", "RUNNING")
     server.add("alive", "RUNNING")
-    reconciler = Reconciler(server.api, "here", find_alive=lambda: {"alive"})
+    reconciler = Reconciler(server.api, "here", find_processes=lambda: {"alive": [OWN]})
     reconciler.poll()
     assert server.sets == []
     reconciler.poll()
@@ -195,10 +207,39 @@ def test_run_of_a_worker_on_another_host_is_never_changed(server: Server) -> Non
         server.add(f"elsewhere-{state}", state, worker="there")
     server.add("without-a-worker", "RUNNING", worker=None)
     server.add("taken-by-a-worker-that-was-killed", "PENDING", worker=None)
-    reconciler = Reconciler(server.api, "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_processes=dict)
     for _ in range(2 * MISSING_POLLS):
         reconciler.poll()
     assert {name for name, _ in server.sets} == {"taken-by-a-worker-that-was-killed"}
+
+
+def test_process_of_a_cancelled_run_is_stopped_once_and_then_killed(server: Server) -> None:
+    server.add("cancelled", "CANCELLING", age=CANCEL_SECONDS + 1)
+    server.add("just-cancelled", "CANCELLING", age=5.0)
+    process = _Signals(0, 0.0)
+    found: dict[str, list[ProcessId]] = {"cancelled": [process], "just-cancelled": [OWN]}
+    reconciler = Reconciler(server.api, "here", find_processes=lambda: found)
+    reconciler.poll()
+    reconciler.poll()
+    assert process.received == [signal.SIGTERM]
+    server.add("cancelled", "CANCELLING", age=CANCEL_SECONDS + FLOW_STOP_SECONDS + 1)
+    reconciler.poll()
+    assert process.received == [signal.SIGTERM, signal.SIGKILL]
+    assert server.sets == []
+    del found["cancelled"]
+    reconciler.poll()
+    reconciler.poll()
+    assert server.sets == [("cancelled", "Cancelled")]
+
+
+@dataclass(frozen=True)
+class _Signals(ProcessId):
+    """A process that records the signals that are sent to it."""
+
+    received: list[int] = field(default_factory=list)
+
+    def send(self, signum: int) -> None:
+        self.received.append(signum)
 
 
 def test_refused_run_does_not_prevent_the_others(
@@ -206,7 +247,7 @@ def test_refused_run_does_not_prevent_the_others(
 ) -> None:
     server.add("refused", "RUNNING")
     server.add("lost", "RUNNING")
-    reconciler = Reconciler(server.api, "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_processes=dict)
     for _ in range(3):
         reconciler.poll()
     assert ("lost", "AwaitingRetry") in server.sets
@@ -214,7 +255,7 @@ def test_refused_run_does_not_prevent_the_others(
 
 def test_incomplete_response_changes_nothing(server: Server) -> None:
     server.add("lost", "RUNNING")
-    reconciler = Reconciler(server.api, "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_processes=dict)
     server.incomplete = True
     reconciler.poll()
     server.incomplete = False
@@ -225,10 +266,10 @@ def test_incomplete_response_changes_nothing(server: Server) -> None:
 
 def test_poll_with_a_process_resets_the_count_of_polls(server: Server) -> None:
     server.add("run", "RUNNING")
-    alive: set[str] = set()
-    reconciler = Reconciler(server.api, "here", find_alive=lambda: alive)
+    alive: dict[str, list[ProcessId]] = {}
+    reconciler = Reconciler(server.api, "here", find_processes=lambda: alive)
     reconciler.poll()
-    alive.add("run")
+    alive["run"] = [OWN]
     reconciler.poll()
     alive.clear()
     reconciler.poll()
@@ -236,14 +277,14 @@ def test_poll_with_a_process_resets_the_count_of_polls(server: Server) -> None:
 
 
 def test_run_that_never_starts_is_given_up(server: Server) -> None:
-    reconciler = Reconciler(server.api, "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_processes=dict)
     for _ in range(MAX_CONSECUTIVE_LOSSES - 1):
         server.add("stuck", "PENDING")  # a worker takes the run and loses it, each time
         reconciler.poll()
         reconciler.poll()
     assert server.sets.count(("stuck", "AwaitingRetry")) == MAX_CONSECUTIVE_LOSSES - 1
     server.add("stuck", "PENDING")
-    reconciler = Reconciler(server.api, "here", find_alive=set)  # the counts are in the server's history
+    reconciler = Reconciler(server.api, "here", find_processes=dict)  # the counts are in the server's history
     reconciler.poll()
     reconciler.poll()
     assert server.sets[-1] == ("stuck", "Failed")
@@ -251,7 +292,7 @@ def test_run_that_never_starts_is_given_up(server: Server) -> None:
 
 def test_refused_run_is_ignored_for_some_polls(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.add("refused", "RUNNING")
-    reconciler = Reconciler(server.api, "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_processes=dict)
     for _ in range(16):
         reconciler.poll()
     assert sum("HTTP Error 409" in record.getMessage() for record in caplog.records) == 1
@@ -262,7 +303,7 @@ def test_refused_run_is_ignored_for_some_polls(server: Server, caplog: pytest.Lo
 
 def test_unreachable_server_changes_nothing(server: Server) -> None:
     server.add("lost", "RUNNING")
-    reconciler = Reconciler(server.api, "here", find_alive=set)
+    reconciler = Reconciler(server.api, "here", find_processes=dict)
     reconciler.poll()
     server.down = True
     reconciler.poll()
@@ -278,12 +319,12 @@ def test_flow_run_is_alive_while_a_process_has_its_id() -> None:
     )
     try:
         deadline = time.monotonic() + 5
-        while "test-run-7" not in flow_runs_alive() and time.monotonic() < deadline:
+        while "test-run-7" not in processes_of_flow_runs() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert "test-run-7" in flow_runs_alive()
+        assert "test-run-7" in processes_of_flow_runs()
         process.kill()
         time.sleep(0.2)  # a zombie until it is waited for
-        assert "test-run-7" not in flow_runs_alive()
+        assert "test-run-7" not in processes_of_flow_runs()
     finally:
         process.kill()
         process.wait()
