@@ -1,7 +1,7 @@
 """Regression sets (`evaluate.regression`): a policy that is worse on one of them is not promoted.
 
 Policy and opponent answer the same prompts with the same seeds, and the reward source of the set scores the
-answers. The opponent is the SFT model in the evaluation and the champion in the match. A set falls unless the
+answers. The opponent is the SFT model in the evaluation and the champion in the match. A set fails unless the
 lower bound of the mean difference, paired by prompt, is above -margin (a test of non-inferiority).
 
 The evaluation leaves the prompts in its artifact, so that the match asks the same ones.

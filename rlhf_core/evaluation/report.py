@@ -97,13 +97,13 @@ def render(report: Report) -> str:
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
-        fallen=_fallen(evaluation, policy),
-        fallen_dpo=_fallen(evaluation, "dpo") if "dpo" in models else [],
+        failed=_failed(evaluation, policy),
+        failed_dpo=_failed(evaluation, "dpo") if "dpo" in models else [],
     )
     return document.strip() + "\n"
 
 
-def _fallen(evaluation: Mapping[str, Any], policy: str) -> list[str]:
+def _failed(evaluation: Mapping[str, Any], policy: str) -> list[str]:
     """Return the names of the regression sets that failed."""
     sets = regression_differences(regression_of(evaluation.get("regression", {}), policy))
     return [name for name, found in sets.items() if failed_sets({name: found})]
@@ -153,6 +153,7 @@ def environment() -> Environment:
         markdown=markdown_to_html,
         number=_number,
         percent=lambda value, digits=1: f"{value:.{digits}%}",
+        points=_points,
         signed=_signed,
     )
     return pages
@@ -190,6 +191,12 @@ def _signed(difference: Mapping[str, float], digits: int = 3) -> str:
     """Return a mean difference with its interval."""
     mean, low, high = (f"{difference[part]:+.{digits}f}" for part in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})"
+
+
+def _points(difference: Mapping[str, float]) -> str:
+    """Return a mean difference of rates with its interval, in percentage points."""
+    mean, low, high = (f"{100 * difference[part]:+.1f}" for part in ("mean", "low", "high"))
+    return f"{mean} pp ({low} to {high})"
 
 
 def _changes(source: Mapping[str, Any]) -> str:

@@ -146,7 +146,15 @@ def test_results_show_paired_differences_and_data_sources() -> None:
     text = parse(render(report(evaluation=evaluation() | {"by_source": sources}))).text
     assert "+1.250 (+1.150 to +1.350)" in text
     assert "What another training run (another seed) would give is not in these intervals" in text
-    assert "By data source" in text and "a.jsonl" in text and "0.300 0.200 to 0.400" in text
+    assert "By data source" in text and "a.jsonl" in text and "30.0% 20.0% to 40.0%" in text
+
+
+def test_win_rates_over_the_data_are_in_percent_and_their_difference_in_points() -> None:
+    rates = {"sft": interval(0.4), "ppo": interval(0.65), "difference": interval(0.25)}
+    controlled = {"sft": interval(0.4), "ppo": interval(0.6)}
+    chosen = {"prompts": 40, "win_rate": rates, "win_rate_length_controlled": controlled}
+    text = parse(render(report(evaluation=evaluation() | {"over_chosen": chosen}))).text
+    assert "data's answers 40.0% 30.0% to 50.0% 65.0% 55.0% to 75.0% +25.0 pp (+15.0 to +35.0)" in text
 
 
 def test_regression_sets_have_a_column_and_a_result_for_the_policy_of_dpo() -> None:
