@@ -12,8 +12,8 @@ names this flow run?
     lost `MAX_CONSECUTIVE_LOSSES` times in a row,
     or `MAX_LOSSES` times in total                -> FAILED, with the reason
 
-Prefect's worker stops the process of a cancelled run itself, but only if it learns of the cancellation. After
-an outage of Prefect's server of half a minute it no longer asks, so the process would run to its end.
+Prefect's worker stops the process of a cancelled run itself, but it can miss the cancellation if Prefect's
+server was restarted before. The process would then run to its end.
 
 A run that has continued for ten minutes resets the count of consecutive losses, because a run of several days
 may be lost often. The counts are read from the server's history of the run, so they survive a restart of this
