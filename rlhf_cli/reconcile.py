@@ -8,12 +8,13 @@ names this flow run?
     PENDING for over 30 s, no process             -> the same (the run would block its deployment forever)
     CRASHED (the worker reported its end)         -> scheduled again
     CANCELLING for over 30 s, no process          -> CANCELLED
-    CANCELLING for over 60 s, with a process      -> SIGTERM to the process, and SIGKILL 40 s later
+    CANCELLING, with a process for over 90 s      -> SIGTERM to the process, and SIGKILL 40 s after it
     lost `MAX_CONSECUTIVE_LOSSES` times in a row,
     or `MAX_LOSSES` times in total                -> FAILED, with the reason
 
 Prefect's worker stops the process of a cancelled run itself, but it can miss the cancellation if Prefect's
-server was restarted before. The process would then run to its end.
+server was restarted before. Prefect then shows the run as CANCELLED after five minutes, while its process
+runs to its end.
 
 A run that has continued for ten minutes resets the count of consecutive losses, because a run of several days
 may be lost often. The counts are read from the server's history of the run, so they survive a restart of this
@@ -31,6 +32,7 @@ from __future__ import annotations
 import http.client
 import logging
 import signal
+import time
 import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,9 +61,9 @@ _POLLS_AFTER_REFUSAL = 15
 """A run that Prefect refused to change is ignored for this many polls (half a minute)."""
 START_SECONDS = 30.0
 """The time that a worker may need between taking a run and starting its process."""
-CANCEL_SECONDS = 60.0
-"""The time after which a cancelled run is stopped by the reconciler. Prefect's worker looks for cancellations
-every 7 to 13 s and then sends SIGTERM, and SIGKILL 30 s later.
+CANCEL_SECONDS = 90.0
+"""The time after which the reconciler stops a cancelled run. Prefect's worker sends SIGTERM within 13 s, or
+40 s if it repeats a request, and SIGKILL 30 s later. After 300 s Prefect's server sets the run to CANCELLED.
 """
 FLOW_STOP_SECONDS = 40.0
 """A stage may take 20 s to stop, and its flow needs some more time to report its state."""
@@ -71,7 +73,7 @@ MAX_CRASH_AGE = 24 * 3600.0
 _REQUEST_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError, ValueError, KeyError)
 """The server does not respond, sends an incomplete response, or refuses the request."""
 
-Action = Literal["leave", "reschedule", "cancel", "stop", "kill", "give up"]
+Action = Literal["leave", "reschedule", "cancel", "give up"]
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,6 @@ def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> tupl
 
 def decide(seen: Observation) -> Action:
     """Return what to do with a flow run."""
-    if seen.missing == 0 and seen.state == "CANCELLING" and seen.age > CANCEL_SECONDS:
-        return "kill" if seen.age > CANCEL_SECONDS + FLOW_STOP_SECONDS else "stop"
     if seen.missing < MISSING_POLLS:
         return "leave"
     # A state that begins in the future is from before the clock was set back: its age is unknown.
@@ -137,7 +137,7 @@ def decide(seen: Observation) -> Action:
 class Reconciler:
     """Compares flow runs with processes at each `poll`.
 
-    It only keeps counts of polls in memory, so it may be restarted at any time.
+    It only keeps counts and times of polls in memory. A restart delays what it does and repeats nothing.
 
     Args:
         api: Address of Prefect's API.
@@ -145,6 +145,7 @@ class Reconciler:
         find_processes: Returns the processes of the flow runs on this machine. Default:
             `processes_of_flow_runs`.
         auth: Prefect's authentication string.
+        clock: Returns seconds. A change of the system's time must not affect it.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Reconciler:
         worker: str,
         find_processes: Callable[[], Mapping[str, Sequence[ProcessId]]] | None = None,
         auth: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api = api
         self._worker = worker
@@ -160,8 +162,11 @@ class Reconciler:
         self._find_processes = find_processes or processes_of_flow_runs
         self._missing: dict[str, int] = {}
         """Flow run id -> consecutive polls without a process. Negative after a refusal."""
-        self._stopped: set[str] = set()
-        """Ids of the flow runs whose processes have received SIGTERM. A second one would kill the stage."""
+        self._clock = clock
+        self._cancelled: dict[ProcessId, float] = {}
+        """Process of a cancelled run -> time of the first poll that found it."""
+        self._stopped: dict[ProcessId, float] = {}
+        """Process of a cancelled run -> time of its SIGTERM. A second one would kill the stage."""
 
     def poll(self) -> None:
         """Compare the server's runs with the processes of this machine, and act.
@@ -182,19 +187,23 @@ class Reconciler:
                 log.warning("flow run %s: %s", run.get("name"), error)
                 if isinstance(error, urllib.error.HTTPError) and error.code < 500:
                     self._missing[run["id"]] = -_POLLS_AFTER_REFUSAL
+        found = {process for of_run in processes.values() for process in of_run}
+        self._cancelled = {process: at for process, at in self._cancelled.items() if process in found}
+        self._stopped = {process: at for process, at in self._stopped.items() if process in found}
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
     def _reconcile(self, run: Mapping[str, Any], processes: Sequence[ProcessId]) -> None:
         """Do what `decide` returns for the flow run, which has these processes."""
         run_id = run["id"]
         self._missing[run_id] = 0 if processes else self._missing.get(run_id, 0) + 1
+        if run["state"]["type"] == "CANCELLING":
+            self._stop(run, processes)
+        if self._missing[run_id] < MISSING_POLLS:
+            return
         now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
         seen = Observation(run["state"]["type"], (now - since).total_seconds(), self._missing[run_id])
         action = decide(seen)
         if action == "leave":
-            return
-        if action in ("stop", "kill"):
-            self._stop(run, processes, action)
             return
         if action == "reschedule":
             # The history is a separate request, so it is only read for lost runs.
@@ -218,14 +227,21 @@ class Reconciler:
             self._set_state(run_id, "SCHEDULED", "AwaitingRetry", message)
         self._missing[run_id] = 0
 
-    def _stop(self, run: Mapping[str, Any], processes: Sequence[ProcessId], action: Action) -> None:
-        """Stop the processes of a flow run. Later polls set it to CANCELLED."""
-        if action == "stop" and run["id"] in self._stopped:
-            return
-        log.warning("flow run %s (%s) is cancelled and still runs: %s", run["name"], run["id"], action)
-        self._stopped.add(run["id"])
+    def _stop(self, run: Mapping[str, Any], processes: Sequence[ProcessId]) -> None:
+        """Stop the processes of a cancelled run that Prefect's worker has not stopped."""
+        now = self._clock()
         for process in processes:
-            process.send(signal.SIGKILL if action == "kill" else signal.SIGTERM)
+            found = self._cancelled.setdefault(process, now)
+            if process not in self._stopped:
+                if now - found > CANCEL_SECONDS:
+                    log.warning(
+                        "flow run %s (%s) is cancelled and still runs: SIGTERM", run["name"], run["id"]
+                    )
+                    self._stopped[process] = now
+                    process.send(signal.SIGTERM)
+            elif now - self._stopped[process] > FLOW_STOP_SECONDS:
+                log.warning("flow run %s (%s) has not stopped: SIGKILL", run["name"], run["id"])
+                process.send(signal.SIGKILL)
 
     def _is_own(self, run: Mapping[str, Any]) -> bool:
         """Return whether the worker of this machine has taken the run."""

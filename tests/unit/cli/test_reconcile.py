@@ -1,7 +1,7 @@
 """Behaviours of the reconciler:
 
-- a run with a process is not changed, in any state; its process is stopped if the run was cancelled a minute
-  ago
+- a run with a process is not changed, in any state; its process is stopped if the run is found cancelled for
+  90 s
 - a lost run is resumed after two polls, PENDING and CANCELLING only after half a minute
 - a run is resumed a bounded number of times in a row and in total, then it fails with a message; a run that
   continued for some time resets the first count
@@ -69,10 +69,6 @@ DAY = 24 * 3600.0
         ("CRASHED", DAY + 1, 1, MISSING_POLLS, "leave"),
         ("CANCELLING", 5.0, 1, MISSING_POLLS, "leave"),
         ("CANCELLING", 31.0, 1, MISSING_POLLS, "cancel"),
-        ("CANCELLING", CANCEL_SECONDS, 1, 0, "leave"),  # Prefect's worker stops it
-        ("CANCELLING", CANCEL_SECONDS + 1, 1, 0, "stop"),
-        ("CANCELLING", CANCEL_SECONDS + 1, 1, MISSING_POLLS - 1, "leave"),
-        ("CANCELLING", CANCEL_SECONDS + FLOW_STOP_SECONDS + 1, 1, 0, "kill"),
         ("COMPLETED", 100.0, 1, MISSING_POLLS, "leave"),
         ("CANCELLED", 100.0, 1, MISSING_POLLS, "leave"),
     ],
@@ -214,17 +210,19 @@ def test_run_of_a_worker_on_another_host_is_never_changed(server: Server) -> Non
 
 
 def test_process_of_a_cancelled_run_is_stopped_once_and_then_killed(server: Server) -> None:
-    server.add("cancelled", "CANCELLING", age=CANCEL_SECONDS + 1)
-    server.add("just-cancelled", "CANCELLING", age=5.0)
-    process = _Signals(0, 0.0)
-    found: dict[str, list[ProcessId]] = {"cancelled": [process], "just-cancelled": [OWN]}
-    reconciler = Reconciler(server.api, "here", find_processes=lambda: found)
-    reconciler.poll()
-    reconciler.poll()
-    assert process.received == [signal.SIGTERM]
-    server.add("cancelled", "CANCELLING", age=CANCEL_SECONDS + FLOW_STOP_SECONDS + 1)
-    reconciler.poll()
-    assert process.received == [signal.SIGTERM, signal.SIGKILL]
+    server.add("cancelled", "CANCELLING", age=3600.0)  # by the wall clock, which may have been set
+    process = _Signals(1, 0.0)
+    times = (0.0, CANCEL_SECONDS, CANCEL_SECONDS + 1, CANCEL_SECONDS + FLOW_STOP_SECONDS, 1000.0)
+    found: dict[str, list[ProcessId]] = {"cancelled": [process]}
+    reconciler = Reconciler(
+        server.api, "here", find_processes=lambda: found, clock=iter((*times, 1001.0, 1003.0)).__next__
+    )
+    received = []
+    for _ in times:
+        reconciler.poll()
+        received.append(tuple(process.received))
+    once = (signal.SIGTERM,)
+    assert received == [(), (), once, once, (*once, signal.SIGKILL)]
     assert server.sets == []
     del found["cancelled"]
     reconciler.poll()
@@ -232,11 +230,25 @@ def test_process_of_a_cancelled_run_is_stopped_once_and_then_killed(server: Serv
     assert server.sets == [("cancelled", "Cancelled")]
 
 
+def test_run_that_is_cancelled_again_gets_its_own_signal(server: Server) -> None:
+    first, second = _Signals(1, 0.0), _Signals(2, 0.0)
+    times = iter((0.0, 200.0, 300.0, 380.0, 400.0))
+    server.add("run", "CANCELLING")
+    found: dict[str, list[ProcessId]] = {"run": [first]}
+    reconciler = Reconciler(server.api, "here", find_processes=lambda: found, clock=times.__next__)
+    for _ in range(2):
+        reconciler.poll()
+    found["run"] = [second]
+    for _ in range(3):
+        reconciler.poll()
+    assert first.received == second.received == [signal.SIGTERM]
+
+
 @dataclass(frozen=True)
 class _Signals(ProcessId):
     """A process that records the signals that are sent to it."""
 
-    received: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list, compare=False)
 
     def send(self, signum: int) -> None:
         self.received.append(signum)
