@@ -137,7 +137,7 @@ def decide(seen: Observation) -> Action:
 class Reconciler:
     """Compares flow runs with processes at each `poll`.
 
-    It only keeps counts and times of polls in memory. A restart delays what it does and repeats nothing.
+    It only keeps counts and times of polls in memory, so a restart only delays what it does.
 
     Args:
         api: Address of Prefect's API.
@@ -228,7 +228,9 @@ class Reconciler:
         self._missing[run_id] = 0
 
     def _stop(self, run: Mapping[str, Any], processes: Sequence[ProcessId]) -> None:
-        """Stop the processes of a cancelled run that Prefect's worker has not stopped."""
+        """Send SIGTERM to processes of a cancelled run after `CANCEL_SECONDS`, and SIGKILL after
+        `FLOW_STOP_SECONDS` more.
+        """
         now = self._clock()
         for process in processes:
             found = self._cancelled.setdefault(process, now)

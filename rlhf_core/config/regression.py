@@ -28,7 +28,7 @@ class RegressionSet(Source):
     margin: PositiveFloat = result(
         0.02,
         "The set fails unless the lower bound of the mean difference, paired by prompt, is above -margin",
-        within=Range(1e-6, 1e6, "with 0, a policy that is equally good falls half of the time"),
+        within=Range(1e-6, 1e6, "with 0, a policy that is equally good fails half of the time"),
     )
 
     @model_validator(mode="after")

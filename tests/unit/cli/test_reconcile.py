@@ -1,7 +1,7 @@
 """Behaviours of the reconciler:
 
-- a run with a process is not changed, in any state; its process is stopped if the run is found cancelled for
-  90 s
+- a run with a process is not changed, in any state; its process is stopped 90 s after a poll found the run
+  CANCELLING
 - a lost run is resumed after two polls, PENDING and CANCELLING only after half a minute
 - a run is resumed a bounded number of times in a row and in total, then it fails with a message; a run that
   continued for some time resets the first count
