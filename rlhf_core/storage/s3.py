@@ -25,7 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+)
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import StoreError, StoreUnavailable
@@ -45,6 +52,8 @@ ADDRESS_VARIABLES = ("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3", "AWS_REGION")
 _BYTES_PER_SECOND = 250_000
 _CONCURRENCY = 4
 _LONGEST_PAUSE = 5.0
+_PART_TRIES = 5
+"""Attempts at one part of a large file, each with the retries of botocore and s3fs."""
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound",
                    "UnauthorizedSSOTokenError", "SSOTokenLoadError", "TokenRetrievalError")  # fmt: skip
@@ -120,7 +129,7 @@ def filesystem(endpoint: str | None, limits: S3Limits = S3_LIMITS) -> Any:
         config_kwargs={
             "connect_timeout": limits.connect_seconds,
             "read_timeout": limits.read_seconds,
-            # One quick retry for a part of a large file; `with_retries` handles longer outages.
+            # One quick retry of each request; `with_retries` handles longer outages.
             "retries": {"total_max_attempts": 2, "mode": "standard"},
             # Compatible servers corrupt uploads with checksum trailers; the manifests' sha256 is our check.
             "request_checksum_calculation": "when_required",
@@ -137,7 +146,20 @@ def _bounded_class(limits: S3Limits) -> Any:
     import s3fs
 
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
-        async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
+        async def _call_s3(self, method: str, *more: Any, **arguments: Any) -> Any:
+            if method != "upload_part":
+                return await self._request(method, *more, **arguments)
+            # A failed part makes s3fs upload the whole file again. Of a file of a thousand parts, one would
+            # fail almost every time.
+            retrying = AsyncRetrying(
+                retry=retry_if_exception(_is_temporary),
+                wait=backoff(limits.first_pause, _LONGEST_PAUSE),
+                stop=stop_after_attempt(_PART_TRIES) | stop_after_delay(limits.request_seconds),
+                reraise=True,
+            )
+            return await retrying(self._request, method, *more, **arguments)
+
+        async def _request(self, *method: Any, **arguments: Any) -> Any:
             # A server that stops reading blocks a request forever: the client limits only the time between
             # reads. `wait_for` is not used: in Python 3.11 it loses a cancellation that arrives at the same
             # time as the answer.
@@ -439,23 +461,11 @@ def with_retries(
     def attempt() -> _T:
         try:
             return call()
-        except (FileNotFoundError, FileExistsError):
-            raise
         except _client_errors() as error:
-            if isinstance(error, PermissionError) or _code(error) in _REFUSED:
-                raise StoreError(
-                    f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's"
-                    " policy."
-                ) from error
-            name = type(error).__name__
-            if name in _NO_CREDENTIALS:
-                raise StoreError(
-                    f"{what}: {_reason(error)}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
-                    " AWS_PROFILE, or give this machine a role"
-                ) from error
-            if name == "ParamValidationError" or isinstance(error, _TooMuch):
-                raise StoreError(f"{what}: {_reason(error)}") from error
-            raise
+            reason = _permanent(error)
+            if reason is None:
+                raise
+            raise StoreError(f"{what}: {reason}") from error
 
     retrying = Retrying(
         retry=retry_if_exception(_is_temporary),
@@ -467,9 +477,26 @@ def with_retries(
     return retrying(attempt)
 
 
+def _permanent(error: BaseException) -> str | None:
+    """Return what is wrong and how to correct it if a retry cannot help; else None."""
+    if isinstance(error, PermissionError) or _code(error) in _REFUSED:
+        return f"access denied ({_reason(error)}); check the credentials and the bucket's policy."
+    name = type(error).__name__
+    if name in _NO_CREDENTIALS:
+        return (
+            f"{_reason(error)}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give this"
+            " machine a role"
+        )
+    if name == "ParamValidationError" or isinstance(error, _TooMuch):
+        return _reason(error)
+    return None
+
+
 def _is_temporary(error: BaseException) -> bool:
-    # A StoreError, with which `attempt` ends the retries, is not one of these errors.
-    return isinstance(error, _client_errors()) and not isinstance(error, FileNotFoundError | FileExistsError)
+    # A StoreError, with which `with_retries` ends the retries, is not one of these errors.
+    if not isinstance(error, _client_errors()) or isinstance(error, FileNotFoundError | FileExistsError):
+        return False
+    return _permanent(error) is None
 
 
 def _log_retry(what: str, state: RetryCallState) -> None:

@@ -29,8 +29,9 @@ STALL_SECONDS = 30.0
 
 
 class FaultyProxy(ThreadingHTTPServer):
-    """`fault(n)` says what happens to request n = 1, 2, ... of those for `path`;
-    `seen` counts what happened.
+    """`fault(n)` says what happens to request n = 1, 2, ... of those for `path`; `seen` counts what happened.
+
+    `requests` has the method and path of all requests.
     """
 
     daemon_threads = True
@@ -43,27 +44,30 @@ class FaultyProxy(ThreadingHTTPServer):
         self.fault: Callable[[int], Fault] = lambda n: ""
         self.path = ""
         self.seen: Counter[Fault] = Counter()
+        self.requests: list[str] = []
         self._lock = threading.Lock()
-        self._requests = 0
+        self._counted = 0
 
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def next_fault(self, path: str) -> Fault:
-        if self.path not in path:
-            return ""
+    def next_fault(self, method: str, path: str) -> Fault:
         with self._lock:
-            self._requests += 1
-            fault = self.fault(self._requests)
+            self.requests.append(f"{method} {path}")
+            if self.path not in path:
+                return ""
+            self._counted += 1
+            fault = self.fault(self._counted)
             self.seen[fault] += 1
         return fault
 
     def restart(self, fault: Callable[[int], Fault], path: str = "") -> None:
         """Count requests whose path contains `path` from 1 again; all others pass."""
         with self._lock:
-            self.fault, self.path, self._requests = fault, path, 0
+            self.fault, self.path, self._counted = fault, path, 0
             self.seen.clear()
+            self.requests.clear()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -77,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _serve(self) -> None:
-        fault = self.server.next_fault(self.path)
+        fault = self.server.next_fault(self.command, self.path)
         if fault == "stall":
             time.sleep(STALL_SECONDS)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -298,6 +300,32 @@ def test_expired_credentials_exit_with_3_and_lose_nothing(
     assert {key.split("/")[2] for key in direct.list("checkpoints/k")} == {"attempts"}
     assert not [path for path in (tmp_path / "home" / "outbox").rglob("*") if path.is_file()]
     assert made == [None], "the second attempt had nothing to make"
+
+
+def test_only_the_part_of_a_file_that_failed_is_sent_again(
+    proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(WEIGHTS)
+    # More failures than the client itself retries.
+    proxy.restart(lambda n: "500" if n <= 5 else "", path="partNumber=2")
+    Store(url, proxy.endpoint, s3_limits=QUICK).put_file(file, "a/weights")
+    parts = Counter(part for request in proxy.requests for part in re.findall(r"partNumber=(\d+)", request))
+    assert parts == {"1": 1, "2": 6, "3": 1}
+    Store(url, s3_server.endpoint).get_file("a/weights", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize(("fault", "tries"), [("denied", 1), ("expired", 1), ("500", 10)])
+def test_a_part_is_sent_a_limited_number_of_times(
+    fault: Fault, tries: int, proxy: FaultyProxy, url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(WEIGHTS)
+    proxy.restart(lambda n: fault, path="partNumber=2")
+    with pytest.raises(StoreError):
+        Store(url, proxy.endpoint, retry_seconds=0.001, s3_limits=QUICK).put_file(file, "a/weights")
+    assert proxy.seen[fault] == tries
 
 
 def test_stalled_upload_is_aborted_and_repeated(proxy: FaultyProxy, url: str, tmp_path: Path) -> None:
