@@ -585,6 +585,8 @@ class PPOController:
         """Measure the duration of this context, as the metric `timing/<name>`."""
         started = time.monotonic()
         yield
-        seconds = time.monotonic() - started
+        self._add_timing(f"timing/{name}", time.monotonic() - started)
+
+    def _add_timing(self, name: str, seconds: float) -> None:
         # Added up: with `ppo.staleness`, a step waits for rollouts at two places.
-        self._timings[f"timing/{name}"] = self._timings.get(f"timing/{name}", 0.0) + seconds
+        self._timings[name] = self._timings.get(name, 0.0) + seconds

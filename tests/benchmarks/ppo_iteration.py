@@ -88,7 +88,7 @@ class MeasuredController(PPOController):
         before = self._cpu_seconds()
         with super()._timed(name):
             yield
-        self._add(f"cpu/{name}", self._cpu_seconds() - before)
+        self._add_timing(f"cpu/{name}", self._cpu_seconds() - before)
 
     def _cpu_seconds(self) -> float:
         return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in self._fleet.usage())
