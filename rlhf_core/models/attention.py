@@ -82,16 +82,16 @@ def register() -> None:
 def cpu_attention(query: torch.Tensor) -> Any:
     """Return the function that computes plain causal attention with these queries (N, heads, L, d) fastest.
 
-    torch's kernel for 16-bit numbers on CPUs uses AMX where there is any. Otherwise float16 is several times
-    as slow as float32, and bfloat16 is slow for short sequences (decision 44).
+    On CPUs torch's kernel is slow for short sequences in bfloat16, and without AMX, in float16 it is several
+    times as slow as in float32 (decision 44).
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if query.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
-        if query.dtype == torch.float16:
-            return _in_float32
+    if query.device.type == "cpu":
         if query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_ATTENTION:
             return _short
+        if query.dtype == torch.float16 and not torch.cpu._is_amx_tile_supported():
+            return _in_float32
     return sdpa_attention_forward
 
 
@@ -109,7 +109,8 @@ def _short(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Return `short_attention`. The mask is always None (see `no_mask`)."""
-    return short_attention(query, key, value, kwargs.get("scaling")), None
+    kernel = torch.cpu._is_amx_tile_supported()
+    return short_attention(query, key, value, kwargs.get("scaling"), kernel=kernel), None
 
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:

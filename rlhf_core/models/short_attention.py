@@ -1,9 +1,10 @@
 """Causal attention in bfloat16 on CPUs, for short sequences.
 
-torch's kernel for this type gains nothing from the instructions of `avx512_bf16`, and its backward pass takes
-twice as long as that in float32 (decision 44). Here attention is a batch of matrix products. The precision is
-that of flash attention: scores and softmax are float32, and probabilities are rounded to bfloat16 for the
-products with values and gradients. Memory grows with the square of the length, which is therefore limited.
+The backward pass of torch's kernel for this type takes twice as long as that in float32 without AMX, and is
+not much faster with it (decision 44). The forward pass uses AMX, but gains nothing from `avx512_bf16`. Here
+attention is a batch of matrix products. The precision is that of flash attention: scores and softmax are
+float32, and probabilities are rounded to bfloat16 for the products with values and gradients. The time grows
+with the square of the length faster than that of torch's kernel, so the length is limited.
 
 Axes: N sequences times heads, L tokens, D dimensions of a head.
 """
@@ -15,10 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 
 def short_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, *, most_scores: int = 1 << 23
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    *,
+    kernel: bool = False,
+    most_scores: int = 1 << 19,
 ) -> Tensor:
     """Return causal attention, (sequences, L, heads, D).
 
@@ -27,8 +35,9 @@ def short_attention(
         key: (sequences, key heads, L, D). Each head of keys serves a group of heads of queries.
         value: (sequences, key heads, L, D)
         scaling: Factor of the scores; None for 1 / sqrt(D).
-        most_scores: Scores that are computed at once, of which a few copies in float32 exist at the same
-            time. One sequence of one head is always computed whole.
+        kernel: Whether torch's kernel computes the forward pass, which is faster with AMX.
+        most_scores: Scores that are computed at once. One sequence of one head is always computed whole. The
+            default is 2 MB in float32, which fits into the cache of a core.
     """
     sequences, heads = query.shape[:2]
     groups = heads // key.shape[1]
@@ -37,9 +46,10 @@ def short_attention(
     q, k, v = (x.reshape(sequences * heads, *x.shape[2:]) for x in (query, key, value))
     factor = scaling or q.shape[-1] ** -0.5
     at_once = max(1, most_scores // q.shape[1] ** 2)
+    function = _KernelForward if kernel else _Attention
     # torch declares Function.apply without types
     parts: list[Tensor] = [
-        _Attention.apply(*part, factor)  # type: ignore[no-untyped-call]
+        function.apply(*part, factor)  # type: ignore[no-untyped-call]
         for part in zip(*(torch.split(x, at_once) for x in (q, k, v)), strict=True)
     ]
     output = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -53,10 +63,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        length = q.shape[1]
-        mask = torch.full((length, length), -torch.inf).triu_(1)
-        scores = _float32_product(q, k.transpose(1, 2)).mul_(scaling).add_(mask)
-        p = torch.softmax(scores, dim=-1).to(q.dtype)
+        p = _probabilities(q, k, scaling).to(q.dtype)
         ctx.save_for_backward(q, k, v, p)
         ctx.scaling = scaling
         return p @ v
@@ -65,10 +72,44 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, p = ctx.saved_tensors
-        d_p = _float32_product(d_output, v.transpose(1, 2))
-        d_scores = torch._softmax_backward_data(d_p, p.float(), -1, torch.float32)
-        d_scores = d_scores.mul_(ctx.scaling).to(q.dtype)
-        return d_scores @ k, d_scores.transpose(1, 2) @ q, p.transpose(1, 2) @ d_output, None
+        return *_gradients(q, k, v, p.float(), p, ctx.scaling, d_output), None
+
+
+class _KernelForward(torch.autograd.Function):
+    """As `_Attention`, but torch's kernel computes O, and the backward pass computes P again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.scaling = scaling
+        query, key, value = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return output.squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v = ctx.saved_tensors
+        p = _probabilities(q, k, ctx.scaling)
+        return *_gradients(q, k, v, p, p.to(q.dtype), ctx.scaling, d_output), None
+
+
+def _probabilities(q: Tensor, k: Tensor, scaling: float) -> Tensor:
+    """Return P in float32, (N, L, L)."""
+    length = q.shape[1]
+    mask = torch.full((length, length), -torch.inf).triu_(1)
+    scores = _float32_product(q, k.transpose(1, 2)).mul_(scaling).add_(mask)
+    return torch.softmax(scores, dim=-1)
+
+
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, rounded: Tensor, scaling: float, d_output: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV from P in float32 and rounded to bfloat16."""
+    d_p = _float32_product(d_output, v.transpose(1, 2))
+    d_scores = torch._softmax_backward_data(d_p, p, -1, torch.float32)
+    d_scores = d_scores.mul_(scaling).to(q.dtype)
+    return d_scores @ k, d_scores.transpose(1, 2) @ q, rounded.transpose(1, 2) @ d_output
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Attention in 16 bits on a CPU (`cpu_attention`), compared with float64.
 
 - `short_attention` is at least as precise as torch's kernel in bfloat16, also for groups of heads
-- the function is chosen by type and length, and not where AMX is available
+- the function is chosen by type, length and whether there is AMX
+- with torch's kernel the output has its bits
 - many sequences are computed in parts, with the same bits
 - no token depends on a later one, and the global precision of float32 products is restored
 """
@@ -45,35 +46,48 @@ def error(output: torch.Tensor, rows: Rows, exact: Rows, scaling: float) -> list
     return [(a.double() - b).abs().mean().item() for a, b in pairs]
 
 
+KERNEL = pytest.mark.parametrize("kernel", (False, True))
+"""Whether torch's kernel computes the forward pass."""
+
+
+@KERNEL
 @pytest.mark.parametrize("length", (1, 5, 33, 200))
 @pytest.mark.parametrize("scaling", (None, 0.1))
-def test_short_attention_is_as_precise_as_torch(length: int, scaling: float | None) -> None:
+def test_short_attention_is_as_precise_as_torch(length: int, scaling: float | None, kernel: bool) -> None:
     rows = inputs(length, torch.bfloat16)
     q, k, v = (row.detach().double().requires_grad_() for row in rows)
     exact = (q, k, v)
-    ours = error(short_attention(*rows, scaling), rows, exact, scaling or 0.25)
+    ours = error(short_attention(*rows, scaling, kernel=kernel), rows, exact, scaling or 0.25)
     output = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=True)
     torchs = error(output.transpose(1, 2), rows, exact, scaling or 0.25)
     # Both round the same numbers to bfloat16, in another order.
     assert all(mine <= 1.5 * other + 1e-6 for mine, other in zip(ours, torchs, strict=True)), (ours, torchs)
 
 
-def test_many_sequences_are_computed_in_parts() -> None:
+def test_the_kernel_has_the_output_of_torch() -> None:
+    rows = inputs(33, torch.bfloat16)
+    output = short_attention(*rows, None, kernel=True)
+    assert torch.equal(output, sdpa_attention_forward(MODULE, *rows, None)[0])
+
+
+@KERNEL
+def test_many_sequences_are_computed_in_parts(kernel: bool) -> None:
     rows = inputs(9, torch.bfloat16)
-    whole = short_attention(*rows, None)
-    parts = short_attention(*rows, None, most_scores=3 * 81)
+    whole = short_attention(*rows, None, kernel=kernel)
+    parts = short_attention(*rows, None, kernel=kernel, most_scores=3 * 81)
     assert torch.equal(parts, whole)
     gradients = [torch.autograd.grad(output.float().square().sum(), rows) for output in (whole, parts)]
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)
 
 
-def test_no_token_depends_on_a_later_one() -> None:
+@KERNEL
+def test_no_token_depends_on_a_later_one(kernel: bool) -> None:
     q, k, v = (row.detach() for row in inputs(9, torch.bfloat16))
-    before = short_attention(q, k, v, None)
+    before = short_attention(q, k, v, None, kernel=kernel)
     for row in (q, k, v):
         row[:, :, 6:] = 5.0
-    assert torch.equal(short_attention(q, k, v, None)[:, :6], before[:, :6])
+    assert torch.equal(short_attention(q, k, v, None, kernel=kernel)[:, :6], before[:, :6])
 
 
 def test_the_precision_of_other_products_is_restored() -> None:
@@ -90,7 +104,9 @@ def test_the_precision_of_other_products_is_restored() -> None:
         (torch.bfloat16, SHORT_ATTENTION, False, "_short"),
         (torch.bfloat16, SHORT_ATTENTION + 1, False, "sdpa_attention_forward"),
         (torch.float16, 8, False, "_in_float32"),
-        (torch.bfloat16, 8, True, "sdpa_attention_forward"),
+        (torch.bfloat16, 8, True, "_short"),
+        (torch.bfloat16, SHORT_ATTENTION + 1, True, "sdpa_attention_forward"),
+        (torch.float16, 8, True, "sdpa_attention_forward"),
         (torch.float32, 8, False, "sdpa_attention_forward"),
     ],
 )
