@@ -1,8 +1,8 @@
 """bfloat16 next to float32 on this CPU, on one core: `python -m tests.benchmarks.bfloat16`.
 
-Rates of matrix products with the shapes of `ppo_iteration.py`'s model, the time of its passes over 16
-sequences of 128 tokens, and how far the log-probabilities of its random weights are apart. Times are the
-smallest of several in turns, in CPU seconds.
+Rates of matrix products with the shapes of `ppo_iteration.py`'s model, also those of torch's own float32
+(decision 5), the time of its passes over 16 sequences of 128 tokens, and how far the log-probabilities of its
+random weights are apart. Times are the smallest of several in turns, in CPU seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.nn import functional
 
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.linear import linear
@@ -23,6 +24,7 @@ from rlhf_core.models.policy import load_policy
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH = "torch's float32"
 SHAPES = ((2048, 256, 688), (2048, 688, 256), (1024, 256, 2048), (32, 256, 688))
 """(rows, inputs, outputs)"""
 ROUNDS = 7
@@ -49,12 +51,14 @@ def processor() -> str:
 
 
 def products(rows: int, inputs: int, outputs: int) -> dict[str, float]:
-    """Return 10^9 operations per second by type."""
+    """Return 10^9 operations per second by type, and of torch's own float32."""
     repeats = max(1, 10**9 // (rows * inputs * outputs))
     calls: dict[str, Callable[[], object]] = {}
     for name, dtype in DTYPES.items():
         x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
         calls[name] = lambda x=x, weight=weight: [linear(x, weight, None) for _ in range(repeats)]
+        if name == "float32":
+            calls[TORCH] = lambda x=x, weight=weight: [functional.linear(x, weight) for _ in range(repeats)]
     operations = 2e-9 * rows * inputs * outputs * repeats
     return {name: operations / seconds for name, seconds in fastest(calls).items()}
 
@@ -63,14 +67,15 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     table = Table(title="One core", caption=processor())
-    for column in ("", *DTYPES, "ratio"):
+    for column in ("", *DTYPES, "ratio", TORCH):
         table.add_column(column, justify="right" if column else "left")
     for shape in SHAPES:
         rates = products(*shape)
         cells = [f"{rates[name]:.0f}" for name in DTYPES]
         rows, inputs, outputs = shape
         title = f"{rows} x {inputs} by {outputs}, GFLOP/s"
-        table.add_row(title, *cells, f"{rates['bfloat16'] / rates['float32']:.2f}")
+        ratio = rates["bfloat16"] / rates["float32"]
+        table.add_row(title, *cells, f"{ratio:.2f}", f"{rates[TORCH]:.0f}")
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         models = {name: load_policy(folder, dtype=name, attention="sdpa", device="cpu") for name in DTYPES}
