@@ -117,7 +117,7 @@ def test_a_lost_host_is_not_waited_for(nodes: ClusterNodes, agents: list[Agent])
     assert states(nodes, SILENT_SECONDS) == ["running", "lost"]
     started, asked = time.monotonic(), [agent.asked for agent in agents]
     assert states(nodes, fresh=True) == ["running", "lost"]
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 2.0
     assert agents[0].asked > asked[0] and agents[1].asked == asked[1]
 
 

@@ -111,7 +111,7 @@ def test_slow_answer_ends_at_the_time_limit(what: str, server: Callable[[Serve],
     started = time.monotonic()
     with pytest.raises(Exception, match=r"(?i)no whole answer within 1 s|timed out"):
         mlflow.ping()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
 
 
 def test_no_answer_is_read_if_the_time_ends_while_connecting(
@@ -124,8 +124,8 @@ def test_no_answer_is_read_if_the_time_ends_while_connecting(
         return connect(connection)
 
     def serve_slowly(connection: socket.socket) -> None:
-        connection.sendall(OK + b"Content-Length: 20\r\n\r\n")
-        for _ in range(20):
+        connection.sendall(OK + b"Content-Length: 200\r\n\r\n")
+        for _ in range(200):
             time.sleep(0.2)
             connection.sendall(b" ")
 
@@ -135,7 +135,7 @@ def test_no_answer_is_read_if_the_time_ends_while_connecting(
     started = time.monotonic()
     with pytest.raises(Exception, match="no whole answer within 1 s"):
         mlflow.ping()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_redirects_that_lead_on_and_on_slowly_are_one_call(path: str, server: Ca
     started = time.monotonic()
     with pytest.raises(Exception, match="no whole answer within 1 s"):
         mlflow.ping()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 6
 
 
 @pytest.mark.parametrize("status", ["503 Service Unavailable", "429 Too Many Requests"])
