@@ -58,7 +58,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):  # one of pytest-xdist's processes
         session.config.workeroutput["counted"] = [
             session.config.stash[_LINES],
-            dict(session.config.stash[_COUNTS]),
+            dict(session.config.stash[_COUNTS].items()),
         ]
 
 

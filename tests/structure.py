@@ -150,10 +150,10 @@ class _Definitions:
         self.imported = {entry.target for entry in tree.imports(module)}
         self.names: dict[str, tuple[str, str]] = {}
         """Local name -> (module, name in it). The second is empty if the name is a module."""
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.ImportFrom):
-                base = module.absolute(node)
-                for alias in node.names:
+        for each in ast.walk(module.tree):
+            if isinstance(each, ast.ImportFrom):
+                base = module.absolute(each)
+                for alias in each.names:
                     full = f"{base}.{alias.name}"
                     target = (full, "") if full in tree.modules else (base, alias.name)
                     self.names[alias.asname or alias.name] = target

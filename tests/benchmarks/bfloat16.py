@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
-from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.linear import linear
-from rlhf_core.models.policy import load_policy
+from rlhf_core.models.policy import Policy, load_policy
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,11 +57,20 @@ def products(rows: int, inputs: int, outputs: int) -> dict[str, float]:
     calls: dict[str, Callable[[], object]] = {}
     for name, dtype in DTYPES.items():
         x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
-        calls[name] = lambda x=x, weight=weight: [linear(x, weight, None) for _ in range(repeats)]
+        calls[name] = partial(_repeat, repeats, linear, x, weight, None)
         if name == "float32":
-            calls[TORCH] = lambda x=x, weight=weight: [functional.linear(x, weight) for _ in range(repeats)]
+            calls[TORCH] = partial(_repeat, repeats, functional.linear, x, weight)
     operations = 2e-9 * rows * inputs * outputs * repeats
     return {name: operations / seconds for name, seconds in fastest(calls).items()}
+
+
+def _repeat(count: int, call: Callable[..., object], *args: object) -> None:
+    for _ in range(count):
+        call(*args)
+
+
+def _backward(model: Policy, batch: TokenBatch) -> None:
+    model(batch).logprobs_N.mean().backward()
 
 
 def main() -> None:
@@ -82,14 +92,9 @@ def main() -> None:
     ids = torch.randint(2, VOCABULARY, (16, 128)).tolist()
     batch = collate([TokenSequence.of(row[:64], row[64:]) for row in ids], pad_id=0, pack=True)
     with torch.no_grad():
-        forward = fastest({name: lambda model=model: model(batch) for name, model in models.items()})
+        forward = fastest({name: partial(model, batch) for name, model in models.items()})
         exact_N, rounded_N = (models[name](batch).logprobs_N for name in DTYPES)
-    both = fastest(
-        {
-            name: lambda model=model: model(batch).logprobs_N.mean().backward()
-            for name, model in models.items()
-        }
-    )
+    both = fastest({name: partial(_backward, model, batch) for name, model in models.items()})
     for title, seconds in (("forward, s", forward), ("forward and backward, s", both)):
         cells = [f"{seconds[name]:.3f}" for name in DTYPES]
         table.add_row(title, *cells, f"{seconds['bfloat16'] / seconds['float32']:.2f}")

@@ -118,24 +118,24 @@ class _Handle:
 class _Rank(ScriptedRank):
     """One rank of every role of its group."""
 
-    def logprobs(self, _role: str, _with_entropy: bool, share: SentShare | int, *chunks: Any) -> list[Any]:
+    def logprobs(self, _role: str, _with_entropy: bool, share: SentShare | int, *chunks: Any) -> Any:
         self.received(share, chunks)
-        return [None, _Reference()]
+        return None, _Reference()
 
-    def values(self, share: SentShare | int, *chunks: Any) -> list[Any]:
+    def values(self, share: SentShare | int, *chunks: Any) -> Any:
         self.received(share, chunks)
-        return [None, _Reference()]
+        return None, _Reference()
 
     def scores(self, _role: str, share: SentShare | int, *chunks: Any) -> ModelScores:
         batch = self.received(share, chunks)
         return ModelScores(np.random.default_rng(0).normal(size=len(batch.share.places)).tolist())
 
-    def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> list[Any]:
+    def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> Any:
         sums = dict.fromkeys(ResponseSums.__dataclass_fields__, np.ones(len(inputs.scores)))
         sums["gap"] = np.zeros(len(inputs.scores))  # engines with other weights would end the step
-        return [ResponseSums(**sums), _Reference()]
+        return ResponseSums(**sums), _Reference()
 
-    def update_policy(self, _exchange: Any, steps: list[OptimizerStep], *_args: Any, **_kw: Any) -> Any:
+    def update_policy(self, exchange: Any, steps: list[OptimizerStep], *_args: Any, **_kw: Any) -> Any:
         return {"loss": 1.0, "clipped": 0.0, "approx_kl": 0.0, "grad_norm": float(len(steps))}
 
     def update_critic(self, _inputs: Any, _exchange: Any, steps: list[OptimizerStep], *_args: Any) -> Any:
@@ -219,7 +219,7 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     placement = plan(config.ppo)
     fleet: Any = Fleet(config, placement, "cpu", {}, 0)
     for group in placement.groups:
-        workers = tuple(RemoteActor(_Handle(meter, _Rank())) for _ in range(group.ranks))
+        workers: Any = tuple(RemoteActor(_Handle(meter, _Rank())) for _ in range(group.ranks))
         fleet.groups.update(dict.fromkeys(group.roles, WorkerGroup(group, workers)))
     engines = [_Engine(tokens, index) for index in range(config.ppo.engine.count)]
     fleet.engines = _Engines([RemoteActor(_Handle(meter, engine)) for engine in engines])

@@ -246,7 +246,8 @@ class Rank(ScriptedRank):
 
     def _score(self, share: SentShare | int, chunks: Sequence[Any]) -> float:
         batch = self.received(share, chunks)
-        tokens = sum(int(batch.chunks[number][row]) for number, row in batch.share.places)  # type: ignore[index]
+        lengths: Any = batch.chunks
+        tokens = sum(int(lengths[number][row]) for number, row in batch.share.places)
         return tokens / self._speeds.scoring / self._speed
 
     def logprobs(self, _role: str, _entropy: bool, share: SentShare | int, *chunks: Any) -> Any:
@@ -257,9 +258,9 @@ class Rank(ScriptedRank):
 
     def scores(self, _role: str, share: SentShare | int, *chunks: Any) -> Any:
         seconds = self._score(share, chunks)
-        return ModelScores(
-            np.random.default_rng(0).normal(size=len(self._batch.share.places)).tolist()
-        ), seconds
+        assert self._batch is not None
+        scores = np.random.default_rng(0).normal(size=len(self._batch.share.places)).tolist()
+        return ModelScores(scores), seconds
 
     def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> Any:
         sums = dict.fromkeys(ResponseSums.__dataclass_fields__, np.ones(len(inputs.scores)))

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -240,7 +240,7 @@ def _weights(rank: int, job: Job) -> tuple[list[TensorSpec], Any, Any]:
     self = Rank(rank, RANKS, 0, address(1), TRAINING_PORT)
     join(self)
     policy = load_policy(job.model, dtype="float32", attention="eager", device="cpu", pack=False)
-    stage = 3 if job.weights == "zero3" else 0
+    stage: Literal[0, 3] = 3 if job.weights == "zero3" else 0
     engine = TrainingEngine(policy, DeepSpeedConfig(ranks=RANKS, zero_stage=stage), None, self)
     specs = [TensorSpec(name, torch.float32, shape) for name, shape in engine.shapes()]
     shards = partial(engine.shards, [spec.name for spec in specs])
@@ -267,9 +267,9 @@ def measure(job: Job, rate: str, shared: Path) -> list[Measured]:
             host.limit(rate)
         script = (sys.executable, "-m", "tests.benchmarks.weight_senders")
         for topology in {topology for topology, _ in job.cases}:
-            for number, host in enumerate(TOPOLOGIES[topology]):
-                hosts[host - 1].start(
-                    *script, "--engine", host, number, log=f"engine-{number}", **_ENVIRONMENT
+            for number, place in enumerate(TOPOLOGIES[topology]):
+                hosts[place - 1].start(
+                    *script, "--engine", place, number, log=f"engine-{number}", **_ENVIRONMENT
                 )
         result = shared / "result.json"
         ranks = []

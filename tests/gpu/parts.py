@@ -15,8 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Note = Callable[..., None]
 QWEN = {
@@ -68,6 +69,10 @@ def run_versions(_device: str, _folder: Path, note: Note) -> None:
 # -- models alone --
 
 
+def _backward(model: Any, batch: Any) -> None:
+    model(batch).logprobs_N.sum().backward()
+
+
 def run_packed_attention(device: str, folder: Path, note: Note) -> None:
     """Compare the log-probabilities of a packed row with those of padded rows, and the time of both."""
     import torch
@@ -88,13 +93,13 @@ def run_packed_attention(device: str, folder: Path, note: Note) -> None:
     rows = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in lengths]
     sequences = [TokenSequence.of(row[:8], row[8:]) for row in rows]
     kinds = ["sdpa", "flash_attention_2"] if on_gpu and _has("flash_attn") else ["sdpa"]
-    found: dict[str, Any] = {}
+    found: dict[tuple[str, bool], torch.Tensor] = {}
     for kind in kinds:
         model = load_policy(folder, dtype=dtype, attention=kind, device=device)
         for pack in (True, False):
             batch = collate(sequences, pad_id=0, pack=pack).to(device)
             logprobs_N = model(batch).logprobs_N
-            seconds = _seconds(lambda m=model, b=batch: m(b).logprobs_N.sum().backward(), device)
+            seconds = _seconds(partial(_backward, model, batch), device)
             layout = "packed" if pack else "padded"
             found[kind, pack] = logprobs_N.detach().float().cpu()
             note(**{f"{kind}_{layout}_ms": round(1000 * seconds, 1)})
@@ -104,9 +109,9 @@ def run_packed_attention(device: str, folder: Path, note: Note) -> None:
         query = torch.empty(1, 14, 8, 64, dtype=torch.bfloat16, device=device)
         note(one_call_for_each_row=attention.has_varlen_kernel(query, query))
     for kind in kinds:
-        gap = (found[kind, True] - found[kind, False]).abs().mean().item()
-        assert gap < limit, (
-            f"{kind}: packed and padded rows differ by {gap:.2g} on average; allowed is {limit:g}"
+        mean_gap = (found[kind, True] - found[kind, False]).abs().mean().item()
+        assert mean_gap < limit, (
+            f"{kind}: packed and padded rows differ by {mean_gap:.2g} on average; allowed is {limit:g}"
         )
 
 
@@ -245,7 +250,7 @@ def run_kept_requests(device: str, folder: Path, note: Note) -> None:
     from tests.support.small_ppo import save_small_model, small_prompts
     from tests.support.tiny_llama import save_tiny_llama
 
-    dtype = "bfloat16" if device == "cuda" else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if device == "cuda" else "float32"
     old = save_small_model(_empty(folder) / "old", vocabulary=8192)
     new = save_tiny_llama(
         folder / "new", 1, vocab_size=8192, tie_word_embeddings=True, initializer_range=0.5, bos_token_id=1,
@@ -258,7 +263,7 @@ def run_kept_requests(device: str, folder: Path, note: Note) -> None:
     names = engine.begin(
         [(prompt, seed) for seed, prompt in enumerate(prompts)], n=2, max_new_tokens=40, temperature=0.7
     )
-    done = {}
+    done: dict[str, Any] = {}
     for _ in range(12):
         done |= engine.advance()
     engine.pause()

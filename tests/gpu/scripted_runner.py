@@ -315,14 +315,14 @@ def _wrong_rollouts(engine: Any, vocabulary: int) -> Iterator[str]:
         yield from _wrong_numbers(rollouts, vocabulary, temperature)
         left = list(seeded)
         groups = engine.generate_from(
-            lambda most, left=left: [left.pop() for _ in range(min(most, 2, len(left)))],  # type: ignore[misc]
+            lambda most, left=left: [left.pop() for _ in range(min(most, 2, len(left)))],
             policy_version=0,
             **how,
         )
         yield from _wrong_numbers([each for group in groups for each in group], vocabulary, temperature)
     engine.llm.update_weight_version("0")
     names = engine.begin(seeded, n=2, max_new_tokens=20, temperature=0.7)
-    done = {}
+    done: dict[str, Any] = {}
     for version in (1, 2):
         for _ in range(7):
             done |= engine.advance()

@@ -173,7 +173,7 @@ def limit_gathered_parameters(live: int, *, prefetched: int, **settings: int) ->
         return config
 
     deepspeed.deepspeed_config = changed
-    sharding.deepspeed_config = changed
+    sharding.deepspeed_config = changed  # type: ignore[attr-defined]  # imported there
 
 
 def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
@@ -279,8 +279,10 @@ def torchrun_rank() -> Rank:
     """Return the rank of this process, from the variables that torchrun sets; a world of one without them."""
     if "RANK" not in os.environ:
         return Rank()
-    numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    return Rank(*numbers, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "cpu")
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return Rank(
+        rank, world_size, local_rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "cpu"
+    )
 
 
 def train_all(number: int, ranks: int, port: int, folder: Path) -> None:

@@ -67,7 +67,7 @@ def work(_number: int, folder: Path) -> None:
 
 
 def test_a_closed_engine_frees_its_memory(tmp_path: Path) -> None:
-    from torch.multiprocessing import spawn
+    from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 
     spawn(work, (tmp_path,), nprocs=1)
     found = json.loads((tmp_path / "found.json").read_text())

@@ -132,7 +132,8 @@ def _kill_the_server(servers: Servers, name: str) -> None:
     """While the flow run `name` runs. Its process renews the lease every 225 s."""
     details = (servers.run(name) or {})["state"]["state_details"]
     lease = details["deployment_concurrency_lease_id"]
-    os.kill(*servers.pids(["prefect"]), signal.SIGKILL)
+    (server,) = servers.pids(["prefect"])
+    os.kill(server, signal.SIGKILL)
     assert wait(lambda: servers.run(name) is not None, 120)
     with suppress(JSONDecodeError):  # its answer is empty; a lost lease is an HTTPError with status 410
         servers.ask(f"/v2/concurrency_limits/leases/{lease}/renew", {"lease_duration": 300})

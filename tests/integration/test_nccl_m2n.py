@@ -22,12 +22,12 @@ from unittest import mock
 import pytest
 import torch
 from vllm.distributed.weight_transfer import nccl_common
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.m2n_common import MAX_SOURCE_SHARDS
 from vllm.model_executor.model_loader import reload
 
 from rlhf_core.errors import ConfigError, WeightSyncError
 from rlhf_core.planning.speed import MAX_M2N_SENDERS
-from rlhf_core.weight_sync.receiver import WeightTransferEngineFactory
 from rlhf_core.weight_sync.sender import WeightSender
 from rlhf_core.weight_sync.transport import TransportConfig
 from rlhf_core.weight_sync.vllm_transport import row_blocks

@@ -117,7 +117,7 @@ class Golden:
         store = ArtifactStore(Store(config.store_url, config.store.endpoint), cache=self.home / "cache")
         address: str = (summary or self.summary)["stages"][stage]["artifact"]
         key = address.split(f"artifacts/{stage}/")[1].split("/")[0]
-        ref = store.find(stage, key)  # type: ignore[arg-type]
+        ref = store.find(stage, key)
         assert ref is not None
         return store.fetch(ref)
 

@@ -243,7 +243,7 @@ def test_killed_upload_is_invisible_and_the_next_attempt_finishes_it(
         proxy.restart(lambda n: "")
         attempt = Attempt(f"{url}/{allowed}", proxy.endpoint, place, retry_seconds=0.3)
         attempt.artifacts.find("ppo", "k")
-        proxy.restart(lambda n, allowed=allowed: fault if n > allowed else "")  # type: ignore[misc]
+        proxy.restart(lambda n, allowed=allowed: fault if n > allowed else "")
         eyes = ArtifactStore(Store(f"{url}/{allowed}", s3_server.endpoint), place / "eyes")
         try:
             ref = attempt.publish(place, WEIGHTS[:5000])
@@ -417,7 +417,7 @@ def test_flow_waits_for_the_store_at_its_start(proxy: FaultyProxy, url: str) -> 
 
 def test_an_outage_of_the_datas_bucket_is_no_fault_of_the_data(proxy: FaultyProxy, url: str) -> None:
     for fault, kind in (("503", StoreUnavailable), ("denied", DataError)):
-        proxy.restart(lambda n, fault=fault: fault)  # type: ignore[misc]
+        proxy.restart(lambda n, fault=fault: fault)
         with pytest.raises(kind, match=r"cannot list s3://") as caught:
             list(
                 read_rows(

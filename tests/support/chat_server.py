@@ -33,7 +33,7 @@ class ChatServer(ThreadingHTTPServer):
     def questions(self) -> list[str]:
         return [request["messages"][0]["content"] for request in self.requests]
 
-    def __exit__(self, *args: object) -> None:
+    def __exit__(self, *args: Any) -> None:
         self.shutdown()
         super().__exit__(*args)
 

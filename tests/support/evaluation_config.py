@@ -6,7 +6,10 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 
-RULES = [{"type": "length", "target": 20, "tolerance": 20}, {"type": "well_formed", "normalize": "batch"}]
+RULES: list[dict[str, Any]] = [
+    {"type": "length", "target": 20, "tolerance": 20},
+    {"type": "well_formed", "normalize": "batch"},
+]
 
 
 def config_of(rewards: Sequence[Mapping[str, Any]] = RULES, **sections: Any) -> PipelineConfig:

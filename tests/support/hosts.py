@@ -259,7 +259,7 @@ def s3_server(host: Host) -> Iterator[dict[str, str]]:
             f"import boto3; boto3.client('s3', endpoint_url={endpoint!r}).create_bucket(Bucket='rlhf-test')"
         )
         wait_until(lambda: "Running on" in host.output("s3"), 60, lambda: host.output("s3"))
-        code, output = host.run(sys.executable, "-c", create, log="bucket", **environment)
+        code, output = host.run(sys.executable, "-c", create, seconds=300.0, log="bucket", **environment)
         assert code == 0, output
         yield environment
     finally:
@@ -322,7 +322,7 @@ for item in boto3.resource("s3").Bucket("rlhf-test").objects.filter(Prefix="{sto
 def artifact_digests(host: Host, store: str, **environment: str) -> dict[str, str]:
     """Return the digests of all artifacts in the folder `store` of the bucket, by `stage/key`."""
     script = _DIGESTS.format(store=store)
-    code, output = host.run(sys.executable, "-c", script, log="digests", **environment)
+    code, output = host.run(sys.executable, "-c", script, seconds=300.0, log="digests", **environment)
     assert code == 0, output
     digests = {}
     for line in output.splitlines():

@@ -36,7 +36,7 @@ def spawn(work: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None
 
     As `torch.multiprocessing.spawn`, but variables of the environment that a test sets do not reach them.
     """
-    from torch.multiprocessing import start_processes
+    from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 
     _start_server()
     start_processes(work, args, nprocs, start_method="forkserver")

@@ -33,7 +33,7 @@ class RankThreads:
         self._threads = [ThreadPoolExecutor(1) for _ in range(count)]
 
     def __enter__(self) -> RankThreads:
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
         threaded._install_threaded_pg()
         threaded.ProcessLocalGroup.reset()
         try:
@@ -51,7 +51,7 @@ class RankThreads:
                 thread.shutdown()
         finally:
             threaded._uninstall_threaded_pg()
-            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
 
     def start(self, rank: int, call: Callable[..., T], *args: Any) -> Future[T]:
         """Start `call(*args)` on one rank."""

@@ -215,4 +215,4 @@ class MarkRank(ScriptedRank):
         self.calls += 1
         batch = self.received(share, chunks)
         assert sorted(chain(*batch.share.micro_batches)) == list(range(len(batch.share.places)))
-        return ModelScores([mark(response) for response in batch.tokens()[1]])
+        return ModelScores([mark(response.tolist()) for response in batch.tokens()[1]])

@@ -52,5 +52,5 @@ def as_rank_one(rank_zero: Callable[[], object]) -> Iterator[None]:
 
 def _join(port: int, rank: int, listener: int | None = None) -> None:
     is_master = listener is not None
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master, _SECONDS, master_listen_fd=listener)
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master, _SECONDS, master_listen_fd=listener)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_SECONDS)

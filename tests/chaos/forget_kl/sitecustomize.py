@@ -12,15 +12,17 @@ class _Forgetful(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "rlhf_core.algo.kl":
             return None
-        self._real = importlib.machinery.PathFinder.find_spec(name, path)
-        return importlib.machinery.ModuleSpec(name, self, origin=self._real.origin)
+        real = importlib.machinery.PathFinder.find_spec(name, path)
+        assert real is not None and real.loader is not None
+        self._loader = real.loader
+        return importlib.machinery.ModuleSpec(name, self, origin=real.origin)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        self._real.loader.exec_module(module)
-        module.AdaptiveKL.load_state_dict = lambda self, state: None  # type: ignore[attr-defined]
+        self._loader.exec_module(module)
+        module.AdaptiveKL.load_state_dict = lambda self, state: None
 
 
 sys.meta_path.insert(0, _Forgetful())

@@ -229,7 +229,7 @@ def test_small_differences_on_a_large_offset_survive_in_float32() -> None:
 
 def test_wrong_kinds_and_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="got 'ppo'"):
-        group_advantages(torch.zeros(2), torch.zeros(2), "ppo")  # type: ignore[arg-type]  # the point of the test
+        group_advantages(torch.zeros(2), torch.zeros(2), "ppo")
     with pytest.raises(ValueError, match="of one shape"):
         group_advantages(torch.zeros(2), torch.zeros(3), "grpo")
     assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long), "grpo").shape == (0,)

@@ -81,4 +81,4 @@ def test_importance_weights_correct_the_expectation() -> None:
 
 def test_an_unknown_kind_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="got 'tis'"):
-        importance_weights(OLD_BT, ROLLOUT_BT, MASK_BT, "tis")  # type: ignore[arg-type]  # the point of the test
+        importance_weights(OLD_BT, ROLLOUT_BT, MASK_BT, "tis")

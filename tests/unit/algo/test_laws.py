@@ -26,9 +26,10 @@ from rlhf_core.algo.advantages import GroupKind, gae, group_advantages, returns_
 from rlhf_core.algo.importance import ImportanceKind, importance_weights
 from rlhf_core.algo.kl import Estimator, kl_estimate
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
-from rlhf_core.algo.losses import Aggregation, step_denominator
+from rlhf_core.algo.losses import step_denominator
 from rlhf_core.algo.masking import masked_mean, masked_sum, masked_var, masked_whiten
 from rlhf_core.algo.shaping import overlong_penalty
+from rlhf_core.config.constants import Aggregation
 
 LAW = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -206,7 +207,7 @@ def test_splitting_pairs_does_not_change_the_gradient(
     def loss(p: Tensor, rows: list[int], denominator: float | None) -> Tensor:
         chosen, rejected = (features @ p)[:, rows]
         if kind == "dpo":
-            return losses.dpo_loss(chosen, rejected, *ref[:, rows], 0.3, 0.1, denominator)
+            return losses.dpo_loss(chosen, rejected, *ref[:, rows], 0.3, 0.1, denominator)  # type: ignore[call-arg]  # two tensors
         # As the stage `reward` does it: the mean of the part, by its number of pairs.
         weight = 1.0 if denominator is None else len(rows) / denominator
         return losses.reward_model_loss(chosen, rejected, ref[0, rows], 0.01) * weight

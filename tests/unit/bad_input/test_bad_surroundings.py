@@ -8,6 +8,7 @@ executed on the way.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -17,7 +18,6 @@ import pytest
 from bad_inputs import Bad, Command, outside
 
 from rlhf_cli import main as cli
-from rlhf_core.rewards import check as reward_checks
 from rlhf_core.run.environment import past_proxies
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
@@ -29,7 +29,7 @@ def reward(text: str) -> str:
     return f"{ALONE}ppo: {{rewards: [{{{text}}}]}}\n"
 
 
-REWARD_FILES = {
+REWARD_FILES: dict[str, str | bytes] = {
     "r.py": "open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n",
     "broken.py": "def f(:\n",
     "constant.py": "score = 5\n",
@@ -81,9 +81,7 @@ REWARDS = (
 def test_a_reward_that_cannot_work_is_refused_and_not_run(
     command: Command, bad: Bad, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        reward_checks.socket, "getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("10.1.2.3", 0))]
-    )
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("10.1.2.3", 0))])
     for name, content in REWARD_FILES.items():
         (command.folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     os.mkfifo(command.folder / "fifo.py")
@@ -469,8 +467,8 @@ def test_requests_to_this_machine_bypass_a_proxy() -> None:
     environment = past_proxies({"HTTP_PROXY": "http://proxy:3128", "no_proxy": "corp.example"})
     assert environment == dict.fromkeys(("NO_PROXY", "no_proxy"), "corp.example,127.0.0.1,localhost")
     hosts = {"no": environment["no_proxy"]}
-    assert urllib.request.proxy_bypass_environment("127.0.0.1:4200", hosts)
-    assert urllib.request.proxy_bypass_environment("localhost:1", hosts)
+    assert urllib.request.proxy_bypass_environment("127.0.0.1:4200", hosts)  # type: ignore[attr-defined]
+    assert urllib.request.proxy_bypass_environment("localhost:1", hosts)  # type: ignore[attr-defined]
 
 
 NO_PROXY = {
@@ -490,4 +488,4 @@ def test_hosts_that_were_asked_past_a_proxy_still_are(title: str) -> None:
     assert environment == {"NO_PROXY": value, "no_proxy": value}
     known = [name.strip() for names in given.values() for name in names.split(",") if name.strip()]
     for host in ["any.example" if name == "*" else name for name in known]:
-        assert urllib.request.proxy_bypass_environment(host, {"no": environment["no_proxy"]}), host
+        assert urllib.request.proxy_bypass_environment(host, {"no": environment["no_proxy"]}), host  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ def _keys(tree: dict[str, Any], sources: dict[str, str] | None = None) -> dict[s
     return {stage: stage_key(config, stage, {}, sources or {}) for stage in STAGES}
 
 
-SECTIONS = {
+SECTIONS: dict[str, set[str]] = {
     "model": {"data", "sft", "reward", "judge", "dpo", "ppo"},
     "data": {"data"},
     "sft": {"sft"},
@@ -200,7 +200,7 @@ IN_NO_KEY = {
 Without PPO, the inputs differ.
 """
 
-OUTSIDE = {
+OUTSIDE: dict[str, set[str]] = {
     "run.seed": set(STAGES),
     "run.name": {"register"},
     "run.home": {"register"},

@@ -132,7 +132,7 @@ def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(arti
     exact = policy_files(config_of().ppo, ppo, lambda: sft)
     settings: Any = {"temperature": 1.0, "pad_id": 0, "device": "cpu"}
     merge, apart = (
-        published.logprobs(config_of("float32"), files, trained.sequences, **settings)
+        logprobs(config_of("float32"), files, trained.sequences, **settings)
         for files in (PolicyFiles(ppo / "policy"), exact)
     )
     assert published.mean_gap(merge, apart) < 1e-6

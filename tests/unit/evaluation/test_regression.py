@@ -178,7 +178,7 @@ def test_a_file_that_changes_during_the_run_is_detected(context: StageContext, t
 def test_a_set_is_in_the_key_of_the_evaluation_only(tmp_path: Path) -> None:
     def keys(config: PipelineConfig) -> dict[str, str]:
         digests = external_digests(config)
-        found = {}
+        found: dict[str, str] = {}
         for stage, row in STAGES.items():
             own = {name: each for name, each in digests.items() if name.startswith(row.sources)}
             own = {name: each for name, each in own.items() if not name.startswith(row.sources_of_inputs)}

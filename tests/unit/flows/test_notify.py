@@ -26,16 +26,16 @@ SUMMARY = {
 
 def test_each_end_is_one_message(api: PrefectApi) -> None:
     notify_result(SUMMARY)
-    refused = {**SUMMARY["registration"], "champion": False}  # type: ignore[dict-item]
+    refused = {**SUMMARY["registration"], "champion": False}
     notify_result({**SUMMARY, "registration": refused})
     notify_result({**SUMMARY, "stages": {"register": {"reused": True}}})
     notify_result({"run": "demo"})
     state: Any = SimpleNamespace(name="Failed", message="StageFailed: ppo", data=None)
     run: Any = SimpleNamespace(name="demo-seed0-a1")
-    notify_failure(None, run, state)  # type: ignore[arg-type]
+    notify_failure(None, run, state)
     record = SimpleNamespace(result=DataDrifted("vocabulary 0.4"))
     state = SimpleNamespace(name="Failed", message="DataDrifted: vocabulary 0.4", data=record)
-    notify_failure(None, run, state)  # type: ignore[arg-type]
+    notify_failure(None, run, state)
     assert api.messages == [
         ("demo-policy version 3 promoted automatically", "demo-seed0-1c38a75c finished. it won 0.6"),
         ("demo-policy version 3 refused", "demo-seed0-1c38a75c finished. it won 0.6"),

@@ -93,7 +93,7 @@ def test_no_token_depends_on_a_later_one(kernel: bool) -> None:
 def test_the_precision_of_other_products_is_restored() -> None:
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
-    short_attention(*inputs(8, torch.bfloat16), None).sum().backward()  # type: ignore[no-untyped-call]
+    short_attention(*inputs(8, torch.bfloat16), None).sum().backward()
     assert setting.fp32_precision == before
 
 

@@ -29,7 +29,7 @@ from rlhf_core.config.placement import Group
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import WorkerDied
-from rlhf_core.evaluation.during_ppo import HeldOutEvaluation, HeldOutResult
+from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
@@ -39,7 +39,7 @@ from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.selection import OBJECTIVE, Selection
+from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult, Selection
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.system.overriding import override
 from rlhf_core.testing import RecordingMetrics

@@ -395,7 +395,7 @@ def _group(algorithm: str, scores: list[float], **ppo: Any) -> Any:
     """
     old, ref = [[-1.0, -1.0]] * 4, [[-1.1, -1.1]] * 4
     config = {"algorithm": algorithm, "samples_per_prompt": 2, "score_clip": None, **ppo}
-    return _make([_rollout((-1.0, -1.0)) for _ in range(4)], old, ref, None, scores, **config)  # type: ignore[arg-type]
+    return _make([_rollout((-1.0, -1.0)) for _ in range(4)], old, ref, None, scores, **config)
 
 
 @pytest.mark.parametrize(
@@ -439,9 +439,9 @@ def test_reinforce_pp_uses_discounted_returns_whitened_by_default() -> None:
         [[-1.0] * 2, [-1.0]],
         None,
     )
-    plain = _make(*arguments, [1.0, -1.0], algorithm="reinforce_pp", gamma=0.5)  # type: ignore[arg-type]
+    plain = _make(*arguments, [1.0, -1.0], algorithm="reinforce_pp", gamma=0.5)
     torch.testing.assert_close(plain.advantages_BT, torch.tensor([[0.5, 1.0], [-1.0, 0.0]]))
-    white = _make(*arguments, [1.0, -1.0], algorithm="reinforce_pp", whiten_advantages=None)  # type: ignore[arg-type]
+    white = _make(*arguments, [1.0, -1.0], algorithm="reinforce_pp", whiten_advantages=None)
     assert white.advantages_BT[white.mask_BT].mean().item() == pytest.approx(0.0, abs=1e-6)
 
 

@@ -248,7 +248,7 @@ def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(device: str, r
     fleet = Sending(config, plan(config.ppo), device, {}, 0)
     fleet.groups["policy"] = WorkerGroup(Group(("policy",), 1), (RemoteActor(_Actor("policy", [])),))
     lost: list[str] = []
-    fleet.engines = SimpleNamespace(  # type: ignore[assignment]
+    fleet.engines = SimpleNamespace(
         mark_dead=lambda *_args, after_error: after_error,
         mark_all_dead=lost.append,
         restart=lambda: None,

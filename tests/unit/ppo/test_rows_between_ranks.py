@@ -49,7 +49,7 @@ def test_each_rank_gets_the_rows_that_it_trains_on(groups: threading.local, rank
     used[-1] = np.zeros(0, np.int64) if ranks == 3 else used[-1]
     exchanges = plan_exchange(batch, used, ranks)
     numbers = [noise.normal(size=int(length)).astype(np.float32) for length in batch.lengths_B]
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def rows_of(rank: int) -> list[Any]:
         exchange: Exchange = exchanges[rank]

@@ -46,7 +46,7 @@ def batch_of(lengths: list[int], prompt: int) -> RolloutBatch:
     """Return responses of these lengths to prompts of one length, in one chunk."""
     numbers = np.arange(len(lengths))
     return RolloutBatch(
-        [SimpleNamespace()],  # type: ignore[list-item]
+        [SimpleNamespace()],
         Places(0 * numbers, numbers),
         np.array(lengths, np.int32),
         np.ones(len(lengths), np.bool_),
@@ -148,7 +148,11 @@ class GpuFleet(Fleet):
     def usage_by_group(self) -> dict[str, list[Usage]] | None:
         found = super().usage_by_group()
         assert found is not None
-        memory = {ENGINES: [0.9, 0.85], "policy+reference": [0.5], "critic+reward": [None]}
+        memory: dict[str, list[float | None]] = {
+            ENGINES: [0.9, 0.85],
+            "policy+reference": [0.5],
+            "critic+reward": [None],
+        }
         gpu = {
             "policy+reference": {"gpu_samples/update_policy": 8.0, "gpu_busy/update_policy": 2.0},
             "critic+reward": {

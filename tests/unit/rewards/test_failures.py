@@ -39,7 +39,12 @@ class Scripted:
 
 
 def test_a_batch_is_tried_until_every_value_is_finite() -> None:
-    answers = [Failure("busy"), Outcome.of([1.0, math.nan]), Outcome.of([1.0, 2.0]), Outcome.of([9.0, 9.0])]
+    answers: list[Failure | Outcome] = [
+        Failure("busy"),
+        Outcome.of([1.0, math.nan]),
+        Outcome.of([1.0, 2.0]),
+        Outcome.of([9.0, 9.0]),
+    ]
 
     def call(samples: Sequence[RewardInput]) -> Outcome:
         answer = answers.pop(0)

@@ -31,8 +31,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards import remote
-from rlhf_core.rewards.failures import Outcome
+from rlhf_core.rewards.access_token import TOKEN_VARIABLE
+from rlhf_core.rewards.failures import Failure, Outcome
 from rlhf_core.rewards.post import MAX_ANSWER_BYTES, NoAnswer, Poster, Resolve
 from rlhf_core.rewards.remote import RemoteService, read_answer
 from rlhf_core.types import RewardInput
@@ -237,7 +237,7 @@ def test_a_failure_is_tried_again_and_reports_the_answer(
     ],
 )
 def test_an_answer_outside_the_protocol_is_a_failure(body: bytes, wrong: str) -> None:
-    with pytest.raises(remote.Failure) as failed:
+    with pytest.raises(Failure) as failed:
         read_answer(body, 1, "h:1")
     assert wrong in str(failed.value)
     assert len(str(failed.value)) < 300
@@ -343,7 +343,7 @@ async def post(
     token: str | None = None,
 ) -> list[tuple[int, Any]]:
     """Send an item to each url, by one poster whose names have these addresses."""
-    poster = Poster("reward", allowed_hosts, token, remote.TOKEN_VARIABLE, resolved_to(*addresses))
+    poster = Poster("reward", allowed_hosts, token, TOKEN_VARIABLE, resolved_to(*addresses))
     body = b'{"items": [{"response": "a"}]}'
     try:
         answers = [await poster.post(url, body, 5.0) for url in urls]
@@ -431,7 +431,7 @@ def test_proxies_of_the_environment_are_not_asked(serve: Any, monkeypatch: pytes
 def test_the_token_goes_along(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     service = serve(lengths)
     ask([service], batch("a"))
-    monkeypatch.setenv(remote.TOKEN_VARIABLE, "s3cret")
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
     ask([service], batch("a"))
     assert [headers.get("authorization") for headers in service.headers] == [None, "Bearer s3cret"]
 
@@ -441,15 +441,15 @@ def test_line_break_around_the_token_is_ignored(
     serve: Any, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     service = serve(lengths)
-    monkeypatch.setenv(remote.TOKEN_VARIABLE, value)
+    monkeypatch.setenv(TOKEN_VARIABLE, value)
     ask([service], batch("a"))
     assert service.headers[0].get("authorization") == "Bearer s3cret-s3cret"
 
 
 @pytest.mark.parametrize("value", ["s3cret-s3\u00e9", "s3cret-\ns3", "s3cret s3", "\udcff-s3cret", " \n"])
 def test_token_that_is_no_valid_header_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(remote.TOKEN_VARIABLE, value)
-    with pytest.raises(ConfigError, match=remote.TOKEN_VARIABLE) as refused:
+    monkeypatch.setenv(TOKEN_VARIABLE, value)
+    with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as refused:
         ask(["http://127.0.0.1:9/score"], batch("a"))
     assert "s3" not in str(refused.value)
 

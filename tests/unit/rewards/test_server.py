@@ -38,8 +38,9 @@ from rlhf_core.data.tokenizer import load_decoder, load_tokenizer, train_tokeniz
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
+from rlhf_core.rewards.access_token import TOKEN_VARIABLE
 from rlhf_core.rewards.compose import reward_inputs
-from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
+from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.rewards.server import Limits, MicroBatches, listen, make_server
 from rlhf_core.run.serve_reward import locate

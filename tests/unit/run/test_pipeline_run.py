@@ -283,7 +283,7 @@ def test_registration_is_repeated_only_if_mlflow_lost_or_revoked_it(tmp_path: Pa
     kept = registry(ModelVersion("1", {WEIGHTS: "w" * 64}))
     revoked = registry(ModelVersion("1", {WEIGHTS: "w" * 64, REVOKED: "bad"}))
     for answer, reason in ((kept, ""), ({}, ""), (registry(), "no such version"), (revoked, "is revoked")):
-        run.tracking.mlflow = SimpleNamespace(uri="somewhere", **answer)  # type: ignore[assignment]
+        run.tracking.mlflow = SimpleNamespace(uri="somewhere", **answer)
         assert run.find(spec) == (None if reason else made)
         records = list((tmp_path / "store").rglob("damaged-*.json"))
         assert bool(records) == bool(reason)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ class LosesAnAnswer(JobFiles):
         super().__init__(store, KEY, 1)
         self._has_failed = False
 
-    def write_events(self, number: int, events: list[dict[str, Any]]) -> None:
+    def write_events(self, number: int, events: Iterable[Mapping[str, Any]]) -> None:
         super().write_events(number, events)
         if not self._has_failed:
             self._has_failed = True

@@ -200,7 +200,7 @@ def test_summary_and_tables_name_dpo() -> None:
     made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", metrics, None, facts)
     trained = ArtifactRef("dpo", "b" * 16, "d", "/store/d", {}, None, {"weights_sha256": "w" * 64})
     records = {"dpo": StageRecord(trained, 1.0, False), "evaluate": StageRecord(made, 1.0, False)}
-    summary = summarize(records, 1.0, {})  # type: ignore[arg-type]
+    summary = summarize(records, 1.0, {})
     rows = dict(results(summary))
     judge = "(judge: reward model, which is not independent of DPO's training)"
     assert rows[f"win rate, DPO over SFT {judge}"] == rows["gold reward, DPO"] == "0.600  [0.500, 0.700]"

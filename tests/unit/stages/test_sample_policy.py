@@ -164,7 +164,7 @@ def test_a_language_model_that_scores_is_measured_unless_ppo_has_measured_it(
         unlimited = config_of(policy, tmp_path, ppo={"rewards": [{**rewards[0], "weight": -1.0}]})
         metrics = run_stage(unlimited, replace(context, output=tmp_path))[0].metrics
     assert metrics["reward_agreement/language_model/mean"] == 1.0
-    below = metrics | {"reward_agreement/language_model/mean": 0.4}
+    below = {**metrics, "reward_agreement/language_model/mean": 0.4}
     with pytest.raises(GateFailed, match="sample: reward language_model"):
         check_gate(unlimited, "sample", below)  # also of a reused artifact
 

@@ -189,7 +189,7 @@ def test_an_artifact_is_found_by_its_file_unless_it_is_invalid(
     ref = publish(artifacts, folder)
     assert artifacts.find_file("ppo", "match-1.json") == ref
     for kind, name in (("ppo", "match-2.json"), ("ppo", "1.json"), ("sft", "match-1.json")):
-        assert artifacts.find_file(kind, name) is None  # type: ignore[arg-type]
+        assert artifacts.find_file(kind, name) is None
     artifacts.invalidate(ref, "It is not true any more.")
     assert artifacts.find_file("ppo", "match-1.json") is None
     publish(artifacts, output(tmp_path, "b"))

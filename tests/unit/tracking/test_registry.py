@@ -432,7 +432,7 @@ def context(tmp_path: Path, evaluation: str) -> StageContext:
     return stage_context(
         tmp_path,
         inputs={"ppo": tmp_path / "ppo", "evaluate": tmp_path / "evaluate"},
-        lineage=Lineage(inputs=refs, parent_run_id=None),  # type: ignore[arg-type]
+        lineage=Lineage(inputs=refs, parent_run_id=None),
     )
 
 

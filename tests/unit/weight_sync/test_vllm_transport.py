@@ -154,7 +154,7 @@ def test_an_engine_that_fails_leaves_no_rank_in_a_gather_over_nccl(group: _Group
     def refuse(tensor: torch.Tensor, src: int) -> None:
         raise RuntimeError("NCCL: the communicator is broken")
 
-    group.broadcast = refuse  # type: ignore[method-assign]
+    group.broadcast = refuse
     first, second = send_on_two_ranks("nccl", _Engines(good=0))
     assert first is not None and second is None
 
@@ -193,7 +193,7 @@ def test_a_buffer_over_ipc_holds_a_bucket_or_all_tensors(
     assert sender._engine.packed_buffer_size_bytes == size
 
 
-class _Receives(ipc_engine.IPCWeightTransferEngine):  # type: ignore[misc]  # vLLM has no types here
+class _Receives(ipc_engine.IPCWeightTransferEngine):
     """Gets one tensor, in a buffer on the CPU."""
 
     def receive_weights(self, _update: Any) -> None:
@@ -201,7 +201,7 @@ class _Receives(ipc_engine.IPCWeightTransferEngine):  # type: ignore[misc]  # vL
         self.model.load_weights([("a", torch.ones(4))])
 
 
-class _Worker(ipc_engine.IPCWeightTransferEngine):  # type: ignore[misc]  # vLLM has no types here
+class _Worker(ipc_engine.IPCWeightTransferEngine):
     """A worker of an engine on the GPU with this number."""
 
     def __init__(self, gpu: int) -> None:

@@ -218,7 +218,7 @@ def test_jobs_are_deleted_when_the_artifact_exists(
     files.write_events(1, [error])
     files.write_log(b"step 5\n")
     flow = follower(spec, store, OneState("failed"), [])
-    flow._find = lambda: files  # type: ignore[method-assign]
+    flow._find = lambda: files
     with pytest.raises(StageFailed):
         flow.run()
     delete_jobs(store, spec)

@@ -1,0 +1,55 @@
+"""The benchmark of a PPO iteration, `tests.benchmarks.ppo_iteration`, with scripted processes.
+
+- the CPU time of each phase is that of all processes during the phase
+- the summary has medians over the iterations, and the table shows it
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlhf_core.system.overriding import override
+from rlhf_core.testing import stage_context
+from tests.benchmarks.ppo_iteration import PHASES, MeasuredController, _summary, _table
+from tests.unit.ppo.test_controller import Controller, _Experience
+
+
+class Measured(MeasuredController, Controller):
+    """Each question for the CPU time of the processes is answered with one more second."""
+
+    asked = 0
+
+    @override
+    def _cpu_seconds(self) -> float:
+        assert super()._cpu_seconds() > 0
+        self.asked += 1
+        return float(self.asked)
+
+
+def test_each_phase_has_the_cpu_time_of_all_processes(tmp_path: Path) -> None:
+    controller = Measured(stage_context(tmp_path), [_Experience()] * 2)
+    controller.sync()
+    row = controller.iterate()
+    measured = {name.removeprefix("cpu/") for name in row if name.startswith("cpu/")}
+    assert measured == {"rollout", "scoring", "training", "sync"} == set(PHASES)
+    assert all(row[f"cpu/{phase}"] == 1.0 for phase in PHASES)
+
+
+def test_the_summary_has_medians() -> None:
+    rows = []
+    for seconds in (1.0, 9.0, 2.0):
+        row = {f"timing/{phase}": seconds for phase in PHASES} | {f"cpu/{phase}": seconds for phase in PHASES}
+        others = ("rollout/tokens_per_s", "sync/gb_per_s", "rollout/logprob_gap_mean", "timing/step")
+        rows.append(row | dict.fromkeys(others, seconds))
+    result = _summary(rows, [2**30, 2**31])
+    iteration = result["ppo_iteration"]
+    assert iteration["seconds"] == 2.0 and iteration["cpu_seconds"] == 2.0 * len(PHASES)
+    assert iteration["parts"]["training"] == {"seconds": 2.0, "cpu_seconds": 2.0}
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(_table(result))
+    assert "3.00 GiB in all workers" in " ".join(shown.get().split())
+    assert iteration["fastest_seconds"] == pytest.approx(1.0)
