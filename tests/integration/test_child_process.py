@@ -130,7 +130,7 @@ def test_suspended_child_is_killed_and_named(toy: Any, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(StageFailed, match=r"the stage's own process was suspended \(SIGSTOP\)"):
         run(StageSpec("sft", "0" * 16, config), tmp_path, toy("os.kill(os.getpid(), signal.SIGSTOP)"))
-    assert time.monotonic() - started < 11.5
+    assert time.monotonic() - started < 30
 
 
 def test_an_exit_without_a_result_is_a_failure_even_with_code_0(

@@ -216,7 +216,7 @@ def test_failed_upload_is_kept_and_repeated(
         attempt.checkpoints.save(3, state(tmp_path, 3))
     seconds, tries = time.monotonic() - started, proxy.seen[fault]
     assert caught.value.exit_code == 3
-    assert seconds < 10
+    assert seconds < 30
     if fault in ("expired", "denied"):
         assert tries == 1, "what cannot pass is not tried again"
     direct = Store(url, s3_server.endpoint)
@@ -402,7 +402,7 @@ def test_preflight_has_one_message_about_the_store(
     started = time.monotonic()
     with pytest.raises(kind, match=r"store\.url=.* cannot be used") as caught:
         Store(url, proxy.endpoint, s3_limits=QUICK).check()
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 20
     assert type(caught.value) is kind and caught.value.exit_code == code
     assert "\n" not in caught.value.message and "test-secret" not in caught.value.message
     proxy.restart(lambda n: "")

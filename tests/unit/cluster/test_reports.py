@@ -110,14 +110,17 @@ def states(nodes: ClusterNodes, passed: float = 1.0, *, fresh: bool = False) -> 
     return [participant.state for participant in nodes.participants(passed, fresh=fresh)]
 
 
-def test_a_lost_host_is_not_waited_for(nodes: ClusterNodes, agents: list[Agent]) -> None:
+def test_a_lost_host_is_not_waited_for(
+    nodes: ClusterNodes, agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert states(nodes, fresh=True) == ["running", "running"]
     agents[1].fall_silent()
     assert states(nodes) == ["running", "running"], "asked, but not silent for long"
     assert states(nodes, SILENT_SECONDS) == ["running", "lost"]
+    monkeypatch.setattr("rlhf_core.cluster.nodes._FRESH_SECONDS", 60.0)
     started, asked = time.monotonic(), [agent.asked for agent in agents]
     assert states(nodes, fresh=True) == ["running", "lost"]
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 30.0
     assert agents[0].asked > asked[0] and agents[1].asked == asked[1]
 
 

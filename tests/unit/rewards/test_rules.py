@@ -80,7 +80,7 @@ def test_slow_pattern_is_stopped_and_named(caplog: pytest.LogCaptureFixture) -> 
     source = FormatReward(type="format", pattern=r"(?:a|aa)+b?(?:a|aa)+(?:a|aa)+c")
     started = time.monotonic()
     assert rules.format_match(source, sample("a" * 400), seconds=0.05) == 0.0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert "not decided within 0.05 s" in caplog.text and "prompt p1" in caplog.text
 
 

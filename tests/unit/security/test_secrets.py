@@ -333,8 +333,8 @@ def test_command_does_not_print_a_secret_of_its_environment(tmp_path: Path) -> N
     "piece", ["a", "a:", "//", "http://", "http://a:", "eyJ", "password", "bearer ", "?a", "-----BEGIN ", "@"]
 )
 def test_long_lines_are_scrubbed_in_time(piece: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()  # other programs do not change it
     text = "http://" + piece * (20_000 // len(piece))
     scrubbed(text, {"HF_TOKEN": CANARY})
     has_credentials(text)
-    assert time.monotonic() - began < 2.0
+    assert time.process_time() - began < 2.0

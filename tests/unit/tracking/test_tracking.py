@@ -472,7 +472,7 @@ def test_silent_tracker_delays_the_end_only_briefly(tmp_path: Path, monkeypatch:
         tracking = Tracking(Mlflow(f"http://127.0.0.1:{silent.getsockname()[1]}", "e"), tmp_path / "spool")
         started = time.monotonic()
         tracking.finish("0" * 32, "KILLED")
-    assert 2.9 < time.monotonic() - started < 8
+    assert 2.9 < time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("last", [True, MlflowException("who?", error_code=UNAUTHENTICATED)])
