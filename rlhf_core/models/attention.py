@@ -82,15 +82,17 @@ def register() -> None:
 def cpu_attention(query: torch.Tensor) -> Any:
     """Return the function that computes plain causal attention with these queries (N, heads, L, d) fastest.
 
-    On CPUs torch's kernel is slow for short sequences in bfloat16, and without AMX, in float16 it is several
-    times as slow as in float32 (decision 44).
+    On CPUs torch's kernel is slow for short sequences in bfloat16: with AMX its backward pass, and otherwise
+    both passes. In float16 without AMX it takes several times as long as in float32 (decision 44).
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if query.device.type == "cpu":
-        if query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_ATTENTION:
+        has_amx = torch.cpu._is_amx_tile_supported()
+        needs_forward_only = has_amx and not torch.is_grad_enabled()
+        if query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_ATTENTION and not needs_forward_only:
             return _short
-        if query.dtype == torch.float16 and not torch.cpu._is_amx_tile_supported():
+        if query.dtype == torch.float16 and not has_amx:
             return _in_float32
     return sdpa_attention_forward
 

@@ -1,10 +1,9 @@
 """Causal attention in bfloat16 on CPUs, for short sequences.
 
-The backward pass of torch's kernel for this type takes twice as long as that in float32 without AMX, and is
-not much faster with it (decision 44). The forward pass uses AMX, but gains nothing from `avx512_bf16`. Here
-attention is a batch of matrix products. The precision is that of flash attention: scores and softmax are
-float32, and probabilities are rounded to bfloat16 for the products with values and gradients. The time grows
-with the square of the length faster than that of torch's kernel, so the length is limited.
+torch's kernel for this type gains nothing from `avx512_bf16`, and its backward pass is slow with and without
+AMX (decision 44). Here attention is a batch of matrix products. The precision is that of flash attention:
+scores and softmax are float32, and probabilities are rounded to bfloat16 for the products with values and
+gradients. For long sequences torch's kernel is faster, so the length is limited.
 
 Axes: N sequences times heads, L tokens, D dimensions of a head.
 """
@@ -18,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+_SCORES_PER_THREAD = 1 << 19
+
 
 def short_attention(
     query: Tensor,
@@ -26,7 +27,7 @@ def short_attention(
     scaling: float | None,
     *,
     kernel: bool = False,
-    most_scores: int = 1 << 19,
+    most_scores: int | None = None,
 ) -> Tensor:
     """Return causal attention, (sequences, L, heads, D).
 
@@ -36,16 +37,17 @@ def short_attention(
         value: (sequences, key heads, L, D)
         scaling: Factor of the scores; None for 1 / sqrt(D).
         kernel: Whether torch's kernel computes the forward pass, which is faster with AMX.
-        most_scores: Scores that are computed at once. One sequence of one head is always computed whole. The
-            default is 2 MB in float32, which fits into the cache of a core.
+        most_scores: Scores that are computed at once; None for 2 MB in float32 for each thread, which fits
+            into the cache of its core. One sequence of one head is always computed whole.
     """
     sequences, heads = query.shape[:2]
     groups = heads // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     q, k, v = (x.reshape(sequences * heads, *x.shape[2:]) for x in (query, key, value))
-    factor = scaling or q.shape[-1] ** -0.5
-    at_once = max(1, most_scores // q.shape[1] ** 2)
+    factor = q.shape[-1] ** -0.5 if scaling is None else scaling
+    most = _SCORES_PER_THREAD * torch.get_num_threads() if most_scores is None else most_scores
+    at_once = max(1, most // q.shape[1] ** 2)
     function = _KernelForward if kernel else _Attention
     # torch declares Function.apply without types
     parts: list[Tensor] = [

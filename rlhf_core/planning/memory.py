@@ -384,6 +384,7 @@ class Model:
             attention += shape.heads * batch.longest * (4 + 2 * size)
         elif batch.attention == "sdpa" and self.device == "cpu" and size == 2:
             # `short_attention`: probabilities, and keys and values that are repeated for groups of heads.
+            # With AMX the probabilities are computed again, and this is more than is needed.
             attention += size * (shape.heads * min(batch.longest, SHORT_ATTENTION) + 2 * shape.query)
         adapters = 0
         if self.lora is not None:

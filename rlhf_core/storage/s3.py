@@ -6,7 +6,8 @@ completed.
 
     answer                                   result
     5xx, SlowDown, timeout, reset, cut body  retried with random back-off until `retry_seconds` have passed
-                                             since the first failure; then StoreUnavailable
+                                             since the first failure; then StoreUnavailable. A part of a
+                                             large file is retried in the same way before the whole file is
     403, expired credentials, no bucket      StoreError at once: a retry cannot help
 """
 
@@ -30,8 +31,6 @@ from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception,
-    stop_after_attempt,
-    stop_after_delay,
 )
 
 from rlhf_core.config.redact import has_credentials
@@ -114,13 +113,16 @@ def s3_endpoint(given: str | None) -> str | None:
     return given or os.environ.get("AWS_ENDPOINT_URL_S3") or None
 
 
-def filesystem(endpoint: str | None, limits: S3Limits = S3_LIMITS) -> Any:
+def filesystem(endpoint: str | None, limits: S3Limits = S3_LIMITS, part_retry_seconds: float = 0.0) -> Any:
     """Return an `s3fs.S3FileSystem` that limits the time and size of every request; combine with
     `with_retries`.
 
-    `endpoint` is the address of an S3-compatible server; None is AWS.
+    Args:
+        endpoint: Address of an S3-compatible server; None is AWS.
+        limits: Limits of each request.
+        part_retry_seconds: How long a part of a large file is retried, from its first failure.
     """
-    bounded = _bounded_class(limits)(
+    bounded = _bounded_class(limits, part_retry_seconds)(
         endpoint_url=endpoint,
         # Other processes write to the bucket, and a cached listing would hide their claims and manifests.
         use_listings_cache=False,
@@ -141,7 +143,7 @@ def filesystem(endpoint: str | None, limits: S3Limits = S3_LIMITS) -> Any:
     return bounded
 
 
-def _bounded_class(limits: S3Limits) -> Any:
+def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
     """Return the subclass of `s3fs.S3FileSystem` whose requests have these limits. s3fs is imported here."""
     import s3fs
 
@@ -151,10 +153,12 @@ def _bounded_class(limits: S3Limits) -> Any:
                 return await self._request(method, *more, **arguments)
             # A failed part makes s3fs upload the whole file again. Of a file of a thousand parts, one would
             # fail almost every time.
+            has_failed_for_long = stop_after_failing(part_retry_seconds)
             retrying = AsyncRetrying(
                 retry=retry_if_exception(_is_temporary),
                 wait=backoff(limits.first_pause, _LONGEST_PAUSE),
-                stop=stop_after_attempt(_PART_TRIES) | stop_after_delay(limits.request_seconds),
+                stop=lambda state: state.attempt_number >= _PART_TRIES or has_failed_for_long(state),
+                before_sleep=functools.partial(_log_retry, f"A part of {arguments['Key']} was not stored"),
                 reraise=True,
             )
             return await retrying(self._request, method, *more, **arguments)
@@ -266,7 +270,7 @@ class S3Objects:
 
     @functools.cached_property
     def _fs(self) -> Any:
-        return filesystem(self._endpoint, self._limits)
+        return filesystem(self._endpoint, self._limits, self._retry_seconds)
 
     @functools.cached_property
     def _conditional(self) -> bool:
