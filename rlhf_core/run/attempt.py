@@ -42,6 +42,7 @@ from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, acquire, renewed
+from rlhf_core.storage.inventory import ArtifactName, artifacts_named
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
@@ -83,7 +84,9 @@ def run_attempt(
         function: What the stage does; None for the function in the table of stages.
     """
     store = open_store(spec.config)
-    fence = acquire(store, spec.key, spec.stage)
+    inputs = {str(ArtifactName(name, ref.key)) for name, ref in spec.inputs.items()}
+    inputs.update(map(str, artifacts_named(spec.config.model_dump(mode="json"))))
+    fence = acquire(store, spec.key, spec.stage, inputs=inputs)
     with renewed(fence):
         # Another run can have made it since the flow looked for it: this process may have been in a queue, or
         # have waited for the fence.

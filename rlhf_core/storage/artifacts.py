@@ -224,7 +224,7 @@ class ArtifactStore:
                     self._store, manifest, self._cache, lambda path: weights or not is_weights(path)
                 )
                 if not self.is_local:
-                    write_atomic(_store_file(folder), self._store.url)
+                    write_atomic(store_file(folder), self._store.url)
                     if not weights:
                         self._fetch_headers(manifest, folder)
                 self._verified[identity] = folder, _stamp(folder)
@@ -438,7 +438,7 @@ _ADDRESS = re.compile(r"(?:local-store://)?(.+)/artifacts/([a-z]+)/([0-9a-f]{16}
 _COPY = re.compile(r"(.+/artifacts-([a-z]+)-([0-9a-f]{16})-([0-9a-f]{12}))(?:/(.*))?")
 
 
-def _store_file(copy: Path) -> Path:
+def store_file(copy: Path) -> Path:
     """Return the file next to a copy from a bucket that has the URL of its store."""
     return copy.with_name(f"{copy.name}.store")
 
@@ -490,7 +490,7 @@ def parse_artifact_copy(path: str) -> ArtifactCopy | None:
     if found is None:
         return None
     copy, stage, key, digest, folder = found.groups()
-    file = _store_file(Path(copy))
+    file = store_file(Path(copy))
     store = file.read_text(encoding="utf-8") if exists(file) else None
     return ArtifactCopy(stage, key, digest, folder or "", store)
 

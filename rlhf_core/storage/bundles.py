@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-_DAMAGED = "damaged-"
+DAMAGED = "damaged-"
 _THREADS = min(8, os.cpu_count() or 1)
 """Files that are hashed, uploaded or downloaded at the same time."""
 
@@ -114,7 +114,7 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
                 found.append((relative, path))
     found.sort()
     return tuple(
-        _in_parallel(lambda file: FileEntry(file[0], file[1].stat().st_size, hash_file(file[1])), found)
+        in_parallel(lambda file: FileEntry(file[0], file[1].stat().st_size, hash_file(file[1])), found)
     )
 
 
@@ -128,7 +128,7 @@ class FileDigests:
         """Return the sha256 of each file below `folder` by its relative path; links are followed."""
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         names = [path.relative_to(folder).as_posix() for path in files]
-        return dict(zip(names, _in_parallel(self._digest, files), strict=True))
+        return dict(zip(names, in_parallel(self._digest, files), strict=True))
 
     def _digest(self, path: Path) -> str:
         # Before the file is read: a change in the meantime is then found at the next call.
@@ -140,7 +140,7 @@ class FileDigests:
         return known[1]
 
 
-def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+def in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Return the results in order. Raises the error of the first item that fails.
 
     A stop does not wait for a transfer: the threads are daemons, unlike those of `ThreadPoolExecutor`.
@@ -272,9 +272,7 @@ def upload(store: Store, source: Path, files: Sequence[FileEntry], target: str) 
     # On one disk the files are linked and need no space.
     if folder is not None and not on_one_disk(source, folder):
         require_free(folder, sum(entry.size for entry in files), store.uri(target))
-    _in_parallel(
-        lambda entry: store.put_file(source / entry.path, f"{target}/{entry.path}", link=True), files
-    )
+    in_parallel(lambda entry: store.put_file(source / entry.path, f"{target}/{entry.path}", link=True), files)
 
 
 def _delete_uncommitted(store: Store, manifest: Manifest) -> None:
@@ -381,7 +379,7 @@ def verify(folder: Path, manifest: Manifest, needed: Callable[[str], bool] = lam
         relative = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_dir() or relative in expected or path.name.startswith(".")):
             raise CorruptArtifact(f"{path} is not in the manifest of {manifest.prefix}.")
-    _in_parallel(
+    in_parallel(
         lambda entry: _verify_file(folder / entry.path, entry),
         [entry for entry in manifest.files if needed(entry.path)],
     )
@@ -452,7 +450,7 @@ def _complete(store: Store, manifest: Manifest, target: Path, needed: Callable[[
     temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
-        _in_parallel(lambda entry: _download_file(store, manifest.data, entry, temporary), files)
+        in_parallel(lambda entry: _download_file(store, manifest.data, entry, temporary), files)
         paths = {entry.path for entry in files}
         try:
             verify(temporary, manifest, paths.__contains__)
@@ -495,7 +493,7 @@ def fetch_files(store: Store, source: str, files: Sequence[FileEntry], folder: P
         _download_file(store, source, entry, folder)
         _verify_file(folder / entry.path, entry)
 
-    _in_parallel(fetch_file, files)
+    in_parallel(fetch_file, files)
 
 
 # -- damage and deletion --
@@ -512,7 +510,7 @@ def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | Non
         folder = _folder_named(raw)
         if folder not in (None, damaged.folder):
             return f"already, {folder} is in its place"
-    name = f"{prefix}/{_DAMAGED}{hashlib.sha256(raw).hexdigest()[:12]}.json"
+    name = f"{prefix}/{DAMAGED}{hashlib.sha256(raw).hexdigest()[:12]}.json"
     record = {"reason": reason, "manifest": raw.decode("utf-8", errors="replace")}
     # The record first, under a name that follows from the content: after a kill in between, the manifest is
     # still there, and the next reader writes the same record.
@@ -528,7 +526,7 @@ def remove(store: Store, prefix: str, *, keep: str = "") -> None:
     a leftover and not a damaged bundle.
     """
     names = [key.removeprefix(f"{prefix}/") for key in store.list(prefix)]
-    damaged = [_folder_of_damaged(store, f"{prefix}/{name}") for name in names if name.startswith(_DAMAGED)]
+    damaged = [_folder_of_damaged(store, f"{prefix}/{name}") for name in names if name.startswith(DAMAGED)]
     kept = {keep, *damaged}
     if not keep:
         store.delete([f"{prefix}/{MANIFEST}"])
@@ -571,8 +569,8 @@ def require_free(folder: Path, size: int, what: str) -> None:
     free = machine().disk(existing).free
     if free < size:
         raise StoreError(
-            f"{what} needs {_readable(size)}, but {existing} has {_readable(free)} free; free some space"
-            " there and type the same command again. What was saved before is untouched."
+            f"{what} needs {readable_size(size)}, but {existing} has {readable_size(free)} free; free some"
+            " space there and type the same command again. What was saved before is untouched."
         )
 
 
@@ -581,5 +579,6 @@ def on_one_disk(one: Path, other: Path) -> bool:
     return existing_parent(one).stat().st_dev == existing_parent(other).stat().st_dev
 
 
-def _readable(size: int) -> str:
+def readable_size(size: int) -> str:
+    """Return a number of bytes for people."""
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -27,6 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -291,6 +292,7 @@ class CheckpointStore:
         parts = () if wait_for_others is None else wait_for_others()
         body: dict[str, Any] = {
             "step": step,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "score": score if score is not None and math.isfinite(score) else None,
             "known_scores": {str(step): score for step, score in (late_scores or {}).items()},
             "seconds": round(self.seconds, 1),

@@ -14,6 +14,10 @@ holds it:
 
 Only changes are observed, with the clock of the observer, so the clocks of machines need not agree.
 
+`rlhf prune` claims a key as well before it deletes what was stored for it, but does not wait for a holder
+(`observe`, `claim_next`). Claims are never deleted: a number that is used twice would be the name of two
+folders of files.
+
 One request separates the last check of the attempts from the manifest. An attempt that is superseded in
 between can still add a complete bundle that no other attempt has committed. It cannot change an existing one,
 because manifests are created only if absent, and it belongs to the same stage key.
@@ -29,7 +33,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -37,6 +41,7 @@ from typing import Any
 import psutil
 
 from rlhf_core.errors import StageHeld, StoreError, Superseded
+from rlhf_core.storage.bundles import in_parallel
 from rlhf_core.storage.store import Store
 from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
 from rlhf_core.system.processes import ProcessId, RecordedProcess, here, this_machine
@@ -44,6 +49,8 @@ from rlhf_core.types import checkpoint_prefix
 
 log = logging.getLogger(__name__)
 
+PRUNE = "prune"
+"""Stands for the stage in the claims of `rlhf prune`."""
 _ENDED = b"ended"
 _MAX_CLAIMS = 1000
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -75,6 +82,9 @@ class LeaseTimes:
         return self.missed_renewals * self.renewal
 
 
+LEASE_TIMES = LeaseTimes()
+
+
 @dataclass(frozen=True)
 class Fence:
     """The right of an attempt to commit for a stage key, until a later attempt claims the key."""
@@ -96,7 +106,13 @@ class Fence:
 
 
 def acquire(
-    store: Store, stage_key: str, name: str, times: LeaseTimes = LeaseTimes(), clock: Clock = SYSTEM_CLOCK
+    store: Store,
+    stage_key: str,
+    name: str,
+    times: LeaseTimes = LeaseTimes(),
+    clock: Clock = SYSTEM_CLOCK,
+    *,
+    inputs: Collection[str] = (),
 ) -> Fence:
     """Claim the key of a stage when no other attempt holds it.
 
@@ -106,9 +122,10 @@ def acquire(
     Args:
         store: The store with the attempts.
         stage_key: The key.
-        name: Name of the stage, for messages.
+        name: Name of the stage.
         times: Intervals of the leases, the same for all attempts at this key.
         clock: Clock of the waits.
+        inputs: The artifacts that the stage reads, as `stage/key`.
     """
     waited = False
     holder: _Holder | None = None
@@ -132,7 +149,7 @@ def acquire(
                 waited = True
             clock.sleep(times.local_poll if holder.is_here else times.remote_poll)
         # Exactly the next number: of several processes that wait for the same holder, one gets it.
-        if _create(store, stage_key, attempt + 1):
+        if _create(store, stage_key, attempt + 1, name, inputs):
             return Fence(store, stage_key, attempt + 1)
     raise StoreError(
         f"Stage {stage_key} could not be claimed after {_MAX_CLAIMS} tries: too many processes race for it."
@@ -183,7 +200,7 @@ class _Holder:
     since: str
     seconds: float = 0.0
     """Since the first observation, or on another machine since the last change of its lease."""
-    _lease: bytes | None = None
+    lease: bytes | None = None
     """Content of its lease at the last observation."""
     _observed: float | None = None
     """Time of the last observation."""
@@ -201,8 +218,8 @@ class _Holder:
         # A longer time since the last observation counts as two intervals: this process was suspended, or the
         # store did not answer, and the holder may have had the same trouble.
         self._pass_time(clock.monotonic(), 2 * times.remote_poll)
-        if lease != self._lease:
-            self._lease, self.seconds = lease, 0.0
+        if lease != self.lease:
+            self.lease, self.seconds = lease, 0.0
         return self.seconds < times.takeover
 
     def _pass_time(self, now: float, most: float) -> None:
@@ -216,10 +233,86 @@ class _Holder:
         return f"process {self.process.pid} of {where}, running since {self.since}"
 
 
-def _create(store: Store, stage_key: str, attempt: int) -> bool:
+@dataclass(frozen=True)
+class Claim:
+    """The last attempt at a stage key, as it was observed."""
+
+    attempt: int
+    """Its number; 0 if there was none."""
+    held: bool
+    """Whether it still holds the key."""
+    begun: float | None
+    """When the last stage began, in seconds since 1970 by the clock of its host. None if it is not known."""
+    inputs: frozenset[str] | None
+    """The artifacts that it reads, as `stage/key`. None if that is not known: an earlier release made it."""
+
+
+def observe(
+    store: Store,
+    stage_keys: Collection[str],
+    times: LeaseTimes = LeaseTimes(),
+    clock: Clock = SYSTEM_CLOCK,
+) -> dict[str, Claim]:
+    """Return the last claim of each key, without claiming any.
+
+    If an attempt on another machine has not ended, its lease is observed for up to `times.takeover` seconds,
+    of all keys at the same time. Claims of `rlhf prune` count as attempts without inputs, but `begun` is
+    about the last stage, if there was one.
+    """
+    keys = sorted(stage_keys)
+    latest = dict(zip(keys, in_parallel(lambda key: _latest(store, key), keys), strict=True))
+    read = in_parallel(lambda key: _read_holder(store, key, latest[key]), keys)
+    holders = dict(zip(keys, read, strict=True))
+    held: set[str] = set()
+    undecided: dict[str, _Holder] = {}
+    for key, holder in holders.items():
+        if holder is not None and holder.is_alive(store, key, times, clock):
+            if holder.is_here:
+                held.add(key)
+            else:
+                undecided[key] = holder
+    while undecided:
+        clock.sleep(times.remote_poll)
+        for key, holder in list(undecided.items()):
+            before = holder.lease
+            if not holder.is_alive(store, key, times, clock):
+                del undecided[key]
+            elif holder.lease != before:
+                held.add(key)
+                del undecided[key]
+    claims = in_parallel(lambda key: _claim(store, key, latest[key], key in held), keys)
+    return dict(zip(keys, claims, strict=True))
+
+
+def _claim(store: Store, stage_key: str, latest: int, held: bool) -> Claim:
+    """Return the claim with the number `latest`, with the start of the last stage."""
+    newest = record = _read_record(store, stage_key, latest) if latest else {}
+    attempt = latest
+    while record.get("stage") == PRUNE and attempt > 1:
+        attempt -= 1
+        record = _read_record(store, stage_key, attempt)
+    begun, inputs = None, None
+    with contextlib.suppress(*_UNREADABLE):
+        begun = datetime.fromisoformat(record["time"]).timestamp()
+    with contextlib.suppress(*_UNREADABLE):
+        inputs = frozenset(map(str, newest["inputs"]))
+    return Claim(latest, held, begun, inputs)
+
+
+def claim_next(store: Store, stage_key: str, observed: Claim) -> Fence | None:
+    """Claim a key for `rlhf prune`; return None if another attempt has claimed it since `observed`."""
+    attempt = observed.attempt + 1
+    return Fence(store, stage_key, attempt) if _create(store, stage_key, attempt, PRUNE) else None
+
+
+def _create(
+    store: Store, stage_key: str, attempt: int, stage: str = "", inputs: Collection[str] = ()
+) -> bool:
     """Claim the number `attempt`; False if another process has it."""
     own = RecordedProcess.own()
     content = {
+        "stage": stage,
+        "inputs": sorted(inputs),
         "host": own.host,
         "machine": own.machine,
         "pid": own.pid,
@@ -253,7 +346,7 @@ def _lease_key(stage_key: str, attempt: int) -> str:
 def _read_holder(store: Store, stage_key: str, attempt: int) -> _Holder | None:
     """Return who claimed the number `attempt`; None if its record cannot be read."""
     try:
-        content: dict[str, Any] = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
+        content = _read_record(store, stage_key, attempt)
         host, machine = str(content.get("host", "")), content.get("machine", this_machine())
         return _Holder(
             attempt,
@@ -265,6 +358,15 @@ def _read_holder(store: Store, stage_key: str, attempt: int) -> _Holder | None:
         )
     except _UNREADABLE:
         return None
+
+
+def _read_record(store: Store, stage_key: str, attempt: int) -> dict[str, Any]:
+    """Return the record of a claim; empty if it cannot be read."""
+    with contextlib.suppress(*_UNREADABLE):
+        content = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
+        if isinstance(content, dict):
+            return content
+    return {}
 
 
 def _how_to_end(holder: ProcessId) -> str:

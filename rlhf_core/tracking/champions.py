@@ -170,8 +170,13 @@ def registry_errors(mlflow: Mlflow, action: str) -> Iterator[None]:
 
 def history(mlflow: Mlflow, model: str) -> list[Move]:
     """Return all moves of `model`, the oldest first. Tags that cannot be read are ignored."""
+    return moves_of(mlflow.model_tags(model) or {})
+
+
+def moves_of(tags: Mapping[str, str]) -> list[Move]:
+    """Return the moves in the tags of a registered model, as `history`."""
     moves = []
-    for name, value in sorted((mlflow.model_tags(model) or {}).items()):
+    for name, value in sorted(tags.items()):
         if name.startswith(_MOVE):
             try:
                 moves.append(Move(**json.loads(value)))

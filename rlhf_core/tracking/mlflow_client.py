@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rlhf_core.config.redact import is_secret, printable, scrubbed
@@ -38,6 +38,7 @@ _LAST_SECONDS = 3
 # The largest batches that MLflow accepts.
 _POINTS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
+_MODELS_PER_CALL = 100
 _NAME = re.compile(r"[^\w\-./: ]")
 _NAME_LENGTH, _DIGEST_LENGTH = 250, 12
 """Maximum length of a name, and length of the digest at the end of a name that would be longer."""
@@ -96,6 +97,14 @@ class ModelVersion:
     tags: Mapping[str, str]
     source: str = ""
     """Address of its files."""
+
+
+class RegisteredModel(NamedTuple):
+    """A registered model, without its versions."""
+
+    tags: Mapping[str, str]
+    aliases: Mapping[str, str]
+    """Versions by their aliases."""
 
 
 class UnusableAnswer(Exception):
@@ -430,6 +439,23 @@ class Mlflow:
     def model_names(self, count: int) -> list[str]:
         """Return the names of some registered models."""
         return [model.name for model in self._client.search_registered_models(max_results=count)]
+
+    def all_model_names(self) -> list[str]:
+        """Return the names of all registered models."""
+        names, token = [], None
+        while True:
+            page = self._client.search_registered_models(max_results=_MODELS_PER_CALL, page_token=token)
+            names += [model.name for model in page]
+            token = page.token
+            if not token:
+                return names
+
+    def model(self, name: str) -> RegisteredModel:
+        """Return a registered model, which must exist."""
+        model = self._client.get_registered_model(name)
+        return RegisteredModel(
+            dict(model.tags), {alias: str(version) for alias, version in model.aliases.items()}
+        )
 
     def versions(self, name: str) -> list[ModelVersion]:
         """Return all versions of a registered model."""

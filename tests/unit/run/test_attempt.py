@@ -2,6 +2,7 @@
 
 - an attempt that was overtaken commits neither a checkpoint nor an artifact
 - an artifact that another run has made since the flow looked for it is reused
+- the claim of an attempt names the artifacts that its stage reads, which `rlhf prune` keeps
 - on a cluster, the bytes of the stage's checkpoints are known before its ranks are placed; those of a judge
   only if the config.json of its own base model can be read
 - the stage knows the later stages of its run, for which the handshake compares the memory of the GPUs
@@ -27,6 +28,7 @@ from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.attempt import run_attempt
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.support.claims import claim
@@ -104,6 +106,20 @@ def test_artifact_that_exists_by_now_is_reused(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path)
     made = attempt(lambda _context: None)
     assert attempt(lambda _context: pytest.fail("the stage ran again")) == made
+
+
+def test_the_claim_names_what_the_stage_reads(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path)
+    data = attempt(lambda _context: None)
+    base = str(tmp_path / "store" / "artifacts" / "ppo" / ("1" * 16) / "000001" / "policy")
+    config = attempt.config.model_copy(
+        update={"model": attempt.config.model.model_copy(update={"path": base})}
+    )
+    key = "2" * 16
+    spec = StageSpec("sft", key, config, {"data": data})
+    run_attempt(spec, Events(None), function=lambda _config, _context: StageResult({}))
+    claim = observe(attempt.store, [key])[key]
+    assert claim.inputs == {f"data/{data.key}", f"ppo/{'1' * 16}"}
 
 
 def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
