@@ -1,5 +1,5 @@
 """The command line: `rlhf run`, `rounds`, `plan`, `tune`, `serve-reward`, `champions`, `rollback`, `promote`,
-`serve`, `chat`, `publish`, `review`, `up`, `down`, `status`.
+`serve`, `chat`, `publish`, `review`, `prune`, `up`, `down`, `status`.
 
 Slow imports are inside the commands, so that errors of the configuration are reported before them.
 
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_cli.arguments import add_command, add_config, add_endpoint, add_home
 from rlhf_cli.champions import add_champion_commands
+from rlhf_cli.prune import add_prune_command
 from rlhf_cli.review import add_review_command
 from rlhf_cli.rounds import add_rounds_command
 from rlhf_cli.tune import add_tune_command
@@ -147,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve_reward(commands)
     add_champion_commands(commands)
     add_review_command(commands)
+    add_prune_command(commands)
     for name, text, command in (
         ("up", "start Prefect, MLflow and a worker on this machine", _up),
         ("down", "stop what `rlhf up` started, and nothing else", _down),

@@ -52,6 +52,7 @@ def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
         "promote",
         "serve",
         "publish",
+        "prune",
         "up",
         "down",
         "status",
