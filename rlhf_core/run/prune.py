@@ -7,6 +7,7 @@ reads everything that the decision depends on. It deletes nothing if the store o
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -46,15 +47,15 @@ from rlhf_core.storage.removal import (
     stale_copies,
 )
 from rlhf_core.storage.store import Store, open_store
-from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
+from rlhf_core.system.clock import SYSTEM_CLOCK, Clock, seconds_since_boot
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.retained import retained
 from rlhf_core.types import CHECKPOINTS
 
 DAY = 86_400.0
-_REGISTRY_SECONDS = 5.0
-"""Age after which the registry is read again before something is deleted."""
+_FRESH_SECONDS = 5.0
+"""Age after which the registry and the state of runs are read again before something is deleted."""
 _DAYS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)d?")
 
 
@@ -179,7 +180,7 @@ class Pruning:
         self._times = times
         self._clock = clock
         self._now = now
-        self._registry_read = 0.0
+        self._refreshed_at = 0.0
 
     @classmethod
     def of(cls, config: PipelineConfig, age: float, field: str) -> Pruning:
@@ -215,8 +216,8 @@ class Pruning:
         """
         known, allowed = plan.known, set(plan.decision.deleted)
         for subject in plan.deleted:
-            if self._clock.monotonic() - self._registry_read > _REGISTRY_SECONDS:
-                known = self._with_registry(known)
+            if self._clock.monotonic() - self._refreshed_at > _FRESH_SECONDS:
+                known = self._refreshed(known)
                 allowed &= set(decide(known).deleted)
             if isinstance(subject, Pending):
                 yield subject, self._discard(subject)
@@ -242,31 +243,39 @@ class Pruning:
         }
         # After the artifacts: what has become one in the meantime was begun less than a week ago.
         claims = self._observe(keys)
-        in_use = frozenset([*self._of_runs(), *self._of_jobs()])
-        empty = Known(inventory, claims, (), (), in_use, self._now(), self._age)
-        return self._with_registry(empty)
+        return self._refreshed(Known(inventory, claims, (), (), (), self._now(), self._age))
 
-    def _with_registry(self, known: Known) -> Known:
+    def _refreshed(self, known: Known) -> Known:
+        """Return `known` with what the registry, the runs of this home and the jobs need now."""
+        runs = list(self._of_runs())
+        of_runs = [name for _, names in runs for name in names]
+        in_use = frozenset([*of_runs, *self._of_jobs()])
+        started = min((start for start, _ in runs), default=math.inf)
         needed, registered = retained(self._mlflow)
-        self._registry_read = self._clock.monotonic()
-        return replace(known, needed=needed, registered=registered)
+        self._refreshed_at = self._clock.monotonic()
+        return replace(known, needed=needed, registered=registered, in_use=in_use, running_since=started)
 
     def _observe(self, keys: set[str]) -> dict[str, Claim]:
         return observe(self._store, keys, self._times, self._clock)
 
-    def _of_runs(self) -> Iterator[ArtifactName]:
-        """Yield the artifacts of the runs of this home that have not ended. A run can need later what no
-        stage reads now.
+    def _of_runs(self) -> Iterator[tuple[float, list[ArtifactName]]]:
+        """Yield the start and the artifacts of each run of this home that has not ended. A run can need later
+        what no stage reads now.
         """
         for file in self._home.run_states():
             state = read_state(file)
             if state is None or state["state"] != "running":
                 continue
-            alive = process_of(state).alive()
-            # None: it is on another host, or that host has gone.
-            if alive or (alive is None and state["updated"] > self._now() - UNFINISHED_SECONDS):
-                for stage, record in state["stages"].items():
-                    yield ArtifactName(stage, str(record.get("key", "")))
+            process = process_of(state)
+            alive = process.alive()
+            names = [ArtifactName(stage, str(each.get("key"))) for stage, each in state["stages"].items()]
+            if alive:
+                running = seconds_since_boot() - process.started
+                # Negative if an earlier release has recorded the seconds since 1970.
+                yield self._now() - running if running >= 0 else process.started, names
+            # It is on another host, or that host has gone. Its start is not known.
+            elif alive is None and state["updated"] > self._now() - UNFINISHED_SECONDS:
+                yield state["updated"] - UNFINISHED_SECONDS, names
 
     def _of_jobs(self) -> Iterator[ArtifactName]:
         """Yield the artifacts that jobs read, of which some may wait in a queue."""

@@ -16,6 +16,7 @@ and saved, longer ago than the age and than `UNFINISHED_SECONDS`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -41,7 +42,7 @@ class Reason(Enum):
 
     VERSION = "a version that is or was champion, or has an alias, needs it"
     OTHER_REGISTRY = "it was registered, and this MLflow does not have the version"
-    IN_USE = "a run, a job or an unfinished stage reads it"
+    IN_USE = "a run, a job or an unfinished stage has made or reads it"
     HELD = "a stage is being made"
     YOUNG = "it is young"
     UNKNOWN_AGE = "its age is not known"
@@ -75,6 +76,8 @@ class Known:
     """Seconds since 1970."""
     age: float
     """Seconds for which everything is kept."""
+    running_since: float = math.inf
+    """Start of the first run that has not ended. What was made since then may be of that run."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,10 @@ def _root(artifact: StoredArtifact, known: Known) -> Reason | None:
         return Reason.UNKNOWN_STAGE
     if artifact.created is None:
         return Reason.UNKNOWN_AGE
-    return Reason.YOUNG if artifact.created > known.now - known.age else None
+    if artifact.created > known.now - known.age:
+        return Reason.YOUNG
+    # `created` has no fraction of a second.
+    return Reason.IN_USE if artifact.created > known.running_since - 1.0 else None
 
 
 def _kind(artifact: StoredArtifact) -> Reason | None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlhf_cli import main as cli
@@ -27,6 +28,7 @@ from rlhf_core.errors import InfrastructureError
 from rlhf_core.run.executors.job_files import JobFiles
 from rlhf_core.run.prune import DAY, Pruning, parse_age
 from rlhf_core.run.registered_policies import find_artifacts
+from rlhf_core.run.retention import Reason
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import acquire
 from rlhf_core.storage.outbox import Outbox
@@ -214,6 +216,18 @@ def test_a_version_that_is_promoted_in_the_meantime_keeps_its_artifacts(
     assert {*names(made["older"]), *names(made["newest"])} <= runs.present()
 
 
+def test_a_run_that_begins_in_the_meantime_keeps_what_it_reuses(
+    runs: OldRuns, store: Store, mlflow: Mlflow, home: Path
+) -> None:
+    keys = [runs.publish(name, "sft").key for name in ("a", "b", "c")]
+    command = pruning(store, mlflow, home)
+    plan = command.plan()
+    reused = plan.name(plan.deleted[1])
+    _write_run(home, {"sft": {"seconds": 0.0, "key": reused.removeprefix("sft/")}})
+    assert [plan.name(each) for each, deleted in command.delete(plan) if not deleted] == [reused]
+    assert {str(name) for name in runs.present()} == {reused} and len(keys) == len(plan.deleted)
+
+
 def test_base_models_and_sources_of_a_champion_are_kept(
     runs: OldRuns, store: Store, mlflow: Mlflow, home: Path
 ) -> None:
@@ -242,6 +256,14 @@ def test_young_artifacts_keep_what_they_were_made_from(
     assert names(parents) <= runs.present()
 
 
+def _write_run(home: Path, stages: Any, **changes: Any) -> None:
+    """Write the state of a run of this process."""
+    state = {"state": "running", "config": "c.yaml", "updated": time.time(), "stages": stages}
+    file = home / "runs" / "x" / "run.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**state, "process": RecordedProcess.own(), **changes}))
+
+
 def _iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(seconds))
 
@@ -256,16 +278,8 @@ def test_runs_jobs_and_unfinished_stages_keep_what_they_read(
     runs: OldRuns, store: ScriptedStore, mlflow: Mlflow, home: Path
 ) -> None:
     made = {name: runs.publish(name, "sft") for name in ("of a run", "of a job", "of a stage", "of none")}
-    run_json = home / "runs" / "x" / "run.json"
-    run_json.parent.mkdir(parents=True)
-    state = {
-        "state": "running",
-        "config": "c.yaml",
-        "updated": time.time(),
-        "process": RecordedProcess.own(),
-        "stages": {"sft": {"seconds": 1.0, "key": made["of a run"].key}},
-    }
-    run_json.write_text(json.dumps(state))
+    stages = {"sft": {"seconds": 1.0, "key": made["of a run"].key}}
+    _write_run(home, stages)
     job = {
         "time": time.time(),
         "spec": {"inputs": {"sft": {"key": made["of a job"].key}}, "config": {}},
@@ -279,8 +293,27 @@ def test_runs_jobs_and_unfinished_stages_keep_what_they_read(
     # Within a week, all of them count, whatever the age.
     assert set(delete(pruning(store, mlflow, home, days=0, later=1))) == of("of none")
     assert set(delete(pruning(store, mlflow, home, days=0, later=8))) == of("of a job", "of a stage")
-    run_json.write_text(json.dumps({**state, "state": "finished"}))
+    _write_run(home, stages, state="finished")
     assert set(delete(pruning(store, mlflow, home, days=0, later=8))) == of("of a run")
+
+
+def test_what_was_made_since_a_run_began_is_kept(
+    runs: OldRuns, store: ScriptedStore, mlflow: Mlflow, home: Path
+) -> None:
+    """Between two stages, neither a claim nor the state of the run names the artifact of the first one."""
+    ref = runs.publish("between", "reward")
+    own = RecordedProcess.own()
+    command = pruning(store, mlflow, home, days=0, later=1e-4)
+    for process in (
+        own,
+        own._replace(started=psutil.Process().create_time()),
+        own._replace(host="elsewhere"),
+    ):
+        _write_run(home, {}, process=process)
+        assert delete(command) == []
+        assert list(command.plan().kept) == [Reason.IN_USE]
+    _write_run(home, {}, process=own._replace(pid=2**22 + 1))
+    assert delete(command) == [f"reward/{ref.key}"]
 
 
 def test_a_stage_that_runs_keeps_its_artifact(

@@ -116,6 +116,7 @@ def test_more_reasons_never_delete_more(given_: Known, data: st.DataObject) -> N
     claims = {**given_.claims, "f" * 16: Claim(1, True, 0.0, frozenset([str(name)]))}
     for changed in (
         replace(given_, age=given_.age * 2),
+        replace(given_, running_since=NOW - 91 * DAY),
         replace(given_, needed={*given_.needed, name}),
         replace(given_, in_use={*given_.in_use, name}),
         replace(given_, claims=claims),

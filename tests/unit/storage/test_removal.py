@@ -290,6 +290,8 @@ def test_checkpoints_have_the_time_of_the_last_save(store: ScriptedStore) -> Non
         store.put_bytes(f"checkpoints/{key}/step-{step:08d}/x/loop.json", json.dumps(content).encode())
     [unfinished] = read_inventory(store).checkpoints
     assert (unfinished.key, unfinished.steps, unfinished.saved) == (key, (4, 8), 0.0)
+    claim(store, key)
+    assert read_inventory(store).checkpoints == (unfinished,), "claims are no checkpoints"
     store.put_bytes(f"checkpoints/{key}/step-00000008/manifest.json", b"{}")
     [unfinished] = read_inventory(store).checkpoints
     assert unfinished.saved is None, "the manifest cannot be read"
