@@ -20,6 +20,7 @@ from rlhf_core.config.engine import EngineConfig
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.types import PromptExample, Rollout
+from tests.support.arguments import positive
 
 
 def served(model: Path, adapter: Path, prompts: list[PromptExample], tokens: int) -> list[Rollout]:
@@ -50,14 +51,14 @@ def largest_gap(lm: Any, rollouts: list[Rollout]) -> float:
     return max(gaps)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("summary", type=Path)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
-    args = parser.parse_args()
+    parser.add_argument("--prompts", type=positive, default=16)
+    parser.add_argument("--tokens", type=positive, default=48)
+    args = parser.parse_args(arguments)
     stages = json.loads(args.summary.read_text())["stages"]
     data, sft, ppo = (
         Path(stages[name]["artifact"].removeprefix("file://")) for name in ("data", "sft", "ppo")

@@ -50,6 +50,7 @@ from rlhf_core.ppo.divergence import (
     divergence_of_last,
 )
 from rlhf_core.ppo.selection import HeldOutResult, Selection, paired_change
+from tests.support.arguments import positive
 
 CONFIG = Path(__file__).parents[2] / "deployments" / "configs" / "demo.yaml"
 COMMON = (
@@ -504,18 +505,18 @@ def curve(run: Run) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--home", type=Path, default=Path(".rlhf/bench/alarm"), help="run.home of the runs")
     parser.add_argument("--curves", type=Path, default=Path(".rlhf/bench/alarm.jsonl.gz"))
     parser.add_argument("--replay", action="store_true", help="read --curves and train nothing")
-    parser.add_argument("--every", type=int, default=1, help="steps between the evaluations that count")
+    parser.add_argument("--every", type=positive, default=1, help="steps between the evaluations that count")
     parser.add_argument("--over", type=int, nargs="*", default=[0, 1, 2, 3], help="seeds without KL penalty")
     parser.add_argument("--sound", type=int, nargs="*", default=[0, 1, 2], help="seeds of the demo as it is")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides, not of ppo")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.replay:
         runs = load(args.curves)
     else:

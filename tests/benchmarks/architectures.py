@@ -10,6 +10,7 @@ minutes on one core.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -126,9 +127,14 @@ def pipeline_use(outcomes: list[str], engine: str) -> str:
     return stages if engine != "not in the registry" else f"{stages}, engine not tested"
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model_types", nargs="*", help="only these; default: all of transformers")
+    args = parser.parse_args(arguments)
     with redirect_stdout(sys.stderr):  # libraries may print to stdout, which must contain the page only
-        text = survey(sys.argv[1:])
+        text = survey(args.model_types)
     print(text)
 
 

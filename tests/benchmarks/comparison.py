@@ -27,6 +27,7 @@ from rich.table import Table
 
 from tests.benchmarks.bfloat16 import processor, products
 from tests.benchmarks.ppo_iteration import PROMPT, PROMPTS, RESPONSE, VOCABULARY
+from tests.support.arguments import positive
 
 CASES = {
     "float32": [],
@@ -98,15 +99,15 @@ def parts_table(rounds: list[dict[str, Any]], rate: float) -> Table:
     return table
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trl", type=Path, help="Python of an environment with TRL")
-    parser.add_argument("--rounds", type=int, default=3, help="default 3")
-    parser.add_argument("--iterations", type=int, default=7, help="of each case in a round (default 7)")
+    parser.add_argument("--rounds", type=positive, default=3, help="default 3")
+    parser.add_argument("--iterations", type=positive, default=7, help="of each case in a round (default 7)")
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/comparison.json"), help="the JSON file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     iterations = ["--iterations", str(args.iterations)]
     cases = [*CASES, BARE] + ([TRL] if args.trl else [])
     rounds = []

@@ -336,13 +336,13 @@ def waiting_cost(ranks: int, processes: int) -> float:
     return (used[1] - used[0]) / WAIT_SECONDS
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rules", action="store_true")
     parser.add_argument("--case", type=int, nargs=3, metavar=("RANKS", "RESPONSES", "TOKENS"))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.case:
         found = measure(*args.case, rules=args.rules)
         processes = plan(configuration(*args.case, rules=args.rules).ppo).processes

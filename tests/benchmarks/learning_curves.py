@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import mean
 
 from tests.integration.learning import ALGORITHMS, reward_curve
+from tests.support.arguments import positive
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,8 +29,8 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(".rlhf/bench/learning_curves.png"), help="the figure"
     )
-    parser.add_argument("--steps", type=int, default=20, help="PPO steps (default 20)")
-    args = parser.parse_args()
+    parser.add_argument("--steps", type=positive, default=20, help="PPO steps (default 20)")
+    args = parser.parse_args(arguments)
     curves: dict[str, list[list[float]]] = {}
     for algorithm in ALGORITHMS:
         for seed in range(3):

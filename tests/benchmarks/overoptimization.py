@@ -139,7 +139,7 @@ def draw(curves: dict[str, Curve], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -148,7 +148,7 @@ def main() -> None:
         "--home", type=Path, default=Path(".rlhf/bench/overoptimization"), help="run.home of the runs"
     )
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     config = load_config(CONFIG, [])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     without, accuracy = run(args.home, WITHOUT, args.seed)

@@ -30,6 +30,7 @@ from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
+from tests.support.arguments import positive
 from tests.support.small_ppo import ROLES, local_context
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -176,12 +177,13 @@ def _table(result: dict[str, Any]) -> Table:
     return table
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--iterations", type=int, default=7, help="counted iterations (default 7)")
-    parser.add_argument("--warm-up", type=int, default=2, help="iterations before them (default 2)")
+    parser.add_argument("--iterations", type=positive, default=7, help="counted iterations (default 7)")
+    # The first one has no shares of idle time and, with staleness, no rate of the engines.
+    parser.add_argument("--warm-up", type=positive, default=2, help="iterations before them (default 2)")
     parser.add_argument(
         "--out", type=Path, default=Path(".rlhf/bench/ppo_iteration.json"), help="the JSON file"
     )
@@ -189,7 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of models and engines"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         result = run(args.iterations, args.warm_up, Path(folder), args.staleness, args.dtype)
     Console().print(_table(result))

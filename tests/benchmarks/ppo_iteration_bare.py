@@ -25,6 +25,7 @@ import transformers
 
 from tests.benchmarks.ppo_iteration import PROMPT, PROMPTS, RESPONSE, VOCABULARY, make_model
 from tests.benchmarks.throughput import plain_model, plain_optimizer, plain_step
+from tests.support.arguments import positive
 
 MINIBATCHES, CLIP = 4, 0.2
 
@@ -91,14 +92,14 @@ class Iteration:
         return values
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--iterations", type=int, default=7, help="counted iterations (default 7)")
+    parser.add_argument("--iterations", type=positive, default=7, help="counted iterations (default 7)")
     parser.add_argument("--warm-up", type=int, default=2, help="iterations before them (default 2)")
     parser.add_argument("--threads", type=int, default=2, help="of torch and vLLM (default 2)")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -68,13 +68,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--iterations", type=int, default=7, help="counted iterations (default 7)")
     parser.add_argument("--warm-up", type=int, default=2, help="iterations before them (default 2)")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.manual_seed(0)
     torch.set_num_threads(2)
     shape = LlamaConfig(

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 
 import numpy as np
 from scipy.stats import binom
 
 from rlhf_core.evaluation.evidence import BETS, YEAR, Spent, next_level
+from tests.support.arguments import positive
 
 HISTORIES, WEEKS, ALPHA = 2000, 52, 0.05
 LEAST_PROMPTS = 1536
@@ -147,32 +149,39 @@ def two_judges(
     return {"before": float(before.mean()), "present": float(present.mean())}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--histories", type=positive, default=HISTORIES, help=f"of each case (default {HISTORIES})"
+    )
+    histories = parser.parse_args(arguments).histories
     chance = np.random.default_rng(0)
-    print(f"Equal policies: share of {HISTORIES} histories of {WEEKS} weeks with a false promotion")
+    print(f"Equal policies: share of {histories} histories of {WEEKS} weeks with a false promotion")
     print("| prompts | ties | 95 % interval | decision 18, changing champion | decision 18, same champion |"
           " present rule |")  # fmt: skip
     print("|---|---|---|---|---|---|")
     for prompts, ties in ((128, 0.0), (128, 0.1), (512, 0.0), (LEAST_PROMPTS, 0.0), (LEAST_PROMPTS, 0.1)):
-        share = equal_policies(chance, prompts, ties)
+        share = equal_policies(chance, prompts, ties, histories)
         print(f"| {prompts} | {ties:.0%} | " + " | ".join(f"{value:.3f}" for value in share.values()) + " |")
-    print(f"\nA better policy: share of {HISTORIES} histories in which it is promoted within three weeks")
+    print(f"\nA better policy: share of {histories} histories in which it is promoted within three weeks")
     print("| win rate | prompts | first weeks | after 52 weekly tests |")
     print("|---|---|---|---|")
     for rate, prompts in (
         (0.55, 512), (0.55, 1024), (0.55, LEAST_PROMPTS), (0.55, 2048), (0.6, 128), (0.6, 384),
         (0.65, 128), (0.65, 256), (0.7, 128),
     ):  # fmt: skip
-        shares = [better_policy(chance, prompts, rate, 0.0, after) for after in (0, 52)]
+        shares = [better_policy(chance, prompts, rate, 0.0, after, histories) for after in (0, 52)]
         print(f"| {rate:.2f} | {prompts} | {shares[0]:.3f} | {shares[1]:.3f} |")
     print(
         "\nA judge of the candidate's own that favours it, equal policies by the champion's: false promotions"
     )
-    print(f"in {WEEKS} weeks, {HISTORIES} histories")
+    print(f"in {WEEKS} weeks, {histories} histories")
     print("| prompts | win rate by its own judge | evidence of this judge only | smaller evidence of both |")
     print("|---|---|---|---|")
     for prompts, rate in ((512, 0.55), (LEAST_PROMPTS, 0.5), (LEAST_PROMPTS, 0.55), (LEAST_PROMPTS, 0.6)):
-        two = two_judges(chance, prompts, (rate, 0.5), WEEKS)
+        two = two_judges(chance, prompts, (rate, 0.5), WEEKS, histories=histories)
         print(f"| {prompts} | {rate:.2f} | {two['before']:.3f} | {two['present']:.3f} |")
     print("\nA better policy by both judges: promoted within three weeks")
     print("| win rate | prompts | first weeks | after 52 weekly tests |")
@@ -181,7 +190,9 @@ def main() -> None:
         (0.55, 1024), (0.55, LEAST_PROMPTS), (0.55, LEAST_PROMPTS_OF_TWO), (0.55, 2048), (0.6, 384),
         (0.6, 448), (0.65, 192), (0.65, 256),
     ):  # fmt: skip
-        shares = [two_judges(chance, prompts, (rate, rate), 3, after)["present"] for after in (0, 52)]
+        shares = [
+            two_judges(chance, prompts, (rate, rate), 3, after, histories)["present"] for after in (0, 52)
+        ]
         print(f"| {rate:.2f} | {prompts} | {shares[0]:.3f} | {shares[1]:.3f} |")
 
 

@@ -33,6 +33,7 @@ from rlhf_core.ppo.rollouts import Collector, assign
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
+from tests.support.arguments import positive
 from tests.support.small_ppo import ROLES
 
 
@@ -166,11 +167,11 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     return {"rollout": result, "rounds": args.rounds}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="counted rounds (default 9)")
+    parser.add_argument("--rounds", type=positive, default=9, help="counted rounds (default 9)")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a step (default 64)")
     parser.add_argument("--samples", type=int, default=1, help="responses to each (default 1)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="default 64")
@@ -182,7 +183,7 @@ def main() -> None:
         "--engine", action="append", default=[], help="another field of ppo.engine, such as name=true"
     )
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/rollout.json"), help="the JSON file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         result = run(args, Path(folder))
     table = Table(title=f"Rollout next to bare vLLM, medians of {args.rounds}")

@@ -45,6 +45,7 @@ from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
 from rlhf_core.types import PairExample
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
+from tests.support.arguments import positive
 
 MICRO_BATCH = 4096
 """Tokens of one forward pass."""
@@ -217,15 +218,15 @@ def measure(rounds: int, tokens: int, ours: Work, plain: Work) -> dict[str, floa
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds (default 7)")
+    parser.add_argument("--rounds", type=positive, default=7, help="counted rounds (default 7)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch, for both (default 1)")
     parser.add_argument("--only", choices=["sft", "reward", "ppo"], help="one of the three")
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/throughput.json"), help="the JSON file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()  # new heads are meant to be new
     transformers.logging.disable_progress_bar()

@@ -36,6 +36,7 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.planning.hardware import visible_hardware
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_policy
 from rlhf_core.stages.sft import train_step
+from tests.support.arguments import positive
 from tests.support.tiny_llama import save_tiny_llama
 
 SHAPE = {
@@ -139,16 +140,16 @@ def measure_stage(name: str, rank: Rank, *, small: bool, attention: str, rounds:
     return result
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model and short rows")
     parser.add_argument("--attention", choices=["sdpa", "flash_attention_2"], default="sdpa")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/utilisation.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     hardware = visible_hardware() if args.device == "cuda" else None
     rank = Rank(device=args.device)
     join(rank)

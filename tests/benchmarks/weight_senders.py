@@ -43,6 +43,7 @@ from rlhf_core.weight_sync.wire import (
     receive_buckets,
     tensor_checksum,
 )
+from tests.support.arguments import positive
 from tests.support.hosts import missing_right, start_hosts, wait_until
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -287,14 +288,14 @@ def measure(job: Job, rate: str, shared: Path) -> list[Measured]:
     return [Measured(Case(**row.pop("case")), **row) for row in rows]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rate", default="200mbit", help="what hosts 1 and 2 send at most")
-    parser.add_argument("--syncs", type=int, default=3, help="counted syncs of each case")
+    parser.add_argument("--syncs", type=positive, default=3, help="counted syncs of each case")
     parser.add_argument("--engine", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.engine:
         serve_engine(*options.engine)
     if options.rank is not None:

@@ -43,14 +43,14 @@ NEGATIVE = Path(__file__).parent / "forget_kl"
 """On PYTHONPATH, it leaves the KL coefficient out of what a checkpoint restores."""
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     """0 if every case ended well in the same bits, and the negative control did not."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="at least this many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(".rlhf/chaos"))
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     folder = arguments.folder.resolve()
     rows = _rows(folder)
     if (done := _kills(rows)) < arguments.kills or not any(row["negative"] for row in rows):

@@ -235,7 +235,7 @@ def table(trials: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     """Return 0 if every run completed with bit-identical results."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.servers", description=__doc__.splitlines()[0]
@@ -249,7 +249,7 @@ def main() -> int:
     )
     parser.add_argument("--folder", type=Path, default=Path(".rlhf/chaos-servers"))
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / "results.jsonl"

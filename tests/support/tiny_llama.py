@@ -32,3 +32,18 @@ def save_tiny_llama(folder: Path, seed: int = 0, **shape: Any) -> Path:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": []}))
     return folder
+
+
+def save_tiny_benchmark_model(folder: Path, positions: int = 256) -> Path:
+    """Write a model of one small layer in place of that of `tests.benchmarks.ppo_iteration.make_model`."""
+    return save_tiny_llama(
+        folder,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        vocab_size=2048,
+        max_position_embeddings=positions,
+        eos_token_id=None,
+        bos_token_id=1,
+        dtype="float32",
+    )

@@ -1,0 +1,158 @@
+"""The benchmarks that simulate devices or histories, at their smallest size.
+
+- they end with tables that have a row for each case
+- the table of senders says whether the checksums of one and two senders are equal
+- the controller's time is measured for each number of ranks, in a process of its own
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import architectures, driver_scale, growth, promotion, weight_senders
+from tests.benchmarks.weight_senders import Case, Job, Measured
+
+
+def cells(text: str) -> list[list[str]]:
+    """Return the rows of printed tables, without their titles and lines."""
+    rows = [line for line in text.splitlines() if line.lstrip().startswith(("│", "|"))]
+    return [[cell.strip() for cell in row.replace("│", "|").strip().strip("|").split("|")] for row in rows]
+
+
+@pytest.mark.parametrize("rules", [False, True])
+def test_the_controller_is_measured_for_each_number_of_ranks(
+    rules: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def in_this_process(command: Sequence[str], **_options: Any) -> SimpleNamespace:
+        arguments = list(command[command.index("tests.benchmarks.driver_scale") + 1 :])
+        started.append(arguments)
+        with redirect_stdout(io.StringIO()) as output:
+            driver_scale.main(arguments)
+        return SimpleNamespace(stdout=output.getvalue())
+
+    waiting: list[tuple[int, int]] = []
+
+    def waiting_cost(ranks: int, processes: int) -> float:
+        waiting.append((ranks, processes))
+        return 0.01
+
+    monkeypatch.setattr(driver_scale, "CASES", ((1, 32, 16), (2, 64, 16)))
+    monkeypatch.setattr(driver_scale, "ray_costs", lambda: (250e-6, 1e-6))
+    monkeypatch.setattr(driver_scale, "waiting_cost", waiting_cost)
+    monkeypatch.setattr(driver_scale, "subprocess", SimpleNamespace(run=in_this_process))
+    options = ["--rules"] if rules else []
+    driver_scale.main(options)
+    shown = capsys.readouterr().out
+    assert started == [["--case", *case, *options] for case in (["1", "32", "16"], ["2", "64", "16"])]
+    assert [ranks for ranks, _ in waiting] == [1, 2]
+    rows = cells(shown)
+    assert [row[:2] for row in rows] == [["1", "32"], ["2", "64"]]
+    # The wait of 600 s at 0.01 CPU seconds a second.
+    assert [row[7] for row in rows] == ["6.00"] * 2
+    assert "Ray: 250 us a call, 1.0 us a reference" in shown
+
+
+def test_growth_ends_with_its_two_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smaller: dict[str, Any] = {
+        "SIZES": (1, 2), "STALENESS": (1, 2), "STEPS": 1, "MORE_STEPS": 2, "RESPONSES": 32,
+        "SCENARIOS": growth.SCENARIOS[:2], "VARYING": growth.VARYING[:1],
+    }  # fmt: skip
+    for name, value in smaller.items():
+        monkeypatch.setattr(growth, name, value)
+    growth.main()
+    shown = capsys.readouterr().out
+    rows = cells(shown)
+    assert [row[:2] for row in rows] == [
+        ["equal lengths", "1"], ["", "2"], ["lognormal lengths", "1"], ["", "2"],
+        ["lognormal lengths", "1"], ["", "2"],
+    ]  # fmt: skip
+    assert all(0 < float(row[3]) <= 1 and 0 < float(row[5]) <= 1 for row in rows[:4])
+    assert all(row[2].endswith("(1.00)") for row in rows[4:])
+
+
+def test_promotion_ends_with_its_four_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    promotion.main(["--histories", "2"])
+    shown = capsys.readouterr().out
+    tables = shown.split("\n\n")
+    assert [len(cells(table)) - 2 for table in tables] == [5, 9, 4, 8]
+    assert "share of 2 histories" in tables[0]
+    shares = [float(cell) for table in tables for row in cells(table)[2:] for cell in row[2:]]
+    assert all(0 <= share <= 1 for share in shares)
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_the_table_of_senders_compares_speed_and_checksums(
+    altered: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[tuple[Job, str]] = []
+
+    def measured(job: Job, rate: str, shared: Path) -> list[Measured]:
+        jobs.append((job, rate))
+        assert (shared / Path(job.model).name / "model.safetensors").exists()
+        wrong = altered and job.weights == "zero3"
+        return [
+            Measured(Case(*case), 4.0 / case[1], 8_000_000, {"a": str(case[1]) if wrong else "same"})
+            for case in job.cases
+        ]
+
+    monkeypatch.setattr(weight_senders, "measure", measured)
+    monkeypatch.setattr(weight_senders, "missing_right", lambda: None)
+    weight_senders.main(["--rate", "50mbit", "--syncs", "2"])
+    assert [(job.weights, job.syncs, rate) for job, rate in jobs] == [
+        ("replicated", 2, "50mbit"), ("zero3", 2, "50mbit"),
+    ]  # fmt: skip
+    shown = capsys.readouterr().out
+    verdict = "DIFFERENT" if altered else "1 equal"
+    assert cells(shown) == [
+        [weights, engines, "4.00 s", "2.00 s", "2.00x", verdict if weights == "zero3" else "1 equal"]
+        for weights in ("replicated", "zero3")
+        for engines in ("apart", "beside")
+    ]
+    assert "8.0 MB of weights; medians of 2 syncs" in shown
+
+
+def test_without_the_right_to_make_hosts_the_senders_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_senders, "missing_right", lambda: "needs root")
+    with pytest.raises(SystemExit, match="weight_senders: needs root"):
+        weight_senders.main([])
+
+
+def test_the_page_of_architectures_has_a_row_for_each_and_names_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    architectures.main(["llama", "gpt2", "no_such_model"])
+    page = capsys.readouterr().out
+    assert page.startswith("# Architectures\n")
+    assert "This page lists 2 causal language models" in page
+    assert "python -m tests.benchmarks.architectures llama gpt2 no_such_model" in page
+    llama, gpt2 = cells(page)[2:]
+    assert llama == ["`llama`", "LlamaForCausalLM", *["packed"] * 4, "vLLM", "yes", "all"]
+    assert all(cell.startswith("refused [") for cell in gpt2[2:6]) and gpt2[-1] == "nothing"
+    assert "\n1. " in page
+    assert (
+        "Not tested, because a small model could not be created with generic sizes: `no_such_model`" in page
+    )
+
+
+def test_a_case_of_the_controller_is_a_line_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(driver_scale, "waiting_cost", lambda _ranks, _processes: 0.5)
+    driver_scale.main(["--case", "2", "32", "16"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ranks"], found["responses"], found["tokens"], found["waiting"]) == (2, 32, 16, 0.5)
+    assert found["calls"] > 0 and found["references"] > 0 and found["pickled_mb"] > 0

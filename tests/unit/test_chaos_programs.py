@@ -1,0 +1,109 @@
+"""The programs that kill runs and servers, with scripted kills.
+
+- they go on until there are enough kills, and end with a table with the sums of all results so far
+- typed again, they keep the results that are there
+- the exit code is 1 if a run has other bits, does not end, or leaves processes, and if the negative control
+  is not noticed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos import __main__ as chaos
+from tests.chaos import servers
+from tests.chaos.harness import STAGES, Case, Kill, Result
+from tests.chaos.servers import KINDS, Trial
+
+
+class Golden:
+    """The points of an undisturbed run, which is not made."""
+
+    made = 0
+
+    def __init__(self, _work: Path, _stages: Any = STAGES) -> None:
+        Golden.made += 1
+        self.points = {stage: {f"{stage}.step": 4, "bundle.committed": 1} for stage in STAGES}
+
+
+@pytest.fixture(autouse=True)
+def no_golden_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Golden, "made", 0)
+    monkeypatch.setattr(chaos, "Golden", Golden)
+    monkeypatch.setattr(servers, "Golden", Golden)
+
+
+def cases(done: list[Case], **wrong: Any) -> Callable[..., Result]:
+    """Return a scripted `run_case`, of which the second case with the right environment has `wrong`."""
+
+    def run_case(_golden: Golden, case: Case, folder: Path) -> Result:
+        folder.mkdir(parents=True)
+        done.append(case)
+        if case.environment:  # the negative control
+            return Result(case, ended=True, same="unnoticed" in wrong, commands=2, kills=[Kill("flow", 1.0)])
+        kills = [Kill(point, 3.0) for point in case.points or ("engine",)]
+        result = Result(case, ended=True, same=True, commands=2, kills=kills)
+        if len(done) == 3:
+            vars(result).update(wrong)
+        return result
+
+    return run_case
+
+
+def test_the_kills_of_a_run_end_with_their_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[Case] = []
+    monkeypatch.setattr(chaos, "run_case", cases(done))
+    page = tmp_path / "page.md"
+    options = ["--folder", str(tmp_path / "chaos"), "--table", str(page)]
+    assert chaos.main(["--kills", "6", *options]) == 0
+    shown = capsys.readouterr().out
+    kills = sum(len(case.points or ("engine",)) for case in done[1:])
+    assert 6 <= kills <= 8 and done[0] == chaos.negative_control()
+    assert {bool(case.random) for case in done} == {True, False}
+    ended = f"| all |  | {len(done) - 1} | {kills} | {len(done) - 1} | {len(done) - 1} | 3.0 s | 3.0 s |"
+    assert ended in shown and "noticed: other bits." in shown
+    text = page.read_text()
+    assert text.startswith("# Kills of a run") and ended in text and f'ARGS="--table {page}"' in text
+    assert chaos.main(["--kills", "6", *options]) == 0
+    assert Golden.made == 1, "there were enough kills"
+    assert chaos.main(["--kills", str(kills + 1), *options]) == 0
+    assert Golden.made == 2 and len({case.name for case in done}) == len(done), "a case was repeated"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"same": False}, {"ended": False}, {"left": ["raylet"]}, {"unnoticed": True}], ids=str
+)
+def test_the_exit_code_tells_of_a_run_that_did_not_end_as_it_should(
+    wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "run_case", cases([], **wrong))
+    assert chaos.main(["--kills", "6", "--folder", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_kills_of_servers_end_with_their_table(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[str] = []
+
+    def trial(_golden: Golden, kind: str, folder: Path, database: str | None) -> Trial:
+        assert database is None
+        folder.mkdir(parents=True)
+        tried.append(kind)
+        return Trial(kind, "COMPLETED", same or kind != "flow", 2.0, 30.0, 2)
+
+    monkeypatch.setattr(servers, "trial", trial)
+    page = tmp_path / "page.md"
+    options = ["--folder", str(tmp_path / "servers"), "--table", str(page)]
+    assert servers.main(["--times", "1", "--only", "flow", *options]) == (0 if same else 1)
+    assert tried == ["flow"]
+    assert servers.main(["--times", "1", *options]) == (0 if same else 1)
+    assert sorted(tried) == sorted(KINDS), "the first kind was not tried again"
+    assert f"| flow | 1 | 1 | {int(same)} | 2.0 s | 2.0 s |" in capsys.readouterr().out
+    assert page.read_text().count("\n") == 2 + len(KINDS)
