@@ -7,6 +7,7 @@ random weights are apart. Times are the smallest of several in turns, in CPU sec
 
 from __future__ import annotations
 
+import argparse
 import re
 import tempfile
 import time
@@ -73,7 +74,11 @@ def _backward(model: Policy, batch: TokenBatch) -> None:
     model(batch).logprobs_N.mean().backward()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     table = Table(title="One core", caption=processor())

@@ -17,6 +17,7 @@ controller's own time (`driver_scale.py`), prompts, rewards and transfers of rol
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import statistics
 import tempfile
@@ -420,7 +421,11 @@ def ideal_seconds(staleness: int, speeds: Speeds = Speeds()) -> float:
     return max(rollout, rest) if staleness else rollout + rest
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(arguments)
     table = Table(title="Seconds of a PPO step, scripted devices")
     for column in ("", "engines, ranks", "staleness 0", "ideal / time", "staleness 1", "ideal / time"):
         table.add_column(column, justify="right" if column else "left")

@@ -9,6 +9,7 @@ loss is one rank, ZeRO 0, one padded micro-batch (with an adapter: packed ones).
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,11 @@ from rich.table import Table
 from tests.integration.deepspeed_step import BY_MODE, largest_difference, reference_label, run_all
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         results = run_all(Path(folder))
     table = Table(title="Largest difference of a parameter, float32")
@@ -33,7 +38,7 @@ def main() -> None:
         }
         worst = max(found, key=lambda name: found[name])
         table.add_row(kind, str(len(found)), f"{found[worst][0]:.2g}", worst, found[worst][1])
-    Console(width=140).print(table)
+    Console(width=170).print(table)
 
 
 if __name__ == "__main__":

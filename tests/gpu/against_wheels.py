@@ -375,13 +375,13 @@ def _all_of(*managers: Any) -> ExitStack:
     return stack
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run all parts, or one of them, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", nargs="?", choices=PARTS, help="one part, in this process")
-    part = parser.parse_args().part
+    part = parser.parse_args(arguments).part
     if part is not None:
         problems = list(PARTS[part]())
         for problem in problems:

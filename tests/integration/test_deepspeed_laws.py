@@ -11,6 +11,7 @@
   checkpoint; so do ZeRO 1 and 2 with the optimizer offloaded
 - the same holds for adapters on a frozen model, trained head included; another engine that goes on from the
   checkpoint of the first step, which leaves the frozen weights out, ends in the same bits
+- `tests.benchmarks.law_differences` ends with a table of the largest differences
 - a step whose gradient is not finite changes no parameter and no moment: the steps around it end as if it had
   not been; offloaded or not
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.benchmarks import law_differences
 from tests.integration.deepspeed_step import (
     BY_MODE,
     SETTINGS,
@@ -105,3 +107,18 @@ def test_a_nonfinite_gradient_changes_no_parameter(
     for name, weights in skipped.items():
         difference = max((tensor - reference[key]).abs().max().item() for key, tensor in weights.items())
         assert difference <= TOLERANCE, f"{name} differs by {difference:.2g}"
+
+
+def test_the_program_of_the_differences_ends_with_its_table(
+    results: dict[str, dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(law_differences, "run_all", lambda _folder: results)
+    law_differences.main([])
+    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in capsys.readouterr().out.splitlines()]
+    found = {row[0]: row[1:] for row in rows if row}
+    assert list(found) == ["sft", "policy", "value", "reward", "policy-lora", "value-lora", *BY_MODE]
+    for kind, (settings, difference, setting, _parameter) in found.items():
+        assert int(settings) > 1 and setting.startswith(f"{kind}-ranks")
+        assert float(difference) <= (OF_PAIRS if kind == "reward" else TOLERANCE)

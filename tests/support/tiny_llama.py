@@ -38,8 +38,6 @@ def save_tiny_benchmark_model(folder: Path, positions: int = 256) -> Path:
     """Write a model of one small layer in place of that of `tests.benchmarks.ppo_iteration.make_model`."""
     return save_tiny_llama(
         folder,
-        hidden_size=16,
-        intermediate_size=32,
         num_hidden_layers=1,
         vocab_size=2048,
         max_position_embeddings=positions,

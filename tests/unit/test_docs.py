@@ -2,6 +2,7 @@
 
 - relative links lead to files, and their anchors to headings
 - `rlhf` commands parse, and their overrides are fields with allowed values
+- `python -m tests....` commands, and those of make that run such a program, have arguments that it knows
 - targets of make, modules of `python -m` and paths of files exist
 - configurations in the pages are valid, and the examples in Python run
 - every page, and every decision with its status and date, is in an index
@@ -9,10 +10,13 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,6 +30,14 @@ PAGES = sorted(
     path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern)
 )
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+PROGRAMS = dict(
+    re.findall(
+        r"^([a-z-]+): setup\n\t\$\(BIN\)/python -m (tests\S+) \$\(ARGS\)$",
+        (ROOT / "Makefile").read_text(),
+        re.MULTILINE,
+    )
+)
+"""Targets of make that run a program with `ARGS`, and its module."""
 NEED_ARGUMENTS = ("run", "rounds", "plan", "serve-reward", "rollback", "promote", "serve", "chat", "publish")
 REFUSED_ON_PURPOSE = "sft.optimzer"
 """The README shows the message for this misspelled field."""
@@ -143,6 +155,34 @@ def test_rlhf_commands_parse(page: str) -> None:
                 load_config(ROOT / config, arguments.overrides)
         else:
             load_config(ROOT / config, arguments.overrides)
+
+
+class _Parsed(Exception):
+    """A program has parsed its arguments."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_programs_parse(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+        parse(parser, arguments)
+        raise _Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    for words in commands(page):
+        # `make bench ARGS="..."` is the program of the target `bench`.
+        if words[0] == "make" and words[1:2] and words[1] in PROGRAMS:
+            given = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
+            words = ["python", "-m", PROGRAMS[words[1]], *(word for text in given for word in text.split())]
+        if not words[0].startswith("python") or words[1:2] != ["-m"] or not words[2].startswith("tests."):
+            continue
+        name, arguments = words[2], words[3:]
+        if ">" in arguments:
+            arguments = arguments[: arguments.index(">")]
+        program: Any = importlib.import_module(f"{name}.__main__" if name == "tests.chaos" else name)
+        with pytest.raises(_Parsed):
+            program.main(arguments)
 
 
 @pytest.mark.parametrize("page", PAGES)

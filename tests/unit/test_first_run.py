@@ -4,6 +4,7 @@
 - each result is in the report as soon as it is known; a part that does not end keeps what it has noted
 - nothing but Python is needed: where torch is missing, or vLLM was built for GPUs, the report says so
 - every part has a function, and the parts go from the cheapest to the dearest
+- the part of the kill continues from the checkpoint of step 1, and fails if that is not there
 - the part of the adapter sends an adapter alone, alters one of its tensors, and fails if nothing notices it
 """
 
@@ -11,10 +12,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +28,15 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WeightSyncError
-from tests.gpu import parts
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.system.overriding import override
+from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
+from rlhf_core.testing.trainer import ScriptedTrainer
+from tests.gpu import parts, resumable
 from tests.gpu.first_run import PARTS, Missing, Part, _device, run_parts
+from tests.unit.ppo.test_controller import FORTY, _Experience
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,6 +162,12 @@ def test_every_part_has_a_function_and_a_limit() -> None:
     assert PARTS[-1].name == "in_turns"
 
 
+def test_the_calls_of_the_page_name_each_part_once() -> None:
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    named = re.findall(r"^python -m tests\.gpu\.first_run .*--only (\S+)$", page, re.MULTILINE)
+    assert sorted(",".join(named).split(",")) == sorted(part.name for part in PARTS)
+
+
 def test_on_the_cpu_the_cheap_parts_run_and_those_for_gpus_say_so(tmp_path: Path) -> None:
     chosen = [part for part in PARTS if part.name in ("versions", "packed_attention") or not part.on_cpu]
     assert run_parts(chosen, "cpu", 600, tmp_path) == 0
@@ -202,6 +220,65 @@ def test_the_part_of_the_adapter_sends_it_alone(
     assert config.ppo.syncs_adapter and config.ppo.weight_sync.bucket_mib == 1
     assert os.environ["RLHF_FAIL"] == "weight_sync.send:61:alter"
     assert ("altered_tensor" in found) is notices
+
+
+class _Killed(Exception):
+    """Stands for a SIGKILL."""
+
+
+class _Resumable(PPOController):
+    """PPO with scripted rollouts, numbers and updates. Checkpoints are real."""
+
+    def __init__(self, config: PipelineConfig, fleet: Fleet, *rest: Any) -> None:
+        super().__init__(config, fleet, *rest)
+        updater: Any = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
+        self._updater = updater
+
+    @override
+    def collect(self) -> RolloutBatch:
+        return replace(FORTY, from_cache=True, version=self.completed_steps)
+
+    @override
+    def score(self, batch: RolloutBatch) -> Any:
+        return _Experience()
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_the_part_of_the_kill_passes_if_ppo_continues_from_its_checkpoint(
+    checkpoints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fleet(config: PipelineConfig, *_rest: Any) -> ScriptedFleet:
+        models: Any = {"policy": ScriptedTrainer(), "critic": ScriptedTrainer()}
+        return ScriptedFleet(config, ranks={role: [ScriptedRank(models)] for role in models})
+
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> SimpleNamespace:
+        """Run `resumable` here. Its process "dies" at the failpoint of its environment."""
+        passes = Counter[str]()
+        killed_at = env.get("RLHF_FAIL", "")
+
+        def failpoint(name: str) -> None:
+            passes[name] += 1
+            if f"{name}:{passes[name]}:kill" == killed_at:
+                raise _Killed
+
+        monkeypatch.setattr("rlhf_core.ppo.controller.failpoint", failpoint)
+        assert command[1:3] == ["-m", "tests.gpu.resumable"]
+        try:
+            resumable.main(command[3], Path(command[4]))
+        except _Killed:
+            if not checkpoints:
+                shutil.rmtree(Path(command[4]) / "checkpoints")
+            return SimpleNamespace(returncode=-9)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(resumable, "Fleet", fleet)
+    monkeypatch.setattr(resumable, "PPOController", _Resumable)
+    monkeypatch.setattr(parts, "subprocess", SimpleNamespace(run=run))
+    found: dict[str, Any] = {}
+    with nullcontext() if checkpoints else pytest.raises(AssertionError):
+        parts.run_kill_and_resume("cpu", tmp_path / "work", lambda **numbers: found.update(numbers))
+    assert (found["killed_with"], found["resumed_with"]) == (-9, 0)
+    assert found["continued_after"] == (1 if checkpoints else 0)
 
 
 @pytest.mark.slow

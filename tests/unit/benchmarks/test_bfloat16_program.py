@@ -15,7 +15,7 @@ def test_bfloat16_ends_with_its_table_and_the_difference(
 ) -> None:
     monkeypatch.setattr(bfloat16, "SHAPES", bfloat16.SHAPES[-1:])
     monkeypatch.setattr(bfloat16, "ROUNDS", 1)
-    bfloat16.main()
+    bfloat16.main([])
     shown = capsys.readouterr().out
     rows = " ".join(shown.split())
     for title in ("32 x 256 by 688, GFLOP/s", "forward, s", "forward and backward, s"):

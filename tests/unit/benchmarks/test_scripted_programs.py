@@ -71,7 +71,7 @@ def test_growth_ends_with_its_two_tables(
     }  # fmt: skip
     for name, value in smaller.items():
         monkeypatch.setattr(growth, name, value)
-    growth.main()
+    growth.main([])
     shown = capsys.readouterr().out
     rows = cells(shown)
     assert [row[:2] for row in rows] == [

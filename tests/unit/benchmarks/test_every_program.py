@@ -1,0 +1,55 @@
+"""Every program below `tests` has a test that calls its `main` until it ends."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+PROGRAMS = sorted(
+    file.relative_to(TESTS).with_suffix("").as_posix()
+    for folder in ("benchmarks", "chaos", "gpu")
+    for file in (TESTS / folder).glob("*.py")
+    if '__name__ == "__main__"' in file.read_text()
+)
+TESTED_BY = {
+    "benchmarks/adapter_agreement": "unit/benchmarks/test_programs_of_runs.py",
+    "benchmarks/alarm": "unit/benchmarks/test_programs_of_runs.py",
+    "benchmarks/architectures": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/bfloat16": "unit/benchmarks/test_bfloat16_program.py",
+    "benchmarks/comparison": "unit/benchmarks/test_iteration_programs.py",
+    "benchmarks/driver_scale": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/growth": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/law_differences": "integration/test_deepspeed_laws.py",
+    "benchmarks/learning_curves": "unit/benchmarks/test_programs_of_runs.py",
+    "benchmarks/overoptimization": "unit/benchmarks/test_programs_of_runs.py",
+    "benchmarks/ppo_iteration": "integration/test_iteration_on_ray.py",
+    "benchmarks/ppo_iteration_bare": "unit/benchmarks/test_iteration_programs.py",
+    "benchmarks/ppo_iteration_trl": "unit/benchmarks/test_iteration_programs.py",
+    "benchmarks/promotion": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/rollout": "integration/test_iteration_on_ray.py",
+    "benchmarks/throughput": "integration/test_training_programs.py",
+    "benchmarks/utilisation": "integration/test_training_programs.py",
+    "benchmarks/weight_senders": "unit/benchmarks/test_scripted_programs.py",
+    "chaos/__main__": "unit/test_chaos_programs.py",
+    "chaos/servers": "unit/test_chaos_programs.py",
+    "gpu/first_run": "unit/test_first_run.py",
+    "gpu/resumable": "unit/test_first_run.py",
+}
+"""File below `tests` with the test of each program."""
+NEEDS_CUDA_WHEELS = "gpu/against_wheels"
+
+
+def test_every_program_is_in_the_list() -> None:
+    assert sorted([*TESTED_BY, NEEDS_CUDA_WHEELS]) == PROGRAMS
+
+
+@pytest.mark.parametrize("program", TESTED_BY)
+def test_the_file_calls_the_program(program: str) -> None:
+    text = (TESTS / TESTED_BY[program]).read_text()
+    package, name = program.split("/")
+    assert re.search(rf"tests\.{package}(\.| import .*\b){name}\b", text)
+    # As the function of the module, of its alias, or imported.
+    assert re.search(r"(\bimport|\.) ?main\b", text)
