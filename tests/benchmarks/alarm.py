@@ -517,6 +517,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sound", type=int, nargs="*", default=[0, 1, 2], help="seeds of the demo as it is")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides, not of ppo")
     args = parser.parse_args(arguments)
+    if args.replay and not args.curves.exists():
+        parser.error(f"--replay: {args.curves} does not exist; without --replay the runs write it")
     if args.replay:
         runs = load(args.curves)
     else:

@@ -150,6 +150,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/utilisation.json"))
     args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU; --device cpu --small tries the program without one")
     hardware = visible_hardware() if args.device == "cuda" else None
     rank = Rank(device=args.device)
     join(rank)

@@ -3,6 +3,7 @@
 - SFT, reward model and PPO each leave an adapter next to a merged model
 - PPO sends only the adapter to its engines; the policy that is evaluated and registered is the one that was
   trained
+- the adapter gives the same log-probabilities in vLLM, in PEFT and merged
 - with `colocate: all` policy, reference, critic and reward model share their ranks
 
 Slow: the whole pipeline, after SFT of its base model.
@@ -64,3 +65,17 @@ def test_adapters_in_all_three_stages_with_all_models_in_one_group(
         f"{published['published/logprob_gap']:.1e} nats per token, from the SFT model by "
         f"{published['published/logprob_update']:.1e}"
     )
+    agree(home / "runs" / summary["run"] / "summary.json")
+
+
+def agree(summary: Path) -> None:
+    """Compare the adapter in vLLM, in PEFT and merged with `tests.benchmarks.adapter_agreement`."""
+    command = [sys.executable, "-m", "tests.benchmarks.adapter_agreement", str(summary)]
+    done = subprocess.run(
+        [*command, "--prompts", "4", "--tokens", "8"],
+        cwd=TINY.parents[2], capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = done.stdout.splitlines()[-3:]
+    without, with_peft, merged = (float(row.split()[-1]) for row in rows)
+    assert with_peft < 1e-3 and merged < 1e-3 < without, rows

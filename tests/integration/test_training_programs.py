@@ -12,8 +12,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tests.benchmarks import throughput, utilisation
 from tests.support.prepared_ranks import spawn
 from tests.support.tiny_llama import save_tiny_benchmark_model
 
@@ -31,8 +33,6 @@ def in_child(number: int, program: Callable[[int, Path], None], folder: Path) ->
 
 def small_throughput(_number: int, folder: Path) -> None:
     """Run `throughput` with few short rows, and write whether each plain step has changed its model."""
-    from tests.benchmarks import throughput
-
     module: Any = throughput
     module.ROWS, module.ROW, module.PAIRS, module.RESPONSES = 4, 16, 2, 4
     module.PROMPT, module.RESPONSE, module.MICRO_BATCH = 4, 4, 32
@@ -51,8 +51,6 @@ def small_throughput(_number: int, folder: Path) -> None:
 
 
 def small_utilisation(_number: int, folder: Path) -> None:
-    from tests.benchmarks import utilisation
-
     out = str(folder / "new" / "utilisation.json")
     utilisation.main(["--device", "cpu", "--small", "--rounds", "1", "--out", out])
 
@@ -81,3 +79,10 @@ def test_utilisation_prints_what_its_file_has(tmp_path: Path) -> None:
     assert (found["device"], found["sft"]["length"], found["ppo"]["length"]) == ("cpu", 128, 128)
     assert found["sft"]["tokens_per_s"] > 0 and found["ppo"]["tokens_per_s"] > 0
     assert "utilisation" not in found["sft"], "the peak of this CPU is not known"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_utilisation_says_how_to_try_it_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        utilisation.main([])
+    assert "torch finds no GPU; --device cpu --small tries the program" in capsys.readouterr().err

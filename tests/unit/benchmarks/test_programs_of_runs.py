@@ -134,6 +134,14 @@ def test_the_alarm_is_judged_on_the_evaluations_of_the_runs_and_again_on_the_sto
     assert len(runs.overrides) == 2, "it trains nothing"
 
 
+def test_evaluations_that_are_not_there_cannot_be_judged_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        alarm.main(["--replay", "--curves", str(tmp_path / "curves.gz")])
+    assert "curves.gz does not exist; without --replay" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_ends_the_program(runs: Runs, tmp_path: Path) -> None:
     runs.returncode = 3
     with pytest.raises(SystemExit, match=r"overoptimization\.yaml .* ended with code 3"):
