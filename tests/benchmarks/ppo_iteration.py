@@ -165,9 +165,11 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(title=f"PPO iteration, median of {iteration['iterations']}")
     for column in ("part", "seconds", "CPU seconds"):
         table.add_column(column, justify="left" if column == "part" else "right")
-    for phase, part in iteration["parts"].items():
-        table.add_row(phase, f"{part['seconds']:.3f}", f"{part['cpu_seconds']:.3f}")
-    table.add_row("whole", f"{iteration['seconds']:.3f}", f"{iteration['cpu_seconds']:.3f}", style="bold")
+    rows = {**iteration["parts"], "whole": iteration}
+    for name, row in rows.items():
+        # With staleness they are not measured.
+        cpu = f"{row['cpu_seconds']:.3f}" if row["cpu_seconds"] else ""
+        table.add_row(name, f"{row['seconds']:.3f}", cpu, style="bold" if name == "whole" else "")
     gib = {name: value / 2**30 for name, value in iteration["peak_memory_bytes"].items()}
     table.caption = (
         f"{iteration['rollout_tokens_per_s']:.0f} tokens/s in the rollout, {iteration['tokens_per_s']:.0f}"

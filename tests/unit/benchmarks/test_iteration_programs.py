@@ -119,6 +119,8 @@ def test_the_iteration_ends_with_its_table_and_file(
     assert shown.splitlines()[-1] == f"json: {out}"
     assert "│ whole │ 4.000 │ 8.000 │" in " ".join(shown.split())
     assert json.loads(out.read_text())["ppo_iteration"]["seconds"] == 4.0
+    ppo_iteration.main(["--out", str(out), "--staleness", "1"])
+    assert "│ whole │ 4.000 │ │" in " ".join(capsys.readouterr().out.split()), "CPU seconds are not measured"
 
 
 @pytest.mark.parametrize("option", ["--iterations", "--warm-up"])
