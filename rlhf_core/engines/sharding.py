@@ -69,8 +69,7 @@ class Zero3Shards:
         # The gradient of its output arrives before the backward pass of the part begins.
         for value in output if isinstance(output, tuple | list) else [output]:
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                # torch declares it without types
-                value.register_hook(lambda _gradient: self._before(part, inputs))  # type: ignore[no-untyped-call]
+                value.register_hook(lambda _gradient: self._before(part, inputs))
 
     def _gather(self, parameters: list[Any]) -> None:
         # DeepSpeed adds `partition` and `all_gather` to each sharded parameter. Both take the whole list.

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rlhf_core.errors import ModelError
 
-_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()
 
 
 class OneDNNLinear(nn.Linear):

@@ -344,7 +344,7 @@ class ModelWorker(ListeningActor):
         import torch
 
         gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch declares it without types
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     @rpc("start")

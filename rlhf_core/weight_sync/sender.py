@@ -101,7 +101,7 @@ class WeightSender:
         """
         started = time.monotonic()
         self._checksums = {}
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch declares it without types
+        if torch.cuda.is_initialized():
             # The transports use other streams, which do not wait for the optimizer's last step.
             torch.cuda.synchronize()
         self._transport.send(str(version))

@@ -42,7 +42,7 @@ def served(model: Path, adapter: Path, prompts: list[PromptExample], tokens: int
 @torch.no_grad()
 def largest_gap(lm: Any, rollouts: list[Rollout]) -> float:
     """Between the engine's log-probabilities and those of a Hugging Face model."""
-    gaps = []
+    gaps: list[float] = []
     for rollout in rollouts:
         ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
         logprobs = lm(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].float().log_softmax(-1)

@@ -161,9 +161,8 @@ class Meeting:
 
     def end(self) -> float:
         """Return when the last step ends."""
-        return max(self.starts) + sum(
-            max(ranks) + self.all_reduce for ranks in zip(*self.seconds, strict=True)
-        )
+        steps: list[float] = [max(ranks) + self.all_reduce for ranks in zip(*self.seconds, strict=True)]
+        return max(self.starts) + sum(steps)
 
 
 class Handle:
@@ -408,7 +407,7 @@ def step_seconds(
         controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
         controller._last_checkpoint_step = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads responses
-        durations = [controller.iterate()["timing/step"] for _ in range(measured.stop)]
+        durations: list[float] = [controller.iterate()["timing/step"] for _ in range(measured.stop)]
     return statistics.mean(durations[measured.start :])
 
 

@@ -49,7 +49,8 @@ def largest_log_evidence(outcomes: np.ndarray) -> np.ndarray:
     total = np.full(outcomes.shape, -np.inf)
     for bet in BETS:
         np.logaddexp(total, wins * math.log1p(bet) + losses * math.log1p(-bet), out=total)
-    return total.max(1) - math.log(len(BETS))
+    largest: np.ndarray = total.max(1)
+    return largest - math.log(len(BETS))
 
 
 def first_promoted(evidence: np.ndarray, levels: list[float]) -> np.ndarray:

@@ -174,17 +174,22 @@ def ppo(folder: Path, rank: Rank) -> tuple[int, Work, Work]:
     optimizers = plain_optimizer(plain_policy), plain_optimizer(plain_critic)
 
     def policy_loss(part: slice) -> torch.Tensor:
-        logits = plain_policy(input_ids=ids[part], logits_to_keep=RESPONSE + 1, use_cache=False).logits[
-            :, :-1
-        ]
+        output = plain_policy(input_ids=ids[part], logits_to_keep=RESPONSE + 1, use_cache=False)
+        logits: torch.Tensor = output.logits[:, :-1]
         logprobs = logits.log_softmax(-1).gather(-1, ids[part, PROMPT:, None]).squeeze(-1)
         ratio = (logprobs - old_logprobs[part]).exp()
-        return -torch.min(ratio * advantages[part], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[part]).mean()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[part]
+        loss: torch.Tensor = -torch.min(ratio * advantages[part], clipped).mean()
+        return loss
 
     def value_loss(part: slice) -> torch.Tensor:
-        values = plain_critic(input_ids=ids[part], use_cache=False).logits[:, PROMPT - 1 : -1, 0]
+        output = plain_critic(input_ids=ids[part], use_cache=False)
+        values: torch.Tensor = output.logits[:, PROMPT - 1 : -1, 0]
         clipped = old_values[part] + (values - old_values[part]).clamp(-CLIP, CLIP)
-        return 0.5 * torch.max((values - returns[part]) ** 2, (clipped - returns[part]) ** 2).mean()
+        loss: torch.Tensor = (
+            0.5 * torch.max((values - returns[part]) ** 2, (clipped - returns[part]) ** 2).mean()
+        )
+        return loss
 
     def ours() -> None:
         update_policy(policy, samples, steps, config, 0)

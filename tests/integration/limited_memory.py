@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.sources import ModelState
 from rlhf_core.engines import sharding
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models import policy, saving, score
@@ -62,7 +63,8 @@ def make_model(folder: Path, *, layers: int, hidden: int, file_size: str = FILE_
     model = LlamaForCausalLM(config)
     # safetensors maps each file while it is read, which counts as address space and as resident memory.
     model.save_pretrained(folder / "base", max_shard_size=file_size)
-    return 4 * sum(p.numel() for p in model.parameters())
+    parameters: int = sum(p.numel() for p in model.parameters())
+    return 4 * parameters
 
 
 def configuration(folder: Path, ranks: int) -> PipelineConfig:
@@ -105,7 +107,7 @@ def run_sft(rank: Rank, config: PipelineConfig, folder: Path) -> None:
         for prompt, response in SEQUENCES
     ]
     vars(sft).update(load_sft=lambda *_: examples)
-    sft._train(rank, config, folder, folder / "work", folder / "sft", (), None)
+    sft._train(rank, config, folder, folder / "work", folder / "sft", ModelState("", ()), None)
 
 
 def run_reward(rank: Rank, config: PipelineConfig, folder: Path) -> None:
@@ -171,6 +173,7 @@ def empty_page_cache(folder: Path) -> None:
 
 def run_load(rank: Rank, config: PipelineConfig) -> dict[str, int]:
     """Return the memory of this process before loading, its peak and its end, and what it read from disk."""
+    assert config.model.path is not None
     if rank.rank == 0:
         empty_page_cache(Path(config.model.path))
     torch.distributed.barrier()

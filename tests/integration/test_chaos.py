@@ -56,9 +56,16 @@ def test_a_killed_registration_gives_the_same_result(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # it makes the data and the SFT model first
 def test_killed_dpo_gives_the_same_bits(tmp_path: Path) -> None:
-    overrides = ("dpo.enabled=true", "dpo.batch_size=32", "dpo.optimizer.learning_rate=1e-3")
-    overrides += ("dpo.checkpoint_every=3", "dpo.eval_every=3")
-    overrides += ("reward.enabled=false", "ppo.rewards=[{type: well_formed}]")  # not needed, and slow
+    overrides = (
+        "dpo.enabled=true",
+        "dpo.batch_size=32",
+        "dpo.optimizer.learning_rate=1e-3",
+        "dpo.checkpoint_every=3",
+        "dpo.eval_every=3",
+        # A reward model is not needed, and slow.
+        "reward.enabled=false",
+        "ppo.rewards=[{type: well_formed}]",
+    )
     golden = Golden(tmp_path / "golden", ("dpo",), overrides)
     check(golden, Case("dpo", ("dpo.step:5:kill", "checkpoint.written:2:kill")), tmp_path / "case")
 

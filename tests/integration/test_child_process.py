@@ -29,6 +29,7 @@ from rlhf_core.errors import (
     Superseded,
     UnexpectedError,
 )
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.child import log_excerpt, run_child, start_child
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.processes import ProcessId, wait_gone
@@ -87,7 +88,7 @@ def test_the_childs_artifact_and_progress_come_back_in_order(
 
 def test_the_spec_reaches_the_child_unchanged(toy: Any, tmp_path: Path) -> None:
     config = PipelineConfig.model_validate_json('{"ppo": {"steps": 7}, "register": {"model": "m"}}')
-    inputs = {"data": ArtifactRef("data", "1" * 16, "e" * 64, "/store/y")}
+    inputs: dict[StageName, ArtifactRef] = {"data": ArtifactRef("data", "1" * 16, "e" * 64, "/store/y")}
     spec = StageSpec("sft", "2" * 16, config, inputs, "parent", "3" * 16)
     environment = toy("(folder / 'seen').write_text(repr(spec))\nreturn REF")
     run(spec, tmp_path, environment)

@@ -90,9 +90,9 @@ def test_one_engine_samples_what_an_engine_for_each_model_samples(tmp_path: Path
 def save(folder: Path, model_type: str, seed: int, **fields: object) -> Path:
     """Save a small model with random weights and heads of the size that vLLM needs."""
     config = tiny_config(model_type)
-    for name, value in {"hidden_size": 128, "n_embd": 128, "head_dim": 32}.items():
+    for name, size in {"hidden_size": 128, "n_embd": 128, "head_dim": 32}.items():
         if hasattr(config, name):
-            setattr(config, name, value)
+            setattr(config, name, size)
     for name, value in fields.items():
         setattr(config, name, value)
     torch.manual_seed(seed)

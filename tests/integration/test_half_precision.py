@@ -30,7 +30,7 @@ from tests.support.prepared_ranks import spawn
 
 RATE = 1e-2
 LAST_BIT = 2**-8
-SETTINGS = [("bfloat16", stage, "none", None) for stage in range(4)]
+SETTINGS: list[tuple[str, int, str, str | None]] = [("bfloat16", stage, "none", None) for stage in range(4)]
 SETTINGS += [("bfloat16", stage, "optimizer", None) for stage in (1, 2, 3)]
 SETTINGS += [("bfloat16", stage, "none", "float32") for stage in (2, 3)]
 SETTINGS += [("float16", stage, "none", None) for stage in (1, 2, 3)]
@@ -68,7 +68,12 @@ def share_of_many(dtype: str, stage: int, sums: str | None) -> tuple[float, int]
     """
     first, second = (engine_of(dtype, stage, "none", sums) for _ in range(2))
     warnings: list[Any] = []
-    logging.getLogger("rlhf_core.engines.deepspeed").addFilter(lambda record: warnings.append(record) or True)
+
+    def keep(record: logging.LogRecord) -> bool:
+        warnings.append(record)
+        return True
+
+    logging.getLogger("rlhf_core.engines.deepspeed").addFilter(keep)
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in deepspeed_step.samples()[:1]]
     batch = collate(sequences, pad_id=0, pack=True)
     one = first.train_step(iter([-first(batch).logprobs_N.mean()]), 10**6)

@@ -158,7 +158,7 @@ def lost() -> Iterator[Lost]:
     with (
         start_hosts(3, "20mbit") as hosts,
         s3_server(hosts[2]) as store,
-        ray_cluster(hosts[:2], cpus=2, **store) as address,
+        ray_cluster(hosts[:2], cpus=2, head_cpus=None, **store) as address,
     ):
         yield Lost(hosts[:2], store, address)
 

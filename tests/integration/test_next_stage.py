@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.child import run_child, start_child
 from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.spec import StageSpec
@@ -62,7 +63,7 @@ def test_a_waiting_process_runs_the_stage_of_the_spec_that_it_gets(tmp_path: Pat
     waiting = start_child(StageSpec("sft", "", config), log, environment, waits=True)
     prepared = wait_for(tmp_path / "prepared")
     assert not (tmp_path / "seen").exists()
-    inputs = {"data": ArtifactRef("data", "1" * 16, "e" * 64, "/store/y")}
+    inputs: dict[StageName, ArtifactRef] = {"data": ArtifactRef("data", "1" * 16, "e" * 64, "/store/y")}
     spec = StageSpec("sft", "2" * 16, config, inputs, "parent", "3" * 16)
     events: list[object] = []
     assert run_child(spec, log, environment, 30.0, events.append, waiting).uri == "/store/x"

@@ -137,7 +137,11 @@ print("FACTS" + json.dumps(facts))
 
 
 def test_two_hosts_share_nothing_but_the_bucket() -> None:
-    with start_hosts(3) as hosts, s3_server(hosts[2]) as store, ray_cluster(hosts[:2], **store) as address:
+    with (
+        start_hosts(3) as hosts,
+        s3_server(hosts[2]) as store,
+        ray_cluster(hosts[:2], cpus=4, head_cpus=None, **store) as address,
+    ):
         (hosts[0].home / "driver.py").write_text(DRIVER)
         code, output = hosts[0].run(
             sys.executable, "/tmp/home/driver.py", seconds=200, RAY_ADDRESS=address, **store

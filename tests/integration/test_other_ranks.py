@@ -88,7 +88,7 @@ def work(number: int, ranks: int, port: int, folder: Path) -> None:
     """
     rank = Rank(number, ranks, number, "127.0.0.1", port)
     join(rank)
-    found = {}
+    found: dict[str, Any] = {}
     for setting in SETTINGS:
         name = label(*setting)
         theirs = folder / f"{3 - ranks}-{name}"

@@ -25,6 +25,7 @@ import pytest
 
 from rlhf_core.config.load import load_config
 from rlhf_core.data.dataset import load_prompts
+from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from tests.support import secret_search
@@ -111,7 +112,7 @@ class Golden:
             home, f"store.url={url}", folder=self.folder, TMPDIR=str(temporary)
         )
 
-    def fetch(self, stage: str, summary: dict[str, Any] | None = None) -> Path:
+    def fetch(self, stage: StageName, summary: dict[str, Any] | None = None) -> Path:
         """The verified artifact folder of a stage, of this run or of the one with `summary`."""
         config = load_config(ASSETS / "tiny.yaml", [f"run.home={self.home}", f"store.url={self.url}"])
         store = ArtifactStore(Store(config.store_url, config.store.endpoint), cache=self.home / "cache")
@@ -273,8 +274,13 @@ def test_samples_of_the_policy_are_the_data_of_a_second_round(golden: Golden) ->
     """The first round with DPO and without PPO, and the data of the second one. The store is a bucket."""
     from mlflow import MlflowClient
 
-    settings = (f"store.url={golden.url}", "sample={policy: dpo, answers: 3, prompts: 40}")
-    settings += ("ppo.enabled=false", "dpo.enabled=true", "register.policy=dpo")
+    settings = (
+        f"store.url={golden.url}",
+        "sample={policy: dpo, answers: 3, prompts: 40}",
+        "ppo.enabled=false",
+        "dpo.enabled=true",
+        "register.policy=dpo",
+    )
     first, _, _ = _run(golden.home, *settings)
     made = [name for name, stage in first["stages"].items() if not stage["reused"]]
     assert made == ["dpo", "sample", "evaluate", "register"] and "ppo" not in first["stages"]

@@ -72,7 +72,7 @@ def _run(host: Host, home: str, store: str, *arguments: str, **environment: str)
 @pytest.mark.timeout(3600)
 def test_pipeline_on_two_hosts_computes_the_bits_of_one() -> None:
     with start_hosts(3, "20mbit") as hosts, s3_server(hosts[2]) as store:
-        with ray_cluster(hosts[:2], cpus=2, **store) as address:
+        with ray_cluster(hosts[:2], cpus=2, head_cpus=None, **store) as address:
             there = _run(hosts[0], "two", "two", RAY_ADDRESS=address, **store)
             text = "".join(log.read_text() for log in (hosts[0].home / "two" / "logs").rglob("ppo-*.log"))
         here = _run(hosts[0], "one", "one", **store)
@@ -101,7 +101,7 @@ def test_weights_of_other_hosts_do_not_pass_through_the_driver() -> None:
             there = _run(driver, "two", "two", *judge, **cluster)
             logs = {stage: _logs(driver, "two", stage) for stage in STAGES}
             champion = ("hosts-policy", "1", "--reason", "for a match", "--home", "/tmp/home/two")
-            code, output = driver.run(*rlhf("promote", *champion), log="promote", **store)
+            code, output = driver.run(*rlhf("promote", *champion), seconds=300.0, log="promote", **store)
             assert code == 0, output
             # Another policy of the same SFT model and reward model.
             _run(driver, "two", "two", *judge, "ppo.steps=1", **cluster)

@@ -109,7 +109,8 @@ class Hosts:
     def forget_ppo(self) -> None:
         """Remove the policy and its checkpoints from the store."""
         script = CLEAR.format(endpoint=self.store["AWS_ENDPOINT_URL_S3"])
-        code, output = self.hosts[0].run(sys.executable, "-c", script, log="clear", **self.store)
+        command = (sys.executable, "-c", script)
+        code, output = self.hosts[0].run(*command, seconds=300.0, log="clear", **self.store)
         assert code == 0, output
 
     def cluster(self, **second: str) -> dict[str, str]:

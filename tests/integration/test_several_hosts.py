@@ -160,7 +160,7 @@ def store(hosts: list[Host]) -> Iterator[dict[str, str]]:
 @pytest.fixture(scope="module")
 def cluster(hosts: list[Host], store: dict[str, str]) -> Iterator[dict[str, str]]:
     """The environment of processes that use the cluster of the first two hosts."""
-    with ray_cluster(hosts[:2], cpus=2, **store) as address:
+    with ray_cluster(hosts[:2], cpus=2, head_cpus=None, **store) as address:
         yield {"RAY_ADDRESS": address, **store}
 
 

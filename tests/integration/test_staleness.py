@@ -28,7 +28,7 @@ def attempt(
     model: Path, store: Path, work: Path, staleness: int, *, canary: bool = True
 ) -> tuple[list[dict[str, Any]], str]:
     """Run the steps that no checkpoint has, and return the metrics of all and the digest of the policy."""
-    ppo = {**STALE, "staleness": staleness, "minibatches": 2}
+    ppo: dict[str, Any] = {**STALE, "staleness": staleness, "minibatches": 2}
     ppo |= {"engine": {"max_restarts": 0}, "weight_sync": {"canary": canary}}
     with finished_ppo(small_config(model, ppo), model, store, work, PPOController) as (controller, rows):
         controller.save_policy(work / "policy")

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,10 @@ def test_failed_upload_is_kept_and_repeated(
     )
 
 
+def _fault_after(allowed: int, fault: Fault, number: int) -> Fault:
+    return fault if number > allowed else ""
+
+
 @pytest.mark.parametrize("fault", ["expired", "503"])
 def test_killed_upload_is_invisible_and_the_next_attempt_finishes_it(
     fault: Fault, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
@@ -243,7 +248,7 @@ def test_killed_upload_is_invisible_and_the_next_attempt_finishes_it(
         proxy.restart(lambda n: "")
         attempt = Attempt(f"{url}/{allowed}", proxy.endpoint, place, retry_seconds=0.3)
         attempt.artifacts.find("ppo", "k")
-        proxy.restart(lambda n, allowed=allowed: fault if n > allowed else "")
+        proxy.restart(partial(_fault_after, allowed, fault))
         eyes = ArtifactStore(Store(f"{url}/{allowed}", s3_server.endpoint), place / "eyes")
         try:
             ref = attempt.publish(place, WEIGHTS[:5000])
@@ -421,7 +426,7 @@ def test_flow_waits_for_the_store_at_its_start(proxy: FaultyProxy, url: str) -> 
 
 def test_an_outage_of_the_datas_bucket_is_no_fault_of_the_data(proxy: FaultyProxy, url: str) -> None:
     for fault, kind in (("503", StoreUnavailable), ("denied", DataError)):
-        proxy.restart(lambda n, fault=fault: fault)
+        proxy.restart(partial(_fault_after, 0, fault))
         with pytest.raises(kind, match=r"cannot list s3://") as caught:
             list(
                 read_rows(

@@ -74,7 +74,7 @@ def logs(host: Host, store: str) -> str:
 def test_three_hosts_compute_the_bits_of_one(hosts: list[Host]) -> None:
     first = hosts[0]
     with s3_server(hosts[3]) as store:
-        with ray_cluster(hosts[:3], cpus=1, **store) as address:
+        with ray_cluster(hosts[:3], cpus=1, head_cpus=None, **store) as address:
             environment = {"RAY_ADDRESS": address, **store}
             stopped = first.start(*command("three"), log="three", **environment)
             wait_until(
@@ -84,7 +84,7 @@ def test_three_hosts_compute_the_bits_of_one(hosts: list[Host]) -> None:
             )
             stopped.send_signal(signal.SIGINT)
             assert stopped.wait(200) != 0, logs(first, "three")
-            _, output = first.run(sys.executable, "-c", PARTS, log="parts", **store)
+            _, output = first.run(sys.executable, "-c", PARTS, seconds=300.0, log="parts", **store)
             (line,) = [line for line in output.splitlines() if line.startswith("parts ")]
             assert json.loads(line.partition(" ")[2])[-1] == 2, "the driver's own, and those of two hosts"
             code, _ = first.run(*command("three"), seconds=900, log="three", **environment)

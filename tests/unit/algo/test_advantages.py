@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_core.algo.advantages import gae, group_advantages, returns_to_go, token_rewards
+from rlhf_core.algo.advantages import GroupKind, gae, group_advantages, returns_to_go, token_rewards
 
 LAW = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 KINDS = ("grpo", "dr_grpo", "reinforce_baseline", "rloo")
@@ -148,7 +148,7 @@ def test_targets_carry_no_gradient_and_empty_batches_stay_empty() -> None:
         ("grpo", [a / (math.sqrt(7.0) + 1e-6) for a in (-2.0, -1.0, 3.0)]),  # variance (4+1+9)/2 = 7
     ],
 )
-def test_each_kind_matches_numbers_worked_out_by_hand(kind: str, expected: list[float]) -> None:
+def test_each_kind_matches_numbers_worked_out_by_hand(kind: GroupKind, expected: list[float]) -> None:
     # two groups, mingled; the second holds three times the scores of the first, 100 higher
     scores = torch.tensor([1.0, 106.0, 2.0, 103.0, 6.0, 118.0], dtype=torch.float64)
     groups = torch.tensor([7, -2, 7, -2, 7, -2])
@@ -161,7 +161,7 @@ def test_each_kind_matches_numbers_worked_out_by_hand(kind: str, expected: list[
 
 @LAW
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS))
-def test_each_kind_matches_its_definition_with_nan_scores(seed: int, kind: str) -> None:
+def test_each_kind_matches_its_definition_with_nan_scores(seed: int, kind: GroupKind) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(20, generator=generator, dtype=torch.float64)
     scores[torch.rand(20, generator=generator) < 0.2] = math.nan
@@ -183,7 +183,7 @@ def test_each_kind_matches_its_definition_with_nan_scores(seed: int, kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [0.7, 0.1, -1e30, 3.0, 16777217.1])
-def test_equal_scores_give_exactly_zero(kind: str, value: float) -> None:
+def test_equal_scores_give_exactly_zero(kind: GroupKind, value: float) -> None:
     for dtype in (torch.float32, torch.float64):
         for size in range(1, 40):
             scores = torch.full((size,), value, dtype=dtype)
@@ -191,7 +191,7 @@ def test_equal_scores_give_exactly_zero(kind: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_nan_score_gets_zero_advantage(kind: str) -> None:
+def test_a_nan_score_gets_zero_advantage(kind: GroupKind) -> None:
     one_group = torch.zeros(4, dtype=torch.long)
     with_nan = group_advantages(torch.tensor([1.0, math.nan, 4.0, 2.0]), one_group, kind)
     without = group_advantages(torch.tensor([1.0, 4.0, 2.0]), one_group[:3], kind)
@@ -204,7 +204,7 @@ def test_a_nan_score_gets_zero_advantage(kind: str) -> None:
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS), shift=st.floats(-100, 100))
 def test_group_advantages_ignore_order_ids_and_shift(
     seed: int,
-    kind: str,
+    kind: GroupKind,
     shift: float,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -229,7 +229,7 @@ def test_small_differences_on_a_large_offset_survive_in_float32() -> None:
 
 def test_wrong_kinds_and_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="got 'ppo'"):
-        group_advantages(torch.zeros(2), torch.zeros(2), "ppo")
+        group_advantages(torch.zeros(2), torch.zeros(2), "ppo")  # type: ignore[arg-type]  # unknown on purpose
     with pytest.raises(ValueError, match="of one shape"):
         group_advantages(torch.zeros(2), torch.zeros(3), "grpo")
     assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long), "grpo").shape == (0,)

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from rlhf_core.algo.importance import importance_weights
+from rlhf_core.algo.importance import ImportanceKind, importance_weights
 
 MASK_BT = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
 ROLLOUT_BT = torch.full((3, 4), -2.0, dtype=torch.float64)
@@ -29,7 +29,7 @@ OLD_BT = torch.where(MASK_BT, ROLLOUT_BT + W_BT.log(), math.nan)
         ("sequence-mask", [[0.25, 1, 4, 0], [0, 0, 0, 0], [0] * 4]),
     ],
 )
-def test_each_kind_matches_its_definition(kind: str, rows: list[list[float]]) -> None:
+def test_each_kind_matches_its_definition(kind: ImportanceKind, rows: list[list[float]]) -> None:
     weights = importance_weights(OLD_BT, ROLLOUT_BT, MASK_BT, kind, low=0.5, high=2.0)
     assert torch.allclose(weights, torch.tensor(rows, dtype=torch.float64), atol=1e-12)
 
@@ -52,7 +52,7 @@ def test_the_log_ratio_is_clamped_to_twenty_nats() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "truncate", "mask", "sequence-mask"])
-def test_engines_that_agree_have_weights_of_one_on_the_mask(kind: str) -> None:
+def test_engines_that_agree_have_weights_of_one_on_the_mask(kind: ImportanceKind) -> None:
     garbage = torch.where(MASK_BT, ROLLOUT_BT, math.inf)
     weights = importance_weights(ROLLOUT_BT, garbage, MASK_BT, kind)
     assert torch.equal(weights, MASK_BT.double())
@@ -64,7 +64,7 @@ def test_weights_carry_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["truncate", "mask", "sequence-mask"])
-def test_a_nan_of_a_valid_token_is_not_hidden(kind: str) -> None:
+def test_a_nan_of_a_valid_token_is_not_hidden(kind: ImportanceKind) -> None:
     rollout = ROLLOUT_BT.clone()
     rollout[0, 1] = math.nan
     assert importance_weights(ROLLOUT_BT, rollout, MASK_BT, kind)[0, 1].isnan()
@@ -81,4 +81,4 @@ def test_importance_weights_correct_the_expectation() -> None:
 
 def test_an_unknown_kind_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="got 'tis'"):
-        importance_weights(OLD_BT, ROLLOUT_BT, MASK_BT, "tis")
+        importance_weights(OLD_BT, ROLLOUT_BT, MASK_BT, "tis")  # type: ignore[arg-type]  # unknown on purpose

@@ -139,7 +139,11 @@ def test_bf16_logits_are_computed_in_float32() -> None:
     labels[0] = logits[0].argmax(dim=-1)  # p near 1, where 1 - p rounded in bf16 would be lost
     logits.requires_grad_()
     raised = logits.detach().float().requires_grad_()
-    for function in (lambda x: token_logprobs(x, labels, 0.7), lambda x: token_entropy(x, 0.7)):
+    functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: token_logprobs(x, labels, 0.7),
+        lambda x: token_entropy(x, 0.7),
+    )
+    for function in functions:
         narrow, wide = function(logits), function(raised)
         assert narrow.dtype == torch.float32
         assert torch.equal(narrow, wide)

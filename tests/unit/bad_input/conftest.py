@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_inputs import Command, settled
+
+from tests.unit.bad_input.bad_inputs import Command, settled
 
 
 @pytest.fixture(scope="session")

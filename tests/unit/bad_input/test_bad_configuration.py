@@ -12,11 +12,11 @@ import pickle
 from pathlib import Path
 
 import pytest
-from bad_inputs import Bad, Command
 
 from rlhf_core.errors import ConfigError
 from tests.support.parsed_config import parse_config
 from tests.support.users import as_unprivileged_user
+from tests.unit.bad_input.bad_inputs import Bad, Command
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Bad, Command
 
 from rlhf_core.config.address import parse_address
 from rlhf_core.data.files import list_files
 from rlhf_core.errors import DataError
+from tests.unit.bad_input.bad_inputs import Bad, Command
 
 GOOD: list[dict[str, Any]] = [
     {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)

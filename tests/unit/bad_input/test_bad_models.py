@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Bad, Command
 
 from tests.support.model_folder import model_folder, safetensors
 from tests.support.tiny_llama import save_tiny_llama
+from tests.unit.bad_input.bad_inputs import Bad, Command
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 CONFIG = {"max_position_embeddings": 256, "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 2}

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from bad_inputs import outside
 
 from rlhf_cli.main import exit_code
 from rlhf_cli.server_addresses import prefect_responds
+from tests.unit.bad_input.bad_inputs import outside
 
 
 class Strange(http.server.BaseHTTPRequestHandler):

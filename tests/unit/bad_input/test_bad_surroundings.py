@@ -15,11 +15,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from bad_inputs import Bad, Command, outside
 
 from rlhf_cli import main as cli
 from rlhf_core.run.environment import past_proxies
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.unit.bad_input.bad_inputs import Bad, Command, outside
 
 BARE = "run: {seed: 1}\n"
 ALONE = "reward: {enabled: false}\ndata: {preference: []}\n"
@@ -400,7 +400,7 @@ def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it
     for name in PLANTED:
         (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
     environment = {**os.environ, "PYTHONPATH": variable.format(absolute=tmp_path)}
-    script = Path(sys.executable).parent / "rlhf"
+    script = str(Path(sys.executable).parent / "rlhf")
     for command in ([script, "status"], [script, "plan", "c.yaml"]):
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False

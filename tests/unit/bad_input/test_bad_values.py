@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from bad_inputs import Bad, Command
+
+from tests.unit.bad_input.bad_inputs import Bad, Command
 
 FIELDS = (
     Bad(

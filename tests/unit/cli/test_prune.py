@@ -25,6 +25,7 @@ import pytest
 from rlhf_cli import main as cli
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import InfrastructureError
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.executors.job_files import JobFiles
 from rlhf_core.run.prune import DAY, Pruning, parse_age
 from rlhf_core.run.registered_policies import find_artifacts
@@ -41,6 +42,7 @@ from rlhf_core.system.processes import ProcessId, RecordedProcess
 from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.tracking.champions import promote, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.types import ArtifactRef
 from tests.support.claims import claim
 from tests.support.old_runs import MODEL, WITH_WEIGHTS, OldRuns, key_of, names
 
@@ -110,8 +112,8 @@ def test_the_command_shows_and_then_deletes_what_no_version_needs(
     assert rlhf("--home", str(home), "--older-than", "0d") == 0
     printed = capsys.readouterr().out
     assert files(home / "store") == before
-    for name in names(refused, *WITH_WEIGHTS):
-        assert re.search(rf"{name} +│ +0 d │ 0.00 MB │ no version needs it", printed)
+    for artifact in names(refused, *WITH_WEIGHTS):
+        assert re.search(rf"{artifact} +│ +0 d │ 0.00 MB │ no version needs it", printed)
     assert "would be deleted: 3," in printed and "--delete" in printed
     # 90 days by default.
     assert rlhf("--home", str(home), "--delete") == 0
@@ -120,8 +122,8 @@ def test_the_command_shows_and_then_deletes_what_no_version_needs(
     assert rlhf("--home", str(home), "--older-than", "0", "--delete") == 0
     printed = capsys.readouterr().out
     assert "deleted: 3," in printed
-    for name in names(refused, *WITH_WEIGHTS):
-        assert f"{name}, 0.00 MB: deleted" in printed
+    for artifact in names(refused, *WITH_WEIGHTS):
+        assert f"{artifact}, 0.00 MB: deleted" in printed
     kept = {*names(first), *names(second), *names(newest), *names(refused, "data", "evaluate", "register")}
     assert runs.present() == kept
     assert rlhf("--home", str(home), "--older-than", "0d", "--delete") == 0
@@ -247,7 +249,11 @@ def test_young_artifacts_keep_what_they_were_made_from(
     made = runs.run("old")
     runs.register("old", made)
     runs.register("newest", runs.run("newest"))
-    parents = {stage: made[stage] for stage in ("data", "sft", "reward")}
+    parents: dict[StageName, ArtifactRef] = {
+        "data": made["data"],
+        "sft": made["sft"],
+        "reward": made["reward"],
+    }
     assert len(pruning(store, mlflow, home, days=90).plan().deleted) == 3
     young = runs.publish("young", "ppo", parents)
     manifest = home / "store" / "artifacts" / "ppo" / young.key / "manifest.json"

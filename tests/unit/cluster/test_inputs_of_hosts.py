@@ -128,7 +128,8 @@ def test_further_inputs_are_fetched_before_the_next_processes_start(hosts: TwoHo
 
 
 def test_the_driver_has_the_headers_of_weights(tmp_path: Path) -> None:
-    store, refs = bucket(tmp_path), []
+    store = bucket(tmp_path)
+    refs: list[ArtifactRef] = []
     made: tuple[tuple[StageName, int], ...] = (("sft", 3), ("ppo", 3), ("dpo", 4))
     for stage, rows in made:
         folder = tmp_path / "out" / "model"

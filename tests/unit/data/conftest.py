@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from data_samples import SENTENCEPIECE_TEMPLATE, TEXTS
+
+from tests.unit.data.data_samples import SENTENCEPIECE_TEMPLATE, TEXTS
 
 
 @pytest.fixture(scope="session")

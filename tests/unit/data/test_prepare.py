@@ -26,7 +26,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from data_samples import write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +40,7 @@ from rlhf_core.errors import DataError, InputError
 from rlhf_core.stages.data import run
 from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.types import SFTExample
+from tests.unit.data.data_samples import write_jsonl
 
 SMALL = {"sft_examples": 60, "pairs": 60, "prompts": 40}
 

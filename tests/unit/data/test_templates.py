@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_samples import CHATML, SENTENCEPIECE_TEMPLATE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +30,7 @@ from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ModelError
+from tests.unit.data.data_samples import CHATML, SENTENCEPIECE_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[3]
 ASK, ANSWER = Message("user", "Is it late?"), Message("assistant", "It is noon.")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_samples import TEXTS
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -35,6 +34,7 @@ from rlhf_core.data.tokenizer import (
     with_safe_specials,
 )
 from rlhf_core.errors import ModelError
+from tests.unit.data.data_samples import TEXTS
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "~/nowhere", "a/b/c"])

@@ -46,7 +46,8 @@ def test_evidence_of_long_matches_is_finite() -> None:
 def test_levels_of_any_year_add_up_to_at_most_the_budget() -> None:
     chance = random.Random(0)
     for pause in (3600.0, 86400.0, 7 * 86400.0, 40 * 86400.0):
-        now, spent = 0.0, []
+        now = 0.0
+        spent: list[Spent] = []
         for _ in range(800):
             level = next_level(spent, now, 0.05)
             assert level > 0

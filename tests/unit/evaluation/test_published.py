@@ -63,6 +63,7 @@ def save_artifacts(folder: Path, size: float) -> tuple[Path, Path, TrainedPolicy
     start.save(sft / "model")
     policy = load_policy(sft / "model", dtype="bfloat16", attention="sdpa", device="cpu")
     add_adapter(policy, LORA)
+    assert policy.lora is not None
     for name, parameter in policy.lm.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=size)

@@ -503,7 +503,7 @@ def test_the_numbers_of_dpo_are_the_same_without_ppo(
     inputs = {name: folder for name, folder in three.inputs.items() if name != "ppo"}
     alone = replace(context, inputs=inputs, output=tmp_path / "alone", metrics=RecordingMetrics())
     alone.output.mkdir()
-    off = {"ppo": {"enabled": False, "rewards": rewards}, "register": {"policy": "dpo"}}
+    off: dict[str, Any] = {"ppo": {"enabled": False, "rewards": rewards}, "register": {"policy": "dpo"}}
     result = evaluate.run(config_of(**settings, **off), alone)
     found = read(alone)
     # Of a data source, an evaluation of both has the win rate of PPO's policy only.

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,8 @@ def test_scheduled_run_can_be_inserted_with_its_state() -> None:
     hybrid = inspect(FlowRun).all_orm_descriptors["state"]
     assert hybrid.extension_type is HybridExtensionType.HYBRID_PROPERTY
     row = {"state": {"type": "SCHEDULED"}}
-    FlowRun.state._bulk_dml_setter("state")(row)  # raises an exception without a function for it
+    setter: Any = FlowRun.state._bulk_dml_setter
+    setter("state")(row)  # raises an exception without a function for it
     assert row == {"state": {"type": "SCHEDULED"}}, "the state is inserted into another table afterwards"
 
 

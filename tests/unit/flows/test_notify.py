@@ -17,7 +17,7 @@ from flows.rlhf import rlhf
 from rlhf_core.errors import DataDrifted
 from tests.support.prefect_api import PrefectApi
 
-SUMMARY = {
+SUMMARY: dict[str, Any] = {
     "run": "demo-seed0-1c38a75c",
     "stages": {"register": {"reused": False}},
     "registration": {"model": "demo-policy", "version": "3", "champion": True, "reason": "it won 0.6"},
@@ -32,10 +32,11 @@ def test_each_end_is_one_message(api: PrefectApi) -> None:
     notify_result({"run": "demo"})
     state: Any = SimpleNamespace(name="Failed", message="StageFailed: ppo", data=None)
     run: Any = SimpleNamespace(name="demo-seed0-a1")
-    notify_failure(None, run, state)
+    flow: Any = None
+    notify_failure(flow, run, state)
     record = SimpleNamespace(result=DataDrifted("vocabulary 0.4"))
     state = SimpleNamespace(name="Failed", message="DataDrifted: vocabulary 0.4", data=record)
-    notify_failure(None, run, state)
+    notify_failure(flow, run, state)
     assert api.messages == [
         ("demo-policy version 3 promoted automatically", "demo-seed0-1c38a75c finished. it won 0.6"),
         ("demo-policy version 3 refused", "demo-seed0-1c38a75c finished. it won 0.6"),

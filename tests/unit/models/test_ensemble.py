@@ -110,7 +110,7 @@ def test_file_that_cannot_be_used_is_refused(
 
 
 def test_penalty_without_use_is_refused() -> None:
-    used = {"combine": "uncertainty", "penalty": 0.7}
+    used: dict[str, Any] = {"combine": "uncertainty", "penalty": 0.7}
     assert config_from_tree({"reward": {"ensemble": used}}, "test").reward.ensemble == ensemble(**used)
     assert ensemble("mean", penalty=0.5) == EnsembleConfig(combine="mean"), "the default may be written"
     for combine in ("mean", "worst_case"):

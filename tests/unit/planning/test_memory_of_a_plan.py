@@ -129,7 +129,7 @@ def test_an_average_of_the_weights_is_counted() -> None:
 
 
 def test_an_engine_on_the_trainers_device_takes_its_share() -> None:
-    shared = {"colocate": "all", "engine": {"gpu_memory_utilization": 0.3}}
+    shared: dict[str, Any] = {"colocate": "all", "engine": {"gpu_memory_utilization": 0.3}}
     both = peak(config(**shared), "ppo", "policy", "8xH100-80G")
     assert both > 0.3 * parse_gpus("H100").device.memory + peak(config(), "ppo", "policy")
     assert (

@@ -61,7 +61,8 @@ def test_a_call_that_names_the_batch_computes_the_same_bits(worker: ModelWorker)
         assert kept.values[name].tobytes() == sent.values[name].tobytes()
     assert sent.offsets.tolist() == [0, 4, 9, 15]
     places = Places(np.zeros(3, np.int64), np.arange(3))
-    inputs = ExperienceInputs(7, places, places, None, np.ones(3), np.array([0.5, -0.5, 0.0]), 0.1)
+    advantages = np.array([0.5, -0.5, 0.0])
+    inputs = ExperienceInputs(7, places, places, None, np.ones(3, np.float32), advantages, 0.1)
     sums, _ = worker.make_experience(inputs, sent)
     assert [len(response) for response in worker._experience.responses] == [4, 5, 6]
     assert sums.kl.tolist() == [0.0] * 3, "policy and reference are the same"

@@ -48,7 +48,7 @@ from rlhf_core.weight_sync.sender import SyncReport
 from tests.integration.deepspeed_memory import small_model, train
 
 SHARDED = {"zero_stage": 2, "ranks": 1}
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "vocab_size": 64,
 }  # fmt: skip
@@ -132,7 +132,12 @@ def step(fleet: Fleet, done: list[str]) -> None:
     controller: Any = PPOController.__new__(PPOController)
     controller._fleet, controller._ppo = fleet, fleet._config.ppo
     controller.completed_steps = 0
-    controller._collect_or_read = lambda: done.append("sample") or SimpleNamespace(version=0)
+
+    def sample() -> SimpleNamespace:
+        done.append("sample")
+        return SimpleNamespace(version=0)
+
+    controller._collect_or_read = sample
     fleet.sync(0)
     done.append("checkpoint")
     controller.collect()

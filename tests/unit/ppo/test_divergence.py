@@ -49,7 +49,8 @@ def test_the_correlation_is_the_ratio_of_the_rises_that_more_tilting_brings() ->
 
     def probabilities(tilt: float) -> np.ndarray:
         weights = np.exp(tilt * scores[0])
-        return weights / weights.sum()
+        shares: np.ndarray = weights / weights.sum()
+        return shares
 
     now = probabilities(t)
     deviation = np.sqrt(scores**2 @ now - (scores @ now) ** 2)
@@ -117,7 +118,8 @@ def test_the_guard_warns_and_stops_where_it_is_set_to(caplog: pytest.LogCaptureF
     assert stopped is not None and "raise ppo.kl.coef" in stopped
     assert check_divergence(GuardsConfig(), sound, metrics) is None
     assert metrics == {"guards/overoptimization": 0.0}
-    assert check_divergence(GuardsConfig(overoptimization="off"), fallen, off := {}) is None and off == {}
+    off: dict[str, float] = {}
+    assert check_divergence(GuardsConfig(overoptimization="off"), fallen, off) is None and off == {}
 
 
 def scored(*values: tuple[float, float]) -> Found:

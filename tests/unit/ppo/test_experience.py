@@ -54,7 +54,7 @@ def _make(
     rollouts: list[Rollout],
     old: list[Any],
     ref: list[Any],
-    values: list[Any],
+    values: list[Any] | None,
     scores: list[float],
     **ppo: Any,
 ) -> Any:

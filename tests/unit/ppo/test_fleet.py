@@ -59,7 +59,8 @@ class _Rank(ScriptedRank):
 
     @override
     def usage(self) -> Usage:
-        return answered(self.answer)
+        usage: Usage = answered(self.answer)
+        return usage
 
 
 class _Engine(ScriptedEngineActor):
@@ -77,7 +78,8 @@ class _Engine(ScriptedEngineActor):
 
     @override
     def usage(self) -> Usage:
-        return answered(self.answer)
+        usage: Usage = answered(self.answer)
+        return usage
 
 
 def answered(answer: Any) -> Any:
@@ -165,7 +167,7 @@ def test_usage_is_known_only_if_all_processes_answer(fleet: _Restarting) -> None
     def usage() -> dict[str, list[Usage]] | None:
         return Fleet.usage_by_group(fleet)
 
-    assert usage() == {ENGINES: [USAGE] * 2, **{role: [USAGE] for role in ROLES}}
+    assert usage() == {role: [USAGE] for role in ROLES} | {ENGINES: [USAGE] * 2}
     fleet.two_engines[1].answer = WorkerDied("engine 1 has died")
     assert usage() is None
     fleet.two_engines[1].answer = NEVER
@@ -248,12 +250,13 @@ def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(device: str, r
     fleet = Sending(config, plan(config.ppo), device, {}, 0)
     fleet.groups["policy"] = WorkerGroup(Group(("policy",), 1), (RemoteActor(_Actor("policy", [])),))
     lost: list[str] = []
-    fleet.engines = SimpleNamespace(
+    engines: Any = SimpleNamespace(
         mark_dead=lambda *_args, after_error: after_error,
         mark_all_dead=lost.append,
         restart=lambda: None,
         confirm_weights=lambda: None,
     )
+    fleet.engines = engines
     if restarted:
         assert fleet.sync(3) is report
         assert len(lost) == 1

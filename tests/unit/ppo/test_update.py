@@ -67,7 +67,9 @@ def batch_on(*groups: int) -> RolloutBatch:
 
 def experience(batch: RolloutBatch, ranks: int, unscored: Sequence[int] = ()) -> Experience:
     scores_B = torch.tensor([math.nan if i in unscored else 0.0 for i in range(len(LENGTHS))])
-    parts = [(Pending(None), [Pending(f"rank {rank}")]) for rank in range(ranks)]
+    parts: list[tuple[Pending[Any], list[Pending[Any]]]] = [
+        (Pending(None), [Pending(f"rank {rank}")]) for rank in range(ranks)
+    ]
     fleet: Any = None
     columns = Scattered(fleet, "values", batch.routes[ranks], parts)
     return Experience(scores_B, np.zeros(len(LENGTHS)), Whitening(0.5, 2.0), {}, columns, columns)

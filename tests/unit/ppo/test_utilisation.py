@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,8 +46,9 @@ from rlhf_core.weight_sync.sender import SyncReport
 def batch_of(lengths: list[int], prompt: int) -> RolloutBatch:
     """Return responses of these lengths to prompts of one length, in one chunk."""
     numbers = np.arange(len(lengths))
+    chunk: Any = SimpleNamespace()
     return RolloutBatch(
-        [SimpleNamespace()],
+        [chunk],
         Places(0 * numbers, numbers),
         np.array(lengths, np.int32),
         np.ones(len(lengths), np.bool_),
@@ -185,9 +187,10 @@ def test_a_sync_is_compared_with_the_link_of_known_gpus() -> None:
     report = SyncReport(version=1, tensors=2, bytes=9_000_000_000, seconds=0.5)
     rates = {"sync/bytes": 9e9, "sync/seconds": 0.5, "sync/gb_per_s": 18.0}
 
-    def metrics(gpu: str, **fleet: str) -> dict[str, float]:
+    def metrics(gpu: str, device: str) -> dict[str, float]:
         with on_machine(ScriptedMachine(gpus=[gpu])):
-            return Utilisation(config_from_tree({}, "test"), ScriptedFleet(**fleet)).sync_metrics(report)
+            fleet = ScriptedFleet(device=device)
+            return Utilisation(config_from_tree({}, "test"), fleet).sync_metrics(report)
 
     assert metrics("NVIDIA H100 80GB HBM3", device="cpu") == rates
     assert metrics("Another GPU", device="cuda") == rates

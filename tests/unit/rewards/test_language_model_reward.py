@@ -16,6 +16,7 @@ import hashlib
 import math
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,10 @@ def test_two_runs_use_the_first_reply(links: bool, tmp_path: Path, request: pyte
     assert kept is not None and kept.text == "3"
 
 
+def with_status(status: int, _question: str) -> int:
+    return status
+
+
 def test_temporary_statuses_are_retried_and_statuses_of_every_question_end_the_step() -> None:
     passing = [503, 429]
     with ChatServer(lambda q: passing.pop() if passing else answer(q)) as server:
@@ -136,7 +141,7 @@ def test_temporary_statuses_are_retried_and_statuses_of_every_question_end_the_s
             (404, "url or model"),
             (415, "application/json"),
         ):
-            server.respond = lambda _, status=status: status
+            server.respond = partial(with_status, status)
             with pytest.raises(RewardError, match=rf"reward language_model: .* status {status}, .*{fix}"):
                 score(server, "1", on_error="mask")
 

@@ -99,7 +99,7 @@ def sleepy(seconds: float) -> Answer:
 
 
 def with_status(status: int, **headers: str) -> Answer:
-    return lambda handler, items: handler.reply(status, b"no", **headers)
+    return lambda handler, items: handler.reply(status, b"no", None, **headers)
 
 
 def with_body(body: str) -> Answer:

@@ -424,7 +424,7 @@ def test_encoding_and_forward_passes_take_turns(start: Start) -> None:
 
 def test_invalid_unicode_affects_only_its_item(scorer: Scorer, start: Start) -> None:
     good = {"prompt": "Tell me.", "response": "It is kind"}
-    bad = [{**good, name: "a\ud800b"} for name in ("prompt", "response")]
+    bad: list[dict[str, Any]] = [{**good, name: "a\ud800b"} for name in ("prompt", "response")]
     bad.append({**good, "prompt": [{"role": "\ud800", "content": "x"}]})
     content = json.dumps({"items": [good, *bad, good]})
     url = start(scorer)

@@ -119,7 +119,7 @@ def test_the_claim_names_what_the_stage_reads(tmp_path: Path) -> None:
     spec = StageSpec("sft", key, config, {"data": data})
     run_attempt(spec, Events(None), function=lambda _config, _context: StageResult({}))
     claim = observe(attempt.store, [key])[key]
-    assert claim.inputs == {f"data/{data.key}", f"ppo/{'1' * 16}"}
+    assert claim.inputs == frozenset({f"data/{data.key}", f"ppo/{'1' * 16}"})
 
 
 def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_unusable_checkpoint_stops_the_stage_unless_allowed(
     error: type[RLHFError],
     allowed: bool,
 ) -> None:
-    both = {"allow_fresh_start": not allowed, "allow_other_code": not allowed}
+    both: dict[str, Any] = {"allow_fresh_start": not allowed, "allow_other_code": not allowed}
     attempt = Attempt(tmp_path, **(both | {setting: allowed}))
 
     def body(context: StageContext) -> None:

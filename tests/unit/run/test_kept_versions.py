@@ -46,7 +46,9 @@ def mlflow(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Mlflow:
 @pytest.fixture
 def make_champion(mlflow: Mlflow) -> Callable[[str], None]:
     """Make a version champion. Each test begins with version 1."""
-    if mlflow.by_alias(MODEL, "champion").version != "1":
+    champion = mlflow.by_alias(MODEL, "champion")
+    assert champion is not None
+    if champion.version != "1":
         promote(mlflow, MODEL, "1", "a test begins")
 
     def move(version: str) -> None:

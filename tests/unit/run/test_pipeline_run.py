@@ -94,7 +94,7 @@ def test_learning_rate_of_ppo_changes_keys_of_ppo_and_evaluate(
 
 def test_another_timeout_or_retry_count_changes_no_key(tmp_path: Path) -> None:
     run = {"retries": 7, "threads": 1, "timeouts": {"stall": 5.0}}
-    other = {"run": run, "ppo": {"engine": {"max_restarts": 0}, "checkpoint_every": 3}}
+    other: dict[str, Any] = {"run": run, "ppo": {"engine": {"max_restarts": 0}, "checkpoint_every": 3}}
     assert keys(pipeline(tmp_path)) == keys(pipeline(tmp_path, **other))
     assert pipeline(tmp_path).key == pipeline(tmp_path / "elsewhere", **other).key
 
@@ -239,7 +239,7 @@ def test_the_summary_names_the_tracker_without_credentials(
 
 @pytest.mark.parametrize("policy", ["dpo", "ppo"])
 def test_the_summary_names_the_policy_without_the_stage_register(policy: str, tmp_path: Path) -> None:
-    sections = {"dpo": {"enabled": True}, "register": {"policy": policy}}
+    sections: dict[str, Any] = {"dpo": {"enabled": True}, "register": {"policy": policy}}
     assert pipeline(tmp_path, until="evaluate", **sections).summary()["policy"] == policy
 
 
@@ -283,7 +283,8 @@ def test_registration_is_repeated_only_if_mlflow_lost_or_revoked_it(tmp_path: Pa
     kept = registry(ModelVersion("1", {WEIGHTS: "w" * 64}))
     revoked = registry(ModelVersion("1", {WEIGHTS: "w" * 64, REVOKED: "bad"}))
     for answer, reason in ((kept, ""), ({}, ""), (registry(), "no such version"), (revoked, "is revoked")):
-        run.tracking.mlflow = SimpleNamespace(uri="somewhere", **answer)
+        scripted: Any = SimpleNamespace(uri="somewhere", **answer)
+        run.tracking.mlflow = scripted
         assert run.find(spec) == (None if reason else made)
         records = list((tmp_path / "store").rglob("damaged-*.json"))
         assert bool(records) == bool(reason)

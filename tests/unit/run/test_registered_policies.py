@@ -241,8 +241,8 @@ class Hub(BaseHTTPRequestHandler):
             unknown = "taken" in self.path or "new" in self.path
             status = 404 if unknown else 200
             error = {"x-error-code": "RepoNotFound"} if unknown else {}
-            content = {"siblings": known, "sha": "0" * 40, "id": "team/demo", "private": False}
-            self.reply(status, content, error)
+            about = {"siblings": known, "sha": "0" * 40, "id": "team/demo", "private": False}
+            self.reply(status, about, error)
 
     def reply(self, status: int, body: Any, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.send_response(status)

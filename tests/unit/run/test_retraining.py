@@ -26,12 +26,13 @@ from rlhf_core.config.keys import is_enabled
 from rlhf_core.data import sources
 from rlhf_core.data.sources import count_rows, source_marks
 from rlhf_core.evaluation.votes import FORMAT
-from rlhf_core.pipeline import STAGES
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retraining import Retraining, finished_registration
 from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.types import ArtifactRef
 from tests.conftest import S3Server
 from tests.support.opened_files import opened_files
 
@@ -68,7 +69,8 @@ def configured(database: Path, rows: Path, tmp_path: Path) -> Callable[[str], Pi
 
 def finish(config: PipelineConfig) -> None:
     """Publish an artifact of each stage, and register a version, as a finished run does."""
-    run, found = PipelineRun(config, ""), {}
+    run = PipelineRun(config, "")
+    found: dict[StageName, ArtifactRef] = {}
     for stage in STAGES:
         if is_enabled(config, stage):
             out = Path(config.run.home) / "out" / stage

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def rlhf(*arguments: Any) -> int:
     return cli.main(list(map(str, arguments)))
 
 
-def saved_votes(home: Path, pairs: list[BlindPair], choices: list[str | None]) -> Path:
+def saved_votes(home: Path, pairs: list[BlindPair], choices: Sequence[str | None]) -> Path:
     return save_votes(home / "votes.json", pairs, choices)
 
 

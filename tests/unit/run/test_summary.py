@@ -134,8 +134,7 @@ def test_result_table_has_dpo_next_to_ppo() -> None:
     controlled = "win_rate_ppo_over_dpo_length_controlled"
     for name in ("win_rate_ppo_over_dpo", controlled, "gold_reward/dpo", "gold_reward/ppo_minus_dpo"):
         numbers |= {f"{name}/mean": 0.6, f"{name}/low": 0.5, f"{name}/high": 0.7}
-    made = {"evaluate": StageRecord(ref("evaluate", **numbers), 1.0, False)}
-    summary = summarize(made, 1.0, IDENTITY)
+    summary = summarize({"evaluate": StageRecord(ref("evaluate", **numbers), 1.0, False)}, 1.0, IDENTITY)
     rows = dict(results(summary))
     for name in ("gold reward, DPO", "gold reward, PPO minus DPO by prompt", "win rate, PPO over DPO"):
         assert rows[name] == "0.600  [0.500, 0.700]"
@@ -152,8 +151,8 @@ def test_partial_summary_omits_other_stages() -> None:
 
 
 def test_incomplete_interval_is_not_reported() -> None:
-    made = {"evaluate": StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)}
-    assert summarize(made, 1.0, IDENTITY)["evaluate"] == {"kl": 1.0}
+    made = StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)
+    assert summarize({"evaluate": made}, 1.0, IDENTITY)["evaluate"] == {"kl": 1.0}
 
 
 def test_markdown_shows_every_stage_and_escapes_cells() -> None:

@@ -23,11 +23,12 @@ from rlhf_cli.tune import _table
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InfrastructureError, InputError
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.tune import Trial, Tuned, candidates, tune
 from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
-from rlhf_core.types import StageContext
+from rlhf_core.types import ArtifactRef, StageContext
 
 PHASES = ("rollout", "scoring", "training", "sync")
 
@@ -91,8 +92,10 @@ def test_several_splits_of_the_plan_are_measured_on_gpus(file: Path, tmp_path: P
 
 def publish_inputs(config: PipelineConfig) -> None:
     """Publish the artifacts that PPO reads, as finished stages do."""
-    run, made = PipelineRun(config, ""), {}
-    for stage in ("data", "sft", "reward"):
+    run = PipelineRun(config, "")
+    made: dict[StageName, ArtifactRef] = {}
+    stages: tuple[StageName, ...] = ("data", "sft", "reward")
+    for stage in stages:
         out = Path(config.run.home) / "out" / stage
         out.mkdir(parents=True)
         (out / "file").write_text(stage)

@@ -88,6 +88,9 @@ HEADERS = {
 }
 
 
+NOT_CALLED: Any = None
+
+
 @pytest.mark.parametrize("title", HEADERS)
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 def test_requests_of_other_origins_do_not_reach_the_server(title: str, kind: str) -> None:
@@ -101,7 +104,7 @@ def test_requests_of_other_origins_do_not_reach_the_server(title: str, kind: str
         sent.append(message)
 
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(OwnAddressOnly(server)({"type": kind, "headers": raw}, None, send))
+    asyncio.run(OwnAddressOnly(server)({"type": kind, "headers": raw}, NOT_CALLED, send))
     assert reached == [kind] * passes
     if not passes:
         assert sent[0].get("status", sent[0].get("code")) == {"http": 403, "websocket": 1008}[kind]
@@ -139,7 +142,7 @@ def test_every_path_but_health_needs_the_key(
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     raw = [(b"authorization", value.encode()) for value in values]
     scope = {"type": kind, "method": "OPTIONS", "path": path, "headers": raw}
-    asyncio.run(KeyOnly(server)(scope, None, send))
+    asyncio.run(KeyOnly(server)(scope, NOT_CALLED, send))
     assert reached == [kind] * passes
     if not passes:
         assert sent[0].get("status", sent[0].get("code")) == {"http": 401, "websocket": 1008}[kind]
@@ -149,7 +152,7 @@ def test_every_path_but_health_needs_the_key(
 def test_the_key_is_required_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "")
     with pytest.raises(RuntimeError, match="VLLM_API_KEY is not set"):
-        KeyOnly(None)
+        KeyOnly(NOT_CALLED)
 
 
 def test_every_guarantee_names_existing_tests() -> None:

@@ -114,7 +114,7 @@ def test_code_that_a_model_brings_is_not_run(tiny: Path, tmp_path: Path, changes
     assert any("auto_map" in text and "never run" in text for text in warnings)
     known = "model_type" not in changes
     for load in (load_policy, load_score_model):
-        options = {"dtype": "float32", "attention": "sdpa", "device": "cpu"}
+        options: dict[str, Any] = {"dtype": "float32", "attention": "sdpa", "device": "cpu"}
         if known:
             assert load(folder, **options).lm.config.model_type == "llama"
         else:

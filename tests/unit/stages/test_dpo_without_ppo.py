@@ -25,7 +25,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_judge
 from rlhf_core.models.known_shapes import known_shape
-from rlhf_core.pipeline import STAGES
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.checkpoints import checkpoint_sizes
@@ -199,7 +199,10 @@ def test_summary_and_tables_name_dpo() -> None:
     facts = {"judge": "reward model", "judge_trained_on_dpo": "True"}
     made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", metrics, None, facts)
     trained = ArtifactRef("dpo", "b" * 16, "d", "/store/d", {}, None, {"weights_sha256": "w" * 64})
-    records = {"dpo": StageRecord(trained, 1.0, False), "evaluate": StageRecord(made, 1.0, False)}
+    records: dict[StageName, StageRecord] = {
+        "dpo": StageRecord(trained, 1.0, False),
+        "evaluate": StageRecord(made, 1.0, False),
+    }
     summary = summarize(records, 1.0, {})
     rows = dict(results(summary))
     judge = "(judge: reward model, which is not independent of DPO's training)"

@@ -294,7 +294,8 @@ def test_first_member_is_the_model_of_a_run_without_ensemble(tmp_path: Path) -> 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(folder / "model.safetensors")
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return weights
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_only_a_judge_with_settings_of_its_own_is_a_row_of_the_plan() -> None:
 def test_the_judge_can_start_from_another_model_with_the_same_tokens(tmp_path: Path) -> None:
     """Its training begins from this model, and not from the SFT model."""
     tokenizer, other = train_tokenizer(["some text"] * 9, 300), train_tokenizer([], 0)
-    rows = {"pairs": PAIRS[:40], "eval_pairs": PAIRS[:8]}
+    rows: dict[str, Any] = {"pairs": PAIRS[:40], "eval_pairs": PAIRS[:8]}
     data = write_data_artifact(tmp_path / "data", tokenizer=tokenizer, **rows)
     for name, seed, tokens in (("sft/model", 1, tokenizer), ("base", 2, tokenizer), ("other", 2, other)):
         save_tiny_llama(tmp_path / name, seed, vocab_size=512)
@@ -188,10 +188,12 @@ def test_the_judge_can_start_from_another_model_with_the_same_tokens(tmp_path: P
         context = stage_context(out, inputs=inputs, sources=digests if sources is None else sources)
         with scripted_trainers():
             reward.run_judge(config, context)
-        return load_file(context.output / "model" / "model.safetensors")
+        weights: dict[str, torch.Tensor] = load_file(context.output / "model" / "model.safetensors")
+        return weights
 
     def embedding(folder: Path) -> torch.Tensor:
-        return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+        weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+        return weights["model.embed_tokens.weight"]
 
     for path, sources, start in (
         (None, None, "sft/model"),

@@ -21,6 +21,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_inputs
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.policy_files import POLICY_STAGE, PolicyFiles
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.publish import model_card
 from rlhf_core.run.registered_policies import load_registered, serve_command
 from rlhf_core.stages import register
@@ -110,8 +111,9 @@ def run(tmp_path: Path, database: Path) -> Run:
         }
         config = PipelineConfig.model_validate_json(json.dumps(tree))
         store = ArtifactStore(open_store(config), tmp_path / "cache")
-        refs: dict[Any, ArtifactRef] = {}
-        for number, stage in enumerate(("data", "sft", "dpo", "ppo", "evaluate")):
+        refs: dict[StageName, ArtifactRef] = {}
+        stages: tuple[StageName, ...] = ("data", "sft", "dpo", "ppo", "evaluate")
+        for number, stage in enumerate(stages):
             folder = tmp_path / "made" / stage
             made = config.model_dump(mode="json", by_alias=True)
             metrics: dict[str, float] = {}
@@ -133,7 +135,7 @@ def run(tmp_path: Path, database: Path) -> Run:
             refs[stage] = store.publish(stage, "a" * 16, folder, Provenance(config=made, metrics=metrics))
         inputs = stage_inputs(config, "register")
         lineage = {stage: refs[stage] for stage in inputs if stage in refs}
-        fetched = {stage: store.fetch(ref) for stage, ref in lineage.items()}
+        fetched: dict[str, Path] = {stage: store.fetch(ref) for stage, ref in lineage.items()}
         if not weights:
             ignored = shutil.ignore_patterns("*.safetensors")
             fetched = {

@@ -65,7 +65,8 @@ def context_of(config: PipelineConfig, folder: Path) -> StageContext:
     data = write_data_artifact(folder / "data", eval_pairs=pairs, tokenizer=TOKENIZER)
     ids = Encoder(TOKENIZER, "chat", "test").prompt([Message("user", "Name a colour.")])
     write(data, "prompts", "train", [PromptExample("p0", "Name a colour.", ids, {}, "a")])
-    inputs = {name: folder / name for name in stage_inputs(config, "sample")} | {"data": data}
+    inputs: dict[str, Path] = {name: folder / name for name in stage_inputs(config, "sample")}
+    inputs["data"] = data
     return stage_context(folder, inputs=inputs)
 
 

@@ -128,10 +128,16 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+def replace_by_link(path: Path) -> None:
+    target = path.parents[2] / "x"
+    shutil.move(path, target)
+    path.symlink_to(target)
+
+
 FILE_DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped byte": flip,
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "a link": lambda path: (shutil.move(path, path.parents[2] / "x"), path.symlink_to(path.parents[2] / "x")),
+    "a link": replace_by_link,
 }
 """One of each way to notice it; the whole table is in test_damage."""
 
@@ -188,8 +194,9 @@ def test_an_artifact_is_found_by_its_file_unless_it_is_invalid(
     (folder / "match-1.json").write_text("{}")
     ref = publish(artifacts, folder)
     assert artifacts.find_file("ppo", "match-1.json") == ref
-    for kind, name in (("ppo", "match-2.json"), ("ppo", "1.json"), ("sft", "match-1.json")):
-        assert artifacts.find_file(kind, name) is None
+    assert artifacts.find_file("ppo", "match-2.json") is None
+    assert artifacts.find_file("ppo", "1.json") is None
+    assert artifacts.find_file("sft", "match-1.json") is None
     artifacts.invalidate(ref, "It is not true any more.")
     assert artifacts.find_file("ppo", "match-1.json") is None
     publish(artifacts, output(tmp_path, "b"))

@@ -153,7 +153,8 @@ WRITES: dict[str, Callable[[Store, Path], object]] = {
 def test_content_is_synced_before_its_name(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
-    place, seen = tmp_path / "store" / "a" / "x", []
+    place = tmp_path / "store" / "a" / "x"
+    seen: list[int | str] = []
     fsync, replace, link = os.fsync, os.replace, os.link
 
     def recorded(plain: Callable[..., None]) -> Callable[..., None]:
@@ -163,9 +164,11 @@ def test_content_is_synced_before_its_name(
 
         return call
 
-    monkeypatch.setattr(
-        os, "fsync", lambda descriptor: (seen.append(os.fstat(descriptor).st_ino), fsync(descriptor))
-    )
+    def synced(descriptor: int) -> None:
+        seen.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", recorded(replace))
     monkeypatch.setattr(os, "link", recorded(link))
     (tmp_path / "new").write_bytes(b"new")

@@ -16,8 +16,9 @@ from rlhf_core.system.deadline import within
 
 def test_the_result_and_the_error_are_passed_on() -> None:
     assert within(10.0, lambda: "result") == "result"
+    empty: dict[str, int] = {}
     with pytest.raises(KeyError):
-        within(10.0, lambda: {}["a"])
+        within(10.0, lambda: empty["a"])
 
 
 def test_a_call_that_takes_longer_ends_with_a_timeout() -> None:

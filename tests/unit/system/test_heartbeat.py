@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
+from rlhf_core.errors import RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.system import heartbeat as heartbeat_module
 from rlhf_core.system.heartbeat import Monitor, Participant, State, heartbeat, register, unregister
 from rlhf_core.system.processes import ProcessId, this_machine
@@ -140,7 +140,7 @@ def test_dead_participant_is_reported_first_and_at_once(monitor: Monitor, start:
 
 
 def test_unreported_stall_fails_the_stage(tmp_path: Path, start: Start) -> None:
-    failures: list[InfrastructureError] = []
+    failures: list[RLHFError] = []
     with Monitor(tmp_path / "stacks", failures.append, grace_seconds=0.5):
         start("training rank 1", "stalls")
         wait_until(lambda: failures)

@@ -145,7 +145,7 @@ def test_other_methods_of_a_rank_are_the_real_ones(tmp_path: Path) -> None:
 def test_a_wrong_number_of_results_is_an_error() -> None:
     actor = scripted_actor(ScriptedRank())
     with pytest.raises(TypeError):
-        actor.call_parts(2, Actor.usage)
+        actor.call_parts(2, Actor.usage)  # type: ignore[arg-type]  # wrong on purpose
 
     class Rank(ScriptedRank):
         @override

@@ -63,8 +63,8 @@ def test_the_first_champion_beats_its_sft_model_beyond_doubt(
 
 
 JUDGED = record(judge="gold", judge_digest="g")
-GOLD = {"judge": "gold", "judge_digest": "g"}
-MODEL = {"judge": "reward_model", "judge_digest": "ours"}
+GOLD: dict[str, Any] = {"judge": "gold", "judge_digest": "g"}
+MODEL: dict[str, Any] = {"judge": "reward_model", "judge_digest": "ours"}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_refusal_names_the_prompts_that_are_enough_at_this_win_rate(wins: int)
     for prompts, is_enough in ((round(needed * 1.05), True), (round(needed * 0.7), False)):
         result = match(round(prompts * wins / 100), prompts, **GOLD)
         assert decide(record(), JUDGED, result, gate=GATE, level=LEVEL).champion is is_enough
-    away = {"away_win_rate": wins / 100, "away_log_evidence": 1.0}
+    away: dict[str, Any] = {"away_win_rate": wins / 100, "away_log_evidence": 1.0}
     assert (
         needed_prompts(decide(record(), JUDGED, match(80, **MODEL, **away), gate=GATE, level=LEVEL)) == needed
     )
@@ -253,7 +253,7 @@ def test_the_prompts_that_are_needed_follow_from_those_without_a_tie() -> None:
         assert decide(record(), JUDGED, more, gate=GATE, level=level).champion is is_enough
 
     # By the champion's reward model 1,200 of 1,500 are ties as well, and by the own one none is.
-    away = {"away_win_rate": 0.52, "away_ties": 1200, "away_log_evidence": 6.2}
+    away: dict[str, Any] = {"away_win_rate": 0.52, "away_ties": 1200, "away_log_evidence": 6.2}
     result = match(1200, 1500, **MODEL, **away)
     assert needed_prompts(decide(record(), JUDGED, result, gate=GATE, level=level)) == needed
     result = replace(result, away_ties=1500, away_win_rate=0.5)
@@ -267,9 +267,9 @@ def test_the_prompts_that_are_needed_follow_from_those_without_a_tie() -> None:
 
 
 def test_every_refusal_ends_with_what_to_do() -> None:
-    level = {"gate": GATE, "level": LEVEL}
-    low = {"away_win_rate": 0.45, "away_log_evidence": 7.0}
-    votes = {"gate": replace(GATE, votes_margin=0.1), "level": LEVEL}
+    level: dict[str, Any] = {"gate": GATE, "level": LEVEL}
+    low: dict[str, Any] = {"away_win_rate": 0.45, "away_log_evidence": 7.0}
+    votes: dict[str, Any] = {"gate": replace(GATE, votes_margin=0.1), "level": LEVEL}
     for decision, end in (
         (decide(record(49), None, **level), "train a better policy, or lower it"),
         (decide(record(49, 49), None, **level), "until there are enough"),

@@ -18,6 +18,7 @@ from mlflow.exceptions import MlflowException
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.evaluation.evidence import YEAR, log_evidence
+from rlhf_core.pipeline import StageName
 from rlhf_core.stages import register as register_stage
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.testing import stage_context
@@ -34,7 +35,7 @@ def mlflow(database: Path) -> Mlflow:
 
 
 GATE = Gate(0.5)
-GOLD = {"judge": "gold", "judge_digest": "synthetic-1"}
+GOLD: dict[str, Any] = {"judge": "gold", "judge_digest": "synthetic-1"}
 
 
 def won(wins: int, prompts: int = 100, skip: int = 0) -> Match:
@@ -313,13 +314,13 @@ def test_the_same_policy_registered_again_makes_no_second_version(mlflow: Mlflow
 @pytest.mark.parametrize("present", [True, False], ids=["is champion", "was champion"])
 def test_another_evaluation_of_a_champion_does_not_change_its_judge(mlflow: Mlflow, present: bool) -> None:
     model = f"m3j {present}"
-    register(mlflow, model, candidate("a", **{"eval.judge": "gold"}), gate=GATE)
+    register(mlflow, model, candidate("a", 0.8, **{"eval.judge": "gold"}), gate=GATE)
     if not present:
         register(mlflow, model, candidate("b"), gate=GATE, run_match=lambda tags: won(80))
     rules: dict[str, Any] = {"judge": "rules", "judge_digest": "r"}
 
     def enter(digest: str) -> Any:
-        policy = candidate(digest, **{"eval.judge": "rules", "new": "added"})
+        policy = candidate(digest, 0.8, **{"eval.judge": "rules", "new": "added"})
         judged = replace(policy, evaluation=replace(policy.evaluation, **rules))
         return register(mlflow, model, judged, gate=GATE, run_match=lambda tags: replace(won(80), **rules))
 
@@ -405,7 +406,7 @@ def context(tmp_path: Path, evaluation: str) -> StageContext:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "ppo" / "policy" / "model.safetensors").write_bytes(b"1")
     (tmp_path / "evaluate" / "evaluation.json").write_text(evaluation)
-    refs = {
+    refs: dict[StageName, ArtifactRef] = {
         "data": ArtifactRef("data", "d" * 16, "1" * 64, "/s/data"),
         "reward": ArtifactRef("reward", "r" * 16, "2" * 64, "/s/reward"),
         "ppo": ArtifactRef(

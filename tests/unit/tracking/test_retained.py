@@ -114,7 +114,8 @@ def test_an_answer_that_contradicts_itself_is_an_error(
     monkeypatch.setattr(mlflow, "versions", lambda name: [each for each in complete if each.version == "1"])
     with pytest.raises(InfrastructureError, match=f"version 2 of {MODEL} has an alias, and is not listed"):
         retained(mlflow)
-    monkeypatch.setattr(mlflow, "versions", lambda name: [replace(complete[0], tags=None)])
+    unset: Any = None
+    monkeypatch.setattr(mlflow, "versions", lambda name: [replace(complete[0], tags=unset)])
     with pytest.raises(InfrastructureError):
         retained(mlflow)
 

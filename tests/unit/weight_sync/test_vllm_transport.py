@@ -28,7 +28,7 @@ from rlhf_core.system.heartbeat import Monitor, register, unregister
 from rlhf_core.weight_sync import receiver, vllm_transport
 from rlhf_core.weight_sync.transport import TransportConfig
 from rlhf_core.weight_sync.vllm_transport import VllmTransport
-from rlhf_core.weight_sync.wire import TensorSpec
+from rlhf_core.weight_sync.wire import Acknowledgement, TensorSpec
 from tests.support.cuda_on_cpu import replace_cuda
 
 NAMES = ("a", "b", "c", "d")
@@ -60,6 +60,9 @@ class _Engines:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append(f"finish {weight_version}")
+
+    def acknowledge(self) -> list[Acknowledgement]:
+        return []
 
 
 class _Group:
@@ -150,11 +153,13 @@ def test_buckets_are_sent_on_one_stream(group: _Group) -> None:
     assert sum(group.sent) == 4 * 16
 
 
-def test_an_engine_that_fails_leaves_no_rank_in_a_gather_over_nccl(group: _Group) -> None:
+def test_an_engine_that_fails_leaves_no_rank_in_a_gather_over_nccl(
+    group: _Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(tensor: torch.Tensor, src: int) -> None:
         raise RuntimeError("NCCL: the communicator is broken")
 
-    group.broadcast = refuse
+    monkeypatch.setattr(group, "broadcast", refuse)
     first, second = send_on_two_ranks("nccl", _Engines(good=0))
     assert first is not None and second is None
 
@@ -193,7 +198,7 @@ def test_a_buffer_over_ipc_holds_a_bucket_or_all_tensors(
     assert sender._engine.packed_buffer_size_bytes == size
 
 
-class _Receives(ipc_engine.IPCWeightTransferEngine):
+class _Receives(ipc_engine.IPCWeightTransferEngine):  # type: ignore[misc]  # vLLM has no types here
     """Gets one tensor, in a buffer on the CPU."""
 
     def receive_weights(self, _update: Any) -> None:
@@ -201,7 +206,7 @@ class _Receives(ipc_engine.IPCWeightTransferEngine):
         self.model.load_weights([("a", torch.ones(4))])
 
 
-class _Worker(ipc_engine.IPCWeightTransferEngine):
+class _Worker(ipc_engine.IPCWeightTransferEngine):  # type: ignore[misc]  # vLLM has no types here
     """A worker of an engine on the GPU with this number."""
 
     def __init__(self, gpu: int) -> None:

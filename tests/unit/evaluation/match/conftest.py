@@ -53,7 +53,7 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
         made = config.model_dump(mode="json", by_alias=True)
         made["data"] |= data
         made["model"]["path"] = path
-        tags = {}
+        tags: dict[str, str] = {}
         for stage in ("data", "ppo"):
             policy(tmp_path / "out" / "policy", says)
             if stage == "data":

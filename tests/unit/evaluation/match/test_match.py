@@ -231,7 +231,8 @@ def test_champion_is_loaded_with_its_own_settings(
     for ppo in (folders["ppo"], context.inputs["ppo"]):
         (ppo / "adapter").mkdir()
         (ppo / "adapter" / "adapter_config.json").write_text('{"r": 8}')
-    tags, fetched = {}, {}
+    tags: dict[str, str] = {}
+    fetched = {}
     for stage in ("data", "sft", "ppo"):
         ref = store.publish(stage, "c" * 16, folders[stage], Provenance(config=made))
         tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}

@@ -210,7 +210,7 @@ def test_an_outcome_before_other_events_is_not_that_of_the_job(spec: StageSpec, 
 
 
 def test_jobs_are_deleted_when_the_artifact_exists(
-    spec: StageSpec, store: ScriptedStore, tmp_path: Path
+    spec: StageSpec, store: ScriptedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "slurm", 1.0, {})
@@ -218,7 +218,7 @@ def test_jobs_are_deleted_when_the_artifact_exists(
     files.write_events(1, [error])
     files.write_log(b"step 5\n")
     flow = follower(spec, store, OneState("failed"), [])
-    flow._find = lambda: files
+    monkeypatch.setattr(flow, "_find", lambda: files)
     with pytest.raises(StageFailed):
         flow.run()
     delete_jobs(store, spec)
