@@ -54,6 +54,7 @@ from rlhf_core.ppo.rank_rows import ExperienceInputs
 from rlhf_core.ppo.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
 from rlhf_core.rewards.compose import RewardBatch, source_name
 from rlhf_core.system.heartbeat import Monitor, Participant, register
+from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
@@ -85,6 +86,7 @@ class Meter:
 class _Reference:
     """Stands for a reference to an object of a rank or an engine."""
 
+    @override
     def __reduce__(self) -> Any:
         return (_Reference, ())
 
@@ -118,26 +120,32 @@ class _Handle:
 class _Rank(ScriptedRank):
     """One rank of every role of its group."""
 
+    @override
     def logprobs(self, _role: str, _with_entropy: bool, share: SentShare | int, *chunks: Any) -> Any:
         self.received(share, chunks)
         return None, _Reference()
 
+    @override
     def values(self, share: SentShare | int, *chunks: Any) -> Any:
         self.received(share, chunks)
         return None, _Reference()
 
+    @override
     def scores(self, _role: str, share: SentShare | int, *chunks: Any) -> ModelScores:
         batch = self.received(share, chunks)
         return ModelScores(np.random.default_rng(0).normal(size=len(batch.share.places)).tolist())
 
+    @override
     def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> Any:
         sums = dict.fromkeys(ResponseSums.__dataclass_fields__, np.ones(len(inputs.scores)))
         sums["gap"] = np.zeros(len(inputs.scores))  # engines with other weights would end the step
         return ResponseSums(**sums), _Reference()
 
+    @override
     def update_policy(self, exchange: Any, steps: list[OptimizerStep], *_args: Any, **_kw: Any) -> Any:
         return {"loss": 1.0, "clipped": 0.0, "approx_kl": 0.0, "grad_norm": float(len(steps))}
 
+    @override
     def update_critic(self, _inputs: Any, _exchange: Any, steps: list[OptimizerStep], *_args: Any) -> Any:
         return {"loss": 1.0, "clipped": 0.0, "grad_norm": float(len(steps))}
 

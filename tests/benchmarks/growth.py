@@ -46,6 +46,7 @@ from rlhf_core.ppo.loss_step import OptimizerStep
 from rlhf_core.ppo.model_scores import ModelScores
 from rlhf_core.ppo.rank_rows import Exchange, ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
 from rlhf_core.weight_sync.sender import SyncReport
@@ -250,18 +251,22 @@ class Rank(ScriptedRank):
         tokens = sum(int(lengths[number][row]) for number, row in batch.share.places)
         return tokens / self._speeds.scoring / self._speed
 
+    @override
     def logprobs(self, _role: str, _entropy: bool, share: SentShare | int, *chunks: Any) -> Any:
         return [None, None], self._score(share, chunks)
 
+    @override
     def values(self, share: SentShare | int, *chunks: Any) -> Any:
         return [None, None], self._score(share, chunks)
 
+    @override
     def scores(self, _role: str, share: SentShare | int, *chunks: Any) -> Any:
         seconds = self._score(share, chunks)
         assert self._batch is not None
         scores = np.random.default_rng(0).normal(size=len(self._batch.share.places)).tolist()
         return ModelScores(scores), seconds
 
+    @override
     def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> Any:
         sums = dict.fromkeys(ResponseSums.__dataclass_fields__, np.ones(len(inputs.scores)))
         # Engines with other weights would end the step, and loops would be logged.
@@ -283,11 +288,13 @@ class Rank(ScriptedRank):
         meeting.seconds.append(seconds)
         return {"loss": 1.0, "clipped": 0.0, "approx_kl": 0.0, "grad_norm": 1.0}, meeting
 
+    @override
     def update_policy(
         self, exchange: Exchange, steps: Sequence[OptimizerStep], *_args: Any, **_kw: Any
     ) -> Any:
         return self._train("policy", exchange, steps)
 
+    @override
     def update_critic(
         self, _inputs: Any, exchange: Exchange, steps: Sequence[OptimizerStep], *_args: Any
     ) -> Any:

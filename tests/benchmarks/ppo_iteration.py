@@ -29,6 +29,7 @@ from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample
 from tests.support.arguments import positive
 from tests.support.small_ppo import ROLES, local_context
@@ -85,6 +86,7 @@ class MeasuredController(PPOController):
     """A controller that also measures the CPU time of all processes in each phase."""
 
     @contextmanager
+    @override
     def _timed(self, name: str) -> Iterator[None]:
         before = self._cpu_seconds()
         with super()._timed(name):

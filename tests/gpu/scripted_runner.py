@@ -23,6 +23,8 @@ from unittest import mock
 import numpy as np
 import torch
 
+from rlhf_core.system.overriding import override
+
 BLOCK = 16
 """Tokens of a block of the KV cache."""
 
@@ -73,6 +75,7 @@ class _Kernels(ModuleType):
 
     __all__ = ()
 
+    @override
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

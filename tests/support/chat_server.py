@@ -6,6 +6,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from rlhf_core.system.overriding import override
+
 Respond = Callable[[str], str | int | dict[str, Any]]
 """Text of the reply to a question, a status, or a part of the body that replaces the usual one. Its entries
 `status` and `retry_after` are the status and the header Retry-After.
@@ -33,6 +35,7 @@ class ChatServer(ThreadingHTTPServer):
     def questions(self) -> list[str]:
         return [request["messages"][0]["content"] for request in self.requests]
 
+    @override
     def __exit__(self, *args: Any) -> None:
         self.shutdown()
         super().__exit__(*args)
@@ -64,6 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    @override
     def log_message(self, format: str, *args: Any) -> None:
         """Tests are quiet."""
 

@@ -13,6 +13,7 @@ from rlhf_core.run.executors.job_files import JobFiles
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.store import Store
 from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
+from rlhf_core.system.overriding import override
 from rlhf_core.types import ArtifactRef
 
 KEY = "0" * 16
@@ -42,6 +43,7 @@ class Job(threading.Thread):
         self._store = store
         self.start()
 
+    @override
     def run(self) -> None:
         while not self._store.exists(f"{self._files.folder}/spec.json"):
             time.sleep(0.01)

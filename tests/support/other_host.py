@@ -16,6 +16,7 @@ from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
+from rlhf_core.system.overriding import override
 from rlhf_core.testing.actors import LocalObjects
 from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef
@@ -33,18 +34,22 @@ class Bucket(LocalFiles):
         self.sent: list[str] = []
         """The objects that were written as files."""
 
+    @override
     def local_path(self, key: str) -> Path | None:
         return None
 
+    @override
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
         self._check()
         self.sent.append(key)
         super().put_file(source, key, link=link)
 
+    @override
     def get_file(self, key: str, target: Path, size: int | None = None) -> None:
         self.fetched[key] += 1
         super().get_file(key, target, size)
 
+    @override
     def sizes(self, prefix: str) -> Mapping[str, int]:
         self._check()
         return super().sizes(prefix)
@@ -90,43 +95,55 @@ class Elsewhere(NodeAgent):
     def there(self, folder: Path) -> Path:
         return self._root / folder.relative_to("/")
 
+    @override
     def fetch_artifacts(self, refs: Sequence[ArtifactRef]) -> list[Path]:
         folders = super().fetch_artifacts(refs)
         root = self._root
         return [Path("/") / each.relative_to(root) if each.is_relative_to(root) else each for each in folders]
 
+    @override
     def prepare(self, folder: Path, size: int) -> None:
         super().prepare(self.there(folder), size)
 
+    @override
     def add(self, prefix: str, folder: Path, name: str) -> tuple[FileEntry, ...]:
         return super().add(prefix, self.there(folder), name)
 
+    @override
     def fetch(self, manifest: Manifest, work: Path, needed: frozenset[str]) -> None:
         super().fetch(manifest, self.there(work), needed)
 
+    @override
     def upload_files(self, folder: Path, files: Sequence[FileEntry], target: str) -> None:
         super().upload_files(self.there(folder), files, target)
 
+    @override
     def fetch_files(self, source: str, files: Sequence[FileEntry], folder: Path) -> None:
         super().fetch_files(source, files, self.there(folder))
 
+    @override
     def listing(self, folder: Path) -> tuple[FileEntry, ...]:
         return super().listing(self.there(folder))
 
+    @override
     def read(self, file: Path, offset: int, size: int) -> bytes:
         self.files_read.append(file)
         return super().read(self.there(file), offset, size)
 
+    @override
     def digests(self, folder: Path) -> dict[str, str]:
         self.folders_hashed.append(folder)
         return super().digests(self.there(folder))
 
+    @override
     def write(self, file: Path, offset: int, data: bytes) -> None:
         super().write(self.there(file), offset, data)
 
+    @override
     def sha256(self, file: Path) -> str:
         return super().sha256(self.there(file))
 
+    @override
     def remove(self, folder: Path) -> None:
         super().remove(self.there(folder))
 

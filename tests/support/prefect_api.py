@@ -20,6 +20,8 @@ from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
+from rlhf_core.system.overriding import override
+
 BLOCK = "custom-webhook/team"
 """Address of the block, for RLHF_NOTIFY."""
 
@@ -39,6 +41,7 @@ class PrefectApi(ThreadingHTTPServer):
         self._flow_run: dict[str, Any] = {}
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
+    @override
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()
@@ -140,5 +143,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    @override
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from rlhf_core.system.overriding import override
+
 PREFIX = "/apis/ray.io/v1/namespaces/team/rayjobs"
 
 
@@ -34,6 +36,7 @@ class ScriptedKubernetes:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
+            @override
             def log_message(self, *_: Any) -> None:
                 pass
 

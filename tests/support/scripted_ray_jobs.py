@@ -7,6 +7,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from rlhf_core.system.overriding import override
+
 _VERSION = {"ray_version": "2.60.0", "ray_commit": "x", "version": "4", "session_name": "x"}
 
 
@@ -40,6 +42,7 @@ class ScriptedRayJobs:
                 self.end_headers()
                 self.wfile.write(json.dumps(answer).encode())
 
+            @override
             def log_message(self, *_args: object) -> None:
                 """Write nothing to standard error."""
 

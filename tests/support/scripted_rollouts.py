@@ -210,6 +210,7 @@ class MarkRank(ScriptedRank):
         super().__init__()
         self.calls = 0
 
+    @override
     def scores(self, role: str, share: SentShare | int, *chunks: RolloutColumns) -> ModelScores:
         assert role == "reward"
         self.calls += 1
