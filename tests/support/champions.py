@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import traceback
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
 
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.tracking.champions import REVOKED, WEIGHTS
@@ -14,6 +19,22 @@ from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.registry import Candidate, register
 
 OUTCOMES = [-1] * 10 + [1] * 90
+
+
+def forked(action: Callable[[], object]) -> int:
+    """Call `action` in a fork of this process, and return its ID. Its exit code is 1 after an error."""
+    # A connection of SQLite must not be used in a fork of the process that opened it.
+    for engine in SqlAlchemyStore._engine_map.values():
+        engine.dispose()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return child
 
 
 def match_of(outcomes: list[int]) -> Match:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.engines.distributed import Rank
+from rlhf_core.system import heartbeat
 from tests.support.file_systems import without_hard_links
 from tests.support.rank_threads import RankThreads
 
@@ -27,6 +29,15 @@ def no_log_handlers_left() -> Iterator[None]:
     yield
     for name in ("flows", "rlhf_cli", "rlhf_core"):
         logging.getLogger(name).handlers.clear()
+
+
+@pytest.fixture(autouse=True)
+def process_is_no_actor() -> Iterator[None]:
+    """Fail if a test leaves this process registered with a monitor, or a package hidden, as an actor is."""
+    yield
+    assert heartbeat._registration is None, "the test has to call `unregister`"
+    hidden = [name for name, module in sys.modules.items() if module is None]
+    assert not hidden, f"later tests could not import {hidden}"
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from rlhf_core.cluster.gpu_usage import GpuSample, GpuSampler
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, rpc
 from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.system.heartbeat import unregister
 from rlhf_core.testing.gpu import ScriptedGpu
 
 SAMPLES = [GpuSample(0.25, 0.5), GpuSample(0.75, 0.875), GpuSample(1.0, 0.625)]
@@ -51,8 +53,11 @@ class Worker(Actor):
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Worker:
-    return Worker(ParticipantSpec("worker", tmp_path, TimeoutsConfig()))
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    # Other tests of this process need the packages that an actor hides.
+    monkeypatch.setattr("rlhf_core.cluster.rpc._UNUSED", ())
+    yield Worker(ParticipantSpec("worker", tmp_path, TimeoutsConfig()))
+    unregister()
 
 
 def test_an_actor_reports_its_samples(worker: Worker) -> None:

@@ -29,7 +29,7 @@ from rlhf_core.tracking.champions import REVOKED, WEIGHTS, Move, history, promot
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.registry import Candidate, register, why_outdated
-from tests.support.champions import OUTCOMES, champion, enter, match_of, revoked
+from tests.support.champions import OUTCOMES, champion, enter, forked, match_of, revoked
 
 WON = match_of(OUTCOMES)
 
@@ -320,15 +320,13 @@ POINTS = ("champion.recorded", "champion.revoked", "champion.moved", "champion.d
 
 def killed_at(point: str, action: Any) -> None:
     """Run `action` in a process that is killed at the failpoint."""
-    child = os.fork()
-    if child == 0:
+
+    def act() -> None:
         os.environ["RLHF_FAIL"] = f"{point}:1:kill"
-        try:
-            action()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        action()
+
+    _, status = os.waitpid(forked(act), 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("to", "after"), [(None, "2"), ("none", None)])
@@ -387,8 +385,8 @@ WRITES = (
 
 def killed_before_write(number: int, mlflow: Mlflow, action: Any) -> bool:
     """Run `action` in a process that is killed before a write to MLflow; False if there are fewer writes."""
-    child = os.fork()
-    if child == 0:
+
+    def act() -> None:
         count = 0
         for name in WRITES:
             write = getattr(mlflow._client, name)
@@ -401,12 +399,12 @@ def killed_before_write(number: int, mlflow: Mlflow, action: Any) -> bool:
                 return write(*given, **more)
 
             setattr(mlflow._client, name, counted)
-        try:
-            action(mlflow)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
+        action(mlflow)
+
+    _, status = os.waitpid(forked(act), 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL), "see its error on stderr"
+    return code != 0
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.tracking.champions import REVOKED, Move, history, move_champion, promote, rollback, settle
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.promotion_tests import all_tests
-from tests.support.champions import champion, enter, revoked
+from tests.support.champions import champion, enter, forked, revoked
 
 EVEN = [-1, 1] * 50
 
@@ -29,14 +29,11 @@ class Paused:
     """Runs `action` in another process, which stops at the failpoint until `resume`."""
 
     def __init__(self, point: str, mlflow: Mlflow, action: Callable[[Mlflow], object]) -> None:
-        self._child = os.fork()
-        if self._child == 0:
+        def act() -> None:
             os.environ["RLHF_FAIL"] = f"{point}:1:stop"
-            try:
-                action(Mlflow(mlflow.uri, "champions"))
-                os._exit(0)
-            finally:
-                os._exit(1)
+            action(Mlflow(mlflow.uri, "champions"))
+
+        self._child = forked(act)
         _, status = os.waitpid(self._child, os.WUNTRACED)
         assert os.WIFSTOPPED(status), status
 
