@@ -335,9 +335,15 @@ def waiting_cost(ranks: int, processes: int) -> float:
             register(monitor.folder, "controller", math.inf)
             calls: list[Pending[None]] = [Pending(busy.work.remote(2 * START_SECONDS + WAIT_SECONDS))]
             calls += [Pending(busy.work.remote(0.0)) for _ in range(ranks - 1)]
-            for seconds in (START_SECONDS, START_SECONDS + WAIT_SECONDS):
-                threading.Timer(seconds, lambda: used.append(time.process_time())).start()
+            timers = [
+                threading.Timer(seconds, lambda: used.append(time.process_time()))
+                for seconds in (START_SECONDS, START_SECONDS + WAIT_SECONDS)
+            ]
+            for timer in timers:
+                timer.start()
             ActorClient(monitor, TimeoutsConfig()).wait(calls, "a call of all ranks")
+            for timer in timers:
+                timer.join()
             monitor.include(None)
     finally:
         ray.shutdown()

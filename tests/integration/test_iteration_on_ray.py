@@ -59,13 +59,12 @@ def shared_fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fleet]]:
 def test_the_programs_end_with_their_tables_and_files(
     shared_fleet: list[Fleet],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     iteration(tmp_path / "new" / "iteration.json", capsys)
     rollouts(tmp_path / "new" / "rollout.json", capsys)
     assert len(shared_fleet) == 1
-    costs_of_ray(monkeypatch)
+    costs_of_ray()
 
 
 def iteration(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,12 +97,15 @@ def rollouts(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rollout"]["bare"]["share_of_bare"] == 1.0
 
 
-def costs_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def costs_of_ray() -> None:
     """Measure with the Ray of the fleet, which has a CPU that no rank and no engine uses."""
-    monkeypatch.setattr("ray.init", lambda **_options: None)
-    monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr(driver_scale, "START_SECONDS", 0.5)
-    monkeypatch.setattr(driver_scale, "WAIT_SECONDS", 2.0)
-    per_call, per_reference = driver_scale.ray_costs()
-    assert 0 < per_call < 1 and abs(per_reference) < 0.1
-    assert 0 < driver_scale.waiting_cost(ranks=2, processes=16) < 2
+    # Undone before the fleet ends, which shuts Ray down.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray.init", lambda **_options: None)
+        patch.setattr("ray.shutdown", lambda: None)
+        patch.setattr(driver_scale, "START_SECONDS", 0.5)
+        patch.setattr(driver_scale, "WAIT_SECONDS", 2.0)
+        per_call, per_reference = driver_scale.ray_costs()
+        waiting = driver_scale.waiting_cost(ranks=2, processes=16)
+    assert 0 < per_call < 0.05 and abs(per_reference) < 0.001
+    assert 0 < waiting < 2

@@ -1,6 +1,6 @@
 """The benchmarks of training through the real DeepSpeed, with tiny models.
 
-- they end with a table or numbers, and with the file that they name, which has the same
+- each prints its numbers, and writes them to the file of `--out`
 - our steps and the plain ones train
 """
 

@@ -6,7 +6,11 @@ import argparse
 
 
 def positive(text: str) -> int:
-    """Return the number of `text`. Raises ArgumentTypeError if it is less than 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    """Return the number of `text`. Raises ArgumentTypeError if it is not a whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
     return number

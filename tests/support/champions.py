@@ -10,7 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
+from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as Registry
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as Tracking
 
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.tracking.champions import REVOKED, WEIGHTS
@@ -24,8 +25,9 @@ OUTCOMES = [-1] * 10 + [1] * 90
 def forked(action: Callable[[], object]) -> int:
     """Call `action` in a fork of this process, and return its ID. Its exit code is 1 after an error."""
     # A connection of SQLite must not be used in a fork of the process that opened it.
-    for engine in SqlAlchemyStore._engine_map.values():
-        engine.dispose()
+    for store in (Registry, Tracking):
+        for engine in store._engine_map.values():
+            engine.dispose()
     child = os.fork()
     if child == 0:
         try:

@@ -33,10 +33,16 @@ def no_log_handlers_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def process_is_no_actor() -> Iterator[None]:
-    """Fail if a test leaves this process registered with a monitor, or a package hidden, as an actor is."""
+    """Fail if a test leaves this process as that of an actor: registered with a monitor, or with hidden
+    packages.
+    """
     yield
-    assert heartbeat._registration is None, "the test has to call `unregister`"
+    registered = heartbeat._registration is not None
+    heartbeat.unregister()
     hidden = [name for name, module in sys.modules.items() if module is None]
+    for name in hidden:
+        del sys.modules[name]
+    assert not registered, "the test has to call `unregister`"
     assert not hidden, f"later tests could not import {hidden}"
 
 

@@ -268,6 +268,7 @@ def test_the_part_of_the_kill_passes_if_ppo_continues_from_its_checkpoint(
         except _Killed:
             if not checkpoints:
                 shutil.rmtree(Path(command[4]) / "checkpoints")
+                (Path(command[4]) / "output" / "metrics.jsonl").unlink()
             return SimpleNamespace(returncode=-9)
         return SimpleNamespace(returncode=0)
 
@@ -275,7 +276,7 @@ def test_the_part_of_the_kill_passes_if_ppo_continues_from_its_checkpoint(
     monkeypatch.setattr(resumable, "PPOController", _Resumable)
     monkeypatch.setattr(parts, "subprocess", SimpleNamespace(run=run))
     found: dict[str, Any] = {}
-    with nullcontext() if checkpoints else pytest.raises(AssertionError):
+    with nullcontext() if checkpoints else pytest.raises(AssertionError, match="did not continue"):
         parts.run_kill_and_resume("cpu", tmp_path / "work", lambda **numbers: found.update(numbers))
     assert (found["killed_with"], found["resumed_with"]) == (-9, 0)
     assert found["continued_after"] == (1 if checkpoints else 0)

@@ -101,7 +101,7 @@ def tokens() -> Iterator[tuple[int, int, int, int]]:
 
 
 def engine_of(tables: Tables) -> Any:
-    """Return the tables as what stands for a `TrainingEngine`."""
+    """Return the tables, typed as a `TrainingEngine`."""
     return tables
 
 

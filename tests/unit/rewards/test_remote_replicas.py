@@ -26,7 +26,7 @@ class FakeClock:
 
 
 def allows(breaker: Breaker) -> bool:
-    """Return `breaker.allows`, of which mypy assumes that no call changes it."""
+    """Return `breaker.allows`. mypy assumes that calls do not change the property itself."""
     return breaker.allows
 
 
