@@ -19,7 +19,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,15 +27,13 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from tests.gpu import parts, resumable
 from tests.gpu.first_run import PARTS, Missing, Part, _device, run_parts
-from tests.unit.ppo.test_controller import FORTY, _Experience
+from tests.unit.ppo.test_controller import Controller, _Experience
 
 ROOT = Path(__file__).parents[2]
 
@@ -226,21 +223,12 @@ class _Killed(Exception):
     """Stands for a SIGKILL."""
 
 
-class _Resumable(PPOController):
+class _Resumable(Controller):
     """PPO with scripted rollouts, numbers and updates. Checkpoints are real."""
 
     def __init__(self, config: PipelineConfig, fleet: Fleet, *rest: Any) -> None:
-        super().__init__(config, fleet, *rest)
-        updater: Any = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
-        self._updater = updater
-
-    @override
-    def collect(self) -> RolloutBatch:
-        return replace(FORTY, from_cache=True, version=self.completed_steps)
-
-    @override
-    def score(self, batch: RolloutBatch) -> Any:
-        return _Experience()
+        PPOController.__init__(self, config, fleet, *rest)
+        self.script([_Experience()] * 3)
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])

@@ -78,6 +78,10 @@ class Controller(PPOController):
         no_rewards: Any = None
         fleet = self.fleet_class(config, ranks=ranks)
         super().__init__(config, fleet, self.prompts, lambda ids: "", no_rewards, context)
+        self.script(experiences)
+
+    def script(self, experiences: Sequence[_Experience]) -> None:
+        """Replace the numbers of each step by `experiences`, and its updates by a constant."""
         self.experiences = experiences
         updater: Any = SimpleNamespace(update=lambda *_args, **_options: {"loss/value": 1.0})
         self._updater = updater
