@@ -24,7 +24,8 @@ OUTCOMES = [-1] * 10 + [1] * 90
 
 def forked(action: Callable[[], object]) -> int:
     """Call `action` in a fork of this process, and return its ID. Its exit code is 1 after an error."""
-    # A connection of SQLite must not be used in a fork of the process that opened it.
+    # A connection of SQLite must not be used in a fork of the process that opened it, and a fork inherits the
+    # locks of open ones. No other thread may use the database meanwhile; see `no_sampler_left`.
     for store in (Registry, Tracking):
         for engine in store._engine_map.values():
             engine.dispose()

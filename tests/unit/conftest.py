@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,18 @@ def process_is_no_actor() -> Iterator[None]:
         del sys.modules[name]
     assert not registered, "the test has to call `unregister`"
     assert not hidden, f"later tests could not import {hidden}"
+
+
+@pytest.fixture(autouse=True)
+def no_sampler_left() -> Iterator[None]:
+    """Fail if a test leaves a thread that samples system metrics.
+
+    The thread reads MLflow's database every ten seconds. If a later test forks during such a read, the fork
+    inherits the lock of the read, and cannot write to the database.
+    """
+    yield
+    names = [thread.name for thread in threading.enumerate()]
+    assert "SystemMetricsMonitor" not in names, "the test has to call `finish` of its stage run"
 
 
 @pytest.fixture(scope="session")

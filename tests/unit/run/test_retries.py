@@ -106,7 +106,7 @@ class Stages:
         self.change(body)
         tree = {
             "run": {"home": str(self._folder / "home"), "prepare_next": False, **settings},
-            "tracking": {"uri": f"sqlite:///{self._database}"},
+            "tracking": {"uri": f"sqlite:///{self._database}", "system_metrics": False},
         }
         return PipelineRun(PipelineConfig.model_validate(tree), "demo.yaml")
 
