@@ -27,7 +27,8 @@ from typing import Any, Literal, NamedTuple
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, InputError, RLHFError
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
+from rlhf_core.tracking.mlflow_errors import describe_failure
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rlhf_core.config.redact import is_secret, printable, scrubbed
 from rlhf_core.tracking.database import artifacts_of, ensure_database
+from rlhf_core.tracking.mlflow_errors import UnusableAnswer, is_refused, short_reason
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ _NAME_LENGTH, _DIGEST_LENGTH = 250, 12
 """Maximum length of a name, and length of the digest at the end of a name that would be longer."""
 _MODEL_NAME = re.compile(r"[/:.%\"']")
 """Characters that are not allowed in the name of a logged model."""
-_CAUSE = re.compile(r"\(Caused by (.+)\)")
 _VERSIONS = "mlflow.modelVersions"
 _DATASET_NAME, _DATASET_DIGEST = 500, 36
 """Maximum length of the name of a data set."""
@@ -105,10 +104,6 @@ class RegisteredModel(NamedTuple):
     tags: Mapping[str, str]
     aliases: Mapping[str, str]
     """Versions by their aliases."""
-
-
-class UnusableAnswer(Exception):
-    """The response has a success status but does not contain the requested data."""
 
 
 def shorten_timeouts() -> None:
@@ -262,7 +257,7 @@ class Mlflow:
             try:
                 self._log_batch(run_id, batch)
             except Exception as error:
-                if not _is_refused(error):
+                if not is_refused(error):
                     raise
                 self._log_each_metric(run_id, batch, error)
 
@@ -276,7 +271,7 @@ class Mlflow:
             try:
                 self._log_batch(run_id, of_metric)
             except Exception as reason:
-                if not _is_refused(reason):
+                if not is_refused(reason):
                     raise
                 reasons[name] = short_reason(reason)
         if len(reasons) == len(by_metric) and self._is_deleted(run_id):
@@ -531,42 +526,6 @@ def clean_name(name: str) -> str:
         return cleaned
     digest = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:_DIGEST_LENGTH]
     return f"{cleaned[: _NAME_LENGTH - _DIGEST_LENGTH - 1]}-{digest}"
-
-
-def _is_refused(error: Exception) -> bool:
-    """Return whether the tracker answered that the content of a request is invalid."""
-    return _status(error) == 400
-
-
-def _status(error: BaseException) -> int:
-    """Return the HTTP status of MLflow's error; 0 for other errors."""
-    return int(getattr(error, "get_http_status_code", lambda: 0)())
-
-
-def short_reason(error: BaseException) -> str:
-    """Return the reason of an error in one short line without credentials."""
-    text = printable(" ".join(scrubbed(str(error)).split()))
-    text = text.partition(" [SQL: ")[0]
-    # The beginning of an error of urllib3 is an address.
-    if cause := _CAUSE.search(text):
-        text = cause[1]
-    text = text[:160]
-    return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
-
-
-def describe_failure(error: BaseException) -> str:
-    """Return a description of MLflow's problem and a fix if the user can apply one.
-
-    It follows "MLflow at ADDRESS" in a message.
-    """
-    status = _status(error)
-    code = getattr(error, "error_code", "")
-    if status in (401, 403) or code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED"):
-        fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        return f"refuses these credentials ({short_reason(error)}); {fix}"
-    if 400 <= status < 500 or isinstance(error, UnusableAnswer):
-        return f"does not take this ({short_reason(error)})"
-    return f"does not answer ({short_reason(error)})"
 
 
 def _identity(value: Any, what: str) -> str:

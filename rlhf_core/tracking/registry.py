@@ -38,7 +38,8 @@ from rlhf_core.tracking.gate import (
     decide,
     refused_alone,
 )
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
+from rlhf_core.tracking.mlflow_errors import describe_failure
 from rlhf_core.tracking.promotion_tests import (
     OUTCOME,
     PromotionTest,

@@ -20,7 +20,8 @@ from typing import NamedTuple
 from rlhf_core.storage.artifacts import parse_artifact_address
 from rlhf_core.storage.inventory import ArtifactName
 from rlhf_core.tracking.champions import WEIGHTS, Move, moves_of, registry_errors, revocation
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, UnusableAnswer
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
+from rlhf_core.tracking.mlflow_errors import UnusableAnswer
 from rlhf_core.tracking.promotion_tests import read_outcome
 
 _KEY = re.compile(r"rlhf\.([a-z]+)\.key")
