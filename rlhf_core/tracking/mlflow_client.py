@@ -42,6 +42,8 @@ _MODELS_PER_CALL = 100
 _NAME = re.compile(r"[^\w\-./: ]")
 _NAME_LENGTH, _DIGEST_LENGTH = 250, 12
 """Maximum length of a name, and length of the digest at the end of a name that would be longer."""
+_TAG_LENGTH = 5000
+"""Maximum length of a tag of a run."""
 _MODEL_NAME = re.compile(r"[/:.%\"']")
 """Characters that are not allowed in the name of a logged model."""
 _VERSIONS = "mlflow.modelVersions"
@@ -228,7 +230,7 @@ class Mlflow:
         from mlflow.entities import RunTag
 
         self._client.log_batch(
-            run_id, tags=[RunTag(name, _short(value, 5000)) for name, value in tags.items()]
+            run_id, tags=[RunTag(name, _short(value, _TAG_LENGTH)) for name, value in tags.items()]
         )
 
     def remove_tags(self, run_id: str, prefix: str) -> None:
@@ -294,13 +296,16 @@ class Mlflow:
         self._client.log_artifact(run_id, str(path), folder or None)
 
     def tag_tables(self, run_id: str, tables: Iterable[str]) -> None:
-        """Mark artifacts as tables for MLflow's pages."""
+        """Mark artifacts as tables for MLflow's pages: the last ones, as many as fit into a tag."""
         tag = "mlflow.loggedArtifacts"
-        known = json.loads(self._client.get_run(run_id).data.tags.get(tag, "[]"))
+        known = _list_of(self._client.get_run(run_id).data.tags.get(tag, "[]"))
         entries = [{"path": path, "type": "table"} for path in tables]
         new = [entry for entry in entries if entry not in known]
         if new:
-            self.set_tags(run_id, {tag: json.dumps([*known, *new])})
+            marked = [*known, *new]
+            while len(text := json.dumps(marked)) > _TAG_LENGTH:
+                marked = marked[1:]
+            self.set_tags(run_id, {tag: text})
 
     def log_datasets(self, run_id: str, datasets: Iterable[DataSet], context: str) -> None:
         """Log data sets as inputs of the run: addresses and digests, without data.
@@ -551,6 +556,15 @@ def _quoted(value: str) -> str:
     if "'" in value or "\\" in value:
         raise ValueError(f"cannot search MLflow for {value!r}")
     return value
+
+
+def _list_of(text: str) -> list[Any]:
+    """Return the list in a tag; an empty one if the tag is damaged, as earlier releases cut long ones."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return []
+    return content if isinstance(content, list) else []
 
 
 def _short(text: str, limit: int) -> str:

@@ -325,6 +325,24 @@ def test_tables_figures_and_files_are_seen_by_the_ui(
     assert run.unsent == 0
 
 
+@pytest.mark.parametrize("marked", ["[]", '[{"path": "tables/samples/step_000010.js...'])
+def test_more_tables_than_fit_into_a_tag_do_not_stop_the_run(
+    tracking: Tracking, database: Path, marked: str
+) -> None:
+    run = stage(tracking, None, f"many tables {len(marked)}")
+    tracking.set_tags(run.run_id, {"mlflow.loggedArtifacts": marked})
+    for step in range(10, 1010, 10):
+        run.log_table(f"samples/step_{step:06d}", [{"prompt": "a"}])
+    run.flush()
+    run.log_table("samples/step_001010", [{"prompt": "a"}])
+    run.finish("FINISHED")
+    state = run_of(database, run.run_id)
+    assert (state["status"], run.unsent) == ("FINISHED", 0)
+    paths = [entry["path"] for entry in json.loads(state["tags"]["mlflow.loggedArtifacts"])]
+    assert len(paths) > 50
+    assert paths == [f"tables/samples/step_{step:06d}.json" for step in range(10, 1020, 10)][-len(paths) :]
+
+
 def test_artifacts_of_the_default_are_next_to_its_database(tracking: Tracking, database: Path) -> None:
     run = stage(tracking, None)
     folder = Path(run_of(database, run.run_id)["artifacts"].removeprefix("file://"))
