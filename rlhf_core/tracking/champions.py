@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -54,6 +55,8 @@ MAX_REASON = 1000
 """Largest number of characters of a reason."""
 _MAX_TAG = 5000
 """Largest number of characters of a tag of a registered model in MLflow's databases."""
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+"""Number of a version."""
 _MOVE = "rlhf.champion."
 """Prefix of the tags of the registered model that contain its moves. Microseconds since 1970 follow."""
 
@@ -152,6 +155,23 @@ def revocation(
     return None
 
 
+def find_revocation(mlflow: Mlflow, model: str, version: ModelVersion) -> Revocation | None:
+    """Return the same as `revocation`, without reading all versions."""
+    moves = history(mlflow, model)
+    return revocation(version, _versions_of_rollbacks(mlflow, model, moves), moves)
+
+
+def _versions_of_rollbacks(mlflow: Mlflow, model: str, moves: Iterable[Move]) -> list[ModelVersion]:
+    """Return the versions that `revocation` needs: those with the tag `REVOKED`, and others that rollbacks
+    name and that exist.
+    """
+    found = {each.version: each for each in mlflow.versions(model, REVOKED)}
+    for number in {move.previous for move in moves if move.digests} - found.keys():
+        if number is not None and (version := mlflow.version(model, number)) is not None:
+            found[number] = version
+    return list(found.values())
+
+
 def _digests(tags: Mapping[str, str]) -> frozenset[str]:
     return frozenset(tags[name] for name in (POLICY, WEIGHTS) if name in tags)
 
@@ -212,15 +232,19 @@ def settle(mlflow: Mlflow, model: str) -> str | None:
         if move.state == "started":
             _finish(mlflow, model, move)
     champion = mlflow.by_alias(model, CHAMPION)
-    versions, moves = mlflow.versions(model), history(mlflow, model)
-    if champion is None or revocation(champion, versions, moves) is None:
+    if champion is None or find_revocation(mlflow, model, champion) is None:
         return None
-    usable = {each.version for each in versions if revocation(each, versions, moves) is None}
-    names = [
-        name for move in reversed(moves) if move.state == "done" for name in (move.version, move.previous)
-    ]
+    moves = history(mlflow, model)
+    versions = _versions_of_rollbacks(mlflow, model, moves)
     # None is also the target of a rollback to no champion.
-    target = next((name for name in names if name is None or name in usable), None)
+    target = next(
+        (
+            name
+            for name in _former_champions(moves)
+            if name is None or _is_usable(mlflow, model, name, versions, moves)
+        ),
+        None,
+    )
     _set(mlflow, model, target)
     log.warning(
         "%s: version %s is revoked and had the alias `%s`; %s has it now",
@@ -229,19 +253,34 @@ def settle(mlflow: Mlflow, model: str) -> str | None:
     return champion.version
 
 
+def _former_champions(moves: Sequence[Move]) -> list[str | None]:
+    """Return the champions of a history, the last one first; None for a time without one."""
+    done = [move for move in reversed(moves) if move.state == "done"]
+    return list(dict.fromkeys(number for move in done for number in (move.version, move.previous)))
+
+
+def _is_usable(
+    mlflow: Mlflow, model: str, number: str, versions: Collection[ModelVersion], moves: Iterable[Move]
+) -> bool:
+    """Return whether a version exists and may become champion. Arguments as for `revocation`."""
+    if any(each.version == number and REVOKED in each.tags for each in versions):
+        return False
+    version = mlflow.version(model, number)
+    return version is not None and revocation(version, versions, moves) is None
+
+
 def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
     """Do what is left of a move, and return it as it was recorded."""
-    versions = {each.version: each for each in mlflow.versions(model)}
-    version = versions.get(move.version or "")
+    version = None if move.version is None else mlflow.version(model, move.version)
     is_lost = move.version is not None and (
-        version is None or revocation(version, versions.values(), history(mlflow, model)) is not None
+        version is None or find_revocation(mlflow, model, version) is not None
     )
     if is_lost and _champion(mlflow, model) == move.previous:
         # Nothing can replace the champion, which is therefore not revoked either.
         return _close(mlflow, model, replace(move, state="overtaken", digests=None))
-    if move.action == "rolled_back" and move.previous in versions:
-        assert move.previous is not None
-        mlflow.tag_version(model, move.previous, {REVOKED: move.reason})
+    is_rollback = move.action == "rolled_back" and move.previous is not None
+    if is_rollback and mlflow.version(model, str(move.previous)) is not None:
+        mlflow.tag_version(model, str(move.previous), {REVOKED: move.reason})
         failpoint("champion.revoked")
     # At neither end of the move, the alias was moved by somebody else, which is respected.
     if is_lost or _champion(mlflow, model) not in (move.previous, move.version):
@@ -395,12 +434,11 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         version = None
         if to != NONE:
             version = to or _earlier_champion(mlflow, model, champion, reason)
-            if _digests(find_version(mlflow, model, version).tags) & _digests(champion.tags):
+            if _digests(usable_version(mlflow, model, version).tags) & _digests(champion.tags):
                 raise InputError(
                     f"--to: version {version} of {model} has the same policy as the champion, version"
                     f" {champion.version}; choose another one"
                 )
-            usable_version(mlflow, model, version)
         digests = {name: champion.tags[name] for name in (POLICY, WEIGHTS) if name in champion.tags}
         move = Move(time.time(), "rolled_back", version, champion.version, reason, digests=digests)
         return Moved(_require_done(model, move_champion(mlflow, model, move)), True)
@@ -410,15 +448,12 @@ def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVer
     """Return a version by its number or alias. Raises InputError if there is none."""
     with registry_errors(mlflow, f"find {model}@{wanted}"):
         _require_model(mlflow, model)
-        found = None if wanted.isdigit() else mlflow.by_alias(model, wanted)
-        versions = mlflow.versions(model)
-        for version in versions:
-            if version.version == (found.version if found else wanted):
-                return version
-        raise InputError(
-            f"{model} has no version {wanted}; its versions are"
-            f" {', '.join(sorted((each.version for each in versions), key=int)) or 'none'}"
-        )
+        is_number = _NUMBER.fullmatch(wanted) is not None
+        found = mlflow.version(model, wanted) if is_number else mlflow.by_alias(model, wanted)
+        if found is not None:
+            return found
+        numbers = sorted((each.version for each in mlflow.versions(model)), key=int)
+        raise InputError(f"{model} has no version {wanted}; its versions are {', '.join(numbers) or 'none'}")
 
 
 def usable_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVersion:
@@ -427,7 +462,7 @@ def usable_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelV
     """
     with registry_errors(mlflow, f"find {model}@{wanted}"):
         version = find_version(mlflow, model, wanted)
-        revoked = revocation(version, mlflow.versions(model), history(mlflow, model))
+        revoked = find_revocation(mlflow, model, version)
         if revoked is None:
             return version
         text = f"version {version.version} of {model} "
@@ -496,14 +531,13 @@ def _earlier_champion(mlflow: Mlflow, model: str, champion: ModelVersion, reason
     """Return the last version that was champion before, that exists, and that is usable after the champion
     is revoked.
     """
-    moves, versions = history(mlflow, model), mlflow.versions(model)
+    moves = history(mlflow, model)
+    versions = _versions_of_rollbacks(mlflow, model, moves)
     after = [each for each in versions if each.version != champion.version]
     after.append(replace(champion, tags={**champion.tags, REVOKED: reason}))
-    usable = {each.version for each in after if revocation(each, after, moves) is None}
-    for move in reversed(moves):
-        for version in (move.version, move.previous):
-            if move.state == "done" and version is not None and version in usable:
-                return version
+    for number in _former_champions(moves):
+        if number is not None and _is_usable(mlflow, model, number, after, moves):
+            return number
     raise InputError(
         f"the history of {model} has no earlier champion that is not revoked; name a version with --to, or"
         f" use --to {NONE}"

@@ -457,17 +457,33 @@ class Mlflow:
             dict(model.tags), {alias: str(version) for alias, version in model.aliases.items()}
         )
 
-    def versions(self, name: str) -> list[ModelVersion]:
-        """Return all versions of a registered model."""
+    def versions(self, name: str, tag: str | None = None) -> list[ModelVersion]:
+        """Return all versions of a registered model, or those with a tag, whatever its value is.
+
+        MLflow reads the tags of all versions that it returns, which takes seconds for hundreds of versions.
+        """
+        text = f"name = '{_quoted(name)}'"
+        if tag is not None:
+            text += f" and tags.`{tag}` LIKE '%'"
         found, token = [], None
         while True:
-            page = self._client.search_model_versions(
-                f"name = '{_quoted(name)}'", max_results=200, page_token=token
-            )
+            page = self._client.search_model_versions(text, max_results=200, page_token=token)
             found += [_version(entry) for entry in page]
             token = page.token
             if not token:
                 return found
+
+    def version(self, name: str, number: str) -> ModelVersion | None:
+        """Return a version of a registered model; None if it does not exist."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return _version(self._client.get_model_version(name, number))
+        except MlflowException as error:
+            # The second for a text that is no number.
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
 
     def create_version(
         self, name: str, *, source: str, run_id: str | None, tags: Mapping[str, str], description: str

@@ -134,8 +134,8 @@ def spend(mlflow: Mlflow, model: str, version: str, test: PromotionTest, gate: G
     """
     record_test(mlflow, model, version, test)
     failpoint("register.tested")
-    tags = next((each.tags for each in mlflow.versions(model) if each.version == version), {})
-    settled = [_read(entry) for entry in _entries(tags)]
+    tested = mlflow.version(model, version)
+    settled = [_read(entry) for entry in _entries(tested.tags if tested else {})]
     if any(each is not None and (each.time, each.level) == (test.time, test.level) for each in settled):
         return test
     others = [

@@ -22,6 +22,7 @@ from rlhf_core.tracking.champions import (
     POLICY,
     WEIGHTS,
     Move,
+    find_revocation,
     history,
     move_champion,
     registry_errors,
@@ -212,7 +213,7 @@ def _with_weights(versions: Iterable[ModelVersion], weights_sha256: str) -> bool
 
 def _revoked(mlflow: Mlflow, model: str, version: ModelVersion) -> Decision | None:
     """Return the refusal if the version, or another one with the same policy, was rolled back."""
-    found = revocation(version, mlflow.versions(model), history(mlflow, model))
+    found = find_revocation(mlflow, model, version)
     if found is None:
         return None
     return Decision(

@@ -25,9 +25,19 @@ from mlflow import MlflowClient
 
 from rlhf_core.errors import InfrastructureError, InputError
 from rlhf_core.tracking import champions
-from rlhf_core.tracking.champions import REVOKED, WEIGHTS, Move, history, promote, rollback, settle
+from rlhf_core.tracking.champions import (
+    REVOKED,
+    WEIGHTS,
+    Move,
+    find_revocation,
+    history,
+    promote,
+    revocation,
+    rollback,
+    settle,
+)
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
-from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 from rlhf_core.tracking.registry import Candidate, register, why_outdated
 from tests.support.champions import OUTCOMES, champion, enter, forked, match_of, revoked
 
@@ -130,6 +140,34 @@ def test_weights_stay_revoked_after_their_version_was_deleted(mlflow: Mlflow, mo
     assert "version 3 has this policy and was revoked: bad" in done.decision.reason
     with pytest.raises(InputError, match=f"remove the tag {move.key} of the registered model"):
         promote(mlflow, model, "4", "good")
+
+
+def test_commands_do_not_read_all_versions_and_find_the_same_revocations(
+    mlflow: Mlflow, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = Mlflow.versions
+
+    def of_tag(self: Mlflow, name: str, tag: str | None = None) -> list[ModelVersion]:
+        assert tag is not None, "hundreds of versions with their tags take seconds"
+        return every(self, name, tag)
+
+    monkeypatch.setattr(Mlflow, "versions", of_tag)
+    rollback(mlflow, model, "bad")
+    promote(mlflow, model, "1", "better")
+    rollback(mlflow, model, "worse")
+    mlflow._client.delete_model_version(model, "3")
+    mlflow._client.delete_model_version_tag(model, "1", REVOKED)  # by a person
+    monkeypatch.undo()
+    for digest in "ac":
+        enter(mlflow, model, digest)
+    versions, moves = mlflow.versions(model), history(mlflow, model)
+    found = {each.version: revocation(each, versions, moves) for each in versions}
+    assert {number: each and each.version for number, each in found.items()} == {
+        "1": None,
+        "2": None,
+        "4": "3",
+    }
+    assert found == {each.version: find_revocation(mlflow, model, each) for each in versions}
 
 
 def test_a_candidate_that_is_revoked_during_its_match_is_no_champion(mlflow: Mlflow, model: str) -> None:
