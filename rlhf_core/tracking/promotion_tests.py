@@ -111,11 +111,15 @@ def next_test(
 
 
 def _level(opponent: str | None, others: Iterable[PromotionTest], gate: Gate, now: float) -> float:
-    """Return the level of a test at time `now` against `opponent`, after the tests `others`."""
+    """Return the level of a test at time `now` against `opponent`, after the tests `others`.
+
+    It is above 0, as a test needs it. Nothing is left if five processes test at the same time, or if the
+    clock of this host is behind those of the hosts that made the last tests.
+    """
     if opponent is None:
         return gate.first_level(1 + sum(test.champion is None for test in others))
     spent = [Spent(test.time, test.level) for test in others if test.champion is not None]
-    return next_level(spent, now, gate.alpha)
+    return max(next_level(spent, now, gate.alpha), sys.float_info.min)
 
 
 def spend(mlflow: Mlflow, model: str, version: str, test: PromotionTest, gate: Gate) -> PromotionTest:
@@ -144,8 +148,7 @@ def spend(mlflow: Mlflow, model: str, version: str, test: PromotionTest, gate: G
         for each in tests
         if (number, each.time) != (version, test.time)
     ]
-    # Five processes at the same time can leave nothing. A test needs a level above 0.
-    level = max(_level(test.champion, others, gate, test.time), sys.float_info.min)
+    level = _level(test.champion, others, gate, test.time)
     if level < test.level:
         test = replace(test, level=level)
         record_test(mlflow, model, version, test)

@@ -25,6 +25,7 @@ from rlhf_core.testing import stage_context
 from rlhf_core.tracking import champions
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
+from rlhf_core.tracking.promotion_tests import PromotionTest, record_test
 from rlhf_core.tracking.registry import Candidate, register
 from rlhf_core.types import ArtifactRef, Lineage, StageContext
 
@@ -137,6 +138,19 @@ def test_each_test_spends_of_the_budget_of_a_year(mlflow: Mlflow) -> None:
     enter("e", 50)
     assert recorded_tests(mlflow, "m9", "9")[0]["level"] == pytest.approx(0.0025)
     assert aliases(mlflow, "m9")["champion"] == "7"
+
+
+def test_a_host_whose_clock_is_behind_the_last_tests_refuses_its_candidate(mlflow: Mlflow) -> None:
+    def enter(digest: str, wins: int, now: float) -> Any:
+        policy = candidate(digest, note=digest)
+        return register(mlflow, "behind", policy, gate=GATE, run_match=lambda _: won(wins), clock=lambda: now)
+
+    enter("a", 0, 1e9)
+    for number in range(5):  # all that is available at once
+        record_test(mlflow, "behind", "7", PromotionTest(1.1e9 + number, 0.0025, "1", None, 100, f"{number}"))
+    done = enter("b", 80, 1.05e9)
+    assert (done.decision.champion, done.decision.rule, done.decision.tested) == (False, "match", True)
+    assert enter("c", 80, 1.1e9 + YEAR).decision.champion
 
 
 def test_a_deleted_version_gives_back_nothing_of_the_budget(mlflow: Mlflow) -> None:
