@@ -184,7 +184,7 @@ class Mlflow:
 
     def find_run(self, tags: Mapping[str, str]) -> RunState | None:
         """Return the oldest run with all these tags, or None."""
-        text = " and ".join(f"tags.`{name}` = '{_quoted(value)}'" for name, value in tags.items())
+        text = " and ".join(f"tags.`{name}` = {_quoted(value)}" for name, value in tags.items())
         order = ["attributes.start_time ASC"]
         runs = self._client.search_runs([self.experiment_id], text, max_results=1, order_by=order)
         return _state(runs[0]) if runs else None
@@ -348,7 +348,7 @@ class Mlflow:
 
         key_name, key_value = key
         run = self._client.get_run(run_id)
-        text = f"tags.`{key_name}` = '{_quoted(key_value)}'"
+        text = f"tags.`{key_name}` = {_quoted(key_value)}"
         models = self._client.search_logged_models([self.experiment_id], filter_string=text)
         if models:
             model = models[0]
@@ -462,7 +462,7 @@ class Mlflow:
 
         MLflow reads the tags of all versions that it returns, which takes seconds for hundreds of versions.
         """
-        text = f"name = '{_quoted(name)}'"
+        text = f"name = {_quoted(name)}"
         if tag is not None:
             text += f" and tags.`{tag}` LIKE '%'"
         found, token = [], None
@@ -568,10 +568,12 @@ def _state(run: Any) -> RunState:
 
 
 def _quoted(value: str) -> str:
-    # MLflow's search language has no escape for these characters.
-    if "'" in value or "\\" in value:
-        raise ValueError(f"cannot search MLflow for {value!r}")
-    return value
+    """Return a text of MLflow's search language, which has two kinds of quotes and no escape for them."""
+    for quote in ("'", '"'):
+        # A backslash before the last quote would be part of the text.
+        if quote not in value and not value.endswith("\\"):
+            return f"{quote}{value}{quote}"
+    raise ValueError(f"cannot search MLflow for {value!r}")
 
 
 def _list_of(text: str) -> list[Any]:

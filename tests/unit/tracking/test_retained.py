@@ -105,6 +105,13 @@ def test_all_pages_are_read(mlflow: Mlflow, runs: OldRuns, monkeypatch: pytest.M
     assert retained(mlflow).needed == of_runs(*(f"run {number}" for number in range(5)))
 
 
+@pytest.mark.parametrize("name", ["bob's model", 'the "best" model', "back\\slash"])
+def test_names_of_models_of_other_programs_can_have_quotes(mlflow: Mlflow, name: str) -> None:
+    mlflow.ensure_model(name, "")
+    mlflow.create_version(name, source="s3://b/x", run_id=None, tags={"a": "b"}, description="")
+    assert retained(mlflow).registered == {(name, "")}
+
+
 def test_an_answer_that_contradicts_itself_is_an_error(
     mlflow: Mlflow, runs: OldRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
