@@ -361,9 +361,9 @@ def champions(mlflow: Mlflow, model: str) -> tuple[ModelVersion | None, list[Mov
 
 
 def registered_models(mlflow: Mlflow) -> list[str]:
-    """Return the names of registered models, at most 100."""
+    """Return the names of all registered models."""
     with registry_errors(mlflow, "list its models"):
-        return mlflow.model_names(100)
+        return mlflow.all_model_names()
 
 
 def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Moved:

@@ -42,6 +42,14 @@ def rlhf(*arguments: str) -> int:
     return cli.main(list(arguments))
 
 
+def test_without_a_name_the_champions_of_all_models_are_printed(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mlflow, "all_model_names", lambda _: [model] * 101)
+    assert rlhf("champions") == 0
+    assert capsys.readouterr().out.count(f"{model}: champion is version 2\n") == 101
+
+
 def test_commands_print_the_history_and_a_rollback_can_be_repeated(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
