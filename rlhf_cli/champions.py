@@ -155,10 +155,11 @@ def _promote(arguments: argparse.Namespace) -> int:
 def _warn_if_files_are_missing(mlflow: Mlflow, name: str, move: Move) -> None:
     """Warn if the new champion is in a folder that does not exist here. The registry has no files."""
     from rlhf_core.tracking.champions import find_version
+    from rlhf_core.tracking.registry import LOCAL_STORE
 
     if move.version is None:
         return
-    folder = find_version(mlflow, name, move.version).source
+    folder = find_version(mlflow, name, move.version).source.removeprefix(LOCAL_STORE)
     if folder.startswith("/") and not Path(folder).exists():
         print(
             printable(

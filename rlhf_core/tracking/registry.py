@@ -53,6 +53,8 @@ from rlhf_core.tracking.promotion_tests import (
 log = logging.getLogger(__name__)
 
 CANDIDATE = "candidate"
+LOCAL_STORE = "local-store://"
+"""Prefix of the path of a folder in the source of a version, if MLflow is a server."""
 _EVALUATION = "rlhf.evaluation"
 
 RunMatch = Callable[[Mapping[str, str]], Match | NoMatch]
@@ -316,7 +318,7 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
     if mlflow.uri.startswith("http") and "://" not in source:
         # A server refuses a local path as a source, because it would serve the files. This scheme keeps the
         # path readable for users.
-        source = f"local-store://{source}"
+        source = f"{LOCAL_STORE}{source}"
     description = _description(candidate)
     run_id = candidate.run_id if candidate.run_id and mlflow.has_run(candidate.run_id) else None
     return (

@@ -42,6 +42,16 @@ def rlhf(*arguments: str) -> int:
     return cli.main(list(arguments))
 
 
+def test_a_missing_folder_is_a_warning_also_if_mlflow_is_a_server(
+    model: str, capsys: pytest.CaptureFixture[str], database: Path
+) -> None:
+    mlflow = Mlflow(f"sqlite:///{database}", "commands")
+    # As the stage `register` names it at a server.
+    mlflow.create_version(model, source="local-store:///none", run_id=None, tags={}, description="")
+    assert rlhf("promote", model, "3", "--reason", "it is better") == 0
+    assert capsys.readouterr().err.startswith("warning: /none, the policy of version 3, does not exist")
+
+
 def test_without_a_name_the_champions_of_all_models_are_printed(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
