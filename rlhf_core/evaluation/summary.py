@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.register import POLICIES
+from rlhf_core.errors import RewardError
 from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MEASURES, WIN_RATE_NAMES
 from rlhf_core.evaluation.policy_results import main_policy, own_name, with_own_names
@@ -59,12 +60,23 @@ def without_masked(
 
     If a source with nonzero weight masks a failure, the weighted sum is NaN. A source of weight 0 is only
     measured, and its failures exclude no prompt.
+
+    Raises RewardError if no prompt is left, as after an outage of a source.
     """
     masked: set[int] = set()
-    for by_model in measured.measures.values():
+    failed: set[str] = set()
+    for name, by_model in measured.measures.items():
         for values in by_model.values():
-            masked.update(i for i, value in enumerate(values) if math.isnan(value))
+            without = {i for i, value in enumerate(values) if math.isnan(value)}
+            masked |= without
+            failed |= {name} if without else set()
     indices = [i for i in range(len(measured.sources)) if i not in masked]
+    if not indices:
+        raise RewardError(
+            f"none of {len(measured.sources)} held-out prompts has a value of each measure: failures are"
+            f" masked (on_error) for {', '.join(sorted(failed))}; the log has a warning with the reason of"
+            " each source; run again when it is removed"
+        )
     return _select(responses, indices), measured.select(indices)
 
 

@@ -1,19 +1,22 @@
 """What the configuration means for an evaluation, without a model.
 
 - intervals have the configured level; that of a difference is paired
+- an evaluation without a scored prompt is a failure of the rewards
 - a judge that is in the policy's reward is detected
 - another temperature than in training is warned of
 - an adapter of DPO that its engine would round is served apart from its base
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_core.errors import RewardError
 from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles, dpo_files
-from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.evaluation.summary import Intervals, Measured, without_masked
 from tests.support.evaluation_config import RULES, config_of
 
 
@@ -50,6 +53,14 @@ def test_a_language_model_that_rewards_is_no_independent_judge(
     reward = service | {"type": "language_model", "model": model, "weight": weight}
     config = config_of([reward], evaluate={"language_model": service | {"model": "m"}})
     assert scoring.trained_on(config, "language_model") is trained
+
+
+def test_an_outage_of_a_masked_source_is_not_a_mistake_in_the_data() -> None:
+    values = {"sft": [1.0, 2.0], "ppo": [2.0, 3.0]}
+    masked = {"sft": [math.nan, 1.0], "ppo": [1.0, math.nan]}
+    measured = Measured({"gold": values, "rules": masked}, {}, {"ppo": [0.0, 0.0]}, ["a", "a"])
+    with pytest.raises(RewardError, match=r"none of 2 held-out prompts .* masked \(on_error\) for rules;"):
+        without_masked({"sft": [], "ppo": []}, measured)
 
 
 @pytest.mark.parametrize(("confidence", "deviations"), [(0.5, 0.674), (0.95, 1.960)])
