@@ -38,6 +38,8 @@ _SMALL_ARRAY_BYTES = 8_000_000
 """Maximum size of a .json file that `check_beginning` parses. An array can only be parsed as a whole."""
 _BATCH_BYTES = 64 * 2**20
 """Amount of a parquet file that is decoded at once, but at least one row."""
+_DICTIONARY_BYTES = 16 * 2**20
+"""A batch of a parquet file with more than this has a large dictionary."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -473,16 +475,14 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 f"{file}: the column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one of"
                 " them"
             )
-        parquet = pq.ParquetFile(stream, read_dictionary=_texts(pq.read_metadata(stream).schema))
-        for batch in parquet.iter_batches(batch_size=_batch_rows(parquet.metadata)):
-            columns = [_values(column) for column in batch.columns]
-            for cells in zip(*columns, strict=True):
+        metadata = pq.read_metadata(stream)
+        for group in range(metadata.num_row_groups):
+            for cells, size in _cells(stream, metadata, group):
                 number += 1
-                row = dict(zip(names, cells, strict=True))
-                if _text_size(row) > MAX_ROW_BYTES:
+                if size > MAX_ROW_BYTES:
                     yield BadRow(file, number, f"longer than {MAX_ROW_BYTES // 2**20} MiB", "")
                 else:
-                    yield Row(file, number, row)
+                    yield Row(file, number, dict(zip(names, cells, strict=True)))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file}: a text in it, about row {number + 1}, is not UTF-8; export it again"
@@ -497,22 +497,60 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         ) from error
 
 
-def _texts(schema: Any) -> list[str]:
-    """Return the paths of the columns of texts, those inside of lists and structs included.
+def _cells(stream: IO[bytes], metadata: Any, group: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield the cells of each row of a row group, and the size of their texts.
 
-    Their dictionary encoding is kept, because a few bytes can represent a thousand copies of a long text.
+    Texts keep their dictionary, because a few bytes can represent a thousand copies of a long text. But
+    pyarrow also adds the texts that the file has without one, and copies all of them for each batch: after
+    2 GiB this is an error. With a large dictionary, the rest of the group is therefore read without one, if
+    its texts are not copies.
     """
-    columns = [schema.column(index) for index in range(len(schema))]
-    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    texts = _texts(metadata.row_group(group))
+    done = 0
+    for batch in _batches(stream, metadata, group, texts):
+        unpacked = 0
+        for cells in zip(*map(_values, batch.columns), strict=True):
+            size = sum(map(_text_size, cells))
+            unpacked += size
+            yield cells, size
+        done += len(batch)
+        if texts and batch.nbytes > _DICTIONARY_BYTES and unpacked <= _BATCH_BYTES:
+            break
+    else:
+        return
+    for batch in _batches(stream, metadata, group, []):
+        repeated = min(done, len(batch))
+        done -= repeated
+        for cells in zip(*map(_values, batch.slice(repeated).columns), strict=True):
+            yield cells, sum(map(_text_size, cells))
 
 
-def _batch_rows(metadata: Any) -> int:
-    """Return the number of rows that fit in `_BATCH_BYTES` according to the sizes in the file,
-    at most 1024.
+def _batches(stream: IO[bytes], metadata: Any, group: int, texts: list[str]) -> Iterator[Any]:
+    """Yield the batches of a row group. The columns `texts` keep their dictionary."""
+    import pyarrow.parquet as pq
+
+    parquet = pq.ParquetFile(stream, metadata=metadata, read_dictionary=texts)
+    yield from parquet.iter_batches(_batch_rows(metadata.row_group(group)), row_groups=[group])
+
+
+def _texts(group: Any) -> list[str]:
+    """Return the paths of the columns of texts with a dictionary in a row group, those inside of lists and
+    structs included.
     """
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=0)
-    return max(1, min(1024, int(_BATCH_BYTES / max(largest, 1))))
+    columns = [group.column(index) for index in range(group.num_columns)]
+    return [
+        column.path_in_schema
+        for column in columns
+        if column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in each for each in column.encodings)
+    ]
+
+
+def _batch_rows(group: Any) -> int:
+    """Return the number of rows that fit in `_BATCH_BYTES` according to the size of a row group, at most
+    1024.
+    """
+    row_bytes = group.total_byte_size / max(group.num_rows, 1)
+    return max(1, min(1024, int(_BATCH_BYTES / max(row_bytes, 1))))
 
 
 def _values(column: Any) -> Iterator[Any]:
@@ -520,7 +558,9 @@ def _values(column: Any) -> Iterator[Any]:
     import pyarrow as pa
 
     if isinstance(column, pa.DictionaryArray):
-        texts = column.dictionary.to_pylist()
+        # Only the texts of this batch: the dictionary can have those of many batches.
+        used = column.indices.unique().drop_null()
+        texts = dict(zip(used.to_pylist(), column.dictionary.take(used).to_pylist(), strict=True))
         for index in column.indices.to_pylist():
             yield None if index is None else texts[index]
     else:

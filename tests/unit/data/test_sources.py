@@ -4,6 +4,7 @@ Rules:
 - jsonl, gzipped jsonl, json, csv and parquet give the same rows; folders are read in order of names,
   without hidden files and folders, locally and in buckets;
 - byte-order marks, CRLF and blank lines are accepted, and line numbers stay those of the file;
+- a large parquet file needs the memory and the time of its batches;
 - a malformed row is a `BadRow` with line and reason, and the rows around it are kept;
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
 - a missing local path is never taken for a hub id;
@@ -18,6 +19,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import StoreConfig
+from rlhf_core.data import files
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.sources import (
     read_rows,
@@ -70,6 +73,38 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     for file in sorted(tmp_path.iterdir()):
         assert data_of(file) == ROWS, file.name
+
+
+@pytest.mark.parametrize("dictionary_bytes", [None, 1 << 10, 1 << 20])
+def test_a_large_parquet_file_is_read_without_keeping_the_texts_of_earlier_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dictionary_bytes: int | None
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sizes = []
+    batches = files._batches
+
+    def recorded(*args: Any) -> Iterator[Any]:
+        for batch in batches(*args):
+            sizes.append(batch.nbytes)
+            yield batch
+
+    monkeypatch.setattr(files, "_batches", recorded)
+    monkeypatch.setattr(files, "_DICTIONARY_BYTES", 2**20)
+    texts = [None if number % 7 == 3 else f"{number % 5000} " + "x" * 2000 for number in range(6000)]
+    rows = [{"text": text, "messages": [{"role": "user", "content": text}]} for text in texts]
+    file, group_rows = tmp_path / "a.parquet", 4000
+    pq.write_table(
+        pa.Table.from_pylist(rows),
+        file,
+        row_group_size=group_rows,
+        use_dictionary=dictionary_bytes is not None,
+        dictionary_pagesize_limit=dictionary_bytes or 1,
+    )
+    assert data_of(file) == rows
+    # A batch of 1024 rows has 4 MiB of texts. One more batch can be in the dictionary.
+    assert max(sizes) < 9 * 2**20
 
 
 def test_parquet_with_lists_and_structs_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
