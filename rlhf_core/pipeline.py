@@ -121,7 +121,7 @@ _TABLE = (
     Stage(
         "data",
         "rlhf_core.stages.data:run",
-        version=4,
+        version=5,
         sections=("data", "model"),
         sources=("model", "data."),
         headline=("data/sft_train", "data/pairs_train", "data/prompts_train", "data/prompts_eval"),

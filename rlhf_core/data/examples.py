@@ -232,7 +232,7 @@ def drop_repeats(
     seen: set[Any] = set()
     for item in records:
         record = item.record
-        key: Any = record.prompt_text if name == "prompts" else _content(record)
+        key: Any = record.prompt_text if name == "prompts" else _content(record, name)
         if name == "preference" and _unordered(record) in contradictory:
             dropped["contradictory pair"] += 1
         elif deduplicate and key in seen:
@@ -243,8 +243,10 @@ def drop_repeats(
     return kept
 
 
-def _content(record: Record) -> tuple[Any, ...]:
-    return (record.text, record.messages or record.prompt, record.response, record.rejected)
+def _content(record: Record, name: SetName) -> tuple[Any, ...]:
+    # Of a pair, `sft` uses the chosen response only.
+    rejected = None if name == "sft" else record.rejected
+    return (record.text, record.messages or record.prompt, record.response, rejected)
 
 
 def _unordered(record: Record) -> tuple[Any, ...]:

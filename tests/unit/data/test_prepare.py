@@ -185,6 +185,19 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
     assert load_prompts(tmp_path / "out", "train")[0].meta == {"answer": 0}
 
 
+def test_a_response_that_is_chosen_in_several_pairs_is_one_demonstration(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i} {k}"}
+        for i in range(10)
+        for k in range(3)
+    ]
+    counts = prepared(files(tmp_path, rows), tmp_path / "out")["counts"]
+    assert counts["sft"]["dropped"] == {"duplicate": 20}
+    assert counts["preference"]["dropped"] == {}
+    all_rows = prepared(files(tmp_path, rows, deduplicate=False), tmp_path / "all")["counts"]
+    assert all_rows["sft"]["dropped"] == {}
+
+
 def test_a_row_that_the_template_refuses_is_quarantined_and_counted(tmp_path: Path) -> None:
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (tmp_path / "strict.jinja").write_text(refusing + TINY_TEMPLATE)
