@@ -11,6 +11,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -326,7 +327,11 @@ def _pair_example(item: SourceRecord, encoder: Encoder, config: DataConfig) -> P
 
 def _margin(record: Record) -> float | None:
     value = record.meta.get("margin")
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MAX_MARGIN:
+    if isinstance(value, str):  # a cell of a CSV file, or a decimal number of a parquet file
+        with suppress(ValueError):
+            value = float(value)
+    # Not `>`: NaN is not a margin either.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_MARGIN:
         return None
     return float(value)
 

@@ -21,6 +21,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -496,12 +497,28 @@ def test_prompts_that_differ_in_white_space_are_held_out_together() -> None:
 
 
 def test_a_pairs_margin_is_kept_and_other_values_count_as_none(tmp_path: Path) -> None:
-    margins: list[Any] = [0.5, 2, -1.5, "big", True, None, 10**400]
-    rows = [{**row, "margin": margins[i % 7]} for i, row in enumerate(pairs(14))]
+    margins: list[Any] = [0.5, 2, -1.5, "big", True, None, 10**400, "nan", "inf"]
+    rows = [{**row, "margin": margins[i % 9]} for i, row in enumerate(pairs(18))]
     prepared(files(tmp_path, rows), tmp_path / "out")
     kept = [*load_pairs(tmp_path / "out", "train"), *load_pairs(tmp_path / "out", "eval")]
-    wanted = {f"question {i}": (0.5, 2.0, -1.5, None, None, None, None)[i % 7] for i in range(14)}
+    wanted = {f"question {i}": (0.5, 2.0, -1.5, *[None] * 6)[i % 9] for i in range(18)}
     assert {pair.prompt: pair.margin for pair in kept} == wanted
+
+
+def test_the_margins_of_a_csv_file_and_decimals_of_a_parquet_file_are_numbers(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    number = 20
+    rows = [{**row, "margin": Decimal(i) / 4} for i, row in enumerate(pairs(number))]
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    (tmp_path / "a.csv").write_text("\n".join(",".join(map(str, line)) for line in lines))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        source = [{"path": str(tmp_path / name)}]
+        data = {"sft": source, "preference": source, "prompts": source}
+        prepared(configure(data=data, reward={"margin": "field"}), tmp_path / f"{name}-out")
+        found = load_pairs(tmp_path / f"{name}-out", "train") + load_pairs(tmp_path / f"{name}-out", "eval")
+        assert {pair.prompt: pair.margin for pair in found} == {f"question {i}": i / 4 for i in range(number)}
 
 
 def test_a_reward_model_with_margins_of_rows_needs_one_in_every_row(tmp_path: Path) -> None:
