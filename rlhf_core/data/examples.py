@@ -206,7 +206,7 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
         shown_name: Name of the source in the results.
     """
     try:
-        record = normalise(row.data, source.format, source.rename)
+        record = normalise(row.data, source.format, source.rename, demonstration=name == "sft")
         if record.kind not in _KINDS[name]:
             raise RowError(
                 f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"

@@ -85,14 +85,19 @@ class Record:
 
 
 def normalise(
-    row: Mapping[str, Any], wanted: Format = "auto", rename: Mapping[str, str] | None = None
+    row: Mapping[str, Any],
+    wanted: Format = "auto",
+    rename: Mapping[str, str] | None = None,
+    *,
+    demonstration: bool = False,
 ) -> Record:
     """Return `row` as a checked record. Raises RowError with the reason.
 
     `rename` (source field -> our field) is applied first. A format other than `auto` requires its fields.
+    With `demonstration`, `auto` prefers `messages` to a `prompt` alone, which has no answer.
     """
     row = _renamed(row, rename or {})
-    kind = _detect(row) if wanted == "auto" else wanted
+    kind = _detect(row, demonstration=demonstration) if wanted == "auto" else wanted
     meta = _meta(row)
     if kind == "text":
         return Record("text", text=_string(row, "text"), meta=meta)
@@ -117,13 +122,16 @@ def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, 
     return {**kept, **{ours: row[theirs] for theirs, ours in rename.items() if theirs in row}}
 
 
-def _detect(row: Mapping[str, Any]) -> Format:
+def _detect(row: Mapping[str, Any], *, demonstration: bool) -> Format:
     """Return the format with the most fields among those that the row has."""
     has = {name for name in row if row[name] is not None}
     if "chosen" in has or "rejected" in has:
         return "preference"
-    if "prompt" in has:
-        return "completion" if "completion" in has else "prompt"
+    if "completion" in has and "prompt" in has:
+        return "completion"
+    # Rows of UltraChat have the first of their messages as `prompt`, too.
+    if "prompt" in has and not (demonstration and "messages" in has):
+        return "prompt"
     if "messages" in has:
         return "messages"
     if "text" in has:

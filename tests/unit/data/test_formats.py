@@ -39,6 +39,14 @@ def test_the_format_follows_from_the_fields(row: dict[str, Any], kind: str) -> N
     assert normalise(row).kind == kind
 
 
+def test_a_conversation_with_its_first_message_as_prompt_is_a_demonstration_and_a_prompt() -> None:
+    row = {"prompt": "q1", "messages": chat((U, "q1"), (A, "a1"), (U, "q2"), (A, "a2"))}
+    assert normalise(row).prompt_text == "q1"
+    assert normalise(row, demonstration=True) == normalise({"messages": row["messages"]})
+    assert normalise({**row, "messages": None}, demonstration=True).kind == "prompt"
+    assert normalise({**row, "completion": "a1"}, demonstration=True).kind == "completion"
+
+
 def test_strings_and_message_lists_give_the_same_record() -> None:
     plain = normalise({"prompt": "q", "chosen": "good", "rejected": "bad"})
     lists = normalise(
