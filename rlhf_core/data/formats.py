@@ -29,6 +29,8 @@ from rlhf_core.data.files import json_type
 
 ROLES = ("system", "user", "assistant")
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
+_CALLS = ("tool_calls", "function_call")
+"""Fields of a message that are part of the answer, besides its content."""
 _INVISIBLE = (
     string.whitespace
     + "\x1c\x1d\x1e\x1f\x85\xa0\xad\u115f\u1160\u1680\u180e\u2800\u3000\u3164\ufeff\uffa0"
@@ -218,6 +220,11 @@ def _message(item: Any, name: str) -> Message:
     role = item.get("role")
     if role not in ROLES:
         raise RowError(f"{name}.role must be system, user or assistant; got {str(role)[:40]!r}")
+    for field_name in _CALLS:
+        if item.get(field_name):
+            raise RowError(
+                f"{name}.{field_name}: calls of tools are not supported; write them into 'content'"
+            )
     return Message(str(role), _checked(item.get("content"), f"{name}.content"))
 
 

@@ -72,6 +72,19 @@ def test_transcripts_of_hh_rlhf_are_conversations() -> None:
     assert (record.response, record.rejected) == ("Light.", "No.")
 
 
+@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
+def test_an_answer_with_calls_of_tools_is_refused_and_not_cut_to_its_content(field: str) -> None:
+    answer: dict[str, Any] = {"role": A, "content": "Let me look."}
+    row = {"messages": [*chat((U, "q")), answer]}
+    nothing: list[Any] = [None, [], {}]
+    for value in nothing:
+        answer[field] = value
+        assert normalise(row).messages[1].content == "Let me look."
+    answer[field] = [{"type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+    with pytest.raises(RowError, match=rf"messages\[1\]\.{field}: calls of tools are not supported"):
+        normalise(row)
+
+
 def test_the_prompt_of_a_conversation_is_what_comes_before_its_last_answer() -> None:
     record = normalise({"messages": chat((S, "be brief"), (U, "q1"), (A, "a1"), (U, "q2"), (A, "a2"))})
     assert record.prompt_text == "be brief\n\nq1\n\na1\n\nq2"
