@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.config.data import SetName
+from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
 from rlhf_core.data.examples import EncodedRecord, SetCounts, distinct_names, split_key
@@ -70,12 +70,12 @@ def build_card(
 
 def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[str, str]]:
     rows = []
+    names = {name: distinct_names(getattr(config.data, name)) for name in SETS}
     for name, index, source in config.data.sources():
         field = f"data.{name}[{index}]"
         row = {"field": field, "path": source.path, "digest": digests.get(field, "")}
         if source.labelled_by is not None:
-            shown_name = distinct_names(getattr(config.data, name))[index]
-            row |= {"labelled_by": source.labelled_by, "name": shown_name}
+            row |= {"labelled_by": source.labelled_by, "name": names[name][index]}
         rows.append(row)
     rows += [
         {"field": name, "path": "", "digest": digest}

@@ -158,7 +158,8 @@ def distinct_names(sources: Sequence[Source]) -> list[str]:
     in the list.
     """
     names = [short_name(source) for source in sources]
-    return [f"{name} {index}" if names.count(name) > 1 else name for index, name in enumerate(names)]
+    counts = Counter(names)
+    return [f"{name} {index}" if counts[name] > 1 else name for index, name in enumerate(names)]
 
 
 def check_bad_share(

@@ -31,6 +31,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.data import Source
+from rlhf_core.data import examples
+from rlhf_core.data.card import _sources as card_sources
 from rlhf_core.data.card import card_markdown, overlap, sources_of_models
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import EncodedRecord, held_out, split_key, split_position
@@ -452,6 +455,20 @@ def test_the_card_names_the_sources_of_pairs_that_a_model_has_labelled(tmp_path:
     assert name.endswith(" 1")  # both sources are the same file
     prepared(config, tmp_path / "other")
     assert not sources_of_models(tmp_path / "other")
+
+
+def test_the_card_computes_the_name_of_each_of_many_sources_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: Counter[str] = Counter()
+
+    def short_name(source: Source) -> str:
+        computed[source.path] += 1
+        return source.path
+
+    monkeypatch.setattr(examples, "short_name", short_name)
+    sources = [{"path": f"./{i}.jsonl", "labelled_by": "reward"} for i in range(300)]
+    rows = card_sources(demo(preference=sources), {})
+    assert [row["name"] for row in rows if "labelled_by" in row] == [source["path"] for source in sources]
+    assert all(computed[source["path"]] == 1 for source in sources)
 
 
 def test_the_card_cannot_become_markup(tmp_path: Path) -> None:
