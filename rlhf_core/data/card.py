@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def overlap(splits: Splits) -> dict[str, int]:
     """
     held = {item.key for by_split in splits.values() for item in by_split["eval"]}
     words = {_words(key) for key in held}
-    lengths = sorted({len(key) for key in held})
+    keys = sorted(held)
     exact = near = 0
     for name, by_split in splits.items():
         for item in by_split["train"]:
@@ -142,12 +143,29 @@ def overlap(splits: Splits) -> dict[str, int]:
             inside = False
             if name == "sft":
                 text = split_key(item.text)
-                # One look-up for each length of a held-out prompt, not one comparison for each prompt.
-                begins = any(text[:length] in held and not _inside_word(text, length) for length in lengths)
+                begins = begins_with(text, keys)
                 inside = begins or any(split_key(part) in held for part in item.text.split("\n\n"))
             if inside or _words(item.key) in words:
                 near += 1
     return {"exact": exact, "near": near}
+
+
+def begins_with(text: str, keys: Sequence[str]) -> bool:
+    """Return whether `text` begins with one of the sorted `keys`, and not within a word."""
+    end = len(text)
+    while end > 0:
+        place = bisect_right(keys, text[:end])
+        if place == 0:
+            return False
+        key = keys[place - 1]
+        if not text.startswith(key):
+            # A longer beginning of the text would be between this key and the text.
+            end = next(at for at, (a, b) in enumerate(zip(key, text, strict=False)) if a != b)
+        elif _inside_word(text, len(key)):
+            end = len(key) - 1
+        else:
+            return True
+    return False
 
 
 def _inside_word(text: str, at: int) -> bool:

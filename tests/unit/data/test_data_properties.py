@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
+from rlhf_core.data.card import begins_with
 from rlhf_core.data.check import check_source
 from rlhf_core.data.examples import Quarantine, SetCounts, read_records
 from rlhf_core.data.files import BadRow, Row
@@ -207,3 +208,11 @@ def tokenizer_with(make: Callable[..., Any], template: str) -> Any:
         _MADE.append(make())
     _MADE[0].chat_template = template
     return _MADE[0]
+
+
+@given(st.text("ab ", max_size=12), st.sets(st.text("ab ", min_size=1, max_size=8)))
+def test_a_text_begins_with_a_held_out_prompt_unless_that_ends_within_a_word(
+    text: str, keys: set[str]
+) -> None:
+    wanted = any(text.startswith(key) and " " in f"{key[-1]}{text[len(key) :]} "[:2] for key in keys)
+    assert begins_with(text, sorted(keys)) == wanted
