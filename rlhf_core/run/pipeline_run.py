@@ -42,14 +42,14 @@ from rlhf_core.run.external_inputs import data_sets, external_digests
 from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.spec import StageRecord, StageSpec
 from rlhf_core.run.state import describe_unfinished, process_of, read_state
-from rlhf_core.run.summary import nothing_made, reuse_sentence, run_markdown, summarize
+from rlhf_core.run.summary import is_continued_by, nothing_made, reuse_sentence, run_markdown, summarize
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.clock import seconds_since_boot
-from rlhf_core.system.files import write_json
+from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import RecordedProcess
 from rlhf_core.tracking.tracker import Status, Tracking, open_tracking, origin_tags
@@ -305,6 +305,13 @@ class PipelineRun:
         }
         return summarize(self.records, seconds_since_boot() - self.started, identity)
 
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`. That of a longer command with the same artifacts is kept."""
+        file = self.folder / "summary.json"
+        known = read_json(file)
+        if known is None or not is_continued_by(summary, known):
+            write_json(file, summary)
+
 
 @contextmanager
 def open_run(
@@ -344,7 +351,7 @@ def open_run(
             state, status = "finished", "FINISHED"
             run.ensure_parent()
             summary = run.summary()
-            write_json(run.folder / "summary.json", summary)
+            run.write_summary(summary)
         run.tracking.log_results(run.key, run.metrics())
         reused = nothing_made(summary)
         sentence = reuse_sentence(summary, datetime.now(UTC)) if reused else ""

@@ -220,6 +220,21 @@ def nothing_made(summary: Mapping[str, Any]) -> bool:
     return all(entry["reused"] for entry in summary["stages"].values())
 
 
+def is_continued_by(summary: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Return whether `known`, the file of an earlier command of this run, has the artifacts of all stages of
+    `summary`, and those of later stages.
+    """
+    found = known.get("stages")
+    if not isinstance(found, dict) or len(found) <= len(summary["stages"]):
+        return False
+    if any(known.get(name) != summary[name] for name in ("mlflow_run_id", "tracking_uri")):
+        return False
+    return all(
+        isinstance(found.get(name), dict) and found[name].get("artifact") == entry["artifact"]
+        for name, entry in summary["stages"].items()
+    )
+
+
 def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
     """Return a sentence about the last reuse of all stages, for the description of the run that produced
     them.

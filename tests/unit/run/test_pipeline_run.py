@@ -10,6 +10,7 @@
 - a run ends in MLflow with its command, unless another process goes on with the same run
 - a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
 - the summary names the tracker without credentials
+- a shorter command keeps the summary of a longer one, unless their artifacts differ
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import socket
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -424,6 +426,25 @@ def test_a_command_ends_its_run_unless_another_process_goes_on_with_it(
             raise ending
     recorded = MlflowClient(run.tracking.uri).get_run(run.parent_run_id)
     assert recorded.info.status == ("RUNNING" if same_run else ENDINGS[ending])
+
+
+def test_a_shorter_command_keeps_the_summary_of_a_longer_one(tmp_path: Path, database: Path) -> None:
+    checked = checked_in(tmp_path, database)
+
+    def summary_of(until: StageName, **artifacts: str) -> list[str]:
+        """Return the artifacts in the file after a command that ends with `until` and has these."""
+        with open_run(checked, "data", until) as run:
+            for stage in stages_between("data", until):
+                found = replace(ref(stage), uri=artifacts.get(stage, f"/store/{stage}"))
+                run.records[stage] = StageRecord(found, 1.0, reused=True)
+        written = json.loads((run.folder / "summary.json").read_text())
+        return [entry["artifact"] for entry in written["stages"].values()]
+
+    assert summary_of("data") == ["/store/data"]
+    longer = ["/store/data", "/store/sft"]
+    assert summary_of("sft") == summary_of("data") == summary_of("sft") == longer
+    assert summary_of("data", data="/store/another") == ["/store/another"]
+    assert summary_of("sft") == longer
 
 
 def test_rerun_removes_outdated_warning_tags(tmp_path: Path, database: Path) -> None:
