@@ -236,9 +236,10 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
             f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
         )
     files = {file: _stream_digest(_open(file, kind, store)) for file in _list_files(source.path, kind, store)}
-    # Names relative to the source, so that a copy elsewhere has the same digest. That of `./a`, `a//b` and
-    # file:// also depends on the path (`_relative`), which a change would turn into other keys.
-    parts = [f"{_relative(file, source.path)}\x1f{digest}" for file, digest in files.items()]
+    # Names relative to the source, so that a copy elsewhere, and another spelling of the path (`./a`, `a//b`,
+    # file://), have the same digest. Local files are named by such a normal path.
+    root = source.path if kind == "s3" else str(parse_address(source.path).path)
+    parts = [f"{_relative(file, root)}\x1f{digest}" for file, digest in files.items()]
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
 

@@ -8,7 +8,7 @@ Rules:
 - a malformed row is a `BadRow` with line and reason, and the rows around it are kept;
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
 - a missing local path is never taken for a hub id;
-- digests follow contents, not names or times;
+- digests follow contents, not names, times or the spelling of a path;
 - the name of a folder that is given as `.` or `..` is that of the folder;
 - a file that is written to or replaced after its digest was taken is an error that names it, however the
   reading ends.
@@ -321,6 +321,26 @@ def test_digests_follow_contents_and_not_names_or_times(tmp_path: Path) -> None:
     assert digests["data.preference[0]"].startswith("synthetic@")
     write(second, '{"text": "2"}\n')
     assert source_digests(config_for(second))["data.sft[0]"] != digests["data.sft[0]"]
+
+
+def test_the_digest_of_a_source_does_not_depend_on_the_spelling_of_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my data" / "old"
+    folder.mkdir(parents=True)
+    write(folder / "a.jsonl", '{"text": "1"}\n')
+    write(folder / "b.jsonl", '{"text": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+
+    def digest(path: str) -> str:
+        config = PipelineConfig.model_validate({"data": {"sft": [{"path": path}]}}, strict=False)
+        return source_contents(config)["data.sft[0]"].digest
+
+    for path, known in (("my data", "4dab8714d21f"), ("my data/old/a.jsonl", "e25cc1c12b68")):
+        absolute = str(tmp_path / path)
+        spellings = (f"./{path}", path.replace("/", "//"), absolute, f"file://{absolute}", f"file://./{path}")
+        assert {digest(spelling) for spelling in spellings} == {digest(path)}
+        assert digest(path).startswith(known)
 
 
 def test_the_digest_of_a_folder_changes_with_any_of_its_files(tmp_path: Path) -> None:
