@@ -8,14 +8,18 @@ are not too large.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 from rlhf_core.config.address import Address, parse_address, s3_problem
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.regression import prompts_for_margin
-from rlhf_core.data.files import check_beginning, list_files
+from rlhf_core.config.rewards import AnswerReward
+from rlhf_core.data.examples import to_record
+from rlhf_core.data.files import BEGINNING_ROWS, BadRow, Row, check_beginning, first_rows, list_files
 from rlhf_core.data.prompt_sets import check_rows
+from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import ConfigError, DataError, Finding, InputError, ModelError, guarded
 from rlhf_core.system.files import exists
@@ -35,7 +39,10 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
     data = config.data
     for name, index, source in data.sources():
         field = f"data.{name}.{index}"
-        yield from guarded(f"{field}.path", check_source(field, source))
+        found = list(guarded(f"{field}.path", check_source(field, source)))
+        yield from found
+        if name == "prompts" and not any(isinstance(each, InputError) for each in found):
+            yield from guarded(f"{field}.path", _check_answers(config, field, source))
     for index in range(len(config.evaluate.regression)):
         yield from _check_regression_set(config, index)
     if data.chat_template is not None:
@@ -46,6 +53,39 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
             yield (
                 f"ppo.prompts_per_step is {config.ppo.prompts_per_step}, but only about {training} prompts"
                 " are for training: some come twice in one step; raise data.synthetic.prompts"
+            )
+
+
+def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterator[Finding]:
+    """Check that the first prompts of a source have the answers that rewards compare with. The stage `data`
+    checks all of them, but a run that reuses its artifact would fail only when PPO starts.
+    """
+    wanted = {reward.field for reward in config.ppo.rewards if isinstance(reward, AnswerReward)}
+    address = parse_address(source.path)
+    if not wanted or address.kind not in ("local", "synthetic"):
+        return
+    if address.kind == "synthetic":
+        generated = islice(generate(config.data.synthetic, config.run.seed, "prompts"), BEGINNING_ROWS)
+        yield from _without_answers(field, source, wanted, [Row("synthetic", 1, data) for data in generated])
+        return
+    for file in list_files(address)[:_FILES_OF_A_FOLDER]:
+        yield from _without_answers(field, source, wanted, first_rows(file))
+
+
+def _without_answers(
+    field: str, source: Source, wanted: Collection[str], rows: Sequence[Row]
+) -> Iterator[Finding]:
+    """Yield an error for each `wanted` field that none of the rows has, as far as they are prompts."""
+    kept = [row for row in rows if not source.only_split or row.data.get("split") == source.split]
+    records = [to_record(row, source, "prompts", "") for row in kept]
+    fields = [record.record.meta for record in records if not isinstance(record, BadRow)]
+    for name in sorted(wanted):
+        if fields and all(each.get(name) is None for each in fields):
+            own = ", ".join(sorted(fields[0])) or "none"
+            yield DataError(
+                f"{field}.path: the reward of type answer needs the field {name!r} in every row, but the"
+                f" first rows of {kept[0].file} have none (fields of the first: {own}); add it, or set"
+                " `field` of the reward to the one that holds the answer"
             )
 
 

@@ -152,6 +152,21 @@ def check_beginning(file: Path) -> None:
         raise DataError(f"{name}: it cannot be read ({error.strerror or error}); make it readable") from error
 
 
+def first_rows(file: Path) -> list[Row]:
+    """Return the rows among the first `BEGINNING_ROWS` lines of a file; none of a large .json file, whose
+    array can only be parsed as a whole. Raises DataError if the file cannot be read.
+    """
+    name = str(file)
+    try:
+        with open_regular(file) as stream:
+            if suffix_of(name) == ".json" and file.stat().st_size > _SMALL_ARRAY_BYTES:
+                return []
+            found = list(islice(read_file(name, stream), BEGINNING_ROWS))
+    except OSError as error:
+        raise DataError(f"{name}: it cannot be read ({error.strerror or error}); make it readable") from error
+    return [row for row in found if isinstance(row, Row)]
+
+
 def _check_first_rows(file: str, suffix: str, beginning: _Beginning) -> None:
     """Raise DataError if the beginning of the file has no usable row, unless too little of it was read."""
     bad: list[BadRow] = []

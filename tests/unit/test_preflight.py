@@ -20,12 +20,14 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.errors import ConfigError, DataError, InputError
 from rlhf_core.pipeline import StageName, stages_between
 from rlhf_core.planning.check import check_devices, check_disk
 from rlhf_core.preflight import check
@@ -454,3 +456,29 @@ def test_flash_attention_passes_on_gpus_where_it_is_installed() -> None:
     with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * 8, packages=["flash_attn"])):
         check(config("model.attention=flash_attention_2"))
         check(config("model.attention=flash_attention_2", "run.device=cuda"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "folder"])
+def test_prompts_without_the_answer_that_a_reward_needs_are_refused(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": f"What is {number} + 1?", "result": "2"} for number in range(30)]
+    file = tmp_path / name / "a.jsonl" if name == "folder" else tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    if name.endswith(".parquet"):
+        parquet.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def with_source(**source: Any) -> PipelineConfig:
+        data = {"prompts": [{"path": str(tmp_path / name), **source}]}
+        return config(data=data, ppo={"rewards": [{"type": "model"}, {"type": "answer"}]})
+
+    message = refused(with_source(), DataError)
+    assert "data.prompts.0.path: the reward of type answer needs the field 'answer'" in message
+    assert f"{file} have none (fields of the first: result); add it, or set `field`" in message
+    assert check(with_source(rename={"result": "answer"})) == []
+    assert check(with_source(split="test", only_split=True)) == []  # the stage `data` reads more rows
+
+
+def test_the_demo_has_no_answers() -> None:
+    answers = {"rewards": [{"type": "answer"}]}
+    assert "the field 'answer' in every row" in refused(config(ppo=answers), DataError)
