@@ -8,7 +8,7 @@ names this flow run?
     PENDING for over 30 s, no process             -> the same (the run would block its deployment forever)
     CRASHED (the worker reported its end)         -> scheduled again
     CANCELLING for over 30 s, no process          -> CANCELLED
-    CANCELLING, with a process for over 90 s      -> SIGTERM to the process, and SIGKILL 40 s after it
+    CANCELLING, with a process for over 90 s      -> SIGTERM to the process, and SIGKILL 65 s after it
     lost `MAX_CONSECUTIVE_LOSSES` times in a row,
     or `MAX_LOSSES` times in total                -> FAILED, with the reason
 
@@ -65,8 +65,10 @@ CANCEL_SECONDS = 90.0
 """The time after which the reconciler stops a cancelled run. Prefect's worker sends SIGTERM within 13 s, or
 40 s if it repeats a request, and SIGKILL 30 s later. After 300 s Prefect's server sets the run to CANCELLED.
 """
-FLOW_STOP_SECONDS = 40.0
-"""A stage may take 20 s to stop, and its flow needs some more time to report its state."""
+FLOW_STOP_SECONDS = 65.0
+"""A stage may take 20 s to stop, and the job of a cluster 45 s before its flow cancels it (`Waits.stop`). The
+flow needs some more time to report its state.
+"""
 MAX_CRASH_AGE = 24 * 3600.0
 """An older crash is not resumed, because the user does not expect it any more."""
 

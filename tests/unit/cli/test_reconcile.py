@@ -6,6 +6,7 @@
 - a run is resumed a bounded number of times in a row and in total, then it fails with a message; a run that
   continued for some time resets the first count
 - a cancelled run is never resumed
+- a flow is killed only after the time that it gives a job of a cluster to stop
 - only runs of this machine's worker are changed
 - a server that does not respond, or not completely, changes nothing; if it refuses to change one run, the
   others are still resumed
@@ -42,6 +43,7 @@ from rlhf_cli.reconcile import (
     decide,
     processes_of_flow_runs,
 )
+from rlhf_core.run.executors.follow import Waits
 from rlhf_core.system.processes import ProcessId
 
 OWN = ProcessId(os.getpid(), 0.0)
@@ -228,6 +230,10 @@ def test_process_of_a_cancelled_run_is_stopped_once_and_then_killed(server: Serv
     reconciler.poll()
     reconciler.poll()
     assert server.sets == [("cancelled", "Cancelled")]
+
+
+def test_flow_has_the_time_that_it_gives_a_job_of_a_cluster_to_stop() -> None:
+    assert Waits().stop + 15.0 < FLOW_STOP_SECONDS
 
 
 def test_run_that_is_cancelled_again_gets_its_own_signal(server: Server) -> None:
