@@ -22,7 +22,7 @@ from rlhf_core.run.parameters import DEFAULT_CONFIG, overrides_of
 from rlhf_core.run.pipeline_run import open_run
 
 File = Annotated[str, Field(min_length=1)]
-Override = Annotated[str, Field(pattern=r"^[a-z_][\w.]*=")]
+Override = Annotated[str, Field(pattern=r"^[^=]+=")]  # `load_config` checks the key
 
 
 def run_name() -> str:
