@@ -1,4 +1,4 @@
-"""A strict reader of YAML: plain data with the line of each field.
+"""A strict reader of YAML: plain data with the line of each field. `dump` writes what it reads.
 
 Only dict, list, str, int, float, bool and None are constructed. It differs from `yaml.safe_load`, which
 follows YAML 1.1: a duplicate key is an error, `1e-5` is a number, only `true` and `false` are booleans, and
@@ -8,6 +8,7 @@ follows YAML 1.1: a duplicate key is an error, `1e-5` is a number, only `true` a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -114,6 +115,23 @@ def scalar(text: str) -> str | int | float | bool | None:
     if special:
         return float("nan") if special[3] else float(f"{special[1]}inf")
     return text
+
+
+def dump(tree: Mapping[str, Any]) -> str:
+    """Return plain data as the text of a file that `read` reads as the same data."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """`SafeDumper` that quotes texts such as `1e3`, which YAML 1.1 does not take for numbers."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = None if scalar(text) == text else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 class _StrictLoader(yaml.composer.Composer, yaml.CSafeLoader):

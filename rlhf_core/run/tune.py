@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config, overridden
 from rlhf_core.config.placement import plan
+from rlhf_core.config.yaml import dump
 from rlhf_core.errors import ConfigError, InputError, RLHFError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.search import Split
@@ -136,7 +135,7 @@ def tune(
         raise InputError(f"{config_path}: no candidate of ppo runs; {trials[0].label}: {trials[0].problem}")
     best = min(measured, key=lambda trial: trial.seconds or 0.0)
     tree = overridden(config_path, [*given, *best.changes])
-    out.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    out.write_text(dump(tree), encoding="utf-8")
     return Tuned(tuple(trials), best, out)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward
-from rlhf_core.config.yaml import parse, scalar
+from rlhf_core.config.yaml import dump, parse, scalar
 from rlhf_core.errors import ConfigError
 from tests.support.parsed_config import parse_config
 
@@ -247,3 +247,17 @@ def test_dumping_and_loading_gives_the_same_configuration(tree: dict[str, Any]) 
 def test_output_of_yaml_safe_dump_is_read_unchanged() -> None:
     tree = PipelineConfig().model_dump(mode="json", by_alias=True)
     assert parse_config(yaml.safe_dump(tree).encode()) == PipelineConfig()
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(st.text(alphabet="0123456789eE+-._:xob~# nulyestrfaIN", max_size=8))
+@example("1e3")
+@example("12e45678")
+@example("+.5")
+def test_written_text_stays_text(text: str) -> None:
+    assert parse(dump({"a": text, "b": [text]}).encode(), "c.yaml").tree == {"a": text, "b": [text]}
+
+
+def test_written_numbers_stay_numbers() -> None:
+    tree: dict[str, Any] = {"a": [0, -3, 1e-05, 1e300, 0.1, True, None, {}], "b": {"1e3": "1e3", "é": "é"}}
+    assert parse(dump(tree).encode(), "c.yaml").tree == tree
