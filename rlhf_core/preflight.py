@@ -122,6 +122,13 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{name}: {shown(folder, limit=200)} cannot be used: {problem}; choose another folder"
             )
+    try:
+        Path.home()
+    except RuntimeError:  # Prefect and MLflow would raise it during their import
+        yield ConfigError(
+            f"HOME: must name a folder, because this machine has no user with the id {os.getuid()}; got"
+            " nothing; set it"
+        )
     yield from _check_http_variables()
     yield from check_ray_address()
     faults = os.environ.get("RLHF_FAIL")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pwd
 import socket
 import struct
 import sys
@@ -482,3 +483,17 @@ def test_prompts_without_the_answer_that_a_reward_needs_are_refused(tmp_path: Pa
 def test_the_demo_has_no_answers() -> None:
     answers = {"rewards": [{"type": "answer"}]}
     assert "the field 'answer' in every row" in refused(config(ppo=answers), DataError)
+
+
+def test_a_user_without_a_home_is_told_to_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert check(config()) == []
+    monkeypatch.delenv("HOME")
+    message = refused(config(), ConfigError)
+    assert (
+        message == f"HOME: must name a folder, because this machine has no user with the id {os.getuid()}; "
+        "got nothing; set it"
+    )
