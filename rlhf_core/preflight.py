@@ -117,7 +117,8 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
     yield from check_store_environment()
     for name in ("TMPDIR", "RAY_TMPDIR"):
         folder = os.environ.get(name)
-        problem = unwritable(Path(folder)) if folder and os.path.exists(folder) else None
+        # The stages create one that is missing.
+        problem = unwritable(Path(folder)) if folder else None
         if problem is not None:
             yield ConfigError(
                 f"{name}: {shown(folder, limit=200)} cannot be used: {problem}; choose another folder"

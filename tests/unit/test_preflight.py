@@ -31,7 +31,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, DataError, InputError
 from rlhf_core.pipeline import StageName, stages_between
 from rlhf_core.planning.check import check_devices, check_disk
-from rlhf_core.preflight import check
+from rlhf_core.preflight import check, check_environment
 from rlhf_core.rewards.check import module_file
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
@@ -497,3 +497,18 @@ def test_a_user_without_a_home_is_told_to_set_it(monkeypatch: pytest.MonkeyPatch
         message == f"HOME: must name a folder, because this machine has no user with the id {os.getuid()}; "
         "got nothing; set it"
     )
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_missing_folder_for_temporary_files_must_be_one_that_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(mode=0o755)
+    monkeypatch.setenv(name, str(scratch / "job"))
+    assert list(check_environment(config())) == []
+    scratch.chmod(0o555)
+    with as_unprivileged_user():
+        (found,) = check_environment(config())
+    assert str(found).startswith(f"{name}: '{scratch}/job' cannot be used: ")
+    assert "is not writable for this user; choose another folder" in str(found)
