@@ -177,7 +177,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     # vLLM binds the address again, after it has imported its packages.
     bind(arguments.host, arguments.port).close()
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    more = [word for text in arguments.vllm for word in shlex.split(text)]
+    given: list[str] = arguments.vllm
+    # Several words come from a shell, which has split them. Values can be JSON, with blanks and quotes.
+    more = shlex.split(given[0]) if len(given) == 1 else given
     command = serve_command(policy, arguments.host, arguments.port, more)
     print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
     # The server replaces this process, so signals reach it and its exit code is that of the command.

@@ -126,6 +126,12 @@ def test_what_follows_the_option_goes_to_vllm(home: str, given: list[str], start
     assert started[0][-3:] == ["--enforce-eager", "-tp", "2"]
 
 
+def test_a_value_with_blanks_goes_to_vllm_as_one_word(home: str, started: list[list[str]]) -> None:
+    given = ["--override-generation-config", '{"temperature": 0.5}']
+    main(["serve", MODEL, "--home", home, "--port", "0", "--vllm", *given])
+    assert started[0][-2:] == given
+
+
 def test_an_address_that_cannot_be_used_is_refused_before_vllm_starts(
     home: str, capsys: pytest.CaptureFixture[str], started: list[list[str]]
 ) -> None:
