@@ -312,12 +312,10 @@ class Monitor:
     def save_stacks(self) -> None:
         """Have each participant write the stacks of its threads into its file in `folder`."""
         sizes_before: dict[str, int] = {}
-        self.folder.mkdir(parents=True, exist_ok=True)
         for participant in self._all():
             stacks = _stacks_file(self.folder, participant.name)
             if participant.state != "running":
-                with stacks.open("a") as file:
-                    file.write(f"{participant.describe()}\n")
+                _append(stacks, f"{participant.describe()}\n")
                 continue
             if not participant.is_local:
                 continue
@@ -329,8 +327,7 @@ class Monitor:
         self._wait_for_stacks(sizes_before)
         elsewhere = {} if self._other_hosts is None else self._other_hosts.save_stacks()
         for name, text in elsewhere.items():
-            with _stacks_file(self.folder, name).open("a") as file:
-                file.write(text)
+            _append(_stacks_file(self.folder, name), text)
 
     def kill(self, names: Sequence[str] | None = None) -> None:
         """Send SIGKILL to the participants `names` (None: all but this process), and forget them."""
@@ -467,6 +464,16 @@ def read_stacks(folder: Path, name: str) -> str:
 
 def _stacks_file(folder: Path, name: str) -> Path:
     return _heartbeat_file(folder, name).with_suffix(".stacks")
+
+
+def _append(file: Path, text: str) -> None:
+    """Append to a file of stacks, unless that is not possible: without it, a stall must still be reported."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as stacks:
+            stacks.write(text)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", file, error.strerror)
 
 
 def _size(file: Path) -> int:

@@ -147,6 +147,20 @@ def test_unreported_stall_fails_the_stage(tmp_path: Path, start: Start) -> None:
     assert "training rank 1" in failures[0].message
 
 
+def test_a_full_disk_does_not_hide_a_stall(
+    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: list[RLHFError] = []
+    stacks = tmp_path / "stacks" / "training_rank_1.stacks"
+    stacks.parent.mkdir()
+    stacks.symlink_to("/dev/full")  # a write fails as on a full disk
+    with Monitor(stacks.parent, failures.append, grace_seconds=0.5):
+        os.kill(start("training rank 1", "progresses"), signal.SIGSTOP)
+        wait_until(lambda: failures)
+    assert "training rank 1" in failures[0].message
+    assert f"{stacks} cannot be written: No space left on device" in caplog.text
+
+
 def test_kill_ends_participants_and_no_process_with_reused_pid(monitor: Monitor, start: Start) -> None:
     suspended, running, other = (
         start("engine 0", "progresses"),
