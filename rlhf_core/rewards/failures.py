@@ -2,7 +2,7 @@
 abort.
 
 the whole batch, 1 + retries times
-  | raises                                         | answers, some values not finite
+  | raises each time                               | answers, some values not finite
 halves of it, down to single samples: bad samples  |
 the others once more, as one batch                 |
   +--------------------> Outcome <-----------------+
@@ -78,7 +78,8 @@ Call = Callable[[Sequence[RewardInput]], Outcome]
 
 
 def score_with_retries(name: str, call: Call, samples: Sequence[RewardInput], attempts: int) -> Outcome:
-    """Call with the whole batch until every value is finite, then search for bad samples.
+    """Call with the whole batch until every value is finite, and return the last answer. If there is none,
+    search for bad samples.
 
     Args:
         name: Name of the source, for the log.
@@ -92,10 +93,17 @@ def score_with_retries(name: str, call: Call, samples: Sequence[RewardInput], at
         after=lambda state: log_failure(f"reward {name}", state, attempts),
         retry_error_callback=last_result,
     )
+    answers: list[Outcome] = []
+
+    def attempt() -> Outcome:
+        answers.append(call(samples))
+        return answers[-1]
+
     try:
-        return retrying(call, samples)
+        return retrying(attempt)
     except Failure as failure:
-        return isolate(call, samples, failure)
+        # An earlier try may have had values, of which some were missing.
+        return answers[-1] if answers else isolate(call, samples, failure)
 
 
 def has_missing_values(outcome: Outcome) -> bool:

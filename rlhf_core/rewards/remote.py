@@ -234,9 +234,17 @@ class RemoteService:
     async def _with_retries(self, samples: Sequence[RewardInput]) -> Outcome | Failure:
         retry = retry_if_exception(_may_pass) | retry_if_result(has_missing_values)
         attempts = retrying(f"reward {self._name}", self._source, retry)
+        answers: list[Outcome] = []
+
+        async def attempt() -> Outcome:
+            answers.append(await self._once(samples))
+            return answers[-1]
+
         try:
-            outcome: Outcome = await attempts(self._once, samples)
+            outcome: Outcome = await attempts(attempt)
         except Failure as failure:
+            if answers:  # of an earlier try: some scores were missing
+                return answers[-1]
             if isinstance(failure, Refused):  # not retried, so tenacity did not call `after`
                 log.warning("reward %s: refused: %s", self._name, failure)
             # Not raised, because the task group would cancel the other requests.

@@ -1,6 +1,7 @@
 """Failures of a reward source on a batch.
 
 - a batch is tried until every value is finite; a value that is not finite in the last try is missing
+- a try that fails does not lose the values of an earlier one
 - bad samples are found by halving, and the others are scored once more together
 - the search ends after a bounded number of failures; samples of parts that were not searched have no value
 - failures that no sample can cause are not searched
@@ -63,6 +64,22 @@ def test_non_finite_value_of_the_last_try_is_missing() -> None:
     assert outcome.values[0] == 0.5
     assert [math.isnan(value) for value in outcome.values] == [False, True, True]
     assert outcome.reasons[1] == "it returned inf, but rewards must be finite"
+
+
+@pytest.mark.parametrize("searchable", [True, False])
+def test_a_try_that_fails_keeps_the_values_of_an_earlier_one(searchable: bool) -> None:
+    tries = []
+
+    def call(samples: Sequence[RewardInput]) -> Outcome:
+        tries.append(len(samples))
+        if len(tries) == 3:
+            raise Failure("busy", searchable=searchable)
+        return Outcome([0.5, math.nan, 2.0], {1: "too long"})
+
+    outcome = score_with_retries("r", call, batch(3), attempts=3)
+    assert tries == [3, 3, 3]
+    assert outcome.reasons == {1: "too long"}
+    assert outcome.values[0] == 0.5 and outcome.values[2] == 2.0
 
 
 def test_bad_samples_are_found_and_others_scored_together() -> None:

@@ -252,6 +252,16 @@ def test_null_or_non_finite_is_an_item_without_a_score() -> None:
     assert [outcome.reasons[i].split(",")[0] for i in (2, 3)] == ["it returned nan", "it returned inf"]
 
 
+@pytest.mark.parametrize("status", [503, 422])
+def test_scores_of_an_earlier_try_are_kept_if_the_last_one_fails(serve: Any, status: int) -> None:
+    partial = with_body('{"scores": [1, null, 3], "errors": {"1": "too long"}}')
+    service = serve(partial, partial, with_status(status))
+    outcome = ask([service], batch("a", "b", "c"))
+    assert len(service.seen) == 3
+    assert list(outcome.reasons) == [1] and "too long" in outcome.reasons[1]
+    assert outcome.values[0] == 1.0 and outcome.values[2] == 3.0
+
+
 @pytest.mark.parametrize("status", [422, 413, 400, 500])
 def test_an_item_that_is_refused_costs_no_other_its_score(serve: Any, status: int) -> None:
     service = serve(refusing("bad", status))
