@@ -43,6 +43,10 @@ from rlhf_core.ppo.repetition import repeats
 
 _BLOCK_ROWS = 64
 """Rows that are padded to the same length and computed at the same time."""
+_ROUNDING = 1e-5
+"""Deviation of returns, relative to returns and errors, that is rounding: 1e-7 in float32, and more over a
+long response.
+"""
 
 Sums = NDArray[np.float64]
 
@@ -355,11 +359,9 @@ def summarize(
     }
     if ppo.uses_critic:
         metrics["value/mean"] = _ratio(sums.values, tokens)
-        variance = _variance(sums.returns, sums.returns_spread, lengths_B, scored_B)
-        # If the returns do not vary, no critic is better or worse than another one.
-        if variance != 0:
-            errors = _variance(sums.errors, sums.errors_spread, lengths_B, scored_B)
-            metrics["value/explained_variance"] = 1.0 - errors / variance
+        explained = _explained_variance(sums, lengths_B, scored_B)
+        if explained is not None:
+            metrics["value/explained_variance"] = explained
     if ppo.samples_per_prompt > 1:
         uniform = uniform_groups(scores_B, ppo)
         metrics["rollout/zero_variance_groups"] = len(uniform) * ppo.samples_per_prompt / len(scored_B)
@@ -372,6 +374,20 @@ def summarize(
 
 def _ratio(sums_B: Sums, count: int) -> float:
     return float(sums_B.sum()) / max(1, count)
+
+
+def _explained_variance(sums: ResponseSums, lengths_B: IntArray, scored_B: NDArray[np.bool_]) -> float | None:
+    """Return 1 - var(returns - values) / var(returns), or None if the returns do not vary: no critic is then
+    better or worse than another one.
+    """
+    variance = _variance(sums.returns, sums.returns_spread, lengths_B, scored_B)
+    errors = _variance(sums.errors, sums.errors_spread, lengths_B, scored_B)
+    tokens = max(1, int(lengths_B[scored_B].sum()))
+    size = sum(float(sums_B.sum() / tokens) ** 2 for sums_B in (sums.returns, sums.errors)) + errors
+    # Equal returns are sums of advantages and values, which round differently at each token.
+    if variance <= _ROUNDING**2 * size:
+        return None
+    return 1.0 - errors / variance
 
 
 def _variance(sums_B: Sums, spread_B: Sums, lengths_B: IntArray, scored_B: NDArray[np.bool_]) -> float:

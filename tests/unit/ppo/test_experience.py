@@ -378,6 +378,17 @@ def test_constant_scores_have_deviation_0_and_no_explained_variance(count: int) 
     assert "value/explained_variance" not in metrics
 
 
+@pytest.mark.parametrize("score", [0.0, 0.7, 1.0])
+def test_rounding_of_equal_returns_has_no_explained_variance(score: float) -> None:
+    lengths = range(1, 60)
+    logprobs = [[-1.0] * length for length in lengths]
+    values = [[0.3 * math.sin(length * t + 1) for t in range(length)] for length in lengths]
+    rollouts = [_rollout((-1.0,) * length) for length in lengths]
+    made = _make(rollouts, logprobs, logprobs, values, [score] * len(rollouts))
+    assert 0 < made.returns_BT[made.mask_BT].std() < 1e-6, "the returns are rounded"
+    assert "value/explained_variance" not in made.metrics
+
+
 def test_whitening_changes_advantages_and_not_returns() -> None:
     rollouts = [_rollout((-1.0, -1.0)), _rollout((-1.0, -1.0, -1.0))]
     logprobs, values = [[-1.0] * 2, [-1.0] * 3], [[0.1] * 2, [0.3] * 3]
