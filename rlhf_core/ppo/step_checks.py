@@ -159,9 +159,9 @@ class StepChecks:
             alarm("empty", f"step {step}: {100 * empty:.0f} % of the responses are empty")
 
     def _check_scores(self, metrics: dict[str, float], step: int) -> None:
-        uniform = (
-            metrics.get("rollout/zero_variance_groups", 0.0) >= 0.9 or metrics["objective/scores_std"] == 0.0
-        )
+        # Other algorithms learn from differences between prompts as well.
+        groups = metrics.get("rollout/zero_variance_groups", 0.0) if self._ppo.by_group else 0.0
+        uniform = groups >= 0.9 or metrics["objective/scores_std"] == 0.0
         metrics["guards/uniform_scores"] = float(uniform)
         if uniform and not self._uniform:
             alarm(

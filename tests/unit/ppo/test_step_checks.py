@@ -122,7 +122,8 @@ def test_many_empty_responses_warn_and_then_stop_the_run(
         checks.verify(metrics(rollout__empty_rate=0.9), 3)
 
 
-def test_equal_scores_are_warned_of_once(checks: StepChecks, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_scores_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    checks = checks_of(algorithm="grpo", samples_per_prompt=4)
     same = {"rollout__zero_variance_groups": 0.9}
     for step, changed in enumerate(({}, same, same, {}, {"objective__scores_std": 0.0})):
         checks.verify(metrics(**changed), step)
@@ -137,6 +138,19 @@ def test_equal_scores_are_warned_of_once(checks: StepChecks, caplog: pytest.LogC
             " from them"
         ),
     ]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
+def test_equal_scores_of_a_prompt_are_no_reason_to_warn_if_prompts_are_compared(
+    algorithm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks = checks_of(algorithm=algorithm, samples_per_prompt=4)
+    found = metrics(rollout__zero_variance_groups=1.0)
+    checks.verify(found, 1)
+    assert found["guards/uniform_scores"] == 0.0
+    assert not caplog.records
+    checks.verify(metrics(objective__scores_std=0.0), 2)
+    assert "scores that are compared with each other are equal" in caplog.text
 
 
 BECOME_NAN = [
