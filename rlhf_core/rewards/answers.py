@@ -4,7 +4,8 @@ answer.
     final number   after the last `####` if there is one (GSM8K), else the last number of the text
     boxed          what the last `\\boxed{...}` holds, braces inside included (MATH)
 
-Numbers are compared exactly, as fractions: `1,234.50`, `$18`, `-3`, `3/4`, `\\frac{3}{4}`, `25%` (as 25).
+Numbers are compared exactly, as fractions: `1,234.50`, `.5`, `1e-05`, `$18`, `-3`, `3/4`, `\\frac{3}{4}`,
+`25%` (as 25).
 Anything else is compared as text without spaces, dollar signs, `\\text{}` and the full stop at its end.
 """
 
@@ -19,10 +20,12 @@ _NUMBER_LENGTH = 1000
 # A sign counts only if no word or number precedes it and no blank follows it: the last number of `10-3`,
 # `10 - 3` and the list item `- 3` is 3. `v2x` has none.
 _NUMBER = regex.compile(
-    r"(?<![\w.])[-+−]?(?:[$€£]\s?)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s?/\s?\d+)?(?![\d])",
+    r"(?<![\w.])[-+−]?(?:[$€£]\s?)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?:[eE][-+]?\d{1,3}(?!\w))?(?:\s?/\s?\d+)?(?![\d])",
 )
 _FRAC = regex.compile(r"^([-+−]?)\\[dt]?frac\{([-+−]?\d+)\}\{(\d+)\}$")
-_WHOLE = regex.compile(r"^([-+−]?)(\d+(?:\.\d+)?|\.\d+)(?:/(\d+))?%?$")
+# With an exponent, which `str` gives a float in the row from 1e16 on and below 1e-4.
+_WHOLE = regex.compile(r"^([-+−]?)((?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?%?$")
 _TEXT = regex.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
 
 

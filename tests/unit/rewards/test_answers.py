@@ -34,6 +34,12 @@ from rlhf_core.types import RewardInput
         ("5 - 3", "3"),
         ("5-3", "3"),
         ("so 3/4 of it", "3/4"),
+        ("The probability is .25.", ".25"),
+        ("#### -.5 or so", "-.5"),
+        ("It costs $.50", "$.50"),
+        ("about 1e5", "1e5"),
+        ("6.02E+23 of them", "6.02E+23"),
+        ("5east of 1e5f", "1"),
         ("first 7, then\n#### 42 apples in 3 boxes", "42"),
         ("no number here", None),
         ("v2x is a name", None),
@@ -71,6 +77,10 @@ def test_the_last_whole_box_is_found(response: str, content: str | None) -> None
         ("25%", "25"),
         ("25\\%", "25"),
         ("18.", "18"),
+        (".5", "1/2"),
+        ("0.00001", str(0.00001)),
+        ("20000000000000000", str(2e16)),
+        ("-1.5e3", "-1500"),
         (r"\text{Monday}", "monday"),
         ("x = 2", "x=2"),
         ("(1, 2)", "(1,2)"),
@@ -81,7 +91,8 @@ def test_answers_are_equal_whatever_their_decoration(given: str, wanted: str) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"), [("18", "81"), ("1.5", "15"), ("1/0", "1"), ("-3", "3"), ("x=2", "x=3")]
+    ("given", "wanted"),
+    [("18", "81"), ("1.5", "15"), ("1/0", "1"), ("-3", "3"), ("x=2", "x=3"), ("1e5", "1")],
 )
 def test_different_answers_are_not_the_same(given: str, wanted: str) -> None:
     assert not same_answer(given, wanted)
