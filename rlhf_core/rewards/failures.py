@@ -30,6 +30,9 @@ _MAX_BAD_SAMPLES = 3
 parts that were not searched to the end count as failed.
 """
 
+_LARGEST = 3.4028234663852886e38
+"""The largest number of float32, in which PPO computes."""
+
 
 class Failure(Exception):
     """A batch got no values.
@@ -59,12 +62,14 @@ class Outcome:
 
     @staticmethod
     def of(values: Sequence[float]) -> Outcome:
-        """Return the outcome of n returned values. A value that is not finite counts as missing."""
+        """Return the outcome of n returned values. One that is not finite in float32 counts as missing."""
         finite, reasons = list(values), {}
         for index, value in enumerate(values):
-            if not math.isfinite(value):
+            # Also false for NaN.
+            if not abs(value) <= _LARGEST:
                 finite[index] = math.nan
-                reasons[index] = f"it returned {value}, but rewards must be finite"
+                where = " in float32" if math.isfinite(value) else ""
+                reasons[index] = f"it returned {value}, but rewards must be finite{where}"
         return Outcome(finite, reasons)
 
     @staticmethod

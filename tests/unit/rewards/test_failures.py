@@ -1,6 +1,7 @@
 """Failures of a reward source on a batch.
 
 - a batch is tried until every value is finite; a value that is not finite in the last try is missing
+- a value that PPO cannot store in float32 is missing as well
 - a try that fails does not lose the values of an earlier one
 - bad samples are found by halving, and the others are scored once more together
 - the search ends after a bounded number of failures; samples of parts that were not searched have no value
@@ -9,8 +10,10 @@
 """
 
 import math
+import sys
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from rlhf_core.errors import RewardError
@@ -64,6 +67,16 @@ def test_non_finite_value_of_the_last_try_is_missing() -> None:
     assert outcome.values[0] == 0.5
     assert [math.isnan(value) for value in outcome.values] == [False, True, True]
     assert outcome.reasons[1] == "it returned inf, but rewards must be finite"
+
+
+def test_a_value_beyond_float32_is_missing() -> None:
+    largest = float(np.finfo(np.float32).max)
+    outcome = Outcome.of([largest, -largest, 2 * largest, -sys.float_info.max])
+    assert outcome.values[:2] == [largest, -largest]
+    assert all(map(math.isnan, outcome.values[2:]))
+    assert outcome.reasons[3] == (
+        "it returned -1.7976931348623157e+308, but rewards must be finite in float32"
+    )
 
 
 @pytest.mark.parametrize("searchable", [True, False])
