@@ -199,6 +199,9 @@ class PPOController:
         failpoint("ppo.after_evaluation")
         if self._ppo.engine.sleep_level:  # the engines sleep without weights
             self.sync()
+        elif self._ppo.engine.prefix_caching:
+            # An attempt that continues from the checkpoint of this version does not repeat the evaluation.
+            self._fleet.forget_prefixes("the held-out prompts")
         if self.selection.add(version, found) and self._ppo.publish == "best":
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._scores = self.selection.scores()

@@ -482,6 +482,16 @@ class Fleet:
         """End the processes of actors; see `ActorClient.kill`."""
         self._client.kill(actors)
 
+    def forget_prefixes(self, what: str) -> None:
+        """Let the serving engines forget the KV cache of the prompts that they were asked. No request may be
+        alive. `what` describes the prompts.
+
+        A prompt that begins like one of these would be rounded in another way.
+        """
+        engines = self.engines
+        calls = [engines.actor(index).call(EngineActor.forget_prefixes) for index in engines.serving]
+        self.wait(calls, f"the engines to forget {what}")
+
     # -- weight sync --
 
     @property

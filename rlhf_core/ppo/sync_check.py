@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import Collector, Composer, read_rollout_logprobs
 from rlhf_core.seeds import derive_seed
@@ -74,8 +73,6 @@ class SyncCheck:
         batch = self._collector.sample(self._prompts, version, 0, version)
         scoring = self._fleet.logprobs("policy", batch, with_entropy=False)
         by_engine = read_rollout_logprobs(self._fleet, batch)
-        engines = self._fleet.engines
-        calls = [engines.actor(index).call(EngineActor.forget_prefixes) for index in engines.serving]
-        self._fleet.wait(calls, "the engines to forget the compared prompts")
+        self._fleet.forget_prefixes("the compared prompts")
         pairs = zip(scoring.gather("logprobs"), by_engine, strict=True)
         return sum(float(abs(policy - engine).sum()) for policy, engine in pairs) / int(batch.lengths_B.sum())

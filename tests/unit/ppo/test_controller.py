@@ -8,6 +8,7 @@
 - each step says whether it trains the policy; the artifact does not, because its digest is in later keys
 - the score of a checkpoint is that of its own policy: the mean score of the next step's responses minus
   ppo.kl.coef times their KL, for every place of the KL and every normalization of the scores
+- engines that cache prompts forget those of an evaluation before they sample the next step
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places, columns_of, header_of
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.rollouts import reward_metrics
+from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
-from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
+from rlhf_core.testing.engines import Reply, ScriptedEngine
+from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.checkpoints import keep
@@ -209,6 +212,35 @@ def test_a_checkpoint_has_the_score_of_its_own_policy(tmp_path: Path) -> None:
     controller.run()
     assert known == {3: {}, 6: {3: 1.0}}
     assert controller._scores == {3: 1.0, 6: -5.0}
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_an_evaluation_leaves_no_prompts_in_the_caches(tmp_path: Path, prefix_caching: bool) -> None:
+    events: list[Any] = []
+
+    class Engine(ScriptedEngine):
+        @override
+        def forget_prefixes(self) -> None:
+            events.append("forget")
+
+    class Evaluation:
+        def evaluate(self, version: int) -> HeldOutResult:
+            events.append(version)
+            return HeldOutResult({OBJECTIVE: 1.0, "eval/kl": 0.0}, [1.0])
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    engine = {"prefix_caching": prefix_caching}
+    experiences = [_Experience() for _ in range(3)]
+    controller = Controller(stage_context(tmp_path), experiences, steps=3, evaluate_every=2, engine=engine)
+    actor = ScriptedEngineActor(Engine(lambda request: Reply((2,))))
+    controller._fleet.engines = ScriptedFleet(engines=[actor]).engines
+    evaluation: Any = Evaluation()
+    controller._evaluation = evaluation
+    controller.run()
+    forgotten = ["forget"] if prefix_caching else []
+    assert events == [0, *forgotten, 2, *forgotten, 3, *forgotten]
 
 
 @pytest.mark.parametrize("place", ["reward", "loss"])
