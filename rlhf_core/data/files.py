@@ -21,6 +21,7 @@ from typing import IO, Any, NoReturn
 
 from rlhf_core.config.address import DATA_SUFFIXES, Address
 from rlhf_core.config.redact import shown
+from rlhf_core.data.parquet import cells_of
 from rlhf_core.errors import DataError
 from rlhf_core.system.files import LFS_POINTER, exists, open_regular, unfit
 
@@ -36,10 +37,6 @@ _BEGINNING_BYTES = 40_000_000
 """Amount of unpacked text that `check_beginning` reads at most."""
 _SMALL_ARRAY_BYTES = 8_000_000
 """Maximum size of a .json file that `check_beginning` parses. An array can only be parsed as a whole."""
-_BATCH_BYTES = 64 * 2**20
-"""Amount of a parquet file that is decoded at once, but at least one row."""
-_DICTIONARY_BYTES = 16 * 2**20
-"""A batch of a parquet file with more than this has a large dictionary."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -492,7 +489,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
             )
         metadata = pq.read_metadata(stream)
         for group in range(metadata.num_row_groups):
-            for cells, size in _cells(stream, metadata, group):
+            for cells, size in cells_of(stream, metadata, group):
                 number += 1
                 if size > MAX_ROW_BYTES:
                     yield BadRow(file, number, f"longer than {MAX_ROW_BYTES // 2**20} MiB", "")
@@ -510,86 +507,3 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         raise DataError(
             f"{file}: the parquet file is damaged: {' '.join(str(error).split())[:200]}; copy it again"
         ) from error
-
-
-def _cells(stream: IO[bytes], metadata: Any, group: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yield the cells of each row of a row group, and the size of their texts.
-
-    Texts keep their dictionary, because a few bytes can represent a thousand copies of a long text. But
-    pyarrow also adds the texts that the file has without one, and copies all of them for each batch: after
-    2 GiB this is an error. With a large dictionary, the rest of the group is therefore read without one, if
-    its texts are not copies.
-    """
-    texts = _texts(metadata.row_group(group))
-    done = 0
-    for batch in _batches(stream, metadata, group, texts):
-        unpacked = 0
-        for cells in zip(*map(_values, batch.columns), strict=True):
-            size = sum(map(_text_size, cells))
-            unpacked += size
-            yield cells, size
-        done += len(batch)
-        if texts and batch.nbytes > _DICTIONARY_BYTES and unpacked <= _BATCH_BYTES:
-            break
-    else:
-        return
-    for batch in _batches(stream, metadata, group, []):
-        repeated = min(done, len(batch))
-        done -= repeated
-        for cells in zip(*map(_values, batch.slice(repeated).columns), strict=True):
-            yield cells, sum(map(_text_size, cells))
-
-
-def _batches(stream: IO[bytes], metadata: Any, group: int, texts: list[str]) -> Iterator[Any]:
-    """Yield the batches of a row group. The columns `texts` keep their dictionary."""
-    import pyarrow.parquet as pq
-
-    parquet = pq.ParquetFile(stream, metadata=metadata, read_dictionary=texts)
-    yield from parquet.iter_batches(_batch_rows(metadata.row_group(group)), row_groups=[group])
-
-
-def _texts(group: Any) -> list[str]:
-    """Return the paths of the columns of texts with a dictionary in a row group, those inside of lists and
-    structs included.
-    """
-    columns = [group.column(index) for index in range(group.num_columns)]
-    return [
-        column.path_in_schema
-        for column in columns
-        if column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in each for each in column.encodings)
-    ]
-
-
-def _batch_rows(group: Any) -> int:
-    """Return the number of rows that fit in `_BATCH_BYTES` according to the size of a row group, at most
-    1024.
-    """
-    row_bytes = group.total_byte_size / max(group.num_rows, 1)
-    return max(1, min(1024, int(_BATCH_BYTES / max(row_bytes, 1))))
-
-
-def _values(column: Any) -> Iterator[Any]:
-    """Yield the values of a column. Equal texts of a dictionary share one object."""
-    import pyarrow as pa
-
-    if isinstance(column, pa.DictionaryArray):
-        # Only the texts of this batch: the dictionary can have those of many batches.
-        used = column.indices.unique().drop_null()
-        texts = dict(zip(used.to_pylist(), column.dictionary.take(used).to_pylist(), strict=True))
-        for index in column.indices.to_pylist():
-            yield None if index is None else texts[index]
-    else:
-        # One at a time: texts inside of lists and structs do not share objects.
-        for value in column:
-            yield value.as_py()
-
-
-def _text_size(value: Any) -> int:
-    """Return the number of characters (or bytes, for binary values) of all texts in a value."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_text_size, value.values()))
-    if isinstance(value, list):
-        return sum(map(_text_size, value))
-    return 0

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import StoreConfig
-from rlhf_core.data import files
+from rlhf_core.data import parquet
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.sources import (
     read_rows,
@@ -83,15 +83,15 @@ def test_a_large_parquet_file_is_read_without_keeping_the_texts_of_earlier_batch
     import pyarrow.parquet as pq
 
     sizes = []
-    batches = files._batches
+    batches = parquet._batches
 
     def recorded(*args: Any) -> Iterator[Any]:
         for batch in batches(*args):
             sizes.append(batch.nbytes)
             yield batch
 
-    monkeypatch.setattr(files, "_batches", recorded)
-    monkeypatch.setattr(files, "_DICTIONARY_BYTES", 2**20)
+    monkeypatch.setattr(parquet, "_batches", recorded)
+    monkeypatch.setattr(parquet, "_DICTIONARY_BYTES", 2**20)
     texts = [None if number % 7 == 3 else f"{number % 5000} " + "x" * 2000 for number in range(6000)]
     rows = [{"text": text, "messages": [{"role": "user", "content": text}]} for text in texts]
     file, group_rows = tmp_path / "a.parquet", 4000
@@ -105,6 +105,30 @@ def test_a_large_parquet_file_is_read_without_keeping_the_texts_of_earlier_batch
     assert data_of(file) == rows
     # A batch of 1024 rows has 4 MiB of texts. One more batch can be in the dictionary.
     assert max(sizes) < 9 * 2**20
+
+
+def test_copies_of_texts_in_a_large_dictionary_of_a_parquet_file_are_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    plain: list[int] = []
+    batches = parquet._batches
+
+    def recorded(stream: Any, metadata: Any, group: int, columns: list[str]) -> Iterator[Any]:
+        plain.extend([] if columns else [group])
+        return batches(stream, metadata, group, columns)
+
+    monkeypatch.setattr(parquet, "_batches", recorded)
+    monkeypatch.setattr(parquet, "_DICTIONARY_BYTES", 2**16)
+    long = [letter * 2**15 for letter in "abcd"]
+    # The copies follow the first batch, which has each text once.
+    texts = [*long, *["short"] * 1020, *long * 256]
+    rows = [{"text": text, "messages": [{"role": "user", "content": text}]} for text in texts]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert data_of(tmp_path / "a.parquet") == rows
+    assert not plain
 
 
 def test_parquet_with_lists_and_structs_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
