@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,6 +172,17 @@ def _warn_if_files_are_missing(mlflow: Mlflow, name: str, move: Move) -> None:
         )
 
 
+def _words(given: list[str]) -> list[str]:
+    """Return the words of options that were given as several words, or as one text."""
+    # Several words come from a shell, which has split them. Values can be JSON, with blanks and quotes.
+    if len(given) != 1:
+        return given
+    with suppress(ValueError):
+        if isinstance(json.loads(given[0].partition("=")[2]), dict | list):
+            return given
+    return shlex.split(given[0])
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered_policies import open_policy, serve_command, serve_environment
     from rlhf_core.system.listening import bind
@@ -177,9 +190,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # vLLM binds the address again, after it has imported its packages.
     bind(arguments.host, arguments.port).close()
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    given: list[str] = arguments.vllm
-    # Several words come from a shell, which has split them. Values can be JSON, with blanks and quotes.
-    more = shlex.split(given[0]) if len(given) == 1 else given
+    more = _words(arguments.vllm)
     command = serve_command(policy, arguments.host, arguments.port, more)
     print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
     # The server replaces this process, so signals reach it and its exit code is that of the command.

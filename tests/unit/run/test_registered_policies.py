@@ -126,10 +126,19 @@ def test_what_follows_the_option_goes_to_vllm(home: str, given: list[str], start
     assert started[0][-3:] == ["--enforce-eager", "-tp", "2"]
 
 
-def test_a_value_with_blanks_goes_to_vllm_as_one_word(home: str, started: list[list[str]]) -> None:
-    given = ["--override-generation-config", '{"temperature": 0.5}']
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--override-generation-config", '{"temperature": 0.5}'],
+        ['--override-generation-config={"temperature": 0.5}'],
+        ['--override-generation-config={"temperature":0.5}', "--enforce-eager"],
+    ],
+)
+def test_a_value_with_blanks_or_quotes_goes_to_vllm_as_it_is(
+    home: str, given: list[str], started: list[list[str]]
+) -> None:
     main(["serve", MODEL, "--home", home, "--port", "0", "--vllm", *given])
-    assert started[0][-2:] == given
+    assert started[0][-len(given) :] == given
 
 
 def test_an_address_that_cannot_be_used_is_refused_before_vllm_starts(
