@@ -462,13 +462,15 @@ class Mlflow:
 
         MLflow reads the tags of all versions that it returns, which takes seconds for hundreds of versions.
         """
-        text = f"name = {_quoted(name)}"
+        # MLflow's search language has no escape for quotes. In a pattern, `_` is any character.
+        pattern = re.sub(r"['\\]", "_", name)
+        text = f"name = '{name}'" if pattern == name else f"name LIKE '{pattern}'"
         if tag is not None:
             text += f" and tags.`{tag}` LIKE '%'"
         found, token = [], None
         while True:
             page = self._client.search_model_versions(text, max_results=200, page_token=token)
-            found += [_version(entry) for entry in page]
+            found += [_version(entry) for entry in page if entry.name == name]
             token = page.token
             if not token:
                 return found

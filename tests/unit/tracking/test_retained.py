@@ -105,7 +105,7 @@ def test_all_pages_are_read(mlflow: Mlflow, runs: OldRuns, monkeypatch: pytest.M
     assert retained(mlflow).needed == of_runs(*(f"run {number}" for number in range(5)))
 
 
-@pytest.mark.parametrize("name", ["bob's model", 'the "best" model', "back\\slash"])
+@pytest.mark.parametrize("name", ["bob's model", 'the "best" model', 'bob\'s "best"', "back\\slash\\"])
 def test_names_of_models_of_other_programs_can_have_quotes(mlflow: Mlflow, name: str) -> None:
     mlflow.ensure_model(name, "")
     mlflow.create_version(name, source="s3://b/x", run_id=None, tags={"a": "b"}, description="")
