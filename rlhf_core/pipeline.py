@@ -197,7 +197,7 @@ _TABLE = (
     Stage(
         "sample",
         "rlhf_core.stages.sample:run",
-        version=2,
+        version=3,
         sections=("sample", "ppo"),
         # Of `dpo` and `ppo` only the one whose policy answers (`sample.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
@@ -214,7 +214,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=16,
+        version=17,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),
@@ -232,7 +232,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=11,
+        version=12,
         sections=("register",),
         # Of `dpo` and `ppo` only the one whose policy is registered (`register.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate"),
