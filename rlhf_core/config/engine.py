@@ -61,7 +61,8 @@ class EngineConfig(Section):
     prefix_caching: bool = rounding(
         False,
         "Compute the keys and values of a prompt once for all its samples, and of equal beginnings of prompts"
-        " once in a step. Whole blocks of tokens are kept (16 on GPUs, 128 on CPUs), until the next sync",
+        " once in a step. Whole blocks of tokens are kept (16 on GPUs, 128 on CPUs), until the next sync"
+        " or evaluation",
     )
     dispatch: Literal["fixed", "queue"] = rounding(
         "fixed",

@@ -327,9 +327,9 @@ class Engine:
         return run
 
     def forget_prefixes(self) -> None:
-        """Forget the KV cache of prompts, after the weights have changed. No request may be alive."""
+        """Forget the KV cache of prompts. No request may be alive."""
         if self._prefix_caching and not self.llm.reset_prefix_cache():
-            raise WeightSyncError("vLLM kept its prefix cache, which was computed with old weights")
+            raise WeightSyncError("vLLM kept its prefix cache after a sync or an evaluation")
 
     def load_weights(self, folder: Path) -> dict[str, str]:
         """Replace the weights by those of a model folder with the same configuration and tensors.

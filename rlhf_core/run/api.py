@@ -34,7 +34,8 @@ def run_pipeline(
         until: The last stage.
         tags: Tags of the MLflow run of the pipeline.
 
-    Returns the summary, which is also in `runs/<name>/summary.json` below `run.home`.
+    Returns the summary, which is also in `runs/<name>/summary.json` below `run.home`, unless that
+    file is of a longer run with the same artifacts.
 
     Raises:
         InputError: The configuration, the data or the model cannot be used. Raised before anything starts.
