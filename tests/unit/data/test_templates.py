@@ -324,9 +324,10 @@ PRODUCT = (
 SLOW = {
     "a product in one expression": PRODUCT,
     "a search in one expression": (
-        # A list: a chain of `and` would need recursion, whose limit depends on what was imported before.
-        "{% set x = 'a' * 3000000 %}{% set y = 'a' * 1500000 + 'b' %}{{ ["
-        + ", ".join(["y in x"] * 4000)
+        # A list, because a chain of `and` needs recursion, whose limit depends on what was imported before.
+        # The texts depend on `messages`: Jinja would compute constant ones while it compiles the template.
+        "{% set x = 'a' * (30000000 if messages else 0) %}{% set y = x[:15000000] + 'b' %}{{ ["
+        + ", ".join(["y in x"] * 200)
         + "] }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     ),
 }
