@@ -159,7 +159,11 @@ def distinct_names(sources: Sequence[Source]) -> list[str]:
     """
     names = [short_name(source) for source in sources]
     counts = Counter(names)
-    return [f"{name} {index}" if counts[name] > 1 else name for index, name in enumerate(names)]
+    shown = []
+    for index, name in enumerate(names):
+        is_repeated = counts[name] > 1
+        shown.append(f"{name} {index}" if is_repeated else name)
+    return shown
 
 
 def check_bad_share(

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, with bounded memory: texts that a file has once and repeats are not copied."""
+"""Rows of Parquet files. A text that is stored once and used in many rows is not copied for each row."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def without_masked(
         for values in by_model.values():
             without = {i for i, value in enumerate(values) if math.isnan(value)}
             masked |= without
-            failed |= {name} if without else set()
+            if without:
+                failed.add(name)
     indices = [i for i in range(len(measured.sources)) if i not in masked]
     if not indices:
         raise RewardError(

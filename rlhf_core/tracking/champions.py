@@ -134,7 +134,7 @@ def revocation(
 
     Args:
         version: The version.
-        versions: All versions of the model.
+        versions: All versions of the model, or those that `_versions_of_rollbacks` returns.
         moves: The history of its champions.
     """
     found = [
@@ -166,8 +166,12 @@ def _versions_of_rollbacks(mlflow: Mlflow, model: str, moves: Iterable[Move]) ->
     name and that exist.
     """
     found = {each.version: each for each in mlflow.versions(model, REVOKED)}
-    for number in {move.previous for move in moves if move.digests} - found.keys():
-        if number is not None and (version := mlflow.version(model, number)) is not None:
+    for move in moves:
+        number = move.previous
+        if not move.digests or number is None or number in found:
+            continue
+        version = mlflow.version(model, number)
+        if version is not None:
             found[number] = version
     return list(found.values())
 
@@ -236,15 +240,12 @@ def settle(mlflow: Mlflow, model: str) -> str | None:
         return None
     moves = history(mlflow, model)
     versions = _versions_of_rollbacks(mlflow, model, moves)
-    # None is also the target of a rollback to no champion.
-    target = next(
-        (
-            name
-            for name in _former_champions(moves)
-            if name is None or _is_usable(mlflow, model, name, versions, moves)
-        ),
-        None,
-    )
+    target = None
+    for number in _former_champions(moves):
+        # None is the target of a rollback to no champion.
+        if number is None or _is_usable(mlflow, model, number, versions, moves):
+            target = number
+            break
     _set(mlflow, model, target)
     log.warning(
         "%s: version %s is revoked and had the alias `%s`; %s has it now",

@@ -458,7 +458,7 @@ class Mlflow:
         )
 
     def versions(self, name: str, tag: str | None = None) -> list[ModelVersion]:
-        """Return all versions of a registered model, or those with a tag, whatever its value is.
+        """Return the versions of a registered model. With `tag`, return only those that have this tag.
 
         MLflow reads the tags of all versions that it returns, which takes seconds for hundreds of versions.
         """

@@ -139,7 +139,8 @@ def spend(mlflow: Mlflow, model: str, version: str, test: PromotionTest, gate: G
     record_test(mlflow, model, version, test)
     failpoint("register.tested")
     tested = mlflow.version(model, version)
-    settled = [_read(entry) for entry in _entries(tested.tags if tested else {})]
+    tags = tested.tags if tested is not None else {}
+    settled = [_read(entry) for entry in _entries(tags)]
     if any(each is not None and (each.time, each.level) == (test.time, test.level) for each in settled):
         return test
     others = [

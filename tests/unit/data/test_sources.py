@@ -92,7 +92,9 @@ def test_a_large_parquet_file_is_read_without_keeping_the_texts_of_earlier_batch
 
     monkeypatch.setattr(parquet, "_batches", recorded)
     monkeypatch.setattr(parquet, "_DICTIONARY_BYTES", 2**20)
-    texts = [None if number % 7 == 3 else f"{number % 5000} " + "x" * 2000 for number in range(6000)]
+    texts: list[str | None] = [f"{number % 5000} " + "x" * 2000 for number in range(6000)]
+    for number in range(3, 6000, 7):
+        texts[number] = None
     rows = [{"text": text, "messages": [{"role": "user", "content": text}]} for text in texts]
     file, group_rows = tmp_path / "a.parquet", 4000
     pq.write_table(
