@@ -30,7 +30,7 @@ from rlhf_core.planning.fit import check_cluster_memory
 from rlhf_core.planning.hardware import cluster_hardware
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
-from rlhf_core.storage.versions import versions
+from rlhf_core.storage.versions import sources_digest, versions
 from rlhf_core.system.home import home_problem
 from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
@@ -41,7 +41,7 @@ MAX_CLOCK_SECONDS = 60.0
 """Difference of clocks that is refused, because a bucket refuses signed requests of another time."""
 _STORE_SECONDS = 5.0
 _NOT_COMPARED = ("git", "gpu_driver")
-"""The code digest covers the commit. NCCL works across drivers."""
+"""The digest of the sources covers the commit. NCCL works across drivers."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def report_node(
     interfaces = psutil.net_if_addrs()
     own = [name for name, all_ in interfaces.items() if any(each.address == address for each in all_)]
     return {
-        "versions": dict(versions()),
+        "versions": _versions(),
         "gpus": machine().gpu_names(),
         "cores": machine().cores(),
         "store": _reach_store(probe, node),
@@ -242,6 +242,11 @@ def report_node(
         "interfaces": sorted(interfaces),
         "clock": time.time(),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of this process. Nodes exchange pickled objects, so all of their code is equal."""
+    return {**versions(), "code": sources_digest()}
 
 
 def _reach_store(probe: StoreProbe, node: str) -> str:
@@ -261,7 +266,7 @@ def _reach_store(probe: StoreProbe, node: str) -> str:
 
 def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> list[str]:
     """Return in words what is wrong with one node."""
-    found = compare_versions(versions(), report["versions"])
+    found = compare_versions(_versions(), report["versions"])
     if report["store"]:
         found.append(f"store.url={config.store_url}: {report['store']}")
     if report["home"]:

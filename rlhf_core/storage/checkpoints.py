@@ -61,7 +61,7 @@ _DAMAGED_POINTER = -1
 """Stands for the step in a `newest.json` that cannot be read."""
 _ONLY_LOGGED = {"threads", "git", "ray", "datasets", "mlflow", "prefect", "gpu_driver"}
 """Differences that do not prevent resuming: versions that do not affect results, the driver of the GPUs, and
-the threads, which the user sets. `code`, a digest of the sources, is not one of them.
+the threads, which the user sets. `code`, a digest of what can change numbers, is not one of them.
 """
 
 

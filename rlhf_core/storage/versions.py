@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import platform
@@ -17,12 +18,18 @@ _PACKAGES = (
 )  # fmt: skip
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 """Packages of the NCCL that torch's wheels load."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CHANGES_NUMBERS = (
+    "algo", "cluster/ranks.py", "config", "data", "engines", "evaluation", "models", "ppo", "rewards",
+    "seeds.py", "stages", "types.py", "weight_sync",
+)  # fmt: skip
+"""Parts of `rlhf_core` that can change the numbers of a stage. The others run, store and report them."""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python, of packages that affect results and of the GPUs' software, a digest of
-    this code, and its commit.
+    the code that can change numbers, and the commit.
 
     The commit is known only if the code runs from a git checkout.
     """
@@ -64,11 +71,39 @@ def gpu_versions(machine: Machine) -> dict[str, str]:
 
 
 def _code_digest() -> str:
-    """Return 12 hex digits over the sources of `rlhf_core`. A commit does not cover later edits."""
-    root = Path(__file__).resolve().parents[1]
+    """Return 12 hex digits over the code that can change the numbers of a stage.
+
+    Comments, docstrings and formatting are not part of it. A commit would not cover later edits.
+    """
     digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        digest.update(f"{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes())
+    for part in _CHANGES_NUMBERS:
+        path = _PACKAGE / part
+        files = [path] if path.suffix else sorted(path.rglob("*.py"))
+        for file in files:
+            name = file.relative_to(_PACKAGE).as_posix()
+            digest.update(f"{name}\0{_syntax(file.read_bytes())}".encode())
+    return digest.hexdigest()[:12]
+
+
+def _syntax(source: bytes) -> str:
+    """Return the syntax tree of a module as text, without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_docstring(each)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def sources_digest() -> str:
+    """Return 12 hex digits over all sources of `rlhf_core`, for processes that exchange objects."""
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -3,10 +3,12 @@
 - CUDA or ROCm, NCCL and the driver are read from files: torch is not imported and no GPU is initialized
 - what is not there is not named: a build for CPUs has none of them
 - another driver does not prevent resuming, another CUDA does
+- comments, docstrings and code that cannot change numbers do not prevent resuming, other code does
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.storage import checkpoints
+from rlhf_core.storage import versions as versions_module
 from rlhf_core.storage.versions import gpu_versions, versions
 from rlhf_core.testing.machine import ScriptedMachine
 
@@ -88,3 +91,53 @@ def test_another_driver_can_resume_and_another_cuda_cannot() -> None:
     driver = checkpoints._changes(made, {**made, "gpu_driver": "NVIDIA 590.10.01"})
     assert set(driver) <= checkpoints._ONLY_LOGGED and driver
     assert not set(checkpoints._changes(made, {**made, "cuda": "12.9"})) <= checkpoints._ONLY_LOGGED
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the package, whose digest is taken in place of the package's."""
+    copy = tmp_path / "rlhf_core"
+    shutil.copytree(ROOT / "rlhf_core", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(versions_module, "_PACKAGE", copy)
+    return copy
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def test_comments_docstrings_and_formatting_do_not_change_the_digest_of_the_code(sources: Path) -> None:
+    before, all_before = versions_module._code_digest(), versions_module.sources_digest()
+    for file in sources.rglob("*.py"):
+        file.write_text(file.read_text() + "\n\n# A comment.\n")
+    edit(sources / "seeds.py", '"""Return a 63-bit seed', '"""Return another text')
+    edit(sources / "algo/advantages.py", "\n\n\ndef", "\n\n\n\ndef")
+    assert versions_module._code_digest() == before
+    assert versions_module.sources_digest() != all_before
+
+
+@pytest.mark.parametrize("package", ["run", "tracking", "storage", "system", "planning", "testing"])
+def test_code_that_cannot_change_numbers_does_not_change_the_digest(sources: Path, package: str) -> None:
+    before = versions_module._code_digest()
+    file = next(iter(sorted((sources / package).glob("*.py"))))
+    file.write_text(file.read_text() + "\nADDED = 1\n")
+    assert versions_module._code_digest() == before
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["algo", "config", "data", "engines", "evaluation", "models", "ppo", "rewards", "stages", "weight_sync"],
+)
+def test_code_that_can_change_numbers_changes_the_digest(sources: Path, part: str) -> None:
+    before = versions_module._code_digest()
+    file = max((sources / part).glob("*.py"), key=lambda each: each.stat().st_size)
+    file.write_text(file.read_text() + "\nADDED = 1\n")
+    assert versions_module._code_digest() != before
+
+
+def test_one_changed_number_changes_the_digest(sources: Path) -> None:
+    before = versions_module._code_digest()
+    edit(sources / "seeds.py", "digest_size=", "digest_size=1 + ")
+    assert versions_module._code_digest() != before
