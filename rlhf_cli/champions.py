@@ -184,13 +184,18 @@ def _words(given: list[str]) -> list[str]:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.registered_policies import open_policy, serve_command, serve_environment
+    from rlhf_core.run.registered_policies import (
+        open_policy,
+        serve_command,
+        serve_environment,
+        tokenizer_alone,
+    )
     from rlhf_core.system.listening import bind
 
     # vLLM binds the address again, after it has imported its packages.
     bind(arguments.host, arguments.port).close()
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    more = _words(arguments.vllm)
+    more = ["--tokenizer", str(tokenizer_alone(policy.files.model)), *_words(arguments.vllm)]
     command = serve_command(policy, arguments.host, arguments.port, more)
     print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
     # The server replaces this process, so signals reach it and its exit code is that of the command.

@@ -42,7 +42,12 @@ from rlhf_core.data.sources import (
     template_digests,
 )
 from rlhf_core.data.templates import EncodeError, Encoder, read_chat_template
-from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer, write_response_prefix
+from rlhf_core.data.tokenizer import (
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+    write_response_prefix,
+)
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.folder import (
     base_model_config,
@@ -107,7 +112,7 @@ def prepare(
     for name in SETS:
         for split, items in splits[name].items():
             write(out, FILE_NAMES[name], split, [item.example for item in items])
-    tokenizer.save_pretrained(out / "tokenizer")
+    save_tokenizer(tokenizer, out / "tokenizer")
     write_response_prefix(out, encoder.response_prefix)
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")

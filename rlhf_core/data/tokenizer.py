@@ -1,6 +1,9 @@
-"""Tokenizers: loading and checking one, training a small one on the data, and decoding.
+"""Tokenizers: loading and checking one, training a small one on the data, saving, and decoding.
 
-`load_tokenizer` and `train_tokenizer` import transformers, which takes seconds. `load_decoder` does not.
+transformers chooses the class of a tokenizer by names in `tokenizer_config.json` and `config.json`, and some
+classes replace parts of `tokenizer.json` by their own. `load_tokenizer` returns what `tokenizer.json` says.
+
+It and `train_tokenizer` import transformers, which takes seconds. `load_decoder` does not.
 """
 
 from __future__ import annotations
@@ -36,17 +39,25 @@ are always a prefix of those of its conversation.
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
     """Return a fast Hugging Face tokenizer with an EOS token and a pad token that is not EOS.
 
-    `path` is a folder or a hub id. Dropout is turned off. No code of the model is run. Raises ModelError with
-    a fix.
+    It tokenizes as its tokenizer.json says, whatever class the folder names. `path` is a folder or a hub id.
+    Dropout is turned off. No code of the model is run. Raises ModelError with a fix.
     """
     if not is_hub_model(path) and not Path(path).is_dir():
         raise ModelError(
             f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)"
         )
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        file = cached_file(
+            path, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if file is not None:
+            tokenizer = _as_in_file(tokenizer, file, path, revision)
+    except ModelError:
+        raise
     except Exception as error:  # the libraries raise many unrelated types for a broken or missing tokenizer
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
@@ -65,6 +76,74 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
         )
         model.dropout = None
     return with_safe_specials(tokenizer, path)
+
+
+_PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
+"""Parts of tokenizer.json that determine the tokens of a text, and the text of tokens."""
+_PROBES = (
+    "One day, a cat sat on 2 mats.",
+    "  12345 67.8\n\n x\ty ",
+    "I don't, we've, she'll",
+    "日本語の文 한국어 עברית ไทย Ελληνικά",
+    "naïve cafe\u0301 😀 👩‍👩‍👧",
+)
+"""Texts that the classes of transformers are known to tokenize in different ways."""
+
+
+def _as_in_file(tokenizer: Any, file: str, path: str, revision: str | None) -> Any:
+    """Return `tokenizer` if it equals its tokenizer.json, else a tokenizer that does. Raises ModelError."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    wanted = Tokenizer.from_file(file)
+    if " " not in wanted.decode(wanted.encode(_PROBES[0], add_special_tokens=False).ids):
+        raise ModelError(
+            f"the tokenizer of {path} loses the blanks of texts: the pre_tokenizer or the decoder of its"
+            " tokenizer.json does not belong to its vocabulary; take the file from where the model is from"
+        )
+    if not _different_parts(tokenizer.backend_tokenizer, wanted):
+        return tokenizer
+    own = PreTrainedTokenizerFast.from_pretrained(path, revision=revision)
+    different = _different_parts(own.backend_tokenizer, wanted)
+    if different:
+        raise ModelError(
+            f"the tokenizer of {path} is loaded with another {' and '.join(different)} than its"
+            " tokenizer.json has; remove the settings of tokenizer_config.json that change them, such as"
+            " fix_mistral_regex, or save the tokenizer as it is meant"
+        )
+    # Some files name no special tokens, because the class has defaults.
+    for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        default = getattr(tokenizer, kind)
+        if getattr(own, kind) is None and default in own.get_vocab():
+            setattr(own, kind, default)
+    if any(_tokens(tokenizer.backend_tokenizer, text) != _tokens(wanted, text) for text in _PROBES):
+        log.warning(
+            "the class %s, which transformers chooses for the tokenizer of %s, does not tokenize as its"
+            " tokenizer.json says; the file is used as it is",
+            type(tokenizer).__name__,
+            path,
+        )
+    return own
+
+
+def _different_parts(loaded: Any, wanted: Any) -> list[str]:
+    found, expected = json.loads(loaded.to_str()), json.loads(wanted.to_str())
+    return [part for part in _PARTS if found[part] != expected[part]]
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the tokenizer's files to a folder, with the name of a class that transformers 4 knows as well."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if settings["tokenizer_class"] == "TokenizersBackend":  # only version 5 has this name
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        write_json(file, settings)
 
 
 def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
@@ -183,9 +262,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_OF_LOADING = ("is_local", "local_files_only")
-"""Fields of tokenizer_config.json that transformers adds when a loaded tokenizer is saved."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_OF_LOADING = ("is_local", "local_files_only", "tokenizer_class")
+"""Fields of tokenizer_config.json that change when a loaded tokenizer is saved, and not its tokens."""
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -194,7 +273,7 @@ def tokenizer_digest(folder: Path) -> str:
     A tokenizer that is loaded and saved again keeps its digest.
     """
     digest = hashlib.sha256()
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         file = folder / name
         content = file.read_bytes() if file.exists() else b""
         if content and name == "tokenizer_config.json":

@@ -406,6 +406,14 @@ def _fields(folder: ModelFolder) -> Iterator[Finding]:
                 f"model.path: {folder.root}/config.json asks for attention {shown(str(value))} ({name}); it"
                 " is ignored: model.attention decides"
             )
+    rope, theta = folder.text_config.get("rope_parameters"), folder.text_config.get("rope_theta")
+    newer = rope.get("rope_theta", theta) if isinstance(rope, dict) else theta
+    if theta is not None and newer != theta:
+        # Earlier versions of transformers read the first field, and version 5 reads the second.
+        yield ModelError(
+            f"model.path: {folder.root}/config.json: rope_theta is {shown(str(theta))}, but"
+            f" rope_parameters.rope_theta is {shown(str(newer))}; remove the wrong one"
+        )
     if (folder.root / "adapter_config.json").exists():
         yield ModelError(
             f"model.path: {folder.root} holds an adapter (adapter_config.json), which would be loaded over"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import engine_rank
 from rlhf_core.config.keys import given_tracking_uri
 from rlhf_core.config.register import PolicyStage
+from rlhf_core.data.tokenizer import TOKENIZER_FILES
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import (
     CONFIGURED_BY,
@@ -264,6 +266,18 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
         command += ["--served-model-name", f"{policy.name}-sft", "--enable-lora"]
         command += ["--max-lora-rank", str(engine_rank(rank)), "--lora-modules", *adapters]
     return [*command, *more]
+
+
+def tokenizer_alone(model: Path) -> Path:
+    """Return a new temporary folder with links to the tokenizer's files of a model, for `--tokenizer`.
+
+    Beside some config.json, such as that of qwen2, transformers replaces parts of tokenizer.json by its own.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-tokenizer-"))
+    for name in TOKENIZER_FILES:
+        if (model / name).exists():
+            (folder / name).symlink_to(model / name)
+    return folder
 
 
 def _check_options(more: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.data.dataset import write
-from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.data.tokenizer import save_tokenizer, train_tokenizer
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 
@@ -47,7 +47,7 @@ def write_data_artifact(
         FileExistsError: The folder has a data artifact.
     """
     (folder / "tokenizer").mkdir(parents=True)
-    (tokenizer or train_tokenizer([], 0)).save_pretrained(folder / "tokenizer")
+    save_tokenizer(tokenizer or train_tokenizer([], 0), folder / "tokenizer")
     write(folder, "sft", "train", sft)
     write(folder, "pairs", "train", pairs)
     write(folder, "prompts", "train", prompts)

@@ -100,6 +100,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"config__json": CONFIG | {"num_hidden_layers": 1}, "model__safetensors": LAYERS},
         ("num_hidden_layers 1, but the weights have 2",),
     ),
+    "two rotary bases": (
+        {"config__json": CONFIG | {"rope_theta": 500000.0, "rope_parameters": {"rope_theta": 10000.0}}},
+        ("rope_theta is '500000.0'", "rope_parameters.rope_theta is '10000.0'"),
+    ),
     "an adapter next to the weights": ({"adapter_config__json": {}}, ("holds an adapter", "merge it")),
     "a hole between tensors": (
         {"model__safetensors": header({"a": TENSOR, "b": TENSOR | {"data_offsets": [12, 20]}}, 20)},

@@ -6,6 +6,9 @@ Rules:
 - a trained tokenizer is opened by AutoTokenizer, loses no text, and keeps within the vocabulary;
 - dropout is turned off, also in the files that are saved;
 - a tokenizer that is loaded and saved again keeps its digest; another one has another;
+- a tokenizer equals its tokenizer.json, whatever class the folder names;
+- a tokenizer whose file loses blanks, or whose settings change it, is refused;
+- a saved tokenizer names a class of transformers 4, and is read as its file says;
 - other threads run while a response is decoded;
 - a tokenizer that makes long texts, or many tokens, of short texts is refused.
 """
@@ -29,6 +32,7 @@ from rlhf_core.data.tokenizer import (
     Decoder,
     load_tokenizer,
     require_bounded_growth,
+    save_tokenizer,
     tokenizer_digest,
     train_tokenizer,
     with_safe_specials,
@@ -186,3 +190,120 @@ def test_other_threads_run_while_a_response_is_decoded() -> None:
         time.sleep(0.001)
         turns += 1
     assert turns > 20, "it takes a third of a second, and `Tokenizer.decode` leaves one turn"
+
+
+# -- the tokenizer of a folder is that of its file --
+
+TEXTS_OF_SCRIPTS = [
+    "Two cats,  3 dogs: 1234.5",
+    " lead\n\n\ttab, end ",
+    "I don't think we've",
+    "日本語 한국어 ไทย",
+    "cafe\u0301 😀",
+]
+
+
+def write_folder(folder: Path, tokenizer: Any, model_type: str, class_name: str | None, **names: str) -> Path:
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    settings = {"pad_token": "<pad>", **names}
+    if class_name is not None:
+        settings["tokenizer_class"] = class_name
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def digits_apart() -> Tokenizer:
+    """Return a byte-level tokenizer with a step for digits, which no class of transformers builds."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = train_tokenizer(TEXTS, 600).backend_tokenizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name"),
+    [
+        ("llama", "LlamaTokenizerFast"), ("llama", "GPT2Tokenizer"), ("llama", "PreTrainedTokenizerFast"),
+        ("llama", None), ("qwen2", "Qwen2TokenizerFast"), ("qwen2", "LlamaTokenizerFast"), ("qwen2", None),
+        ("qwen3", None), ("mistral", "LlamaTokenizer"), ("starcoder2", "GPT2Tokenizer"),
+        ("gpt2", "GPT2TokenizerFast"), ("gpt_neox", "GPTNeoXTokenizer"), ("cohere", "CohereTokenizerFast"),
+        ("deepseek_v3", "LlamaTokenizerFast"), ("phi3", "LlamaTokenizerFast"), ("olmo2", "GPT2Tokenizer"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_equals_its_file_whatever_class_the_folder_names(
+    tmp_path: Path, digits_apart: Tokenizer, model_type: str, class_name: str | None
+) -> None:
+    folder = write_folder(tmp_path / "m", digits_apart, model_type, class_name, eos_token="<eos>")
+    loaded = load_tokenizer(str(folder)).backend_tokenizer
+    for text in TEXTS_OF_SCRIPTS:
+        ids = digits_apart.encode(text, add_special_tokens=False).ids
+        assert loaded.encode(text, add_special_tokens=False).ids == ids
+        assert loaded.decode(ids) == digits_apart.decode(ids)
+
+
+def test_another_tokenizer_of_the_class_is_named(
+    tmp_path: Path, digits_apart: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_folder(tmp_path / "m", digits_apart, "llama", "LlamaTokenizerFast", eos_token="<eos>")
+    with caplog.at_level(logging.WARNING):
+        load_tokenizer(str(folder))
+    assert "the class LlamaTokenizer, which transformers chooses" in caplog.text
+    caplog.clear()
+    plain = write_folder(tmp_path / "n", digits_apart, "llama", "PreTrainedTokenizerFast", eos_token="<eos>")
+    load_tokenizer(str(plain))
+    assert "transformers chooses" not in caplog.text
+
+
+def test_special_tokens_that_only_the_class_names_are_kept(tmp_path: Path) -> None:
+    """As in the folder of gpt2, whose files name no EOS."""
+    tokenizer = train_tokenizer(TEXTS, 600)
+    tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
+    folder = write_folder(tmp_path / "m", tokenizer.backend_tokenizer, "gpt2", "GPT2Tokenizer")
+    assert load_tokenizer(str(folder)).eos_token == "<|endoftext|>"
+
+
+def test_a_tokenizer_whose_file_loses_blanks_is_refused(tmp_path: Path, digits_apart: Tokenizer) -> None:
+    from tokenizers import decoders, pre_tokenizers
+
+    damaged = Tokenizer.from_str(digits_apart.to_str())
+    damaged.pre_tokenizer = pre_tokenizers.Metaspace()
+    damaged.decoder = decoders.Metaspace()
+    folder = write_folder(tmp_path / "m", damaged, "llama", "PreTrainedTokenizerFast", eos_token="<eos>")
+    with pytest.raises(ModelError, match="loses the blanks of texts"):
+        load_tokenizer(str(folder))
+
+
+def test_a_tokenizer_that_its_settings_change_is_refused(tmp_path: Path, digits_apart: Tokenizer) -> None:
+    rules = json.loads(digits_apart.to_str())
+    used = len(rules["model"]["vocab"])
+    # transformers applies this setting to vocabularies of more than 100,000 tokens.
+    rules["model"]["vocab"] |= {f"more{index}": index for index in range(used, 100_001)}
+    large = Tokenizer.from_str(json.dumps(rules))
+    folder = write_folder(tmp_path / "m", large, "mistral", None, eos_token="<eos>")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "fix_mistral_regex": True}))
+    with pytest.raises(ModelError, match=r"loaded with another pre_tokenizer .*fix_mistral_regex"):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gpt2"])
+def test_a_saved_tokenizer_is_read_as_its_file_says(
+    tmp_path: Path, digits_apart: Tokenizer, model_type: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write_folder(tmp_path / "m", digits_apart, model_type, "LlamaTokenizerFast", eos_token="<eos>")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "config.json").write_text((folder / "config.json").read_text())
+    save_tokenizer(load_tokenizer(str(folder)), tmp_path / "saved")
+    settings = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # a name of transformers 4
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved").backend_tokenizer
+    for text in TEXTS_OF_SCRIPTS:
+        assert loaded.encode(text).ids == digits_apart.encode(text).ids

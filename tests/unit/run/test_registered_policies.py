@@ -1,6 +1,7 @@
 """Registered policies by name, `rlhf serve` and `rlhf publish`.
 
 - the files are those that were registered, or it is an error; revoked and unknown versions are refused
+- vLLM reads the tokenizer as its file says, whatever the class of the model
 - vLLM listens on loopback and refuses web pages; other addresses need a key, and --vllm cannot change it
 - a published folder loads with transformers, and its card has data, digests, evaluation, licences and limits
 - on the hub the files arrive in a private repository; a refusal is one message; files of others are kept
@@ -28,7 +29,7 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.publish import licence_of, model_card, publish
-from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy, serve_command
+from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy, serve_command, tokenizer_alone
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.tracking.champions import BASE, WEIGHTS, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
@@ -60,6 +61,14 @@ def test_names_lead_to_the_registered_files(home: str, weights: list[str]) -> No
         open_policy(f"{MODEL}@7", home)
     with pytest.raises(InputError, match="has no version newest"):
         open_policy(f"{MODEL}@newest", home)
+
+
+def test_vllm_reads_the_tokenizer_without_the_config_of_the_model(home: str) -> None:
+    """Beside the config.json of qwen2, transformers would use its own pre-tokenizer."""
+    model = open_policy(MODEL, home).files.model
+    folder = tokenizer_alone(model)
+    assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert not (folder / "config.json").exists()
 
 
 def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
