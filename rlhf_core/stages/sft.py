@@ -122,11 +122,13 @@ def _train(
     sft = sft.model_copy(update={"pack": all_ranks_pack(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
     # The engines end a response at the `eos_token_id` of config.json, so it must be that of the data.
-    policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
+    policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos})
+    if ids.bos is not None:  # Qwen's config.json has one, although its tokenizer has none
+        policy.lm.config.bos_token_id = ids.bos
     # Sampling settings of the base model (top_p, repetition_penalty) would change samples and reach the
     # registered policy.
     policy.lm.generation_config = GenerationConfig(
-        pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos
+        pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=policy.lm.config.bos_token_id
     )
     add_adapter(policy, sft.lora)
     engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank, keep_best=sft.early_stop is not None)
