@@ -5,7 +5,8 @@
 
 Definitions:
 
-- *lines* are all lines of the `.py` files. A function's lines include its decorators, signature and
+- *lines* are all lines of the `.py` files, *code lines* those that are not blank and have more than a comment
+  or a docstring. A function's lines include its decorators, signature and
   docstring.
 - *import cycles* are groups of modules that import each other, also inside a package. The first number counts
   imports that run when a module is imported, the second also imports inside functions and `TYPE_CHECKING`.
@@ -60,7 +61,7 @@ def measure(root: Path) -> Measures:
     step_files = files_of_ppo_step(tree)
     widths = [len(line) for module in modules for line in module.lines]
     return {
-        "lines": str(lines),
+        "lines, code lines": f"{lines}, {sum(map(code_lines, modules))}",
         "files": str(len(modules)),
         "lines of a file: median, longest": f"{statistics.median(file_lines):.0f}, {max(file_lines)}",
         "functions": str(len(functions)),
@@ -122,6 +123,24 @@ def comment_lines(module: Module) -> int:
         if token.type == tokenize.COMMENT and not directive.match(token.string):
             count += 1
     return count
+
+
+def code_lines(module: Module) -> int:
+    """Return the number of lines that are not blank, and not only a comment or a docstring."""
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type not in _NO_CODE:
+            found.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(found)
+
+
+_NO_CODE = (
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)  # fmt: skip
 
 
 def files_with_string(tree: SourceTree, text: str) -> int:

@@ -2,7 +2,7 @@
 
 - import cycles are found inside packages, and lazy imports are counted separately
 - the PPO step follows functions, methods, remote method names and re-exported names
-- comments are counted without directives
+- comments are counted without directives, code without blank lines, comments and docstrings
 - public functions with more than four parameters have `Args`
 - the script prints its help, and names a commit that does not exist
 """
@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import ROOT, comment_lines, files_of_ppo_step, files_with_string, lacks_args, main
+from tests.structure import (
+    ROOT,
+    code_lines,
+    comment_lines,
+    files_of_ppo_step,
+    files_with_string,
+    lacks_args,
+    main,
+)
 from tests.support.source_tree import SourceTree, cycles
 
 FILES = {
@@ -90,6 +98,17 @@ def test_public_functions_with_many_parameters_have_args() -> None:
         if lacks_args(function)
     }
     assert found == allowed
+
+
+def test_code_is_counted_without_blank_lines_comments_and_docstrings(tmp_path: Path) -> None:
+    source = tree(tmp_path)
+    module = source.modules["rlhf_core.ppo.fleet"]
+    assert code_lines(module) == 4
+    (tmp_path / "rlhf_core/ppo/fleet.py").write_text(
+        '"""A module\nof two lines."""\n\n# why\nTEXT = """\n\ntext\n"""\n"""A field."""\n'
+        "x = f(\n    1,  # one\n)\n"
+    )
+    assert code_lines(SourceTree(tmp_path).modules["rlhf_core.ppo.fleet"]) == 4 + 3
 
 
 @pytest.mark.parametrize(("argument", "code", "message"), [("--help", 0, "usage"), ("nothing", 2, "nothing")])
