@@ -398,7 +398,7 @@ def test_a_demonstration_that_begins_with_a_held_out_prompt_is_counted(tmp_path:
 
 def test_a_leak_between_the_splits_would_be_counted() -> None:
     def made(key: str, text: str) -> EncodedRecord:
-        return EncodedRecord(SFTExample((1,), (1,)), key, text)
+        return EncodedRecord(SFTExample((1,), (1,)), key, text, key)
 
     rows = {
         "the same": "Is it late?",
