@@ -66,9 +66,10 @@ def load_pairs(folder: Path, split: Split) -> list[PairExample]:
     ]
 
 
-def load_pair_prompts(folder: Path, split: Split) -> list[str]:
-    """Return the ids of the prompts of all preference pairs."""
-    return [prompt_id for (prompt_id,) in _read(folder, "pairs", split, ("prompt_id",))]
+def load_pair_prompts(folder: Path, split: Split) -> list[tuple[str, str]]:
+    """Return the ids of the prompts and of the groups of all preference pairs."""
+    rows = _read(folder, "pairs", split, ("prompt_id", "group"))
+    return [(prompt_id, group or prompt_id) for prompt_id, group in rows]
 
 
 def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:

@@ -376,6 +376,8 @@ def encode_record(
     """
     record, group = item.record, item.group
     key = split_key(record.prompt_text)
+    if key == group:
+        key = group  # one object: texts can be long
     if name == "sft":
         return EncodedRecord(_sft_example(item, encoder, config, max_text), key, _plain_text(record), group)
     # A cheap check of the characters first, because encoding a text of megabytes takes long.

@@ -17,7 +17,7 @@ from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import too_few_held_out
 from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.card import build_card, card_markdown
+from rlhf_core.data.card import build_card, card_markdown, group_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
 from rlhf_core.data.examples import (
     EncodedRecord,
@@ -120,10 +120,15 @@ def prepare(
     card = build_card(config, digests, counts, splits, tokenizer)
     near = card["overlap"]["near"]
     if near:
+        by_set = ", ".join(f"{name} {number}" for name, number in card["overlap"]["near_by_set"].items())
         log.warning(
-            "%d training rows are nearly held-out prompts, or contain one: see data_card.md; take them out",
+            "%d training rows are nearly held-out prompts, or contain one (%s): see data_card.md; take them"
+            " out",
             near,
+            by_set,
         )
+    for warning in group_warnings(card, config.data.eval_fraction):
+        log.warning("%s", warning)
     write_json(out / "data_card.json", card)
     (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
     return card
