@@ -251,7 +251,7 @@ def _demonstration(best: ScoredAnswer) -> dict[str, Any]:
 
 
 def _prompt_fields(answer: ScoredAnswer) -> dict[str, Any]:
-    """Return the prompt of an answer and the group that its row names. Without it, the row can join groups."""
+    """Return the prompt of an answer, and the group that its row names: a row without it can join groups."""
     fields = {"prompt": answer.sample.prompt}
     if "group" in answer.sample.meta:
         fields["group"] = answer.sample.meta["group"]
