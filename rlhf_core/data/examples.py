@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ _SHOWN_REASONS = 3
 _NAMED, _TEXT = "\x1f", "\U0010ffff"
 """First character of the key of a group that a row names, which sorts before the keys of prompts, and of the
 digest of a text that joins groups, which sorts after them."""
-_REMOVED = str.maketrans(dict.fromkeys(char for char in INVISIBLE if not char.isspace()))
+_INVISIBLE = re.compile(f"[{''.join(char for char in INVISIBLE if not char.isspace())}]")
 _KINDS: dict[SetName, tuple[str, ...]] = {
     "sft": ("text", "messages", "completion", "preference"),
     "preference": ("preference",),
@@ -478,7 +479,7 @@ def split_key(prompt_text: str) -> str:
     space, invisible characters, or composed and decomposed letters.
     """
     if not prompt_text.isascii():
-        prompt_text = unicodedata.normalize("NFC", prompt_text.translate(_REMOVED))
+        prompt_text = unicodedata.normalize("NFC", _INVISIBLE.sub("", prompt_text))
     return " ".join(prompt_text.split())
 
 

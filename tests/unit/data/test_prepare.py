@@ -432,7 +432,7 @@ def test_a_leak_between_the_splits_would_be_counted() -> None:
     }
     # Near are, of demonstrations: case and marks, width, two beginnings and a paragraph; of pairs: the words
     # of the prompt, a continued prompt and a later turn; of prompts: a continued one. Marks alone have no
-    # words to share. A part of a word is no beginning, and of pairs and prompts neither is one of a paragraph.
+    # words to share. A part of a word is no beginning; of pairs and prompts, a part of a paragraph neither.
     near = {"sft": 5, "preference": 3, "prompts": 1}
     assert overlap(splits) == {"exact": 1, "near": 9, "near_by_set": near}
 
