@@ -74,6 +74,13 @@ class PromptExample:
     """The other fields of the source row (`answer`, gold specification) as JSON, for rule rewards."""
     source: str = ""
     """Name of the data source, for measures by source."""
+    group: str = ""
+    """Digest of its group, 16 hex digits. Prompts of one group are related: all are on one side of the
+    split, and their outcomes are not independent. The default is a group of its own, `prompt_id`.
+    """
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", self.group or self.prompt_id)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,11 @@ class PairExample:
     """Name of the data source, for accuracy by source."""
     margin: float | None = None
     """The row's number `margin`, where it has one (`reward.margin: field`)."""
+    group: str = ""
+    """As in `PromptExample`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", self.group or self.prompt_id)
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,8 @@ class SFTExample:
     loss_mask: tuple[int, ...]
     """(P+T,) 1 on tokens the assistant wrote, its EOS included; for plain text 1 everywhere but BOS."""
     source: str = ""
+    group: str = ""
+    """As in `PromptExample`; empty in artifacts of earlier versions."""
 
 
 @dataclass(frozen=True)

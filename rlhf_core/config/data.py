@@ -115,13 +115,14 @@ class DataConfig(Section):
     )
     eval_fraction: Fraction = result(
         0.1,
-        "Share of the distinct prompts held out, the same in all three sets",
+        "Share of the groups of related prompts held out, the same in all three sets. Rows of a group have"
+        " the same first user message, or the same field `group`",
         within=Range(0, 0.9, "the remaining prompts are used for training"),
     )
     split_seed: NonNegativeInt = result(
         0,
-        "Determines, together with a prompt's text, whether it is held out. The held-out prompts are the"
-        " same for every `run.seed`",
+        "Determines, together with the group of a prompt, whether it is held out. The held-out prompts are"
+        " the same for every `run.seed`",
     )
     max_eval: PositiveInt = result(512, "Maximum number of held-out rows of each set")
     deduplicate: bool = result(True, "Drop exact duplicates and count them")

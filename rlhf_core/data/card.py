@@ -10,7 +10,9 @@ import json
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ def build_card(
         "counts": {name: count.to_json() for name, count in counts.items()},
         "tokens": {name: _lengths(by_split) for name, by_split in splits.items()},
         "overlap": overlap(splits),
+        "groups": {name: _groups(by_split) for name, by_split in splits.items()},
         "samples": {
             name: [_sample(item, tokenizer) for item in by_split["train"][:_SAMPLES]]
             for name, by_split in splits.items()
@@ -124,34 +127,38 @@ def _parts(example: SFTExample | PairExample | PromptExample) -> dict[str, int]:
     return {"prompt": len(example.input_ids)}
 
 
-def overlap(splits: Splits) -> dict[str, int]:
+def overlap(splits: Splits) -> dict[str, Any]:
     """Count training rows that overlap with held-out prompts.
 
-    `exact` are rows of any set whose prompt is held out. The split makes this 0. `near` are other rows whose
-    prompt has the words of a held-out one, regardless of case, punctuation and width, and demonstrations that
-    begin with a held-out prompt or contain it as a paragraph.
+    `exact` are rows of any set whose group or prompt is held out. The split makes this 0. `near` are other
+    rows whose prompt has the words of a held-out one, regardless of case, punctuation and width, and rows
+    that begin with a held-out prompt or contain it as a paragraph. `near_by_set` has them by set.
     """
     held = {item.key for by_split in splits.values() for item in by_split["eval"]}
+    held_groups = {item.group for by_split in splits.values() for item in by_split["eval"]}
     words = {_words(key) for key in held}
     keys = sorted(held)
-    exact = near = 0
+    exact, near = 0, dict.fromkeys(splits, 0)
     for name, by_split in splits.items():
         for item in by_split["train"]:
-            if item.key in held:
+            if item.group in held_groups or item.key in held:
                 exact += 1
                 continue
-            inside = False
-            if name == "sft":
-                text = split_key(item.text)
-                begins = begins_with(text, keys)
-                inside = begins or any(split_key(part) in held for part in item.text.split("\n\n"))
-            if inside or _words(item.key) in words:
-                near += 1
-    return {"exact": exact, "near": near}
+            paragraphs = [key for part in item.text.split("\n\n") if (key := split_key(part))]
+            # The prompt of a text without a structure can end within a paragraph.
+            ends = (
+                None if name == "sft" else {end - 1 for end in accumulate(len(key) + 1 for key in paragraphs)}
+            )
+            begins = begins_with(" ".join(paragraphs), keys, ends)
+            near[name] += begins or not held.isdisjoint(paragraphs) or _words(item.key) in words
+    return {"exact": exact, "near": sum(near.values()), "near_by_set": near}
 
 
-def begins_with(text: str, keys: Sequence[str]) -> bool:
-    """Return whether `text` begins with one of the sorted `keys`, and not within a word."""
+def begins_with(text: str, keys: Sequence[str], ends: Collection[int] | None = None) -> bool:
+    """Return whether `text` begins with one of the sorted `keys`.
+
+    A key must have one of the lengths `ends`; with None, it must not end within a word.
+    """
     end = len(text)
     while end > 0:
         place = bisect_right(keys, text[:end])
@@ -161,7 +168,7 @@ def begins_with(text: str, keys: Sequence[str]) -> bool:
         if not text.startswith(key):
             # A longer beginning of the text would be between this key and the text.
             end = next(at for at, (a, b) in enumerate(zip(key, text, strict=False)) if a != b)
-        elif _inside_word(text, len(key)):
+        elif _inside_word(text, len(key)) if ends is None else len(key) not in ends:
             end = len(key) - 1
         else:
             return True
@@ -176,6 +183,47 @@ def _inside_word(text: str, at: int) -> bool:
 def _words(key: str) -> str:
     # The key itself if it has no words: otherwise all such prompts would count as equal.
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", key).casefold())) or key
+
+
+def _groups(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[Split, dict[str, float]]:
+    """Return the numbers of distinct prompts and of their groups, by split.
+
+    `effective` is the number of independent prompts that are worth as much if all outcomes within a group are
+    equal: (sum of sizes)^2 / (sum of squared sizes), Kish's effective sample size of the group means.
+    """
+    groups: dict[Split, dict[str, float]] = {}
+    for split, items in by_split.items():
+        sizes = Counter({item.key: item.group for item in items}.values())
+        prompts = sizes.total()
+        squares = sum(size**2 for size in sizes.values())
+        groups[split] = {
+            "prompts": prompts,
+            "groups": len(sizes),
+            "largest": max(sizes.values(), default=0),
+            "effective": round(prompts**2 / max(squares, 1), 1),
+        }
+    return groups
+
+
+def group_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[str]:
+    """Yield warnings about groups that are too large for the split, or for the evaluation of policies."""
+    for name, groups in card["groups"].items():
+        count = groups["train"]["prompts"] + groups["eval"]["prompts"]
+        largest = max(groups["train"]["largest"], groups["eval"]["largest"])
+        if largest > max(1, eval_fraction * count):
+            yield (
+                f"data.{name}: {largest} of {count} prompts are one group (the same first user message or"
+                f" `group`), more than data.eval_fraction={eval_fraction:g}: its side of the split decides"
+                " how many are held out; if they are not related, give their rows several values of `group`"
+            )
+    held = card["groups"]["prompts"]["eval"]
+    if 2 * held["effective"] < held["prompts"]:
+        yield (
+            f"data.prompts: the {held['prompts']} held-out prompts are of {held['groups']} groups (the same"
+            f" first user message or `group`), the largest with {held['largest']}. Outcomes within a group"
+            " are not independent: a match counts each group once, and intervals can be as wide as"
+            f" those of {held['effective']:.0f} prompts; give prompts of more groups"
+        )
 
 
 def _sample(item: EncodedRecord, tokenizer: Any) -> dict[str, Any]:
@@ -254,10 +302,23 @@ def card_markdown(card: Mapping[str, Any]) -> str:
             lines.append(f"| {name} | {part} | {' | '.join(str(lengths[f'p{p}']) for p in _PERCENTILES)} |")
     overlaps = card["overlap"]
     lines += ["", "## Overlap of training and evaluation", ""]
+    by_set = ", ".join(f"{name} {number}" for name, number in overlaps["near_by_set"].items())
     lines += [
-        f"Training rows with a held-out prompt: {overlaps['exact']}. Rows that differ from one in case and"
-        f" marks only, or demonstrations that contain one: {overlaps['near']}."
+        f"Training rows of a held-out group: {overlaps['exact']}. Rows that differ from a held-out prompt in"
+        f" case and marks only, or contain one: {overlaps['near']} ({by_set})."
     ]
+    lines += ["", "## Groups of related prompts", ""]
+    lines += [
+        "Prompts of a group have the same first user message or the same `group`, and are on one side of the"
+        " split. Effective: independent prompts that are worth as much if outcomes within a group are equal.",
+        "",
+        "| set | split | prompts | groups | largest | effective |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, groups in card["groups"].items():
+        for split, found in groups.items():
+            numbers = " | ".join(map(str, found.values()))
+            lines.append(f"| {name} | {split} | {numbers} |")
     lines += [
         "",
         "## Samples",

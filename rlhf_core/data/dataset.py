@@ -15,7 +15,7 @@ Split = Literal["train", "eval"]
 _T = TypeVar("_T")
 _TOKENS, _MASK, _TEXT, _NUMBER = "list<int32>", "list<int8>", "string", "double"
 _COLUMNS: dict[str, dict[str, str]] = {
-    "sft": {"input_ids": _TOKENS, "loss_mask": _MASK, "source": _TEXT},
+    "sft": {"input_ids": _TOKENS, "loss_mask": _MASK, "source": _TEXT, "group": _TEXT},
     "pairs": {
         "prompt_id": _TEXT,
         "prompt": _TEXT,
@@ -24,10 +24,20 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "rejected_ids": _TOKENS,
         "source": _TEXT,
         "margin": _NUMBER,
+        "group": _TEXT,
     },
-    "prompts": {"prompt_id": _TEXT, "prompt": _TEXT, "input_ids": _TOKENS, "meta": _TEXT, "source": _TEXT},
+    "prompts": {
+        "prompt_id": _TEXT,
+        "prompt": _TEXT,
+        "input_ids": _TOKENS,
+        "meta": _TEXT,
+        "source": _TEXT,
+        "group": _TEXT,
+    },
 }
 """`meta` is JSON in a string."""
+_ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")}
+"""Columns that artifacts of earlier versions do not have."""
 
 
 def load_sft(folder: Path, split: Split) -> list[SFTExample]:
@@ -36,25 +46,30 @@ def load_sft(folder: Path, split: Split) -> list[SFTExample]:
     Raises DataError if the file is missing or damaged.
     """
     return [
-        SFTExample(tuple(ids), tuple(mask), source)
-        for ids, mask, source in _read(folder, "sft", split, ("input_ids", "loss_mask", "source"))
+        SFTExample(tuple(ids), tuple(mask), source, group or "")
+        for ids, mask, source, group in _read(
+            folder, "sft", split, ("input_ids", "loss_mask", "source", "group")
+        )
     ]
 
 
 def load_pairs(folder: Path, split: Split) -> list[PairExample]:
     """Return the preference pairs of a data artifact's folder. There may be none."""
-    names = ("prompt_id", "prompt", "prompt_ids", "chosen_ids", "rejected_ids", "source", "margin")
+    names = ("prompt_id", "prompt", "prompt_ids", "chosen_ids", "rejected_ids", "source", "margin", "group")
     return [
-        PairExample(prompt_id, prompt, tuple(prompt_ids), tuple(chosen), tuple(rejected), source, margin)
-        for prompt_id, prompt, prompt_ids, chosen, rejected, source, margin in _read(
+        PairExample(
+            prompt_id, prompt, tuple(prompt_ids), tuple(chosen), tuple(rejected), source, margin, group or ""
+        )
+        for prompt_id, prompt, prompt_ids, chosen, rejected, source, margin, group in _read(
             folder, "pairs", split, names
         )
     ]
 
 
-def load_pair_prompts(folder: Path, split: Split) -> list[str]:
-    """Return the ids of the prompts of all preference pairs."""
-    return [prompt_id for (prompt_id,) in _read(folder, "pairs", split, ("prompt_id",))]
+def load_pair_prompts(folder: Path, split: Split) -> list[tuple[str, str]]:
+    """Return the ids of the prompts and of the groups of all preference pairs."""
+    rows = _read(folder, "pairs", split, ("prompt_id", "group"))
+    return [(prompt_id, group or prompt_id) for prompt_id, group in rows]
 
 
 def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
@@ -125,9 +140,9 @@ def evenly(rows: list[_T], most: int) -> list[_T]:
 def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
     """Return the prompts of a data artifact's folder."""
     return [
-        PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta), source or "")
-        for prompt_id, prompt, ids, meta, source in _read(
-            folder, "prompts", split, ("prompt_id", "prompt", "input_ids", "meta", "source")
+        PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta), source or "", group or "")
+        for prompt_id, prompt, ids, meta, source, group in _read(
+            folder, "prompts", split, ("prompt_id", "prompt", "input_ids", "meta", "source", "group")
         )
     ]
 
@@ -165,9 +180,10 @@ def _read(folder: Path, name: str, split: Split, columns: Sequence[str]) -> Any:
     path = folder / f"{name}_{split}.parquet"
     try:
         table = pq.read_table(path)
-        if name == "prompts" and "source" not in table.column_names:
-            # Data of schema 2 may belong to a champion, whose prompts are needed for a match.
-            table = table.append_column("source", pa.nulls(len(table), pa.string()))
+        # Data of earlier versions may belong to a champion, whose prompts are needed for a match.
+        for column in _ADDED[name]:
+            if column not in table.column_names:
+                table = table.append_column(column, pa.nulls(len(table), pa.string()))
         table = table.select(list(columns))
     except (OSError, KeyError, pa.ArrowException) as error:
         raise DataError(f"cannot read {path}: {error}; run the data stage again") from error

@@ -1,7 +1,7 @@
 """From the rows of the sources to token examples, and which of them are held out for evaluation.
 
-sources -> `read_records` (checked records, bad rows in the quarantine) -> `drop_repeats`
-        -> `encode_record` (token examples within the length limits)    -> `held_out` (prompts for evaluation)
+sources -> `read_records` (checked records, bad rows in the quarantine) -> `join_groups` -> `drop_repeats`
+        -> `encode_record` (token examples within the length limits)    -> `held_out` (groups for evaluation)
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import DataConfig, SetName, Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.formats import Record, RowError, normalise
+from rlhf_core.data.formats import INVISIBLE, Record, RowError, normalise
 from rlhf_core.data.sources import Contents, read_rows, short_name
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import Encoder
@@ -34,6 +36,10 @@ NOTHING_TO_LEARN = "no assistant token within data.max_text_tokens"
 _MAX_TRAINING_CHARS = 100_000
 _MAX_MARGIN = 1e9
 _SHOWN_REASONS = 3
+_NAMED, _TEXT = "\x1f", "\U0010ffff"
+"""First character of the key of a group that a row names, which sorts before the keys of prompts, and of the
+digest of a text that joins groups, which sorts after them."""
+_INVISIBLE = re.compile(f"[{''.join(char for char in INVISIBLE if not char.isspace())}]")
 _KINDS: dict[SetName, tuple[str, ...]] = {
     "sft": ("text", "messages", "completion", "preference"),
     "preference": ("preference",),
@@ -58,6 +64,8 @@ class SourceRecord:
     source: str
     file: str
     line: int
+    group: str
+    """Key of its group; see `own_group` and `join_groups`."""
 
 
 @dataclass
@@ -216,11 +224,72 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
             raise RowError(
                 f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"
             )
+        group = own_group(record)
     except RowError as error:
         return BadRow(row.file, row.line, str(error), json.dumps(row.data, default=str)[:500])
     except RecursionError:
         return BadRow(row.file, row.line, "nested too deeply", "")
-    return SourceRecord(record, shown_name, row.file, row.line)
+    return SourceRecord(record, shown_name, row.file, row.line, group)
+
+
+# -- groups --
+
+
+def own_group(record: Record) -> str:
+    """Return the key of the group of a row alone: its field `group`, or else its first user message.
+
+    Raises RowError if the field is neither text nor a number.
+    """
+    value = record.meta.get("group")
+    if value is None:
+        return split_key(_until_first_question(record)[-1])
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column of whole numbers with gaps
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+        raise RowError(f"'group' must be a text or a number; got {json.dumps(value)[:40]}; rename the field")
+    return _NAMED + split_key(str(value).encode(errors="replace").decode())
+
+
+def _until_first_question(record: Record) -> list[str]:
+    """Return the texts of the messages until the first one of the user; the text of a `text` row."""
+    texts = []
+    for message in record.prompt:
+        texts.append(message.content)
+        if message.role == "user":
+            break
+    return texts or [record.prompt_text]
+
+
+def join_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> dict[SetName, list[SourceRecord]]:
+    """Return the records with the keys of joined groups, which do not depend on the order of rows and sets.
+
+    Two groups are joined if they have rows with the same prompt, as text, or with the same opening, which is
+    the first user message and the system message before it. A row that names no group joins all groups with
+    its first user message. The key is the smallest one that rows name, else the smallest first user message.
+    """
+    parents: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while (parent := parents.setdefault(name, name)) != name:
+            parents[name] = parents[parent]
+            name = parent
+        return parent
+
+    def join(first: str, second: str) -> None:
+        smaller, larger = sorted((root(first), root(second)))
+        parents[larger] = smaller
+
+    every = [item for items in records.values() for item in items]
+    questions = {item.group for item in every if not item.group.startswith(_NAMED)}
+    for item in every:
+        opening = _until_first_question(item.record)
+        for text in {"\n\n".join(opening), item.record.prompt_text}:
+            join(item.group, _TEXT + prompt_id(split_key(text)))
+        if (question := split_key(opening[-1])) in questions:
+            join(item.group, question)
+    return {
+        name: [replace(item, group=root(item.group)) for item in items] for name, items in records.items()
+    }
 
 
 # -- repeats --
@@ -283,6 +352,8 @@ class EncodedRecord:
     """Split key of its prompt."""
     text: str
     """Prompt and (chosen) response as plain text, for samples and for the count of overlaps."""
+    group: str
+    """Key of its group."""
 
 
 def prompt_id(prompt_text: str) -> str:
@@ -304,10 +375,12 @@ def encode_record(
 
     Raises RecordDropped if it exceeds a limit, and EncodeError if it cannot be encoded.
     """
-    record = item.record
+    record, group = item.record, item.group
     key = split_key(record.prompt_text)
+    if key == group:
+        key = group  # one object: texts can be long
     if name == "sft":
-        return EncodedRecord(_sft_example(item, encoder, config, max_text), key, _plain_text(record))
+        return EncodedRecord(_sft_example(item, encoder, config, max_text), key, _plain_text(record), group)
     # A cheap check of the characters first, because encoding a text of megabytes takes long.
     if encoder.surely_longer(record.prompt_text, config.max_prompt_tokens):
         raise RecordDropped(PROMPT_TOO_LONG)
@@ -315,8 +388,9 @@ def encode_record(
         ids = encoder.prompt(record.prompt)
         _limit(ids, config.max_prompt_tokens, PROMPT_TOO_LONG)
         text = record.prompt_text
-        return EncodedRecord(PromptExample(prompt_id(text), text, ids, record.meta, item.source), key, text)
-    return EncodedRecord(_pair_example(item, encoder, config), key, _plain_text(record))
+        example = PromptExample(prompt_id(text), text, ids, record.meta, item.source, prompt_id(group))
+        return EncodedRecord(example, key, text, group)
+    return EncodedRecord(_pair_example(item, encoder, config), key, _plain_text(record), group)
 
 
 def _pair_example(item: SourceRecord, encoder: Encoder, config: DataConfig) -> PairExample:
@@ -326,8 +400,8 @@ def _pair_example(item: SourceRecord, encoder: Encoder, config: DataConfig) -> P
     _, rejected = _prompt_and_response(record, record.rejected, encoder, config)
     if chosen == rejected:
         raise RecordDropped("chosen and rejected have the same tokens")
-    text = record.prompt_text
-    return PairExample(prompt_id(text), text, prompt, chosen, rejected, item.source, _margin(record))
+    text, group = record.prompt_text, prompt_id(item.group)
+    return PairExample(prompt_id(text), text, prompt, chosen, rejected, item.source, _margin(record), group)
 
 
 def _margin(record: Record) -> float | None:
@@ -342,10 +416,10 @@ def _margin(record: Record) -> float | None:
 
 
 def _sft_example(item: SourceRecord, encoder: Encoder, config: DataConfig, max_text: int) -> SFTExample:
-    record = item.record
+    record, group = item.record, prompt_id(item.group)
     if record.text is not None:
         encoded = encoder.text(record.text, max_text)
-        return SFTExample(encoded.ids, encoded.mask, item.source)
+        return SFTExample(encoded.ids, encoded.mask, item.source, group)
     if record.kind == "messages":
         # Only a part of a conversation has to fit, so that one that is somewhat longer is still encoded.
         if encoder.surely_longer(record.prompt_text, 8 * max_text):
@@ -354,12 +428,12 @@ def _sft_example(item: SourceRecord, encoder: Encoder, config: DataConfig, max_t
         ids, mask = encoded.ids[:max_text], encoded.mask[:max_text]
         if 1 not in mask:
             raise RecordDropped(NOTHING_TO_LEARN)
-        return SFTExample(ids, mask, item.source)
+        return SFTExample(ids, mask, item.source, group)
     assert record.response is not None
     if encoder.surely_longer(record.prompt_text, config.max_prompt_tokens):
         raise RecordDropped(PROMPT_TOO_LONG)
     prompt, response = _prompt_and_response(record, record.response, encoder, config)
-    return SFTExample(prompt + response, (0,) * len(prompt) + (1,) * len(response), item.source)
+    return SFTExample(prompt + response, (0,) * len(prompt) + (1,) * len(response), item.source, group)
 
 
 def _prompt_and_response(
@@ -401,14 +475,18 @@ def training_texts(record: Record) -> Iterator[str]:
 
 
 def split_key(prompt_text: str) -> str:
-    """Return the key of a prompt. Prompts that differ in white space only have the same key."""
+    """Return the key of a prompt. Prompts that look the same have the same key: they differ only in white
+    space, invisible characters, or composed and decomposed letters.
+    """
+    if not prompt_text.isascii():
+        prompt_text = unicodedata.normalize("NFC", _INVISIBLE.sub("", prompt_text))
     return " ".join(prompt_text.split())
 
 
 def split_position(seed: int, key: str) -> float:
-    """Return the position of a prompt in [0, 1), by the hash of its key.
+    """Return the position of a group in [0, 1), by the hash of its key.
 
-    A prompt is held out if its position is below the evaluation share. The position is the same in all sets,
+    A group is held out if its position is below the evaluation share. The position is the same in all sets,
     runs and machines.
     """
     digest = hashlib.blake2b(f"{seed}\x1fsplit\x1f{key}".encode(), digest_size=8).digest()
@@ -416,31 +494,32 @@ def split_position(seed: int, key: str) -> float:
 
 
 def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: float) -> frozenset[str]:
-    """Return the prompts, as split keys, that are kept for evaluation in all sets together.
+    """Return the keys of the groups that are kept for evaluation in all sets together.
 
-    They are chosen by `split_position`. In a set that is so small that all or none of its prompts were
-    chosen, the prompt nearest to the border is moved. Raises DataError if a set has only one distinct prompt.
+    They are chosen by `split_position`. In a set that is so small that all or none of its groups were
+    chosen, the one nearest to the border is moved. Raises DataError if a set has only one group.
     """
     position = {key: split_position(seed, key) for keys in keys_by_set.values() for key in keys}
     held = {key for key, value in position.items() if value < fraction}
     pinned: set[str] = set()
-    # Training prompts of all sets first: one that a set needs for training must not be held out later.
+    # Training groups of all sets first: one that a set needs for training must not be held out later.
     for side in ("train", "eval"):
         for name, keys in keys_by_set.items():
             distinct = sorted(set(keys), key=lambda key: (position[key], key))
             if len(distinct) < 2:
                 raise DataError(
-                    f"data.{name}: only {len(distinct)} distinct prompt left; at least 2 are needed, one of"
-                    " them for evaluation; give more rows"
+                    f"data.{name}: only {len(distinct)} distinct prompt left, because prompts with the same"
+                    " first user message or the same `group` count as one; at least 2 are needed, one of them"
+                    " for evaluation; give more rows, or give all rows a field `group` that separates them"
                 )
             if side == "train" and all(key in held for key in distinct):
                 held.discard(distinct[-1])
                 pinned.add(distinct[-1])
             elif side == "eval" and not any(key in held for key in distinct):
-                # Not a prompt that another set needs for training.
+                # Not a group that another set needs for training.
                 held.add(next((key for key in distinct if key not in pinned), distinct[0]))
     for name, keys in keys_by_set.items():
-        # A prompt that was held out for one set can be the last training prompt of another.
+        # A group that was held out for one set can be the last one of another for training.
         if all(key in held for key in keys):
             raise DataError(
                 f"data.{name}: too few distinct prompts ({len(set(keys))}) to hold some out; give more rows"

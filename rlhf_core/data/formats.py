@@ -31,7 +31,7 @@ ROLES = ("system", "user", "assistant")
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
 _CALLS = ("tool_calls", "function_call")
 """Fields of a message that are part of the answer, besides its content."""
-_INVISIBLE = (
+INVISIBLE = (
     string.whitespace
     + "\x1c\x1d\x1e\x1f\x85\xa0\xad\u115f\u1160\u1680\u180e\u2800\u3000\u3164\ufeff\uffa0"
     + "".join(
@@ -182,7 +182,7 @@ def _checked(text: Any, name: str) -> str:
         raise RowError(f"{name} is missing or null")
     if not isinstance(text, str):
         raise RowError(f"{name} must be a string; got {json_type(text)}")
-    if not text.strip(_INVISIBLE):
+    if not text.strip(INVISIBLE):
         raise RowError(f"{name} is {'blank' if text else 'empty'}")
     if "\x00" in text:
         raise RowError(f"{name} has a NUL character")

@@ -17,7 +17,7 @@ from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import too_few_held_out
 from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.card import build_card, card_markdown
+from rlhf_core.data.card import build_card, card_markdown, group_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
 from rlhf_core.data.examples import (
     EncodedRecord,
@@ -29,6 +29,7 @@ from rlhf_core.data.examples import (
     drop_repeats,
     encode_record,
     held_out,
+    join_groups,
     read_records,
     split_position,
     training_texts,
@@ -92,7 +93,9 @@ def prepare(
     records: dict[SetName, list[SourceRecord]] = {}
     try:
         for name in SETS:
-            all_records = read_records(config, name, quarantine, counts[name], contents)
+            records[name] = read_records(config, name, quarantine, counts[name], contents)
+        # Before any row is dropped: which of two equal rows is kept depends on their order.
+        for name, all_records in join_groups(records).items():
             records[name] = drop_repeats(all_records, name, config.data.deduplicate, counts[name].dropped)
         failpoint("data.read")
         tokenizer, positions = _tokenizer(config, records)
@@ -122,10 +125,15 @@ def prepare(
     card = build_card(config, digests, counts, splits, tokenizer)
     near = card["overlap"]["near"]
     if near:
+        by_set = ", ".join(f"{name} {number}" for name, number in card["overlap"]["near_by_set"].items())
         log.warning(
-            "%d training rows are nearly held-out prompts, or contain one: see data_card.md; take them out",
+            "%d training rows are nearly held-out prompts, or contain one (%s): see data_card.md; take them"
+            " out",
             near,
+            by_set,
         )
+    for warning in group_warnings(card, config.data.eval_fraction):
+        log.warning("%s", warning)
     write_json(out / "data_card.json", card)
     (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
     return card
@@ -298,21 +306,22 @@ def _warn_of_few_prompts(config: PipelineConfig, prompts: Mapping[Split, list[En
 def _split(
     config: PipelineConfig, encoded: dict[SetName, list[EncodedRecord]], counts: dict[SetName, SetCounts]
 ) -> dict[SetName, dict[Split, list[EncodedRecord]]]:
-    """Move held-out prompts to `eval` in every set: at most `max_eval` rows with the lowest split positions.
+    """Move held-out groups to `eval` in every set: at most `max_eval` rows with the lowest split positions.
 
-    They are written in the order of their positions, so that the first n rows are a sample of all sources.
+    They are written in the order of the positions of their groups and, within a group, of their prompts, so
+    that the first n rows are a sample of all sources.
     """
     seed = config.data.split_seed
     keys: dict[str, list[str]] = {}
     for name, items in encoded.items():
         if items:
-            keys[name] = [item.key for item in items]
+            keys[name] = [item.group for item in items]
     held = held_out(seed, keys, config.data.eval_fraction)
     splits: dict[SetName, dict[Split, list[EncodedRecord]]] = {}
     for name, items in encoded.items():
-        train = [item for item in items if item.key not in held]
-        evaluation = [item for item in items if item.key in held]
-        evaluation.sort(key=lambda item: split_position(seed, item.key))
+        train = [item for item in items if item.group not in held]
+        evaluation = [item for item in items if item.group in held]
+        evaluation.sort(key=lambda item: (split_position(seed, item.group), split_position(seed, item.key)))
         excess = len(evaluation) - config.data.max_eval
         if excess > 0:
             del evaluation[config.data.max_eval :]

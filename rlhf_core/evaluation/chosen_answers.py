@@ -123,7 +123,7 @@ def chosen_metrics(found: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _prompt(pair: PairExample) -> PromptExample:
-    return PromptExample(pair.prompt_id, pair.prompt, pair.prompt_ids, {}, pair.source)
+    return PromptExample(pair.prompt_id, pair.prompt, pair.prompt_ids, {}, pair.source, pair.group)
 
 
 def _chosen(pair: PairExample, decode: Callable[[Sequence[int]], str]) -> RewardInput:

@@ -22,6 +22,6 @@ def prompts_of_ppo(config: PipelineConfig, held_out: Sequence[PromptExample]) ->
 
 
 def shared_prompts(config: PipelineConfig, held_out: Sequence[PromptExample]) -> int:
-    """Return how many prompts of the evaluation are also prompts of the evaluations during PPO."""
-    of_ppo = {prompt.prompt_id for prompt in prompts_of_ppo(config, held_out)}
-    return sum(prompt.prompt_id in of_ppo for prompt in prompts_of_evaluation(config, held_out))
+    """Return how many prompts of the evaluation are of a group of the evaluations during PPO."""
+    of_ppo = {prompt.group for prompt in prompts_of_ppo(config, held_out)}
+    return sum(prompt.group in of_ppo for prompt in prompts_of_evaluation(config, held_out))

@@ -141,7 +141,7 @@ def _untrained_prompts(
         raise MatchSkipped(f"prompts that the candidate was trained on are not known: {error}") from error
     trained = TrainedPrompts.of([data, *before, *opponent.data])
     held_out = load_prompts(data, "eval")
-    untrained = [prompt for prompt in held_out if prompt not in trained]
+    untrained = trained.untrained(held_out)
     # Equal prompts have equal ids, seeds and answers, so each id counts once.
     unique = {prompt.prompt_id: prompt for prompt in prompts_of_evaluation(config, untrained)}
     if not unique:

@@ -52,7 +52,7 @@ def prepare_sets(config: PipelineConfig, context: StageContext) -> Sets:
         known = sum(prompt in trained for prompt in prompts)
         if known:
             log.warning(
-                "evaluate.regression[%d]: %d of %d prompts are in the training data",
+                "evaluate.regression[%d]: %d of %d prompts are in the training data, or related to one there",
                 index,
                 known,
                 len(prompts),

@@ -34,12 +34,12 @@ from rlhf_core.types import PromptExample
 
 @dataclass(frozen=True)
 class TrainedPrompts:
-    """Prompts of training data."""
+    """Prompts of training data. It contains a prompt that is one of them or of the same group."""
 
     ids: frozenset[str]
-    """Ids of the prompts of PPO and of the pairs."""
+    """Ids of the prompts of PPO and of the pairs, and of the groups of all rows."""
     tokens: frozenset[str]
-    """Digests of the tokens of the prompts of demonstrations."""
+    """Digests of the tokens of the prompts of demonstrations, whose groups earlier versions did not store."""
 
     @classmethod
     def of(cls, folders: Sequence[Path]) -> TrainedPrompts:
@@ -54,14 +54,26 @@ class TrainedPrompts:
         ids: set[str] = set()
         tokens: set[str] = set()
         for folder in folders:
-            ids.update(prompt.prompt_id for prompt in load_prompts(folder, "train"))
-            ids.update(load_pair_prompts(folder, "train"))
+            for prompt in load_prompts(folder, "train"):
+                ids.update((prompt.prompt_id, prompt.group))
+            for prompt_id_and_group in load_pair_prompts(folder, "train"):
+                ids.update(prompt_id_and_group)
             for example in load_sft(folder, "train"):
+                ids.add(example.group)
                 tokens.update(_digest(prompt) for prompt in sft_prompts(example))
-        return cls(frozenset(ids), frozenset(tokens))
+        return cls(frozenset(ids - {""}), frozenset(tokens))
 
     def __contains__(self, prompt: PromptExample) -> bool:
-        return prompt.prompt_id in self.ids or _digest(prompt.input_ids) in self.tokens
+        return (
+            prompt.prompt_id in self.ids
+            or prompt.group in self.ids
+            or _digest(prompt.input_ids) in self.tokens
+        )
+
+    def untrained(self, prompts: Sequence[PromptExample]) -> list[PromptExample]:
+        """Return the prompts of the groups of which none is a training prompt."""
+        trained = {prompt.group for prompt in prompts if prompt in self}
+        return [prompt for prompt in prompts if prompt.group not in trained]
 
 
 def _digest(tokens: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list
     """Return the pairs that train the model of `stage`, `reward`, `judge` or `dpo`.
 
     With `reward.judge`, the pairs of the judge are disjoint from those of the other stages: all pairs of a
-    prompt train the same models, for every seed. Only the other stages have the pairs that a model has
+    group train the same models, for every seed. Only the other stages have the pairs that a model has
     labelled (`labelled_by` of their source). The held-out pairs are the same for all. Raises DataError if
     nothing is left.
     """
@@ -50,7 +50,7 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list
 
 def _is_of_judge(pair: PairExample, fraction: float) -> bool:
     # A seed has 63 bits, so the quotient is uniform in [0, 1].
-    return derive_seed(0, "judge", pair.prompt_id) / 2.0**63 < fraction
+    return derive_seed(0, "judge", pair.group) / 2.0**63 < fraction
 
 
 def micro_batches(

@@ -247,12 +247,20 @@ def select(
 
 
 def _demonstration(best: ScoredAnswer) -> dict[str, Any]:
-    return {"prompt": best.sample.prompt, "completion": best.sample.response, "score": best.score}
+    return {**_prompt_fields(best), "completion": best.sample.response, "score": best.score}
+
+
+def _prompt_fields(answer: ScoredAnswer) -> dict[str, Any]:
+    """Return the prompt of an answer, and the group that its row names: a row without it can join groups."""
+    fields = {"prompt": answer.sample.prompt}
+    if "group" in answer.sample.meta:
+        fields["group"] = answer.sample.meta["group"]
+    return fields
 
 
 def _pair(best: ScoredAnswer, worst: ScoredAnswer) -> dict[str, Any]:
     return {
-        "prompt": best.sample.prompt,
+        **_prompt_fields(best),
         "chosen": best.sample.response,
         "rejected": worst.sample.response,
         "margin": best.score - worst.score,

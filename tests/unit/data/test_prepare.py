@@ -398,7 +398,7 @@ def test_a_demonstration_that_begins_with_a_held_out_prompt_is_counted(tmp_path:
 
 def test_a_leak_between_the_splits_would_be_counted() -> None:
     def made(key: str, text: str) -> EncodedRecord:
-        return EncodedRecord(SFTExample((1,), (1,)), key, text)
+        return EncodedRecord(SFTExample((1,), (1,)), key, text, key)
 
     rows = {
         "the same": "Is it late?",
@@ -416,15 +416,33 @@ def test_a_leak_between_the_splits_would_be_counted() -> None:
     ]
     splits: Any = {
         "sft": {"train": train, "eval": []},
-        "preference": {"train": [made("is it late", "Is it late"), made("x", "Is it late? No.")], "eval": []},
+        "preference": {
+            "train": [
+                made("is it late", "Is it late"),
+                made("x", "Is it late? No."),
+                made("continued", "Is it\nlate?\n\nNo.\n\nWhy?\n\nThe sun is up."),
+                made("a later turn", "A talk.\n\nAll right.\n\nIs it late?\n\nNo."),
+            ],
+            "eval": [],
+        },
         "prompts": {
-            "train": [made("...", "...")],
+            "train": [made("...", "..."), made("continued", "Is it late?\n\nNo.\n\nWhy?")],
             "eval": [made(text, text) for text in ("Is it late?", "???", "Hi", "你好")],
         },
     }
-    # Near are: case and marks, width, two beginnings, a paragraph, and the pair's prompt. Marks alone have no
-    # words to share, and a part of a word is no beginning.
-    assert overlap(splits) == {"exact": 1, "near": 6}
+    # Near are, of demonstrations: case and marks, width, two beginnings and a paragraph; of pairs: the words
+    # of the prompt, a continued prompt and a later turn; of prompts: a continued one. Marks alone have no
+    # words to share. A part of a word is no beginning; of pairs and prompts, a part of a paragraph neither.
+    near = {"sft": 5, "preference": 3, "prompts": 1}
+    assert overlap(splits) == {"exact": 1, "near": 9, "near_by_set": near}
+
+
+def test_a_training_row_of_a_held_out_group_is_counted() -> None:
+    train, held = (
+        EncodedRecord(SFTExample((1,), (1,)), text, text, "group") for text in ("Is it late?", "Why?")
+    )
+    splits: Any = {"sft": {"train": [train], "eval": []}, "prompts": {"train": [], "eval": [held]}}
+    assert overlap(splits)["exact"] == 1
 
 
 def test_rows_near_a_held_out_prompt_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -435,6 +453,7 @@ def test_rows_near_a_held_out_prompt_are_reported(tmp_path: Path, caplog: pytest
     )
     [message] = [record.getMessage() for record in caplog.records if "held-out" in record.getMessage()]
     assert "training rows are nearly held-out prompts" in message and "data_card.md" in message
+    assert re.search(r"\(sft \d+, preference \d+, prompts \d+\)", message)
 
 
 def test_the_card_shows_which_tokens_are_learned_up_to_eos(demo_out: Path) -> None:

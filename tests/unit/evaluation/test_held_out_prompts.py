@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.data.examples import split_key, split_position
@@ -33,6 +35,12 @@ def test_prompts_that_choose_the_policy_do_not_judge_it_if_there_are_enough() ->
         first, last = prompts_of_evaluation(config, prompts), prompts_of_ppo(config, prompts)
         assert (first, last) == (prompts[:6], prompts[-4:])
         assert shared_prompts(config, prompts) == shared == sum(prompt in last for prompt in first)
+
+
+def test_prompts_of_a_group_that_chose_the_policy_are_counted_as_shared() -> None:
+    prompts, config = held_out(10), config_of(6, 4)
+    prompts[4:8] = [replace(prompt, group="related") for prompt in prompts[4:8]]
+    assert shared_prompts(config, prompts) == 2, "the fifth and the sixth"
 
 
 def test_both_parts_have_the_sources_in_the_same_proportions() -> None:

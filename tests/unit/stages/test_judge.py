@@ -74,6 +74,14 @@ def test_both_models_have_disjoint_pairs(data: Path, fraction: float) -> None:
     assert training_pairs(config, data, "dpo") == first
 
 
+def test_all_pairs_of_a_group_train_the_same_model(tmp_path: Path) -> None:
+    pairs = [replace(pair, group=f"g{index // 8}") for index, pair in enumerate(PAIRS)]
+    artifact = write_data_artifact(tmp_path / "data", pairs=pairs)
+    first, second = (training_pairs(config_of({}), artifact, stage) for stage in ("reward", "judge"))
+    assert first and second
+    assert not {pair.group for pair in first} & {pair.group for pair in second}
+
+
 def test_pairs_that_a_model_has_labelled_do_not_train_the_judge(tmp_path: Path) -> None:
     pairs = [replace(pair, source=f"pairs.jsonl {i % 2}") for i, pair in enumerate(PAIRS)]
     mark = {"labelled_by": "reward", "name": "pairs.jsonl 1"}

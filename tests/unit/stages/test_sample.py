@@ -26,7 +26,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import check_consistency
 from rlhf_core.config.data import Source
 from rlhf_core.config.keys import is_enabled, stage_inputs
-from rlhf_core.data.dataset import write
+from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Message
@@ -178,6 +178,15 @@ def test_the_data_stage_reads_both_files(
     assert not any(isinstance(record, BadRow) for record in records)
     kinds = {record.record.kind for record in records if not isinstance(record, BadRow)}
     assert kinds == {"completion" if name == "sft" else "preference"}
+
+
+def test_answers_have_the_group_of_their_prompt(engines: list[ScriptedEngine], context: StageContext) -> None:
+    data = context.inputs["data"]
+    first, *others = load_prompts(data, "train")
+    write(data, "prompts", "train", [replace(first, meta={"group": "a document"}), *others])
+    sample.run(config_of(), context)
+    for file in ("best.jsonl", "pairs.jsonl"):
+        assert [row.get("group") for row in rows(context, file)] == ["a document", None, None, None]
 
 
 def test_only_training_prompts_with_seeds_of_their_own(

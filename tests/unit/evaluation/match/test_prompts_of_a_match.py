@@ -1,7 +1,7 @@
 """Prompts of a match of a candidate against the champion.
 
-- prompts that one of both, or a model before it, was trained on are left out; if too few are left, nothing is
-  sampled; if so, or if the data of a model before cannot be read, there is no match
+- prompts that one of both, or a model before it, was trained on are left out with their groups; if too few
+  are left, nothing is sampled; if so, or if the data of a model before cannot be read, there is no match
 - a tokenizer that was loaded and saved again is the same one
 """
 
@@ -24,7 +24,7 @@ from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.testing.engines import ScriptedEngine
 from rlhf_core.testing.store import ScriptedStore
-from rlhf_core.types import PromptExample, SFTExample, StageContext
+from rlhf_core.types import PairExample, PromptExample, SFTExample, StageContext
 from tests.support.match_models import (
     BAD,
     GOOD,
@@ -99,6 +99,29 @@ def test_prompts_of_demonstrations_and_of_the_models_before_are_left_out(
     shutil.rmtree(third.parent)
     with pytest.raises(MatchSkipped, match=f"the data of sample/{'e' * 16}, which it was made from, are not"):
         match.run_match(ours, context, tags)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"prompts": [PromptExample("another", "", (), group="g0")]},
+        {"pairs": [PairExample("another", "", (), (), (), group="g0")]},
+        {"sft": [SFTExample((1, 5), (0, 1), group="g0")]},
+        {"prompts": [PromptExample("p4", "", (), group="by the group of an earlier run")]},
+        {"sft": [SFTExample((1, 14, 5), (0, 0, 1))]},  # of an earlier version: the tokens of p4
+    ],
+)
+def test_prompts_of_a_group_with_a_training_prompt_are_left_out(
+    seen: Any, config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
+) -> None:
+    """The held-out prompts p0, p2, p4 and p6 are one group."""
+    held_out = [
+        PromptExample(f"p{i}", text, (1, 10 + i), group=f"g{i % 2 and i}") for i, text in enumerate(PROMPTS)
+    ]
+    write(context.inputs["data"], "prompts", "eval", held_out)
+    base = data_of_run(config, tmp_path, "a" * 16, seen)
+    result = match.run_match(least(config, 1), context, champion(BAD, path=str(base))[1])
+    assert result.prompt_ids == ("p1", "p3", "p5", "p7")
 
 
 def test_a_base_model_can_be_a_copy_from_the_bucket_of_another_project(
