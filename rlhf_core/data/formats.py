@@ -44,6 +44,22 @@ _INVISIBLE = (
 _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
+def field_value(row: Mapping[str, Any], name: str) -> Any | None:
+    """Return the value of a field; None if it is absent.
+
+    A field with exactly this name comes first. Otherwise the dots of `name` lead into nested objects:
+    `reward_model.ground_truth`.
+    """
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
 class RowError(ValueError):
     """This row cannot be used; the message is the reason, one sentence."""
 

@@ -6,7 +6,8 @@ Rules:
   prompt;
 - every malformed row is refused with a reason that names the field; a text of white space and invisible
   characters is blank;
-- other fields are kept as JSON in `meta`.
+- other fields are kept as JSON in `meta`;
+- a dotted name is that field if the row has it, and otherwise a path into nested objects.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.data.formats import Message, RowError, normalise
+from rlhf_core.data.formats import Message, RowError, field_value, normalise
 
 U, A, S = "user", "assistant", "system"
 
@@ -163,3 +164,19 @@ def test_a_malformed_row_is_refused_with_its_reason(row: dict[str, Any], reason:
 def test_numbers_that_are_not_finite_and_bytes_in_other_fields_do_not_cost_the_row() -> None:
     row = {"text": "a", "score": float("nan"), "parts": {"a": [float("inf"), 1.5]}, "image": b"1234", "n": 2}
     assert normalise(row).meta == {"parts": {"a": [None, 1.5]}, "image": "4 bytes", "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward_model.ground_truth", "72"),
+        ("a.b", 1),
+        ("a", {"b": 2}),
+        ("reward_model.style.name", None),
+        ("reward_model.missing", None),
+        ("missing.ground_truth", None),
+    ],
+)
+def test_a_dotted_name_is_the_field_itself_or_a_path_into_nested_objects(name: str, value: Any) -> None:
+    row = {"reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": 1, "a": {"b": 2}}
+    assert field_value(row, name) == value
