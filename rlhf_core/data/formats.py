@@ -388,11 +388,10 @@ def _message(item: Any, name: str) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(f"{name} must be an object with 'role' and 'content'; got {json_type(item)}")
     role = item.get("role")
-    if role is None and "role" not in item:
-        fields = ", ".join(sorted(map(repr, item))[:8]) or "none"
-        raise RowError(f"{name} must have 'role' and 'content'; its fields: {fields}")
     if role not in ROLES:
-        raise RowError(f"{name}.role must be system, user or assistant; got {str(role)[:40]!r}")
+        fields = ", ".join(sorted(map(repr, item))[:8])
+        got = repr(str(role)[:40]) if "role" in item else f"no role (fields: {fields})"
+        raise RowError(f"{name}.role must be system, user or assistant; got {got}")
     for key, value in item.items():
         if key in ("role", "content", *_TRAINED) or _DESCRIPTION.fullmatch(str(key)) or _is_empty(value):
             continue
