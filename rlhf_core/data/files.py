@@ -293,8 +293,6 @@ _ROW_FIX = {
     ".json": "write an array of JSON objects",
     ".csv": "give each line a cell for each field, in UTF-8",
 }
-_INDEX = "\x00index"
-"""Name of a first column without one, which no file can have."""
 _AS_LINES = "write it as .jsonl, one object per line"
 _NO_ROWS = {
     ".jsonl": "only blank lines",
@@ -530,9 +528,8 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         header = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{file}:1: not CSV: {error}") from error
-    if header[:1] == [""]:
-        header[0] = _INDEX
-    if not header or len(set(header)) != len(header) or not all(name.strip() for name in header):
+    names = header[1:] if header[:1] == [""] else header
+    if not names or len(set(names)) != len(names) or not all(name.strip() for name in names):
         raise DataError(
             f"{file}:1: the first line must name each field once; got {', '.join(header)[:200]!r}; write the"
             " names of the fields into the first line"
@@ -561,7 +558,7 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
             yield from _lost(file, line, reader.line_num, reason, beginning)
         elif cells:
             named = zip(header, cells, strict=True)
-            yield Row(file, line, {name: cell for name, cell in named if cell and name != _INDEX})
+            yield Row(file, line, {name: cell for name, cell in named if cell and name})
 
 
 def _has_surrogates(text: str) -> bool:
