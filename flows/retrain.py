@@ -13,13 +13,12 @@ from flows.notify import notify, notify_failure
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import NonNegativeFloat, NonNegativeInt
 from rlhf_core.config.load import load_config
-from rlhf_core.run.parameters import DEFAULT_CONFIG
 from rlhf_core.run.retraining import Retraining, RetrainingDecision
 
 
 @flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
 def retrain(
-    config: File = DEFAULT_CONFIG,
+    config: File,
     overrides: tuple[Override, ...] = (),
     min_new_rows: NonNegativeInt = 0,
     min_pause_hours: NonNegativeFloat = 0,
