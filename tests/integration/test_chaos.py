@@ -91,9 +91,9 @@ def check(golden: Golden, case: Case, folder: Path) -> None:
 def test_ppo_saves_a_checkpoint_when_stopped_and_keeps_the_rollouts_of_its_step(
     golden: Golden, tmp_path: Path
 ) -> None:
-    # Asked in step 1, by a SIGTERM straight to the stage's process, the first attempt leaves a checkpoint of it. The second one's controller is killed in
-    # step 3, after the checkpoint of step 2, and the third one's critic in step 4: both times step 3 has its
-    # rollouts already.
+    # Asked in step 1, by a SIGTERM straight to the stage's process, the first attempt leaves a checkpoint of
+    # it. The second one's controller is killed in step 3, after the checkpoint of step 2, and the third one's
+    # critic in step 4: both times step 3 has its rollouts already.
     points = ("ppo.after_scoring:1:term", "ppo.after_rollout:2:kill", "critic.update:2:kill")
     result = run_case(golden, Case("ppo", points), tmp_path)
     assert result.ended and result.same, result.why
