@@ -90,7 +90,13 @@ def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
 
 @pytest.mark.parametrize(("champion", "outcome"), [("False", "not promoted"), ("True", "champion")])
 def test_result_table_has_the_promotion_with_its_reason(champion: str, outcome: str) -> None:
-    facts = {"model": "demo", "version": "3", "champion": champion, "rule": "match", "reason": "won <b>[x](y)"}
+    facts = {
+        "model": "demo",
+        "version": "3",
+        "champion": champion,
+        "rule": "match",
+        "reason": "won <b>[x](y)",
+    }
     made = ArtifactRef("register", "b" * 16, "d", "/store/r", {}, None, facts)
     summary = summarize({"register": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)
     assert results(summary) == [("promotion", f"demo version 3: {outcome}"), ("reason", "won <b>[x](y)")]
