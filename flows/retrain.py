@@ -28,7 +28,8 @@ def retrain(
     policy that was registered.
 
     Args:
-        config: YAML file, as the worker sees it. Without one, the run fails, so that no schedule trains the demo.
+        config: YAML file, as the worker sees it. Without one, the run fails, so that no schedule trains the
+            demo.
         overrides: Other fields, each as `section.field=value`.
         min_new_rows: Rows that the sources must have more than at the last retraining. Replaced rows are not
             new ones.

@@ -99,14 +99,8 @@ def _table_of_deleted(plan: Plan) -> Table:
     from rlhf_core.storage.bundles import readable_size
 
     table = Table(title="to be deleted")
-    for column, justify in (
-        ("what", "left"),
-        ("of", "left"),
-        ("age", "right"),
-        ("size", "right"),
-        ("why", "left"),
-    ):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for column in ("what", "of", "age", "size", "why"):
+        table.add_column(column, justify="right" if column in ("age", "size") else "left", overflow="fold")
     for each in plan.deleted:
         days = plan.age_days(each)
         age = "" if days is None else f"{days:.0f} d"

@@ -283,8 +283,7 @@ def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) ->
 def run_markdown(summary: Mapping[str, Any]) -> str:
     """Return the whole run's page in Prefect."""
     stages = [
-        (name, _time(entry), entry["how"], entry["artifact"])
-        for name, entry in summary["stages"].items()
+        (name, _time(entry), entry["how"], entry["artifact"]) for name, entry in summary["stages"].items()
     ]
     lines = [
         f"# Pipeline {'reused' if nothing_made(summary) else 'finished'} in {duration(summary['seconds'])}",
