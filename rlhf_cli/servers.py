@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -271,7 +272,9 @@ def _restarts(state: ServersState, name: str) -> str:
 
 
 def _describe_flow_runs(home: Home, api: str) -> list[str]:
-    body = {"sort": "EXPECTED_START_TIME_DESC", "limit": _MAX_FLOW_RUNS}
+    # Without the future runs of schedules.
+    due = {"expected_start_time": {"before_": datetime.now(UTC).isoformat()}}
+    body = {"flow_runs": due, "sort": "EXPECTED_START_TIME_DESC", "limit": _MAX_FLOW_RUNS}
     lines = ["flow runs, newest first:"]
     try:
         for run in post(f"{api}/flow_runs/filter", body, auth=read_auth_string(home)):
