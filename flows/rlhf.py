@@ -29,13 +29,12 @@ def run_name() -> str:
     """Return a name such as `demo-seed0-3fa2c1`: configuration, seed and flow run. A restart keeps it."""
     parameters = runtime.flow_run.parameters
     flow_run = str(runtime.flow_run.id)[:6]
+    file = parameters["config"] or "no-config"
     fields = {"run.name": parameters.get("name"), "run.seed": parameters.get("seed")}
     try:
-        config = reuse_or_load(
-            parameters["config"], overrides_of(fields, parameters.get("overrides") or ())
-        ).run
+        config = reuse_or_load(file, overrides_of(fields, parameters.get("overrides") or ())).run
     except InputError:  # the flow itself reports the error
-        return f"{Path(parameters['config']).stem}-{flow_run}"
+        return f"{Path(file).stem}-{flow_run}"
     return f"{config.name}-seed{config.seed}-{flow_run}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.arguments import add_command
@@ -98,12 +99,13 @@ def _table_of_deleted(plan: Plan) -> Table:
     from rlhf_core.storage.bundles import readable_size
 
     table = Table(title="to be deleted")
-    for column, justify in (("what", "left"), ("age", "right"), ("size", "right"), ("why", "left")):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for column in ("what", "of", "age", "size", "why"):
+        table.add_column(column, justify="right" if column in ("age", "size") else "left", overflow="fold")
     for each in plan.deleted:
         days = plan.age_days(each)
         age = "" if days is None else f"{days:.0f} d"
-        table.add_row(escape(plan.name(each)), age, readable_size(each.size), plan.why(each))
+        begun = "" if days is None else f"{datetime.now(UTC) - timedelta(days=days):%Y-%m-%d}"
+        table.add_row(escape(plan.name(each)), begun, age, readable_size(each.size), plan.why(each))
     return table
 
 

@@ -11,6 +11,8 @@ names this flow run?
     CANCELLING, with a process for over 90 s      -> SIGTERM to the process, and SIGKILL 65 s after it
     lost `MAX_CONSECUTIVE_LOSSES` times in a row,
     or `MAX_LOSSES` times in total                -> FAILED, with the reason
+    Late, and a later run of its schedule is Late -> CANCELLED: while a pipeline runs, the schedule of a
+                                                     deployment would queue hundreds of runs
 
 Prefect's worker stops the process of a cancelled run itself, but it can miss the cancellation if Prefect's
 server was restarted before. Prefect then shows the run as CANCELLED after five minutes, while its process
@@ -176,6 +178,7 @@ class Reconciler:
         If the server does not respond, nothing is changed.
         """
         try:
+            self._cancel_overtaken()
             runs = [run for run in self._active_runs() if self._is_own(run)]
         except _REQUEST_ERRORS as error:
             log.debug("poll skipped: %s", error)
@@ -267,6 +270,24 @@ class Reconciler:
         }
         runs: list[dict[str, Any]] = self._post("/flow_runs/filter", body)
         return runs
+
+    def _cancel_overtaken(self) -> None:
+        """Cancel the late runs of each schedule but the newest one."""
+        late = {"type": {"any_": ["SCHEDULED"]}, "name": {"any_": ["Late"]}}
+        body = {
+            "flow_runs": {"tags": {"all_": [TAG]}, "state": late},
+            "sort": "EXPECTED_START_TIME_DESC",
+            "limit": 50,
+        }
+        kept: list[tuple[Any, Any]] = []
+        for run in self._post("/flow_runs/filter", body):
+            if not run.get("auto_scheduled"):
+                continue  # a person has started it
+            schedule = (run["deployment_id"], run["parameters"])
+            if schedule in kept:
+                self._set_state(run["id"], "CANCELLED", "Cancelled", "a later run of its schedule is due")
+            else:
+                kept.append(schedule)
 
     def _history(self, run_id: str) -> list[tuple[datetime, str]]:
         states = get(f"{self._api}/flow_run_states/?flow_run_id={run_id}", auth=self._auth)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -40,7 +41,13 @@ READY_SECONDS = 120.0
 """Maximum duration of the start of one server."""
 
 _MAX_FLOW_RUNS = 5
-_MODULES = ("rlhf_cli.supervisor", "flows.isolated", "rlhf_core.run", "rlhf_core.tracking.database")
+_MODULES = (
+    "rlhf_cli.supervisor",
+    "flows.deploy",
+    "flows.isolated",
+    "rlhf_core.run",
+    "rlhf_core.tracking.database",
+)
 """Modules of this project that `up` and its flow runs start with `python -m`."""
 _PACKAGES = ("mlflow", "prefect")
 """Their modules are started with `python -m` too, and their scripts have the same names."""
@@ -55,6 +62,8 @@ class ServerState(BaseModel):
 
     pid: int | None
     restarts: int
+    last_end: str = ""
+    """Why it was started again the last time."""
 
 
 class ServersState(BaseModel):
@@ -175,14 +184,14 @@ def _describe_start(home: Home, state: ServersState) -> str:
     if "prefect" in state.servers:
         lines.append(f"         its UI asks for a password once: the line in {home.servers_login}")
         if not state.prefect.endswith(":4200/api"):
-            lines.append("         (port 4200 is in use: Prefect uses another one)")
+            lines.append("         (port 4200 was in use at the first start; this home keeps its port)")
     else:
         lines.append("         (the server of PREFECT_API_URL; lost runs are not restarted automatically)")
     lines.append(f"MLflow   {state.mlflow}")
     if "mlflow" not in state.servers:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
     elif not state.mlflow.endswith(":5000"):
-        lines.append("         (port 5000 is in use: MLflow uses another one)")
+        lines.append("         (port 5000 was in use at the first start; this home keeps its port)")
     lines.append(f"logs     {home.servers}")
     # The project's prefect.toml refers to the profiles of the default home.
     if "prefect" in state.servers and home != Home.of(".rlhf"):
@@ -257,11 +266,15 @@ def _describe_servers(home: Home) -> list[str]:
 
 def _restarts(state: ServersState, name: str) -> str:
     server = state.servers.get(name)
-    return f"  restarted {server.restarts} times" if server and server.restarts else ""
+    if server is None or not server.restarts:
+        return ""
+    return f"  restarted {server.restarts} times, the last time after: {server.last_end or 'unknown'}"
 
 
 def _describe_flow_runs(home: Home, api: str) -> list[str]:
-    body = {"sort": "EXPECTED_START_TIME_DESC", "limit": _MAX_FLOW_RUNS}
+    # Without the future runs of schedules.
+    due = {"expected_start_time": {"before_": datetime.now(UTC).isoformat()}}
+    body = {"flow_runs": due, "sort": "EXPECTED_START_TIME_DESC", "limit": _MAX_FLOW_RUNS}
     lines = ["flow runs, newest first:"]
     try:
         for run in post(f"{api}/flow_runs/filter", body, auth=read_auth_string(home)):

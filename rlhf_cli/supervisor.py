@@ -52,7 +52,7 @@ from rlhf_core.errors import RLHFError, StageFailed
 from rlhf_core.run.environment import past_proxies
 from rlhf_core.run.logs import rotate_logs
 from rlhf_core.system.environment import NO_TELEMETRY
-from rlhf_core.system.files import write_atomic
+from rlhf_core.system.files import read_json, write_atomic, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.local_http import patch, post, responds
@@ -103,7 +103,9 @@ class Supervisor:
 
     def _create_servers(self) -> None:
         """Choose free ports, and build the commands and settings that depend on them."""
-        prefect_port, mlflow_port = free_port(4200), free_port(5000)
+        # Those of the last start, so that bookmarks and exported addresses stay valid.
+        last = read_json(self._home.servers_ports) or {}
+        prefect_port, mlflow_port = free_port(last.get("prefect", 4200)), free_port(last.get("mlflow", 5000))
         self.api = self._external_prefect or f"http://127.0.0.1:{prefect_port}/api"
         self.mlflow_url = self._external_mlflow or f"http://127.0.0.1:{mlflow_port}"
         self.environment = {
@@ -191,6 +193,8 @@ class Supervisor:
             while not self._start_or_release_ports():
                 self._create_servers()
             self._write_state("ready")
+            ports = {name: server.port for name, server in self.servers.items() if server.port}
+            write_json(self._home.servers_ports, ports)
             log.info("ready: %s", self.api)
             reconciler = (
                 None if self._external_prefect else Reconciler(self.api, self._worker_name, auth=self._auth)
@@ -301,10 +305,11 @@ class Supervisor:
     def _deploy(self) -> None:
         if self.stopping:
             return
-        code = self._prefect_command("deploy", "--all", "--prefect-file", str(DEPLOYMENTS))
+        command = [*python_module("flows.deploy"), str(DEPLOYMENTS)]
+        code = self._call(command, self.environment, "deploy.log")
         if code != 0:
             raise StageFailed(
-                f"prefect deploy failed with exit code {code}; see {self._home.servers / 'deploy.log'}"
+                f"flows.deploy failed with exit code {code}; see {self._home.servers / 'deploy.log'}"
             )
 
     def _prefect_command(self, *arguments: str) -> int:
@@ -377,7 +382,7 @@ class Supervisor:
         servers = {}
         for name, server in self.servers.items():
             pid = server.process.pid if server.process else None
-            servers[name] = ServerState(pid=pid, restarts=server.restarts)
+            servers[name] = ServerState(pid=pid, restarts=server.restarts, last_end=server.last_end)
         ServersState(
             status=status,
             message=message,

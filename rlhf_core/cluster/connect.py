@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,11 +48,15 @@ def connect(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray's monitor serves metrics on all interfaces. With an invalid port it only logs an error.
     os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
+    own_handler = signal.getsignal(signal.SIGTERM)
     if not on_cluster():
         _start_on_this_host(processes, device)
-        return
-    _join_cluster({} if config is None else rank_environment(config, device))
-    if config is not None:
+    else:
+        _join_cluster({} if config is None else rank_environment(config, device))
+    if threading.current_thread() is threading.main_thread():
+        # Ray replaces the handler by one that ends the process on the spot, with SIGABRT.
+        signal.signal(signal.SIGTERM, own_handler)
+    if on_cluster() and config is not None:
         check_nodes(config, {} if nodes is None else nodes.copies, () if nodes is None else nodes.stages)
 
 

@@ -20,7 +20,7 @@ import queue
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,10 +193,7 @@ class _RemoteStop(StopRequest):
     @contextmanager
     def deferred(self) -> Iterator[None]:
         self._mailbox.call(lambda server: server.defer_stop())
-        try:
-            yield
-        finally:
-            self._mailbox.call(lambda server: server.end_deferral())
+        yield
 
 
 class LogForwarder(logging.Handler):
@@ -230,7 +227,6 @@ class ContextServer:
 
     def __init__(self, context: StageContext | None) -> None:
         self._context = context
-        self._deferral = ExitStack()
 
     @property
     def stop_requested(self) -> bool:
@@ -265,8 +261,6 @@ class ContextServer:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def defer_stop(self) -> None:
-        """Defer stop requests until `end_deferral`."""
-        self._deferral.enter_context(self.context.stop.deferred())
-
-    def end_deferral(self) -> None:
-        self._deferral.close()
+        """Defer stop requests from now on."""
+        with self.context.stop.deferred():
+            pass

@@ -120,7 +120,7 @@ def after_step(
     Args:
         engine, context, scratch, step, state, score: See `save`.
         every: Steps between checkpoints.
-        total: Steps of the whole loop. The last step needs no checkpoint.
+        total: Steps of the whole loop. The last step needs no checkpoint, unless the process leaves.
     """
     # Only rank 0 gets the signal; the sum informs all ranks.
     asked = torch.tensor(
@@ -128,9 +128,9 @@ def after_step(
     )
     dist.all_reduce(asked)
     stop = bool(asked.item())
-    if (step % every == 0 or stop) and step < total:
+    if stop or (step % every == 0 and step < total):
         save(engine, context, scratch, step, state, score)
-    if stop and step < total:
+    if stop:
         log.info("asked to stop: leaving after step %d", step)
         (context.stop if context is not None else StopRequest()).exit()
 

@@ -174,8 +174,8 @@ class PPOController:
                 self._log(metrics)
                 # Before the checkpoint: it has the score of this version, and its weights if it is the best.
                 self._evaluate()
-                # Before the checkpoint: an attempt that continues makes a step, as `trained_logprobs` needs.
-                if self._is_finished():
+                # A policy with an adapter is saved first: `trained_logprobs` needs a step of this attempt.
+                if self._is_finished() and (not stop.requested or self._ppo.lora is not None):
                     break
                 if self.completed_steps % self._checkpoint_every == 0 or stop.requested:
                     self._checkpoint()

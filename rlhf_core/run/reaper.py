@@ -15,8 +15,8 @@ folders, which the reaper removes as well; the output of actors is in the stage'
     stage is suspended   by a SIGSTOP, for `suspend_seconds`: SIGKILL; no thread of its own could report that
     reaper dies          the kernel kills the stage
 
-SIGINT and not SIGTERM, because Ray replaces the stage's SIGTERM handler by one that ends the process on the
-spot.
+SIGINT and not SIGTERM: while Ray starts, the stage's handler of SIGTERM is Ray's, which ends the process on
+the spot.
 """
 
 from __future__ import annotations

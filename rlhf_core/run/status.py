@@ -45,12 +45,16 @@ def _describe_run(name: str, run: dict[str, Any]) -> list[str]:
     finished = []
     for stage_name, record in run["stages"].items():
         finished.append(f"{stage_name} {'reused' if record.get('reused') else duration(record['seconds'])}")
+    # The state is written when a stage begins or ends.
+    passed = duration(max(0.0, time.time() - run["updated"]))
+    is_running = state == "running"
     lines = [
-        f"  {name}: {state}, {duration(max(0.0, time.time() - run['updated']))} ago, config {run['config']}",
+        f"  {name}: {state}, {'' if is_running else f'{passed} ago, '}config {run['config']}",
         f"    finished: {', '.join(finished) or 'none'}",
     ]
     if stage:
-        lines.append(f"    {'now' if state == 'running' else 'was at'}: {stage['stage']}, log {stage['log']}")
+        when = f"now, for {passed}" if is_running else "was at"
+        lines.append(f"    {when}: {stage['stage']}, log {stage['log']}")
     if run.get("error"):
         lines.append(f"    {run['error'][:300]}")
     return lines

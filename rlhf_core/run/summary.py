@@ -283,8 +283,7 @@ def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) ->
 def run_markdown(summary: Mapping[str, Any]) -> str:
     """Return the whole run's page in Prefect."""
     stages = [
-        (name, _time(entry), entry["how"], f"`{entry['artifact']}`")
-        for name, entry in summary["stages"].items()
+        (name, _time(entry), entry["how"], entry["artifact"]) for name, entry in summary["stages"].items()
     ]
     lines = [
         f"# Pipeline {'reused' if nothing_made(summary) else 'finished'} in {duration(summary['seconds'])}",
@@ -301,8 +300,11 @@ def run_markdown(summary: Mapping[str, Any]) -> str:
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
-    cells = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    from rlhf_core.data.card import markdown_cell
+
+    # Escaped, because names of files and reasons of people can have any characters.
+    lines = ["| " + " | ".join(map(markdown_cell, row)) + " |" for row in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
 
 
 def duration(seconds: float) -> str:

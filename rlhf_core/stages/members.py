@@ -159,8 +159,7 @@ def _resume(
     if context is not None:
         latest = context.checkpoints.latest()
         if latest is not None:
-            # A training commits no checkpoint at its last step, so a multiple of `steps` begins a member.
-            number, step = divmod(latest[0], steps)
+            number, step = divmod(latest[0], steps + 1)
             if number:
                 finished.load(latest[1] / _FOLDER)
             found = [(number, (step, latest[1]) if step else None)]
@@ -196,7 +195,7 @@ def _member_context(
 
     return replace(
         context,
-        checkpoints=_MemberCheckpoints(context.checkpoints, number * steps, finished, position),
+        checkpoints=_MemberCheckpoints(context.checkpoints, number * (steps + 1), finished, position),
         metrics=_MemberMetrics(context.metrics, _prefix(number)),
         progress=progress,
     )

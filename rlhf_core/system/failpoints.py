@@ -3,7 +3,8 @@
     RLHF_FAIL="ppo.after_rollout:3:kill"        SIGKILL at the third pass of this process
     RLHF_FAIL="weight_sync.send:1:alter,..."    several faults, separated by commas
     RLHF_FAIL_TRACE=/some/folder                every pass is written to `passes` there (seconds, process,
-                                                point), and each entry of RLHF_FAIL acts once in all processes
+                                                point, start of the process), and each entry of RLHF_FAIL acts
+                                                once in all processes
 
 Actions: `kill`, `term`, `int`, `stop`, `raise`, `enospc` and `sleep` (ten minutes) act here; `alter` and
 `drop` (a tensor on its way to the engines) and `nan` (a loss, a score, a value, a log-probability) are
@@ -22,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 _FAULT = re.compile(r"[\w.]+:\d+:\w+")
+_STARTED = time.time()
 _seen: Counter[str] = Counter()
 
 
@@ -37,7 +39,7 @@ def failpoint(name: str, *acts: str) -> str | None:
         return None
     _seen[name] += 1
     if trace is not None:
-        _append(Path(trace, "passes"), f"{time.time():.6f} {os.getpid()} {name}\n")
+        _append(Path(trace, "passes"), f"{time.time():.6f} {os.getpid()} {name} {_STARTED:.6f}\n")
     for entry in filter(None, wanted.split(",")):
         point, nth, action = entry.split(":")
         # `_first` is last: it creates the file that keeps other processes from acting.

@@ -221,6 +221,11 @@ class Home:
         return self.path / "servers"
 
     @property
+    def servers_ports(self) -> Path:
+        """The ports of the servers of `rlhf up` at the last start."""
+        return self.servers / "ports.json"
+
+    @property
     def servers_state(self) -> Path:
         return self.servers / "state.json"
 

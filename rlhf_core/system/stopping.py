@@ -1,7 +1,8 @@
 """Graceful stop requests: SIGTERM and SIGINT, from a cancellation, Ctrl-C, or a machine that shuts down.
 
-    outside `deferred`    the stage ends at once (SystemExit) and continues from its last checkpoint
+    before `deferred`     the stage ends at once (SystemExit) and continues from its last checkpoint
     inside `deferred`     a training loop checks `requested` after each step, saves a checkpoint, calls `exit`
+    after `deferred`      the stage goes on, and saves what the loop has trained
 
 The process that sends the signal waits for about 20 s (`run.reaper`) before it kills: a longer step is lost.
 """
@@ -35,14 +36,11 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Do not exit on a signal; the body checks `requested`, and must call `exit` soon after it
+        """Do not exit on a signal any more: the body checks `requested`, and must call `exit` soon after it
         is true.
         """
         self._deferred = True
-        try:
-            yield
-        finally:
-            self._deferred = False
+        yield
 
     def exit(self) -> NoReturn:
         """End the process with clean-up."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +59,8 @@ class SupervisedProcess:
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     restarts: int = field(default=0, init=False)
     """Number of consecutive restarts."""
+    last_end: str = field(default="", init=False)
+    """Why it was started again the last time."""
     started: float = field(default=0.0, init=False)
     next_start: float = field(default=0.0, init=False)
     silent: float = field(default=0.0, init=False)
@@ -78,12 +81,18 @@ class SupervisedProcess:
             log.warning(
                 "%s has not answered for %.0f s and is killed; see %s", self.name, self.silent, self.log_file
             )
-            if self.owns_group:
-                # `mlflow server` starts the actual server as a child, which would keep the port.
-                os.killpg(self.process.pid, signal.SIGKILL)
-            else:
-                self.process.kill()
+            self.last_end = f"did not answer for {self.silent:.0f} s"
+            self._kill(self.process)
             self.process.wait(timeout=_KILL_SECONDS)
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill the process, and what is left of its group if it has ended."""
+        if self.owns_group:
+            # `mlflow server` starts the actual server as a child, which would keep the port.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
 
     def ensure_running(self) -> None:
         """Start the process if it is not running and the delay of this restart has passed.
@@ -100,6 +109,9 @@ class SupervisedProcess:
                 self.process.returncode,
                 self.log_file,
             )
+            self._kill(self.process)
+            if self.silent <= self.silent_seconds:  # otherwise this process has killed it
+                self.last_end = f"exit code {self.process.returncode}"
             self.process = None
             self.restarts = self.restarts + 1 if now - self.started < _STABLE_SECONDS else 1
             self.next_start = now + _RESTART_DELAYS[min(self.restarts, len(_RESTART_DELAYS)) - 1]

@@ -1,4 +1,5 @@
-"""MLflow's SQLite file: creates it atomically, and names the command that shows it.
+"""MLflow's SQLite file: creates it atomically, follows a move of its folder, and names the command that shows
+it.
 
 MLflow creates its tables in about fifty migrations. A kill in between, or two processes at once, would leave
 a file that MLflow cannot use any more. The file is therefore created under another name, by one process at a
@@ -7,9 +8,15 @@ time, and then renamed.
 
 from __future__ import annotations
 
+import logging
+import os
 import shlex
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from filelock import FileLock, Timeout
 
@@ -18,12 +25,21 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import TEMPORARY, unfit
 from rlhf_core.system.home import mlflow_artifacts_of
 
+log = logging.getLogger(__name__)
+
+_ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+)
+"""Tables and columns of MLflow with addresses of artifacts."""
 LOCK_SECONDS = 120.0
 """Migrations take a few seconds, a minute on a busy machine."""
 
 
 def ensure_database(file: Path) -> None:
-    """Create the absolute `file` unless it exists, which takes seconds.
+    """Create the absolute `file` unless it exists, which takes seconds. If its folder was moved or copied,
+    correct the addresses of the artifacts in it.
 
     Raises ConfigError if it is not a regular file, InfrastructureError if another process creates it for too
     long, and the errors of MLflow and the disk.
@@ -31,6 +47,7 @@ def ensure_database(file: Path) -> None:
     if problem := database_problem(file):
         raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     if file.exists():
+        _follow_artifacts(file)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.with_name(f".{file.name}.lock")
@@ -64,6 +81,40 @@ def _make(file: Path) -> None:
     _create(temporary, artifacts_of(file))
     failpoint("mlflow.created")
     temporary.replace(file)
+
+
+def _follow_artifacts(file: Path) -> None:
+    """Correct the addresses of the artifacts if they are those of another folder.
+
+    MLflow stores absolute addresses. After the folder of a database was moved or copied, it would write to
+    the old place. The experiment 0, which every database has, tells the old place. Addresses of a database
+    that was not created here, and artifacts that were not moved with it, stay as they are.
+    """
+    folder = mlflow_artifacts_of(file)
+    if not folder.is_dir() or not os.access(file, os.W_OK):
+        return
+    try:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as database:
+            query = "SELECT artifact_location FROM experiments WHERE experiment_id = 0"
+            [location] = database.execute(query).fetchone() or [""]
+    except sqlite3.Error:
+        return  # MLflow opens it next, and says what is wrong
+    address = str(location).removesuffix("/0")
+    before = Path(url2pathname(urlsplit(address).path))
+    if not address.startswith("file:///") or before.name != folder.name:
+        return
+    if before == folder or (before.exists() and before.samefile(folder)):  # the second through a link
+        return
+    with closing(sqlite3.connect(file, timeout=LOCK_SECONDS)) as database, database:
+        # MLflow's server writes paths in place of addresses.
+        for old, new in ((address, folder.as_uri()), (str(before), str(folder))):
+            for table, column in _ADDRESSES:
+                database.execute(
+                    f"UPDATE {table} SET {column} = :new || substr({column}, length(:old) + 1)"
+                    f" WHERE {column} = :old OR substr({column}, 1, length(:old) + 1) = :old || '/'",
+                    {"old": old, "new": new},
+                )
+    log.warning("%s was moved: its artifacts are in %s now, and no longer in %s", file, folder, before)
 
 
 def artifacts_of(file: Path) -> str:

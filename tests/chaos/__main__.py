@@ -33,10 +33,13 @@ and MLflow on the CPU. Each run gets one to three SIGKILLs. The same command is 
   random until there are enough kills, so not all of them occur.
 - **a random process**: a random process is killed at a random time. The servers of Ray and Prefect are
   included.
-- **same bits**: all files of the artifact, all metrics in it, and all values of all metrics in MLflow (each
-  once) equal those of an undisturbed run. Times and rates are not compared.
-- **recovery**: seconds from the kill until the run reaches the same point again, or until its end if it does
-  not reach that point again. Most of it is the start of processes.
+- **same bits**: all files of the artifact, all metrics in it, all values of all metrics in MLflow (each
+  once) and all files of the run there equal those of an undisturbed run. Times and rates are not compared,
+  and neither are the contents of figures and of the report.
+- **recovery**: seconds from the kill until a process that was started after it reaches the same point, or
+  until the end of the run if none does. Most of it is the start of processes.
+
+Runs that ended before a kill took place are not counted.
 
 """
 NEGATIVE = Path(__file__).parent / "forget_kl"
@@ -134,6 +137,7 @@ def _note(folder: Path, result: Result, *, negative: bool) -> None:
     print(
         f"{time.strftime('%H:%M:%S')} {row['case']}: {len(result.kills)} kills, {result.commands} commands,"
         f" {verdict}"
+        + ("" if result.kills else ", NOT COUNTED: it ended before a kill")
         + (f", left: {result.left}" if result.left else "")
         + (f"\n  {result.why[-600:]}" if result.why else ""),
         flush=True,
@@ -153,7 +157,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: by stage and kind of kill."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        if not row["negative"]:
+        if row["kills"] and not row["negative"]:
             groups[row["stage"], "a random process" if row["random"] else "at a point"].append(row)
             groups["all", ""].append(row)
     lines = [

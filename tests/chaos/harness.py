@@ -57,6 +57,8 @@ class Pass:
     time: float
     pid: int
     point: str
+    started: float = 0.0
+    """When the process started."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Kill:
     what: str
     """The point, or the process chosen by chance."""
     recovery: float
-    """Seconds until the same point was passed again or, where it is not on the way any more, until the stage
-    was done.
+    """Seconds until a process that was started after the kill passed the same point or, if none did, until
+    the stage was done.
     """
 
 
@@ -275,8 +277,11 @@ def read_passes(trace: Path) -> list[Pass]:
     """In the order of time."""
     file = trace / "passes"
     lines = file.read_text().splitlines() if file.exists() else []
-    fields = (line.split() for line in lines)
-    return sorted((Pass(float(at), int(pid), point) for at, pid, point in fields), key=lambda p: p.time)
+    passes = []
+    for line in lines:
+        at, pid, point, started = line.split()
+        passes.append(Pass(float(at), int(pid), point, float(started)))
+    return sorted(passes, key=lambda p: p.time)
 
 
 def _most_of_a_process(passes: Sequence[Pass]) -> Counter[str]:
@@ -293,14 +298,15 @@ def _kills(trace: Path, by_chance: Sequence[tuple[float, str]], finished: float)
     passes = read_passes(trace)
     found = []
     for marker in trace.glob("*:*:*"):
-        at, pid = marker.read_text().split()
-        found.append((float(at), marker.name.removesuffix(":kill"), marker.name.split(":")[0], int(pid)))
+        at, _ = marker.read_text().split()
+        found.append((float(at), marker.name.removesuffix(":kill"), marker.name.split(":")[0]))
     for when, kind in by_chance:
         before = [p.point for p in passes if p.time <= when]
-        found.append((when, kind, before[-1] if before else "", 0))
+        found.append((when, kind, before[-1] if before else ""))
     kills = []
-    for when, what, point, killed in sorted(found):
-        again = [p.time for p in passes if p.time > when and p.point == point and p.pid != killed]
+    for when, what, point in sorted(found):
+        # Processes that were not killed pass the point as well: other ranks, engines and frozen models.
+        again = [p.time for p in passes if p.started > when and p.point == point]
         kills.append(Kill(what, (again[0] if again else finished) - when))
     return kills
 
@@ -319,13 +325,13 @@ def outcome(home: Path, stage: StageName) -> Outcome:
         if name == "registration.json":
             facts = json.loads(file.read_text())
             made[name] = {k: v for k, v in facts.items() if k not in ("source", "created", "reason", "rule")}
-        elif not name.endswith((".html", ".png")):
-            made[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        else:
+            made[name] = _digest(file)
     return made | _tracked(home, key)
 
 
 def _tracked(home: Path, key: str) -> Outcome:
-    """Every value of every metric of the stage's MLflow run."""
+    """Every value of every metric of the stage's MLflow run, and its files, in this home."""
     database = sqlite3.connect(f"file:{home}/mlflow.db?mode=ro", uri=True)
     try:
         rows = database.execute(
@@ -333,13 +339,28 @@ def _tracked(home: Path, key: str) -> Outcome:
             "where p.key = 'stage_key' and p.value = ? order by m.key, m.step, m.value",
             (key,),
         ).fetchall()
+        runs = database.execute(
+            "select run_uuid from params where key = 'stage_key' and value = ?", (key,)
+        ).fetchall()
     finally:
         database.close()
     values: dict[str, list[Any]] = defaultdict(list)
     for name, step, value in rows:
         if not _in_seconds(name):
             values[f"mlflow {name}"].append((step, value))
-    return dict(values)
+    made: Outcome = dict(values)
+    for (run,) in runs:
+        folder = home / "mlartifacts" / run / "artifacts"
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            made[f"mlflow file {file.relative_to(folder).as_posix()}"] = _digest(file)
+    return made
+
+
+def _digest(file: Path) -> str:
+    """The digest of a file; of a figure or report, which has times, that it is there."""
+    if file.suffix in (".html", ".png"):
+        return "there"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _in_seconds(name: str) -> bool:

@@ -91,10 +91,10 @@ def check(golden: Golden, case: Case, folder: Path) -> None:
 def test_ppo_saves_a_checkpoint_when_stopped_and_keeps_the_rollouts_of_its_step(
     golden: Golden, tmp_path: Path
 ) -> None:
-    # Asked in step 1, the first attempt leaves a checkpoint of it. The second one's controller is killed in
-    # step 3, after the checkpoint of step 2, and the third one's critic in step 4: both times step 3 has its
-    # rollouts already.
-    points = ("ppo.after_scoring:1:int", "ppo.after_rollout:2:kill", "critic.update:2:kill")
+    # Asked in step 1, by a SIGTERM straight to the stage's process, the first attempt leaves a checkpoint of
+    # it. The second one's controller is killed in step 3, after the checkpoint of step 2, and the third one's
+    # critic in step 4: both times step 3 has its rollouts already.
+    points = ("ppo.after_scoring:1:term", "ppo.after_rollout:2:kill", "critic.update:2:kill")
     result = run_case(golden, Case("ppo", points), tmp_path)
     assert result.ended and result.same, result.why
     assert len(result.kills) == 3
@@ -118,12 +118,11 @@ def test_ppo_saves_a_checkpoint_when_stopped_and_keeps_the_rollouts_of_its_step(
 def test_a_step_with_numbers_that_are_not_finite_is_skipped_and_its_batch_is_kept(
     golden: Golden, stage: StageName, points: tuple[str, ...], rows: int, tmp_path: Path
 ) -> None:
-    # MLflow's experiment, copied with the home, still has its files where the golden run made it.
-    before = set(golden.folder.rglob("tables/skipped/*.json"))
     result = run_case(golden, Case(stage, tuple(f"{point}:nan" for point in points)), tmp_path)
     assert result.ended and result.commands == 1, result.why
     assert not result.same, "nobody came by the point"
-    tables = set(golden.folder.rglob("tables/skipped/*.json")) - before
+    tables = set(tmp_path.rglob("tables/skipped/*.json"))
+    assert not set(golden.folder.rglob("tables/skipped/*.json")), "MLflow's files are those of the case"
     assert [len(json.loads(table.read_text())["data"]) for table in tables] == [rows] * len(points)
 
 

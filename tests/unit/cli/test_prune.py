@@ -113,7 +113,7 @@ def test_the_command_shows_and_then_deletes_what_no_version_needs(
     printed = capsys.readouterr().out
     assert files(home / "store") == before
     for artifact in names(refused, *WITH_WEIGHTS):
-        assert re.search(rf"{artifact} +│ +0 d │ 0.00 MB │ no version needs it", printed)
+        assert re.search(rf"{artifact} +│ \d{{4}}-\d\d-\d\d │ +0 d │ 0.00 MB │ no version needs it", printed)
     assert "would be deleted: 3," in printed and "--delete" in printed
     # 90 days by default.
     assert rlhf("--home", str(home), "--delete") == 0

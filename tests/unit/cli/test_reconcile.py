@@ -8,6 +8,7 @@
 - a cancelled run is never resumed
 - a flow is killed only after the time that it gives a job of a cluster to stop
 - only runs of this machine's worker are changed
+- of the late runs of a schedule, only the newest is kept; those that a person has started are kept
 - a server that does not respond, or not completely, changes nothing; if it refuses to change one run, the
   others are still resumed
 """
@@ -123,7 +124,7 @@ def test_run_is_given_up_after_the_maximum_number_of_losses() -> None:
 
 
 class Server:
-    """The three calls of Prefect's API that the reconciler makes."""
+    """The calls of Prefect's API that the reconciler makes."""
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
@@ -198,6 +199,23 @@ def test_lost_run_is_crashed_and_scheduled_in_the_second_poll(server: Server) ->
     assert server.sets == []
     reconciler.poll()
     assert server.sets == [("lost", "Crashed"), ("lost", "AwaitingRetry")]
+
+
+def test_late_runs_of_a_schedule_do_not_pile_up(server: Server) -> None:
+    looks = {"deployment_id": "looks", "parameters": {"config": "a.yaml"}, "auto_scheduled": True}
+    changes: dict[str, dict[str, Any]] = {
+        "newest": {},
+        "older": {},
+        "other schedule": {"parameters": {"config": "b.yaml"}},
+        "other deployment": {"deployment_id": "weekly"},
+        "oldest": {},
+        "of a person": {"auto_scheduled": False},
+    }
+    for name, change in changes.items():
+        server.add(name, "SCHEDULED")
+        server.runs[name] |= {**looks, **change}
+    Reconciler(server.api, "here", find_processes=dict).poll()
+    assert server.sets == [("older", "Cancelled"), ("oldest", "Cancelled")]
 
 
 def test_run_of_a_worker_on_another_host_is_never_changed(server: Server) -> None:

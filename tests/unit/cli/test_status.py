@@ -52,7 +52,7 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
     assert not [name for name in damaged if f"{name}: " in text]
     assert "elsewhere: running, " in text
     assert re.search(
-        r"lives: running, .*\n    finished: data 7\.0 s\n    now: sft, log /logs/sft-01\.log\n", text
+        r"lives: running, config a\.yaml\n    finished: data 7\.0 s\n    now, for \d.*: sft, log /logs/", text
     )
     assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, ", text)
     assert re.search(r"failed: failed, .*\n.*\n    was at: sft, .*\n    WorkerDied: rank 1", text)

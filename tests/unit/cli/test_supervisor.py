@@ -1,6 +1,6 @@
 """Behaviours of the supervisor of `rlhf up`:
 
-- servers use other ports if theirs are taken during the start
+- servers use other ports if theirs are taken during the start, and those of the last start if they are free
 - a worker is healthy while it sends heartbeats
 - Prefect starts one pipeline at a time, and a change of the champion does not wait for its end
 - Prefect deletes old flow runs, and stores the leases of those that run
@@ -61,6 +61,8 @@ def test_servers_are_restarted_on_other_ports_if_theirs_are_taken(
     for api, environment, port, _ in own.attempts:
         assert api == environment == f"http://127.0.0.1:{port}/api"
     assert not set(first[2:]) & set(second[2:])
+    later = Supervisor(Home.of(tmp_path))
+    assert tuple(server.port for server in later.servers.values() if server.port) == second[2:]
 
 
 @pytest.fixture

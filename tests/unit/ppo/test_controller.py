@@ -8,6 +8,7 @@
 - each step says whether it trains the policy; the artifact does not, because its digest is in later keys
 - the score of a checkpoint is that of its own policy: the mean score of the next step's responses minus
   ppo.kl.coef times their KL, for every place of the KL and every normalization of the scores
+- a stop request commits a checkpoint of its step, also in the last one, from which an attempt continues
 - engines that cache prompts forget those of an evaluation before they sample the next step
 """
 
@@ -191,6 +192,29 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="ppo steps 4 to 6 had to be skipped"):
         second._checks.is_finite(bad.metrics, 4, 6)
     assert second._warmup.is_over({"value/explained_variance": -1.0}, 6), "a warm-up that is over stays so"
+
+
+@pytest.mark.parametrize("asked_in", [1, 2, 3])
+def test_a_stop_request_commits_its_step_also_the_last_one(asked_in: int, tmp_path: Path) -> None:
+    class Asked(Controller):
+        @override
+        def score(self, batch: RolloutBatch) -> Any:
+            self._context.stop.requested = self.completed_steps + 1 == asked_in
+            return super().score(batch)
+
+    def started(attempt: str, kind: type[Controller]) -> Controller:
+        store = CheckpointStore(Store(tmp_path / "store"), "key", tmp_path / attempt, keep(1))
+        context = stage_context(tmp_path / attempt, checkpoints=store)
+        return kind(context, [_Experience()] * 3, steps=3, checkpoint_every=9, evaluate_every=0)
+
+    with pytest.raises(SystemExit):
+        started("first", Asked).run()
+    second = started("second", Controller)
+    second._restore()
+    assert second.completed_steps == asked_in
+    second.run()
+    lines = (second._context.output / "metrics.jsonl").read_text().splitlines()
+    assert (second.completed_steps, len(lines)) == (3, 3)
 
 
 def test_a_checkpoint_has_the_score_of_its_own_policy(tmp_path: Path) -> None:

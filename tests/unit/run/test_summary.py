@@ -90,11 +90,17 @@ def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
 
 @pytest.mark.parametrize(("champion", "outcome"), [("False", "not promoted"), ("True", "champion")])
 def test_result_table_has_the_promotion_with_its_reason(champion: str, outcome: str) -> None:
-    facts = {"model": "demo", "version": "3", "champion": champion, "rule": "match", "reason": "won [0.52]"}
+    facts = {
+        "model": "demo",
+        "version": "3",
+        "champion": champion,
+        "rule": "match",
+        "reason": "won <b>[x](y)",
+    }
     made = ArtifactRef("register", "b" * 16, "d", "/store/r", {}, None, facts)
     summary = summarize({"register": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)
-    assert results(summary) == [("promotion", f"demo version 3: {outcome}"), ("reason", "won [0.52]")]
-    assert "| reason | won [0.52] |" in run_markdown(summary)
+    assert results(summary) == [("promotion", f"demo version 3: {outcome}"), ("reason", "won <b>[x](y)")]
+    assert r"| reason | won &lt;b&gt;\[x\]\(y\) |" in run_markdown(summary)
 
 
 def test_result_table_names_judge_and_paired_difference() -> None:
@@ -162,7 +168,7 @@ def test_markdown_shows_every_stage_and_escapes_cells() -> None:
     text = run_markdown(summarize(made, 100.0, IDENTITY))
     assert all(f"| {stage} |" in text for stage in STAGES)
     assert "| data | 2.5 s | reused |" in text
-    assert "win rate, PPO over SFT | 0.800  [0.700, 0.900]" in text
+    assert r"win rate, PPO over SFT | 0.800 \[0.700, 0.900\]" in text
 
 
 def test_run_without_new_artifacts_is_reported_as_reused() -> None:

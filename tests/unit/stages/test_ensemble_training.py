@@ -50,7 +50,9 @@ class Killed(Exception):
 
 
 def train(out: Path, kill: tuple[int, int] | None, number: int, context: StageContext | None) -> Member:
-    """Make `STEPS` steps with a checkpoint after every second one. `kill` is a member and a step."""
+    """Make `STEPS` steps with a checkpoint after every second one. `kill` is a member and a step; a negative
+    step is that of a stop request.
+    """
     assert context is not None
     engine = ScriptedTrainer()
     state = checkpointing.restore(engine, context) or {"step": 0}
@@ -60,6 +62,7 @@ def train(out: Path, kill: tuple[int, int] | None, number: int, context: StageCo
         context.progress("reward", step, STEPS, "steps")
         if kill == (number, step):
             raise Killed
+        context.stop.requested = kill == (number, -step)
         checkpointing.after_step(
             engine, context, context.scratch, step, every=2, total=STEPS, state={}, score=1.0
         )
@@ -119,6 +122,21 @@ def test_a_stage_that_ends_after_any_step_continues_to_the_same_result(tmp_path:
             first = STEPS * member + (step - 1) // 2 * 2 if step <= STEPS else STEPS * member + 2
             trained = [row for row in again.metrics.rows if any(name.endswith("loss") for name in row[1])]
             assert len(trained) == STEPS * MEMBERS - first
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_stage_that_is_asked_to_stop_loses_no_step(step: int, tmp_path: Path) -> None:
+    wanted, context = run(tmp_path / "whole")
+    for member in range(MEMBERS):
+        folder = tmp_path / f"{member}"
+        with pytest.raises(SystemExit):
+            run(folder, (member, -step))
+        empty(folder)
+        metrics, again = run(folder)
+        assert (metrics, files(again.output)) == (wanted, files(context.output)), member
+        assert isinstance(again.metrics, RecordingMetrics)
+        trained = [row for row in again.metrics.rows if any(name.endswith("loss") for name in row[1])]
+        assert len(trained) == STEPS * MEMBERS - STEPS * member - step
 
 
 def test_other_ranks_begin_with_the_member_of_rank_zero(tmp_path: Path) -> None:
@@ -190,7 +208,7 @@ def test_checkpoint_has_the_files_of_finished_members(
     with pytest.raises(Killed):
         run(tmp_path, (2, 3))
     saved = sorted(tmp_path.glob("checkpoints/step-*/members/output/model"))
-    assert [folder.parents[2].name for folder in saved] == [f"step-{step:08d}" for step in (4, 6, 8, 10)]
+    assert [folder.parents[2].name for folder in saved] == [f"step-{step:08d}" for step in (5, 7, 10, 12)]
     for folder in saved:
         assert (folder / "weights").samefile(tmp_path / "output/model/weights") is links
     assert (saved[-1] / "member-1/weights").read_text() == "member 1"
@@ -199,7 +217,7 @@ def test_checkpoint_has_the_files_of_finished_members(
 def test_checkpoints_have_no_score_that_would_keep_them(tmp_path: Path) -> None:
     _metrics, context = run(tmp_path)
     assert isinstance(context.checkpoints, FolderCheckpoints)
-    assert set(context.checkpoints.scores) == {2, 4, 6, 8, 10}
+    assert set(context.checkpoints.scores) == {2, 5, 7, 10, 12}
     assert set(context.checkpoints.scores.values()) == {None} and context.checkpoints.best() is None
 
 

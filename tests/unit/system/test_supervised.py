@@ -1,6 +1,6 @@
 """Behaviours of a supervised process:
 
-- it is restarted when it ends, with a growing delay
+- it is restarted when it ends, with a growing delay, after what is left of its process group is killed
 - it is killed, with its process group, when its health check fails for too long
 - a port that another process has taken is detected
 """
@@ -79,6 +79,22 @@ def test_silent_process_is_killed_with_its_group_and_restarted(tmp_path: Path) -
     assert server.process.poll() is None, "the time without an answer starts again"
     server.process.kill()
     server.process.wait(timeout=10)
+
+
+def test_group_of_a_process_that_ended_is_killed_before_its_restart(tmp_path: Path) -> None:
+    child_file = tmp_path / "child"
+    server = process_of(["sh", "-c", f"sleep 60 & echo $! > {child_file}; exit 3"], tmp_path)
+    server.ensure_running()
+    assert server.process is not None
+    server.process.wait(timeout=20)
+    child = ProcessId.of(int(child_file.read_text()))
+    assert child is not None and child.alive()
+    server.ensure_running()
+    assert wait_gone([child], 5.0), "the child would keep the port"
+    assert server.last_end == "exit code 3"
+    assert server.process is not None
+    server.process.wait(timeout=20)
+    os.killpg(server.process.pid, signal.SIGKILL)
 
 
 def test_port_taken_by_another_process_is_detected(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ is down.
 
 Locks: runs found again, nesting, parameters once, every point once over crashes and replays, deterministic
 times, spool over outages and attempts, a silent tracker at the end, tables, figures and files, reused stages,
-statuses, addresses. A pipe in place of the database is refused and not waited for.
+statuses, addresses, also of a folder that was moved. A pipe in place of the database is refused and not
+waited for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import socket
 import sqlite3
 import time
@@ -22,11 +24,12 @@ from typing import Any
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
+from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.run.external_inputs import data_sets
-from rlhf_core.tracking.database import ensure_database, ui_command
+from rlhf_core.tracking.database import artifacts_of, ensure_database, ui_command
 from rlhf_core.tracking.mlflow_client import Mlflow, Point
 from rlhf_core.tracking.stage_run import Pauses, Spool, next_attempt
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
@@ -347,6 +350,37 @@ def test_artifacts_of_the_default_are_next_to_its_database(tracking: Tracking, d
     run = stage(tracking, None)
     folder = Path(run_of(database, run.run_id)["artifacts"].removeprefix("file://"))
     assert folder.resolve().is_relative_to(database.parent / "mlartifacts")
+
+
+def test_artifacts_follow_a_database_whose_folder_was_moved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new, note = tmp_path / "a b", tmp_path / "c d", tmp_path / "note.txt"
+    note.write_text("x")
+    before = Mlflow(f"sqlite:///{old}/mlflow.db", "moved")
+    first = before.create_run("first", {}).run_id
+    before.log_file(first, note, "")
+    old.rename(new)
+    _artifact_repos_cache.clear()  # of this process; a run after the move is another one
+    after = Mlflow(f"sqlite:///{new}/mlflow.db", "moved")
+    second = after.create_run("second", {}).run_id
+    for run_id in (first, second):
+        after.log_file(run_id, note, "texts")
+    assert not old.exists()
+    assert len(list((new / "mlartifacts").rglob("note.txt"))) == 3
+    assert [entry.path for entry in after._client.list_artifacts(first)] == ["note.txt", "texts"]
+    folders = f"its artifacts are in {new / 'mlartifacts'} now, and no longer in {old / 'mlartifacts'}"
+    assert f"{new / 'mlflow.db'} was moved: {folders}" in caplog.text
+    caplog.clear()
+    alone = tmp_path / "mlflow.db"
+    shutil.copy(new / "mlflow.db", alone)
+    for file in (new / "mlflow.db", alone):
+        same = Mlflow(f"sqlite:///{file}", "moved")
+        # A copy of the file alone: the artifacts are where they were.
+        assert same._client.get_experiment(same.experiment_id).artifact_location == artifacts_of(
+            new / "mlflow.db"
+        )
+    assert "was moved" not in caplog.text
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
