@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rlhf_core.config.allowed_hosts import server_problem
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, scrubbed, shown
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
@@ -27,7 +28,6 @@ _CHECK_SECONDS = 2.0
 _MAX_KEY_BYTES, _MAX_NAME_BYTES = 900, 255
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_ENDPOINT = re.compile(r"https?://[^/\s]+")
 # `?`, because s3fs takes `?versionId=` out of a path. Surrogates, because UTF-8 cannot encode them.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?\ud800-\udfff]")
 
@@ -286,6 +286,6 @@ def endpoint_problem(endpoint: str) -> str | None:
     """Return the reason for which `endpoint` cannot be the address of an S3 server, with a fix, or None."""
     if problem := credential_problem(endpoint, _AWS_CREDENTIALS):
         return problem
-    if _ENDPOINT.match(endpoint) is None:
-        return f"must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
+    if problem := server_problem(endpoint):
+        return f"must be http(s)://host:port: {problem}; got {shown(endpoint)}; correct it"
     return None
