@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter
+
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, InputError, RLHFError
 from rlhf_core.system.failpoints import failpoint
@@ -101,6 +103,9 @@ class Move:
     def key(self) -> str:
         """Name of its tag. The names sort by time."""
         return f"{_MOVE}{round(self.time * 1e6):020d}"
+
+
+_MOVES = TypeAdapter(Move)
 
 
 class Moved(NamedTuple):
@@ -205,9 +210,12 @@ def moves_of(tags: Mapping[str, str]) -> list[Move]:
     for name, value in sorted(tags.items()):
         if name.startswith(_MOVE):
             try:
-                moves.append(Move(**json.loads(value)))
-            except (ValueError, TypeError):
+                move = _MOVES.validate_json(value, strict=True)
+                if move.key != name:
+                    raise ValueError("another time than in its name")
+            except (ValueError, OverflowError):
                 continue  # edited by hand
+            moves.append(move)
     return moves
 
 
