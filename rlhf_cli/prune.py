@@ -43,6 +43,12 @@ def add_prune_command(commands: Any) -> None:
     )
     sub.add_argument("--delete", action="store_true", help="delete; without it, nothing is changed")
     sub.add_argument(
+        "--today",
+        metavar="DATE",
+        help="today's date, such as 2026-11-29, for --delete where all entries of the store are old"
+        " by the clock of this machine",
+    )
+    sub.add_argument(
         "--home",
         help=f"without CONFIG: folder of the runs with their store and the database of MLflow (default:"
         f" {_HOME}); MLFLOW_TRACKING_URI overrides the database",
@@ -52,7 +58,7 @@ def add_prune_command(commands: Any) -> None:
 def _prune(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from rlhf_core.run.prune import Pruning, parse_age
+    from rlhf_core.run.prune import Pruning, parse_age, parse_date
     from rlhf_core.storage.bundles import readable_size
 
     age = parse_age(arguments.older_than)
@@ -69,6 +75,8 @@ def _prune(arguments: argparse.Namespace) -> int:
         if plan.deleted:
             print("nothing was changed; the same command with --delete deletes")
         return 0
+    if plan.deleted:
+        pruning.check_clock(plan, parse_date(arguments.today))
     freed = done = 0
     for each, deleted in pruning.delete(plan):
         freed, done = freed + each.size * deleted, done + deleted

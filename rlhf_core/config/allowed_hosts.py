@@ -47,6 +47,16 @@ def url_problem(url: str, token: str) -> str | None:
         url: The address.
         token: Where the token of the service is given, for the message.
     """
+    if problem := server_problem(url):
+        return problem
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        return f"it must have no user, password, query or fragment; give a token by {token}"
+    return None
+
+
+def server_problem(url: str) -> str | None:
+    """Return the reason for which no server can be at `url`, or None."""
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -54,11 +64,7 @@ def url_problem(url: str, token: str) -> str | None:
         return "it must be http(s)://host[:port]/path"
     if not whole or any(char.isspace() or not char.isprintable() for char in url):
         return "it must be http(s)://host[:port]/path"
-    if problem := _host_problem(host_of(url)):
-        return problem
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        return f"it must have no user, password, query or fragment; give a token by {token}"
-    return None
+    return _host_problem(host_of(url))
 
 
 def _host_problem(host: str) -> str | None:

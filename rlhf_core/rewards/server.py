@@ -3,10 +3,11 @@
     POST /score --> size, token --> encode --> queue --> one forward pass for several requests --> answers
     GET /health
 
-A request waits for the forward pass that contains it. Encoding and scoring never run at the same time,
-because the memory of the whole process is limited while a chat template is rendered. Without a token, the
-server listens on loopback only and refuses requests of web pages from other origins. An invalid item gets
-`null` and a reason. An invalid request gets a status: 400, 401, 403, 408, 413, 415, 500 or 503.
+A request waits for the forward pass that contains it. One whose client has gone is left out. Encoding and
+scoring never run at the same time, because the memory of the whole process is limited while a chat template
+is rendered. Without a token, the server listens on loopback only and refuses requests of web pages from other
+origins. An invalid item gets `null` and a reason. An invalid request gets a status: 400, 401, 403, 408, 413,
+415, 500 or 503.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import logging
 import math
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,6 +42,8 @@ from rlhf_core.system.loopback import OwnAddressOnly
 from rlhf_core.types import PromptAndResponse
 
 log = logging.getLogger(__name__)
+
+_BROKEN_OFF = "the request broke off"
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,14 @@ class MicroBatches:
         self._arrived = asyncio.Event()
 
     async def score(self, pairs: list[PromptAndResponse]) -> list[float]:
-        """Return the (n,) scores. Raises HTTPException 500 if the model fails."""
+        """Return the (n,) scores. Raises HTTPException 500 if the model fails.
+
+        If it is cancelled before its forward pass begins, it is left out.
+        """
         result: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
         self._waiting.append((pairs, result))
         self._arrived.set()
-        # If this request is cancelled, `run` still sets the result, which a cancelled future refuses.
-        return await asyncio.shield(result)
+        return await result
 
     async def run(self) -> None:
         """Process the queue until cancelled."""
@@ -98,6 +103,8 @@ class MicroBatches:
                     async with self._model_lock:
                         # After the wait for the lock, so that requests that arrived meanwhile share the pass.
                         requests = self._next()
+                        if not requests:
+                            continue
                         pairs = [pair for own, _ in requests for pair in own]
                         scores = await asyncio.get_running_loop().run_in_executor(
                             thread, self._scorer.scores, pairs
@@ -105,12 +112,16 @@ class MicroBatches:
                 except Exception:
                     log.exception("a forward pass of %d items failed", len(pairs))
                     for _, result in requests:
-                        result.set_exception(
-                            HTTPException(500, "the forward pass failed; the reason is in the service's log")
-                        )
+                        if not result.done():  # its client has gone
+                            result.set_exception(
+                                HTTPException(
+                                    500, "the forward pass failed; the reason is in the service's log"
+                                )
+                            )
                     continue
                 for own, result in requests:
-                    result.set_result(scores[: len(own)])
+                    if not result.done():
+                        result.set_result(scores[: len(own)])
                     scores = scores[len(own) :]
 
     def _next(self) -> list[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]]:
@@ -118,6 +129,9 @@ class MicroBatches:
         chosen: list[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]] = []
         tokens = 0
         while self._waiting:
+            if self._waiting[0][1].cancelled():
+                self._waiting.popleft()
+                continue
             tokens += sum(len(prompt) + len(response) for prompt, response in self._waiting[0][0])
             # A first request above the limit is taken too, and `Scorer.scores` divides it.
             if chosen and tokens > self._scorer.micro_batch_tokens:
@@ -137,6 +151,8 @@ def make_app(scorer: Scores, token: str | None, limits: Limits) -> Starlette:
         _check_token(request, token)
         items = await _items(request, limits)
         async with model_lock:
+            if await request.is_disconnected():
+                raise HTTPException(400, _BROKEN_OFF)
             encoded = await asyncio.to_thread(_encode, scorer, items)
         pairs: dict[int, PromptAndResponse] = {}
         errors: dict[str, str] = {}
@@ -145,7 +161,9 @@ def make_app(scorer: Scores, token: str | None, limits: Limits) -> Starlette:
                 errors[str(index)] = pair_or_reason
             else:
                 pairs[index] = pair_or_reason
-        values = await batches.score(list(pairs.values())) if pairs else []
+        values: list[float] = []
+        if pairs:
+            values = await _while_connected(request, batches.score(list(pairs.values())))
         scores: list[float | None] = [None] * len(items)
         for index, value in zip(pairs, values, strict=True):
             if math.isnan(value):
@@ -221,6 +239,21 @@ def _check_token(request: Request, token: str | None) -> None:
         )
 
 
+async def _while_connected(request: Request, scoring: Coroutine[Any, Any, list[float]]) -> list[float]:
+    """Return the scores. If the client disconnects first, raise HTTPException and cancel the scoring."""
+    scores = asyncio.ensure_future(scoring)
+    # The body was read, so that the next message says that the client has disconnected.
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((scores, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not scores.done():
+            raise HTTPException(400, _BROKEN_OFF)
+        return scores.result()
+    finally:
+        scores.cancel()
+        gone.cancel()
+
+
 async def _items(request: Request, limits: Limits) -> list[Any]:
     # Any web page can post text to loopback. JSON needs this server's consent (CORS), which it never gives.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -237,7 +270,7 @@ async def _items(request: Request, limits: Limits) -> list[Any]:
     except TimeoutError:
         raise HTTPException(408, f"the request must come within {limits.body_seconds:g} s") from None
     except ClientDisconnect:
-        raise HTTPException(400, "the request broke off") from None
+        raise HTTPException(400, _BROKEN_OFF) from None
     try:
         items = json.loads(body)["items"]
     except (ValueError, RecursionError, KeyError, TypeError) as error:

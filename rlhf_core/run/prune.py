@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError
@@ -34,6 +35,7 @@ from rlhf_core.storage.inventory import (
     Leftover,
     StoredArtifact,
     Unfinished,
+    add_unlisted,
     artifacts_named,
     read_inventory,
 )
@@ -54,6 +56,8 @@ from rlhf_core.tracking.retained import retained
 from rlhf_core.types import CHECKPOINTS
 
 DAY = 86_400.0
+_CLOCK_SECONDS = 3600.0
+"""Difference up to which the clocks of this machine and of the store agree."""
 _FRESH_SECONDS = 5.0
 """Age after which the registry and the state of runs are read again before something is deleted."""
 _DAYS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)d?")
@@ -148,6 +152,16 @@ def parse_age(text: str) -> float:
     return float(found[1]) * DAY
 
 
+def parse_date(text: str | None) -> date | None:
+    """Return a date such as 2026-11-29; None for None. Raises InputError."""
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError as error:
+        raise InputError(
+            f"--today must be a date such as 2026-11-29; got {text!r:.50}; correct it"
+        ) from error
+
+
 class Pruning:
     """One execution of the command."""
 
@@ -193,7 +207,7 @@ class Pruning:
         """Return what to delete. Raises InputError if the store is empty, StoreError and InfrastructureError
         if the store or MLflow does not answer.
         """
-        known = self._known()
+        known = self._with_unlisted(self._known())
         if not known.inventory.artifacts and not known.inventory.keys:
             raise InputError(
                 f"store.url: {self._store.url} has neither artifacts nor checkpoints; name the store of the"
@@ -209,6 +223,43 @@ class Pruning:
         # Together with the checkpoints of a key, those in the outbox are deleted.
         without = {each.key for each in decision.deleted if isinstance(each, Unfinished)}
         return Plan(known, decision, tuple(self._pending(known, without)), tuple(copies))
+
+    def check_clock(self, plan: Plan, today: date | None = None) -> None:
+        """Raise InputError if the clock of this machine may be wrong: the ages would be wrong, too.
+
+        It must agree with the clock of the store. That may be the same one, so something in the store must be
+        young, or a person must give the date.
+
+        Args:
+            plan: What will be deleted.
+            today: The date that a person has given.
+        """
+        here = datetime.fromtimestamp(self._now())
+        if today is not None:
+            if abs(here.date() - today) > timedelta(days=1):
+                raise InputError(
+                    f"--today: the clock of this machine says {here:%Y-%m-%d %H:%M}; got {today}; set it"
+                )
+            return
+        difference = self._now() - self._store.time()
+        if abs(difference) > _CLOCK_SECONDS:
+            raise InputError(
+                f"--delete: the clock of this machine says {here:%Y-%m-%d %H:%M}, {difference / 3600:+.1f}"
+                f" hours from that of {self._store.url}; nothing was deleted; set the clock that is wrong"
+            )
+        inventory = plan.known.inventory
+        times = [
+            *(artifact.created for artifact in inventory.artifacts),
+            *(checkpoints.saved for checkpoints in inventory.checkpoints),
+            *(claim.begun for claim in plan.known.claims.values()),
+        ]
+        age = self._now() - max(time for time in [0.0, *times] if time is not None)
+        if age > max(self._age, UNFINISHED_SECONDS):
+            raise InputError(
+                f"--delete: the clock of this machine says {here:%Y-%m-%d %H:%M}, and the newest entry of"
+                f" {self._store.url} is then {age / DAY:.0f} days old; nothing was deleted; set the clock, or"
+                " add --today with the date if it is right"
+            )
 
     def delete(self, plan: Plan) -> Iterator[tuple[Deletable, bool]]:
         """Delete what is planned, one after another. Yield each with whether it was deleted: not if it has
@@ -244,6 +295,12 @@ class Pruning:
         # After the artifacts: what has become one in the meantime was begun less than a week ago.
         claims = self._observe(keys)
         return self._refreshed(Known(inventory, claims, (), (), (), self._now(), self._age))
+
+    def _with_unlisted(self, known: Known) -> Known:
+        """Return `known` with the artifacts that a version, run or stage needs and that no listing has."""
+        inputs = [ArtifactName.parse(text) for claim in known.claims.values() for text in claim.inputs or ()]
+        named = [*known.needed, *known.in_use, *inputs]
+        return replace(known, inventory=add_unlisted(self._store, known.inventory, named))
 
     def _refreshed(self, known: Known) -> Known:
         """Return `known` with what the registry, the runs of this home and the jobs need now."""

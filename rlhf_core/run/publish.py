@@ -7,9 +7,11 @@ publish_to_hub  to a repository of the Hugging Face hub
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +26,9 @@ from rlhf_core.evaluation.policy_results import evaluation_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered_policies import RegisteredPolicy, RegisteredVersion
-from rlhf_core.storage.bundles import weights_sha256
-from rlhf_core.system.files import TEMPORARY
+from rlhf_core.storage.bundles import hash_file, is_weights, weights_sha256
+from rlhf_core.system.files import TEMPORARY, write_atomic
+from rlhf_core.system.held_folders import delete_abandoned, held
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -37,6 +40,9 @@ _HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
 """Digest of a data set of the hub, with its split."""
 _WEIGHTS, _ARTIFACTS = "Weights: sha256 `", "| stage | key | digest |"
 """Parts of every card that `publish` has written. The block at its beginning can be edited on the hub."""
+_CARD = "README.md"
+_UNFINISHED = f"{TEMPORARY}publish-"
+"""Prefix of the names of folders that `publish` has not finished."""
 _UNKNOWN = "unknown"
 _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
 """Rules whose reason consists of numbers. Others can contain messages of errors, and paths in them."""
@@ -45,7 +51,9 @@ _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
 def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     """Write the model and `README.md` to `folder`, which appears when complete.
 
-    An adapter is part of the model's weights. It is not copied, because its base model is not published.
+    An adapter is part of the model's weights. It is not copied, because its base model is not published. If
+    the folder has an earlier copy of the same policy, only its card is written again. What a killed process
+    has left next to the folder is deleted.
 
     Raises InputError if the folder exists and has other files than an earlier copy of the same policy, is a
     file, or cannot be written.
@@ -53,36 +61,64 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; name a folder")
     if folder.exists() and any(folder.iterdir()):
-        if any(folder.glob("*.safetensors")) and weights_sha256(folder) == policy.weights:
-            (folder / "README.md").write_text(model_card(policy), encoding="utf-8")
-            return folder
-        raise InputError(f"{folder} exists and is not empty; name another folder")
+        different = _different_files(policy, folder)
+        if different:
+            names = ", ".join(different[:5])
+            raise InputError(
+                f"{folder} exists, and {len(different)} of its files differ from those of this policy:"
+                f" {names}; name another folder, or delete this one"
+            )
+        write_atomic(folder / _CARD, model_card(policy))
+        return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _write(policy, folder)
+        delete_abandoned(folder.parent, f"{_UNFINISHED}*")
+        temporary = folder.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+        with held(temporary):
+            _write(policy, folder, temporary)
     except OSError as error:
         # `copytree` lists its errors as tuples of source, target and reason.
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error
         raise InputError(
             f"{folder} cannot be written ({why}); free space there, or name another folder"
         ) from error
+    finally:
+        delete_abandoned(folder.parent, f"{_UNFINISHED}*")
     return folder
 
 
-def _write(policy: RegisteredPolicy, folder: Path) -> None:
-    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
+def _different_files(policy: RegisteredPolicy, folder: Path) -> list[str]:
+    """Return the files of a folder that the policy lacks, that it lacks itself, or with other content.
+
+    The card, which is written again, and hidden files are not compared.
+    """
+    source = policy.folder / "policy"
+    names = _compared_names(source)
+    different = names ^ _compared_names(folder)
+    if different:
+        return sorted(different)
+    # The digest of the registered weights is known, so those of the folder alone are read.
+    if weights_sha256(folder) != policy.weights:
+        return sorted(filter(is_weights, names))
+    small = sorted(name for name in names if not is_weights(name))
+    return [name for name in small if hash_file(source / name) != hash_file(folder / name)]
+
+
+def _compared_names(folder: Path) -> set[str]:
+    names = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    return {str(name) for name in names if str(name) != _CARD and not str(name).startswith(".")}
+
+
+def _write(policy: RegisteredPolicy, folder: Path, temporary: Path) -> None:
     try:
-        shutil.copytree(
-            policy.folder / "policy", temporary, dirs_exist_ok=True, copy_function=shutil.copyfile
-        )
-        (temporary / "README.md").write_text(model_card(policy), encoding="utf-8")
+        shutil.copytree(policy.folder / "policy", temporary, copy_function=shutil.copyfile)
+        (temporary / _CARD).write_text(model_card(policy), encoding="utf-8")
         for path in (temporary, *temporary.rglob("*")):  # artifacts are read-only
             path.chmod(0o755 if path.is_dir() else 0o644)
         # This also replaces an empty folder.
         temporary.replace(folder)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 class OnHub(NamedTuple):
@@ -115,7 +151,11 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
 
     api = HfApi()
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as temporary:
-        folder = publish(policy, Path(temporary, "model"))
+        folder = Path(temporary, "model")
+        # Links, so that a kill leaves no copy of the weights.
+        source = (policy.folder / "policy").absolute()
+        shutil.copytree(source, folder, copy_function=os.symlink)
+        write_atomic(folder / _CARD, model_card(policy))
         try:
             private: bool | None = True
             try:

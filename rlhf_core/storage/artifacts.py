@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.pipeline import StageName
@@ -56,14 +58,42 @@ class Provenance:
     mlflow_run_id: str | None = None
 
 
+class ParentEntry(BaseModel):
+    """An artifact that a stage read, in the manifest of its output."""
+
+    key: str
+    digest: str
+
+
+class ArtifactBody(BaseModel):
+    """The entries that every manifest of an artifact has, as `publish` writes them."""
+
+    kind: str
+    key: str
+    parents: dict[str, ParentEntry]
+    metrics: dict[str, float]
+    facts: dict[str, str]
+    config: dict[str, Any]
+    mlflow_run_id: str | None
+
+
 class ArtifactStore:
     """Finds, publishes and fetches artifacts."""
 
-    def __init__(self, store: Store, cache: Path, outbox: Outbox | None = None) -> None:
-        """`cache` is a local folder for copies from a remote store, `outbox` keeps artifacts until it has
-        them.
+    def __init__(
+        self, store: Store, cache: Path, outbox: Outbox | None = None, *, read_only: bool = False
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            store: The store.
+            cache: Local folder for copies from a remote store.
+            outbox: Keeps artifacts until the store has them.
+            read_only: Whether damaged artifacts are only reported. A process that makes artifacts marks them,
+                so that they are made again.
         """
         self._store = store
+        self._read_only = read_only
         self._cache = cache
         self._outbox = outbox
         self._verified: dict[tuple[str, str, str, bool], tuple[Path, _Stamp]] = {}
@@ -71,8 +101,8 @@ class ArtifactStore:
     def find(self, kind: StageName, key: str) -> ArtifactRef | None:
         """Return the artifact of a stage key; None if there is none.
 
-        If the manifest cannot be read, or files are missing or have another size, the artifact is marked as
-        damaged and an error is logged. It then does not exist, and the stage makes it again.
+        Also None if the manifest cannot be read, or files are missing or have another size. An error is then
+        logged, and the artifact is marked as damaged, so that the stage makes it again.
         """
         prefix = artifact_prefix(kind, key)
         manifest = None
@@ -91,9 +121,22 @@ class ArtifactStore:
                 raise CorruptArtifact(f"The artifact {kind}/{key} is damaged: {damage}.")
             return self._ref(manifest)
         except CorruptArtifact as error:
-            record = bundles.mark_damaged(self._store, prefix, error.message, manifest)
-            log.error("%s It is marked as damaged (%s) and will be made again.", error.message, record)
+            log.error("%s", self._report_damage(prefix, error, manifest))
             return None
+
+    def _report_damage(self, prefix: str, error: CorruptArtifact, manifest: Manifest | None) -> str:
+        """Mark an artifact as damaged, unless this store is only read. Return a message with what to do."""
+        if self._read_only:
+            address = self._store.uri(f"{prefix}/{bundles.MANIFEST}")
+            return (
+                f"{error.message} Restore the file. If you cannot, delete {address} and run the configuration"
+                " of the artifact, which then makes it again."
+            )
+        record = bundles.mark_damaged(self._store, prefix, error.message, manifest)
+        return (
+            f"{error.message} The artifact is marked as damaged ({record}); a run of its configuration makes"
+            " it again."
+        )
 
     def find_registered(self, kind: StageName, tags: Mapping[str, str]) -> ArtifactRef | None:
         """Return the artifact of a stage that belongs to a registered version; None if this store lacks it.
@@ -230,11 +273,7 @@ class ArtifactStore:
                 self._verified[identity] = folder, _stamp(folder)
                 return folder
         except CorruptArtifact as error:
-            record = bundles.mark_damaged(self._store, prefix, error.message, manifest)
-            raise CorruptArtifact(
-                f"{error.message} The artifact {ref.kind}/{ref.key} is marked as damaged ({record}); a run"
-                " of its configuration makes it again."
-            ) from error
+            raise CorruptArtifact(self._report_damage(prefix, error, manifest)) from error
         problem = "is gone" if manifest is None else "is not the one this run started with"
         raise CorruptArtifact(
             f"The artifact {ref.kind}/{ref.key} {problem}; a run of its configuration makes it again."
@@ -307,7 +346,14 @@ class ArtifactStore:
 
     def config(self, ref: ArtifactRef) -> Mapping[str, Any]:
         """Return the configuration of the run that made it. Raises CorruptArtifact if it is gone."""
-        return dict(self._present(ref).body["config"])
+        config: Mapping[str, Any] = self._present(ref).body["config"]
+        for section in ("data", "model", "ppo", "run"):
+            if not isinstance(config.get(section), Mapping):
+                raise CorruptArtifact(
+                    f"The manifest of {ref.kind}/{ref.key} has no section `{section}` in its entry config:"
+                    " `rlhf` has not written it; use another artifact."
+                )
+        return config
 
     def file_digests(self, ref: ArtifactRef, folder: str) -> dict[str, str]:
         """Return the sha256 of the files in a folder of an artifact, by name, without those in its folders.
@@ -381,6 +427,8 @@ class ArtifactStore:
         # A manifest that was copied from another key has an intact checksum.
         if manifest is not None and (manifest.body.get("kind"), manifest.body.get("key")) != (kind, key):
             raise CorruptArtifact(f"The manifest of {kind}/{key} is that of another artifact.")
+        if manifest is not None:
+            bundles.check_body(manifest, ArtifactBody)
         # Also when reading, because files can get into a store without `publish`.
         program = _find_program(manifest.files) if manifest is not None else None
         if program is not None:
@@ -391,18 +439,15 @@ class ArtifactStore:
 
     def _ref(self, manifest: Manifest) -> ArtifactRef:
         body = manifest.body
-        try:
-            return ArtifactRef(
-                kind=body["kind"],
-                key=body["key"],
-                digest=manifest.digest,
-                uri=self._store.uri(manifest.data),
-                metrics=body["metrics"],
-                mlflow_run_id=body["mlflow_run_id"],
-                attributes=body["facts"],
-            )
-        except KeyError as error:
-            raise CorruptArtifact(f"The manifest of {manifest.prefix} has no entry {error}.") from error
+        return ArtifactRef(
+            kind=body["kind"],
+            key=body["key"],
+            digest=manifest.digest,
+            uri=self._store.uri(manifest.data),
+            metrics=body["metrics"],
+            mlflow_run_id=body["mlflow_run_id"],
+            attributes=body["facts"],
+        )
 
 
 def attempt_folder(kind: StageName, key: str, fence: Fence) -> str:
@@ -415,8 +460,8 @@ def _name(fence: Fence) -> str:
 
 
 def open_artifacts(config: PipelineConfig) -> ArtifactStore:
-    """Return the artifacts of the store of a configuration. Nothing is read or written yet."""
-    return ArtifactStore(open_store(config), Home.of(config.run.home).cache)
+    """Return the artifacts of the store of a configuration, for reading. Nothing is read yet."""
+    return ArtifactStore(open_store(config), Home.of(config.run.home).cache, read_only=True)
 
 
 _Stamp = tuple[tuple[str, int, int, int], ...]
@@ -451,13 +496,13 @@ class ArtifactAddress(NamedTuple):
     key: str
 
     def open_store(self, home: Home, endpoint: str | None) -> ArtifactStore:
-        """Return the artifacts of the store. Nothing is read or written yet.
+        """Return the artifacts of the store, for reading. Nothing is read yet.
 
         Args:
             home: Has the cache for artifacts from a bucket.
             endpoint: URL of an S3-compatible server, see `s3_endpoint`.
         """
-        return ArtifactStore(Store(self.store, endpoint), home.cache)
+        return ArtifactStore(Store(self.store, endpoint), home.cache, read_only=True)
 
 
 def parse_artifact_address(address: str) -> ArtifactAddress | None:

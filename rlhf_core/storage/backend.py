@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 SMALL_BYTES = 64 * 2**20
 """Size of the largest object that is read into memory. Manifests are much smaller."""
+
+
+class ObjectStatus(NamedTuple):
+    """What the storage says about one object."""
+
+    size: int
+    """Bytes."""
+    modified: float
+    """When it was written by the clock of the storage, in seconds since 1970."""
 
 
 class Backend(Protocol):
@@ -22,6 +31,7 @@ class Backend(Protocol):
     def put_if_absent(self, key: str, data: bytes) -> bool: ...
     def read_bytes(self, key: str) -> bytes | None: ...
     def read_start(self, key: str, size: int) -> bytes: ...
+    def status(self, key: str) -> ObjectStatus | None: ...
     def sizes(self, prefix: str) -> Mapping[str, int]: ...
     def folders(self, prefix: str) -> Sequence[str]: ...
     def delete(self, keys: Sequence[str]) -> None: ...

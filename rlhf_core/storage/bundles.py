@@ -24,7 +24,10 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
 from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
+from rlhf_core.storage.backend import SMALL_BYTES
 from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.failpoints import failpoint
@@ -304,17 +307,41 @@ def read(store: Store, prefix: str) -> Manifest | None:
     Raises CorruptArtifact if it was changed.
     """
     key = f"{prefix}/{MANIFEST}"
-    raw = store.read_bytes(key)
+    raw = _read_raw(store, prefix)
     if raw is None:
         return None
     try:
         return parse(prefix, raw, store.uri(key))
     except CorruptArtifact:
         # A second read, because a single bad answer of a server must not mark a bundle as damaged.
-        again = store.read_bytes(key)
+        again = _read_raw(store, prefix)
         if again is None or again == raw:
             raise
         return parse(prefix, again, store.uri(key))
+
+
+def _read_raw(store: Store, prefix: str) -> bytes | None:
+    """Return the content of a manifest; None if there is none. Empty if it is too large for one."""
+    key = f"{prefix}/{MANIFEST}"
+    try:
+        return store.read_bytes(key)
+    except StoreError:
+        size = store.size(key) or 0
+        if size <= SMALL_BYTES:
+            raise
+        log.error("%s has %d bytes, which is too large for a manifest.", store.uri(key), size)
+        return b""
+
+
+def check_body(manifest: Manifest, shape: type[BaseModel]) -> None:
+    """Raise CorruptArtifact, with the name of the entry, unless the body of a manifest has this shape."""
+    try:
+        shape.model_validate(manifest.body, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = ".".join(str(part)[:80] for part in first["loc"])
+        message = f"The manifest of {manifest.prefix} has a wrong entry {name}: {first['msg']}."
+        raise CorruptArtifact(message) from error
 
 
 def parse(prefix: str, raw: bytes, uri: str) -> Manifest:
@@ -355,17 +382,21 @@ def check_files(store: Store, manifest: Manifest) -> None:
 def find_damage(store: Store, manifest: Manifest) -> str:
     """Describe the first stored file that is missing, has another size or is not in the manifest; '' if none.
 
-    Hidden files are ignored: file systems and file managers create them.
+    Hidden files are ignored: file systems and file managers create them. A file that the listing lacks, or
+    has with another size, is asked for by its key.
     """
     sizes = dict(store.sizes(manifest.data))
     for entry in manifest.files:
-        size = sizes.pop(f"{manifest.data}/{entry.path}", None)
-        if size is None:
-            return f"{store.uri(manifest.data)}/{entry.path}, which is missing"
+        key = f"{manifest.data}/{entry.path}"
+        size = sizes.pop(key, None)
         if size != entry.size:
-            return f"{store.uri(manifest.data)}/{entry.path} ({size} bytes instead of {entry.size})"
+            size = store.size(key)
+        if size is None:
+            return f"{store.uri(key)}, which is missing"
+        if size != entry.size:
+            return f"{store.uri(key)} ({size} bytes instead of {entry.size})"
     for key in sorted(sizes):
-        if not key.rsplit("/", 1)[-1].startswith("."):
+        if not key.rsplit("/", 1)[-1].startswith(".") and store.exists(key):
             return f"{store.uri(key)}, which is not in the manifest"
     return ""
 
@@ -406,9 +437,12 @@ def fetch(
     check_files(store, manifest)
     local = store.local_path(manifest.data)
     if local is not None:
-        # A local store has no folder for a bundle without files.
-        local.mkdir(parents=True, exist_ok=True)
-        verify(local, manifest, needed)
+        try:
+            # A local store has no folder for a bundle without files.
+            local.mkdir(parents=True, exist_ok=True)
+            verify(local, manifest, needed)
+        except OSError as error:  # such as ESTALE: what the file has is not known
+            raise StoreError(f"The store could not read {local}: {error}.") from error
         return local
     target = cache / manifest.copy_name
     with contextlib.suppress(FileNotFoundError):  # there is no copy, or another process deletes it
@@ -505,7 +539,7 @@ def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | Non
     The bundle does not exist any more, and its files stay. `damaged` is the manifest that was found damaged,
     if it was readable: a bundle that another writer has committed in the meantime is not changed.
     """
-    raw = store.read_bytes(f"{prefix}/{MANIFEST}") or b""
+    raw = _read_raw(store, prefix) or b""
     if damaged is not None:
         folder = _folder_named(raw)
         if folder not in (None, damaged.folder):

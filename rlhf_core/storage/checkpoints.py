@@ -31,6 +31,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from pydantic import BaseModel
+
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact
 from rlhf_core.pipeline import STAGES
@@ -63,6 +65,18 @@ _ONLY_LOGGED = {"threads", "git", "ray", "datasets", "mlflow", "prefect", "gpu_d
 """Differences that do not prevent resuming: versions that do not affect results, the driver of the GPUs, and
 the threads, which the user sets. `code`, a digest of what can change numbers, is not one of them.
 """
+
+
+class CheckpointBody(BaseModel):
+    """The entries of a manifest of a checkpoint. Those of earlier releases lack some."""
+
+    step: int
+    score: float | None = None
+    known_scores: dict[str, float] = {}
+    seconds: float = 0.0
+    made_with: dict[str, str] = {}
+    settings: dict[str, str] = {}
+    parts: list[str] = []
 
 
 class HostParts(Protocol):
@@ -179,27 +193,27 @@ class CheckpointStore:
         """
         self._upload_pending()
         steps, newest = self._steps(), self._newest()
+        # By its key, because the listing may lack it.
+        if newest is not None and newest >= 0 and newest not in steps and self._is_committed(newest):
+            steps = sorted([*steps, newest], reverse=True)
         uri = self._store.uri(self._root)
         if newest is None and steps:
             log.warning("%s/%s is missing; the manifests say which is the newest.", uri, _NEWEST)
         if newest is not None and newest > max(steps, default=-1):
             log.error("The checkpoint of step %d in %s is gone: it has no manifest.", newest, uri)
         for step in steps:
-            prefix = self._prefix(step)
             manifest = None
             try:
-                manifest = bundles.read(self._store, prefix)
+                manifest = self._read(step)
                 if manifest is None:
                     continue
-                if manifest.body.get("step") != step:
-                    raise CorruptArtifact(f"{self._store.uri(prefix)} has the manifest of another step.")
                 self._check_compatible(step, manifest.body)
                 folder = self._fetch(manifest)
                 self._earlier_seconds = float(manifest.body.get("seconds", 0.0))
                 self._on_event("resumed", step)
                 return step, folder
             except CorruptArtifact as error:
-                if not self._store.exists(f"{prefix}/{MANIFEST}"):
+                if not self._is_committed(step):
                     continue  # a later attempt deleted it while it was read
                 # Without newest.json, the damaged checkpoint shows that there was one: no silent fresh start.
                 newest = step if newest is None else newest
@@ -455,9 +469,27 @@ class CheckpointStore:
 
     def _steps(self, *, committed: bool = True) -> list[int]:
         """Return the steps with a manifest, or those with any file, newest first."""
-        pattern = _COMMITTED if committed else _ANY
-        matches = (pattern.search(key) for key in self._store.list(self._root))
-        return sorted({int(match[1]) for match in matches if match}, reverse=True)
+        listed = set(self._store.list(self._root))
+        matches = (_ANY.search(key) for key in listed)
+        steps = sorted({int(match[1]) for match in matches if match}, reverse=True)
+        if not committed:
+            return steps
+        # A listing may lack a manifest and have the files beside it.
+        return [
+            step for step in steps if f"{self._prefix(step)}/{MANIFEST}" in listed or self._is_committed(step)
+        ]
+
+    def _is_committed(self, step: int) -> bool:
+        return self._store.exists(f"{self._prefix(step)}/{MANIFEST}")
+
+    def _read(self, step: int) -> Manifest | None:
+        """Return the manifest of a checkpoint; None if it has none. Raises CorruptArtifact."""
+        manifest = bundles.read(self._store, self._prefix(step))
+        if manifest is not None:
+            bundles.check_body(manifest, CheckpointBody)
+            if manifest.body["step"] != step:
+                raise CorruptArtifact(f"{self._store.uri(manifest.prefix)} has the manifest of another step.")
+        return manifest
 
     def _prune(self) -> None:
         """Delete all checkpoints but the newest and the best, and older leftovers without a manifest."""
@@ -488,7 +520,7 @@ class CheckpointStore:
         readable = set()
         for step in steps:
             try:
-                manifest = bundles.read(self._store, self._prefix(step))
+                manifest = self._read(step)
             except CorruptArtifact as error:
                 self._mark_damaged(step, error)
                 continue

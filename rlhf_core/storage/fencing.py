@@ -26,6 +26,7 @@ because manifests are created only if absent, and it belongs to the same stage k
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -96,8 +97,9 @@ class Fence:
 
     def check(self) -> None:
         """Raise Superseded if a later attempt has claimed the stage key."""
-        latest = _latest(self.store, self.stage_key)
-        if latest > self.attempt:
+        # By its key, because a listing may lack it.
+        if self.store.exists(_key(self.stage_key, self.attempt + 1)):
+            latest = _latest(self.store, self.stage_key)
             holder = _read_holder(self.store, self.stage_key, latest)
             raise Superseded(
                 f"Attempt {self.attempt} at stage {self.stage_key} must not commit: attempt {latest} "
@@ -336,7 +338,8 @@ def _key(stage_key: str, attempt: int) -> str:
 def _latest(store: Store, stage_key: str) -> int:
     names = (key.rsplit("/", 1)[-1].removesuffix(".json") for key in store.list(_folder(stage_key)))
     # Not `isdigit`, which also accepts characters that `int` does not, such as a superscript 2.
-    return max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
+    listed = max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
+    return store.last_number(listed, functools.partial(_key, stage_key))
 
 
 def _lease_key(stage_key: str, attempt: int) -> str:

@@ -8,8 +8,8 @@ claimed. Of a manifest only what is needed is kept in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -131,6 +131,28 @@ def read_inventory(store: Store) -> Inventory:
     )
 
 
+def add_unlisted(store: Store, inventory: Inventory, names: Collection[ArtifactName]) -> Inventory:
+    """Return `inventory` with the artifacts that `names` or other artifacts name and that its listing lacks.
+
+    What they descend from would otherwise look as if nothing needed it.
+    """
+    artifacts = {artifact.name: artifact for artifact in inventory.artifacts}
+    asked = set(artifacts)
+    named = [*names, *(name for artifact in inventory.artifacts for name in artifact.descends_from)]
+    while True:
+        waiting = [
+            name for name in {*named} - asked if _STAGE.fullmatch(name.stage) and _KEY.fullmatch(name.key)
+        ]
+        if not waiting:
+            break
+        asked.update(waiting)
+        found = [each for each in in_parallel(lambda name: read_artifact(store, name), waiting) if each]
+        artifacts.update({each.name: each for each in found})
+        named = [name for each in found for name in each.descends_from]
+    leftovers = tuple(each for each in inventory.leftovers if each.name not in artifacts)
+    return replace(inventory, artifacts=tuple(artifacts.values()), leftovers=leftovers)
+
+
 def read_artifact(store: Store, name: ArtifactName) -> StoredArtifact | None:
     """Return the artifact with this name; None if it has no manifest, or none that can be read."""
     try:
@@ -207,11 +229,14 @@ def _unfinished(store: Store, key: str) -> Unfinished | None:
     if not steps:
         return None
     saved: float | None = 0.0  # without a committed checkpoint, the time of the attempt counts
-    committed = [step for step in steps if f"step-{step:08d}/{MANIFEST}" in sizes]
-    if committed:
+    for step in reversed(steps):
         try:
-            manifest = bundles.read(store, f"{prefix}/step-{committed[-1]:08d}")
-            saved = None if manifest is None else _created(manifest)
+            # By its key, because the listing may lack it.
+            manifest = bundles.read(store, f"{prefix}/step-{step:08d}")
         except CorruptArtifact:
             saved = None
+            break
+        if manifest is not None:
+            saved = _created(manifest)
+            break
     return Unfinished(key, sum(sizes.values()), tuple(steps), saved)

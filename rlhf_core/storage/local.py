@@ -10,12 +10,13 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import StoreError
-from rlhf_core.storage.backend import SMALL_BYTES
+from rlhf_core.storage.backend import SMALL_BYTES, ObjectStatus
 from rlhf_core.system.files import TEMPORARY, UnfitFile, create_once, linked, read_bounded, replacing
 
 log = logging.getLogger(__name__)
@@ -63,13 +64,23 @@ class LocalFiles:
         with self._errors("read", key), (self._root / key).open("rb") as file:
             return file.read(size)
 
+    def status(self, key: str) -> ObjectStatus | None:
+        with self._errors("read", key):
+            try:
+                status = (self._root / key).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        if stat.S_ISDIR(status.st_mode):
+            return None
+        return ObjectStatus(status.st_size, status.st_mtime)
+
     def sizes(self, prefix: str) -> Mapping[str, int]:
         start = self._root / prefix
         sizes: dict[str, int] = {}
         with self._errors("list", prefix):
             if start.is_file():
                 return {prefix: start.stat().st_size}
-            for folder, _, names in os.walk(start):
+            for folder, _, names in os.walk(start, onerror=_raise_unless_missing):
                 for name in names:
                     if name.startswith(TEMPORARY):
                         continue
@@ -131,3 +142,9 @@ class LocalFiles:
             reason = error.strerror or str(error)
             hint = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             raise StoreError(f"The store could not {action} {self._root / key}: {reason}{hint}.") from error
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    """Raise an error that `os.walk` would otherwise ignore, such as ESTALE, with all files of the folder."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error

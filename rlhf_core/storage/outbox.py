@@ -137,8 +137,7 @@ class Outbox:
         stored = () if manifest is None else _stored(manifest)
         if manifest is None or not stored:
             return False
-        sizes = self._store.sizes(manifest.data)
-        return any(sizes.get(f"{manifest.data}/{entry.path}") != entry.size for entry in stored)
+        return any(self._store.size(f"{manifest.data}/{entry.path}") != entry.size for entry in stored)
 
     def _verified(self, prefix: str) -> tuple[Manifest, Path] | None:
         """Return the pending bundle with the folder of its files; None if there is none.

@@ -35,7 +35,7 @@ from tenacity import (
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import StoreError, StoreUnavailable
-from rlhf_core.storage.backend import SMALL_BYTES
+from rlhf_core.storage.backend import SMALL_BYTES, ObjectStatus
 from rlhf_core.system.files import replacing
 from rlhf_core.system.retries import backoff, stop_after_failing
 
@@ -203,6 +203,11 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
                 body.close()
             return bytes(content)
 
+        async def status(self, path: str) -> ObjectStatus:
+            bucket, key, _ = self.split_path(path)
+            answer = await self._call_s3("head_object", Bucket=bucket, Key=key)
+            return ObjectStatus(answer["ContentLength"], answer["LastModified"].timestamp())
+
         async def start(self, path: str, size: int) -> bytes:
             """Return the first `size` bytes of an object, also from a server that sends all of it."""
             bucket, key, _ = self.split_path(path)
@@ -347,6 +352,15 @@ class S3Objects:
             "read", key, lambda: self._within(lambda: self._fs.start(self._path(key), size), size)
         )
         return start
+
+    def status(self, key: str) -> ObjectStatus | None:
+        try:
+            status: ObjectStatus = self._call(
+                "read", key, lambda: self._within(lambda: self._fs.status(self._path(key)))
+            )
+        except FileNotFoundError:
+            return None
+        return status
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
         listed = self._call(

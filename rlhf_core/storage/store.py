@@ -2,15 +2,19 @@
 
 A key is a relative POSIX path. An object becomes visible at its key when it is complete. Decisions that must
 be made only once (a manifest, the number of an attempt) use `put_if_absent`.
+
+A listing (`sizes`, `list`, `folders`) proves that an object exists, and not that one is missing: some servers
+list late. An object is missing if `size` says so, which asks for it by its key.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rlhf_core.config.allowed_hosts import server_problem
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, scrubbed, shown
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
@@ -24,7 +28,6 @@ _CHECK_SECONDS = 2.0
 _MAX_KEY_BYTES, _MAX_NAME_BYTES = 900, 255
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_ENDPOINT = re.compile(r"https?://[^/\s]+")
 # `?`, because s3fs takes `?versionId=` out of a path. Surrogates, because UTF-8 cannot encode them.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?\ud800-\udfff]")
 
@@ -117,9 +120,36 @@ class Store:
         """
         return self._backend.read_start(check_key(key), size)
 
+    def size(self, key: str) -> int | None:
+        """Return the bytes of the object at `key`; None if it does not exist."""
+        status = self._backend.status(check_key(key))
+        return None if status is None else status.size
+
     def exists(self, key: str) -> bool:
         """Return whether there is an object at `key`."""
-        return key in self._backend.sizes(check_key(key))
+        return self.size(key) is not None
+
+    def time(self) -> float:
+        """Return the time of the storage's clock, in seconds since 1970: that of an object written now."""
+        key = f"probe-{uuid.uuid4().hex}"
+        self.put_bytes(key, b"probe")
+        status = self._backend.status(key)
+        self.delete([key])
+        if status is None:
+            raise StoreError(f"The store did not keep {self.uri(key)}.")
+        return status.modified
+
+    def last_number(self, listed: int, key: Callable[[int], str]) -> int:
+        """Return the number of the last one of consecutively numbered objects.
+
+        Args:
+            listed: The last one in a listing, which may lack those after it; 0 if it has none.
+            key: Returns the key of a number.
+        """
+        number = listed
+        while self.exists(key(number + 1)):
+            number += 1
+        return number
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
         """Return the bytes of each object at or below the folder `prefix`, by full key."""
@@ -173,7 +203,9 @@ def check_backend(backend: Backend, url: str) -> None:
     key, data = f"probe-{uuid.uuid4().hex}", b"probe"
     try:
         backend.put_bytes(key, data)
-        intact = backend.sizes(key) == {key: len(data)} and backend.read_bytes(key) == data
+        backend.sizes(key)  # the right to list
+        status = backend.status(key)
+        intact = status is not None and status.size == len(data) and backend.read_bytes(key) == data
         backend.delete([key])
     except StoreUnavailable as error:
         raise StoreUnavailable(
@@ -254,6 +286,6 @@ def endpoint_problem(endpoint: str) -> str | None:
     """Return the reason for which `endpoint` cannot be the address of an S3 server, with a fix, or None."""
     if problem := credential_problem(endpoint, _AWS_CREDENTIALS):
         return problem
-    if _ENDPOINT.match(endpoint) is None:
-        return f"must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
+    if problem := server_problem(endpoint):
+        return f"must be http(s)://host:port: {problem}; got {shown(endpoint)}; correct it"
     return None

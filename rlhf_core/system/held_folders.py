@@ -48,9 +48,12 @@ def held(folder: Path) -> Iterator[None]:
             os.close(file)
 
 
-def delete_abandoned(parent: Path) -> None:
-    """Delete the folders below `parent` that processes of this host held, none of which is alive."""
-    for lock in sorted(parent.glob(f"*{_SUFFIX}")):
+def delete_abandoned(parent: Path, names: str = "*") -> None:
+    """Delete the folders below `parent` that processes of this host held, none of which is alive.
+
+    `names` is a pattern for their names.
+    """
+    for lock in sorted(parent.glob(f"{names}{_SUFFIX}")):
         # OSError: a process holds it, or has deleted it.
         with suppress(OSError), lock.open("rb+") as file:  # on NFS, LOCK_EX needs a writable one
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

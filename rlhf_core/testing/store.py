@@ -28,11 +28,12 @@ Operation = Literal[
     "put_if_absent",
     "read_bytes",
     "read_start",
+    "size",
     "sizes",
     "folders",
     "delete",
 ]
-"""Names of methods of `Store`. `list` and `exists` count as `sizes`, and each key of `delete` and
+"""Names of methods of `Store`. `exists` counts as `size`, `list` as `sizes`, and each key of `delete` and
 `delete_prefix` as one `delete`.
 """
 
@@ -122,9 +123,9 @@ class ScriptedStore(Store):
         return super().read_start(key, size)
 
     @override
-    def exists(self, key: str) -> bool:
-        self._reach("sizes", key)
-        return super().exists(key)
+    def size(self, key: str) -> int | None:
+        self._reach("size", key)
+        return super().size(key)
 
     @override
     def sizes(self, prefix: str) -> Mapping[str, int]:

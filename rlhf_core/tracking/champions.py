@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, InputError, RLHFError
@@ -100,6 +103,9 @@ class Move:
     def key(self) -> str:
         """Name of its tag. The names sort by time."""
         return f"{_MOVE}{round(self.time * 1e6):020d}"
+
+
+_MOVES = TypeAdapter(Move)
 
 
 class Moved(NamedTuple):
@@ -204,9 +210,12 @@ def moves_of(tags: Mapping[str, str]) -> list[Move]:
     for name, value in sorted(tags.items()):
         if name.startswith(_MOVE):
             try:
-                moves.append(Move(**json.loads(value)))
-            except (ValueError, TypeError):
+                move = _MOVES.validate_json(value, strict=True)
+                if move.key != name:
+                    raise ValueError("another time than in its name")
+            except (ValueError, OverflowError):
                 continue  # edited by hand
+            moves.append(move)
     return moves
 
 
@@ -218,9 +227,10 @@ def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
     """
     earlier = history(mlflow, model)
     if earlier and move.time <= earlier[-1].time:
-        # The clock of the host that made the last move is ahead. The history is ordered by time. 10 us later,
-        # because names of tags have microseconds, and a float of this size is exact to a quarter of one.
-        move = replace(move, time=earlier[-1].time + 1e-5)
+        # The clock of the host that made the last move is ahead. The history is ordered by time. At least 10
+        # us, because names of tags have microseconds, and a float of this size is exact to a quarter of one.
+        # Random, because another process may do the same, and one tag would replace the other.
+        move = replace(move, time=earlier[-1].time + random.uniform(1e-5, 1e-2))
     _record(mlflow, model, move)
     failpoint("champion.recorded")
     finished = _finish(mlflow, model, move)
@@ -239,6 +249,8 @@ def settle(mlflow: Mlflow, model: str) -> str | None:
     if champion is None or find_revocation(mlflow, model, champion) is None:
         return None
     moves = history(mlflow, model)
+    if any(move.state == "started" for move in moves):
+        return settle(mlflow, model)  # another process revokes the champion now, and names the next one
     versions = _versions_of_rollbacks(mlflow, model, moves)
     target = None
     for number in _former_champions(moves):
@@ -302,13 +314,20 @@ def _compare(mlflow: Mlflow, model: str, move: Move) -> Move:
     If a later move is finished, or another process has finished this one, the last finished move is applied
     again. This move is recorded unless another process did.
     """
-    moves = history(mlflow, model)
-    own = next((each for each in moves if each.key == move.key), move)
-    finished = [each for each in moves if each.state == "done" or (each == own and own.state == "started")]
-    last = finished[-1] if finished else own
-    champion = _champion(mlflow, model)
-    # At no version of another move, the alias was moved by hand.
-    if champion != last.version and champion in {each.version for each in moves if each.key != last.key}:
+    while True:
+        moves = history(mlflow, model)
+        own = next((each for each in moves if each.key == move.key), move)
+        finished = [
+            each for each in moves if each.state == "done" or (each == own and own.state == "started")
+        ]
+        last = finished[-1] if finished else own
+        champion = _champion(mlflow, model)
+        # At no version of another move, the alias was moved by hand.
+        if champion == last.version or champion not in {
+            each.version for each in moves if each.key != last.key
+        }:
+            break
+        # Then the history is read again: another process may have finished a move before this.
         _set(mlflow, model, last.version)
     if last == own:
         return _close(mlflow, model, replace(move, state="done"))

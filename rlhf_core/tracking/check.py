@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from rlhf_core.config.allowed_hosts import server_problem
 from rlhf_core.config.keys import given_tracking_uri, tracking_uri
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, shown
@@ -40,6 +41,11 @@ def tracker_problem(uri: str) -> str | None:
         return f"must name a host; got {shown(uri)}; use http://host:port"
     elif kind not in ("http", "https"):
         return _driver_problem(uri)
+    elif any(sign in rest for sign in "?#"):
+        return f"must have no query and no fragment; got {shown(uri)}; use http://host:port"
+    # Otherwise only the stage `register` would fail: a run continues without a server that does not answer.
+    elif problem := server_problem(uri):
+        return f"cannot be the address of a server: {problem}; got {shown(uri)}; correct it"
     return None
 
 

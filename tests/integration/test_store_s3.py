@@ -1,15 +1,17 @@
 """The store, artifacts and checkpoints on a real S3-compatible server.
 
 Locks: the store's contract on S3, one winner among racing creators (also on a server that ignores
-conditions), damage noticed after a second download, checkpoints that fall back, downloads that appear whole
-and are verified again, readable errors for a missing bucket, a dead server and denied access, no secret in
-them.
+conditions), an object exists although the server's listing lacks it, damage noticed after a second download,
+checkpoints that fall back, downloads that appear whole and are verified again, readable errors for a missing
+bucket, a dead server and denied access, no secret in them.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,6 +56,35 @@ def careless_endpoint(s3_server: Any) -> Iterator[str]:
     thread.join()
 
 
+@pytest.fixture
+def late_store(s3_server: Any, store: Store) -> Iterator[tuple[Store, set[str]]]:
+    """The store on a server that lists late, and parts of the keys that its listings lack."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    application = DomainDispatcherApplication(create_backend_app)
+    hidden: set[str] = set()
+
+    def late(environ: dict[str, Any], start_response: Any) -> Any:
+        is_listing = "list-type" in environ.get("QUERY_STRING", "")
+        kept: list[Any] = []
+        body = b"".join(application(environ, lambda *head, **more: kept.extend(head)))
+        if is_listing:
+            for entry in re.findall(rb"<Contents>.*?</Contents>", body, re.DOTALL):
+                if any(part.encode() in entry for part in hidden):
+                    body = body.replace(entry, b"")
+        headers = [each for each in kept[1] if not is_listing or each[0].lower() != "content-length"]
+        start_response(kept[0], headers)
+        return [body]
+
+    server = make_server("127.0.0.1", 0, late, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield Store(store.url, f"http://127.0.0.1:{server.server_port}"), hidden
+    server.shutdown()
+    thread.join()
+
+
 def output(folder: Path, text: str = "") -> Path:
     (folder / "policy").mkdir(parents=True)
     (folder / "policy" / "model.safetensors").write_bytes(bytes(range(256)) * 8 + text.encode())
@@ -87,6 +118,33 @@ def test_a_stored_object_is_listed_read_and_deleted(store: Store, tmp_path: Path
     assert store.list("a") == ["a/späße"]
     store.delete_prefix("a")
     assert store.list("a") == [] and store.list("ab") == ["ab/z"]
+
+
+def test_an_object_that_a_listing_lacks_exists_and_has_a_size(late_store: tuple[Store, set[str]]) -> None:
+    store, hidden = late_store
+    for number in (1, 2, 3):
+        store.put_bytes(f"n/{number}/x", b"12")
+    hidden |= {"n/2/", "n/3/"}
+    assert store.list("n") == ["n/1/x"]
+    assert store.exists("n/2/x") and store.size("n/2/x") == 2
+    assert store.size("n/2") is store.size("n/4/x") is None
+    assert store.last_number(1, lambda number: f"n/{number}/x") == 3
+    assert abs(store.time() - time.time()) < 60
+
+
+def test_an_artifact_and_a_claim_that_a_listing_lacks_are_there(
+    late_store: tuple[Store, set[str]], tmp_path: Path
+) -> None:
+    store, hidden = late_store
+    first, second = claim(store, "k"), claim(store, "k")
+    ref = publish(ArtifactStore(store, tmp_path / "cache"), output(tmp_path / "out"), fence=second)
+    hidden |= {"model.safetensors", "000002.json"}
+    assert len(store.list("artifacts")) == 2, "the manifest and the card"
+    assert ArtifactStore(store, tmp_path / "cache").find("ppo", "k") == ref
+    assert (ArtifactStore(store, tmp_path / "other").fetch(ref) / "policy" / "model.safetensors").is_file()
+    with pytest.raises(Superseded):
+        first.check()
+    store.check()
 
 
 def test_a_file_of_many_parts_comes_back_bit_by_bit(store: Store, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 - runs, jobs and unfinished stages keep what they read; checkpoints that were not continued are deleted
 - a champion by a person in the meantime keeps its artifacts; two commands at the same time delete once
 - an outbox and copies of artifacts of a bucket are emptied
+- a clock that differs from that of the store, or by which all of the store is old, deletes nothing
 - without MLflow, or with that of other runs, nothing that was registered is deleted; wrong input is exit
   code 2
 """
@@ -16,6 +17,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,10 @@ import pytest
 
 from rlhf_cli import main as cli
 from rlhf_core.config.pipeline import StoreConfig
-from rlhf_core.errors import InfrastructureError
+from rlhf_core.errors import InfrastructureError, InputError
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.executors.job_files import JobFiles
-from rlhf_core.run.prune import DAY, Pruning, parse_age
+from rlhf_core.run.prune import DAY, Pruning, parse_age, parse_date
 from rlhf_core.run.registered_policies import find_artifacts
 from rlhf_core.run.retention import Reason
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -98,6 +100,45 @@ def rlhf(*arguments: str) -> int:
 
 def files(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_clock_that_is_not_that_of_the_store_deletes_nothing(
+    runs: OldRuns, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.publish("old", "sft")
+    monkeypatch.setitem(Pruning.__init__.__kwdefaults__, "now", lambda: time.time() + 400 * DAY)
+    assert rlhf("--home", str(home), "--delete") == 2
+    printed = capsys.readouterr().err
+    assert "+9600.0 hours from that of" in printed and "nothing was deleted; set the clock" in printed
+    assert rlhf("--home", str(home)) == 0
+    assert "would be deleted: 1," in capsys.readouterr().out
+    assert len(runs.present()) == 1
+
+
+def test_where_all_of_the_store_is_old_a_person_gives_the_date(
+    runs: OldRuns, store: ScriptedStore, home: Path, mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.publish("old", "sft")
+    monkeypatch.setattr(store, "time", lambda: time.time() + 400 * DAY)  # both clocks are wrong
+    command = pruning(store, mlflow, home, later=400)
+    plan = command.plan()
+    with pytest.raises(InputError, match=r"newest entry of .* is then 400 days old; .*add --today"):
+        command.check_clock(plan)
+    later = datetime.fromtimestamp(time.time() + 400 * DAY).date()
+    command.check_clock(plan, later)
+    with pytest.raises(InputError, match=r"--today: the clock of this machine says .*; got"):
+        command.check_clock(plan, later - timedelta(days=400))
+    with pytest.raises(InputError, match="--today must be a date such as 2026-11-29; got 'tomorrow'"):
+        parse_date("tomorrow")
+    assert parse_date("2026-11-29") == date(2026, 11, 29) and parse_date(None) is None
+
+
+def test_a_young_entry_shows_that_the_clock_is_right(
+    runs: OldRuns, store: ScriptedStore, home: Path, mlflow: Mlflow
+) -> None:
+    runs.publish("old", "sft")
+    command = pruning(store, mlflow, home, days=0, later=0)
+    command.check_clock(command.plan())
 
 
 def test_the_command_shows_and_then_deletes_what_no_version_needs(

@@ -5,6 +5,7 @@
 - private, loopback, link-local, mapped, translated and multicast addresses are forbidden unless the
   address itself is listed: a listed name is not enough, but for localhost
 - the message about an address in a list has its index
+- the addresses of MLflow and of an S3 server are those at which a server can be
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.config.allowed_hosts import forbidden, host_of, is_listed, is_public, url_problem
+from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import RemoteReward
+from rlhf_core.storage.store import endpoint_problem
+from rlhf_core.tracking.check import check_tracking, tracker_problem
 
 
 @pytest.mark.parametrize(
@@ -99,3 +103,24 @@ def test_public_addresses_are_allowed() -> None:
 def test_the_address_of_a_reward_service_is_checked(url: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RemoteReward(type="remote", urls=("http://one/x", url), allowed_hosts=("one",))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host:99999", "http://host:port", "http://host:0", "http://[::1", "http://ho st:1",
+        "http://host: 5000", "http://a..b:5000", "http://-a:5000", "http://256.256.256.256:5000",
+        "http://127.1:5000", "http://:5000", "http:///x", "http://.:5000",
+    ],
+)  # fmt: skip
+def test_an_address_without_a_possible_server_is_refused_before_anything_starts(url: str) -> None:
+    """A run continues without a tracker that does not answer, so that only its last stage would fail."""
+    assert tracker_problem(url) and endpoint_problem(url)
+    [problem] = check_tracking(PipelineConfig.model_validate({"tracking": {"uri": url}}))
+    assert str(problem).startswith("tracking.uri (or MLFLOW_TRACKING_URI): ")
+
+
+@pytest.mark.parametrize("url", ["http://host:5000", "https://a-b.example.org/mlflow", "http://[::1]:9000"])
+def test_an_address_of_a_server_is_accepted(url: str) -> None:
+    assert tracker_problem(url) is None and endpoint_problem(url) is None
+    assert tracker_problem(f"{url}?x=1") and tracker_problem(f"{url}#x")

@@ -457,6 +457,23 @@ def test_waiting_requests_are_joined_while_their_tokens_fit() -> None:
     assert scripted.passes == [[2], [3, 3, 4], [1], [30], [2]]
 
 
+def test_clients_that_give_up_and_come_again_cost_no_forward_pass(start: Start) -> None:
+    scripted = Scripted()
+    url = start(scripted)
+
+    def give_up(number: int) -> None:
+        for _ in range(3):
+            with pytest.raises(httpx.TimeoutException):
+                post(url, texts(10), timeout=0.3)
+
+    scripted.hold.clear()
+    with ThreadPoolExecutor(20) as clients:
+        list(clients.map(give_up, range(20)))
+        scripted.hold.set()
+        assert post(url, texts(3), timeout=60).json()["scores"] == [3.0]
+    assert sum(map(len, scripted.passes)) < 20, "60 were given up"
+
+
 def test_failed_forward_pass_is_a_500(start: Start) -> None:
     url = start(Scripted())
     failed = post(url, texts(666))

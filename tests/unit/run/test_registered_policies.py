@@ -4,6 +4,7 @@
 - vLLM reads the tokenizer as its file says, whatever the class of the model
 - vLLM listens on loopback and refuses web pages; other addresses need a key, and --vllm cannot change it
 - a published folder loads with transformers, and its card has data, digests, evaluation, licences and limits
+- a folder that differs in any file from the policy is refused by the names; a kill leaves nothing that stays
 - on the hub the files arrive in a private repository; a refusal is one message; files of others are kept
 - a card has no paths, buckets and messages of errors; it says that the weights contain the adapter
 """
@@ -13,9 +14,12 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -216,6 +220,71 @@ def test_published_folder_loads_and_has_a_card(home: str, tmp_path: Path, weight
     assert main(["publish", f"{MODEL}@1", str(folder), "--home", home]) == 0
     assert main(["publish", f"{MODEL}@2", str(folder), "--home", home]) == 2
     assert sorted(path.name for path in folder.parent.iterdir()) == ["demo"]
+
+
+def _add_program(folder: Path) -> None:
+    (folder / "modeling.py").write_text("import os")
+
+
+def _replace_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def _delete_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def _change_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_add_program, "modeling.py"),
+        (_replace_config, "config.json"),
+        (_delete_tokenizer, "tokenizer.json"),
+        (_change_weights, "model.safetensors"),
+    ],
+)
+def test_a_published_folder_with_a_changed_file_is_refused_by_its_name(
+    home: str, tmp_path: Path, change: Callable[[Path], None], name: str
+) -> None:
+    policy, folder = open_policy(f"{MODEL}@1", home), tmp_path / "demo"
+    publish(policy, folder)
+    (folder / ".gitattributes").touch()
+    (folder / "README.md").write_text("edited")
+    publish(policy, folder)
+    assert "edited" not in (folder / "README.md").read_text(), "the card is written again"
+    change(folder)
+    with pytest.raises(
+        InputError, match=rf"1 of its files differ from those of this policy: {name}; name an"
+    ):
+        publish(policy, folder)
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rlhf_core.run import publish
+from rlhf_core.run.registered_policies import open_policy
+
+publish.model_card = lambda policy: os.kill(os.getpid(), signal.SIGKILL)
+publish.publish(open_policy(sys.argv[1], sys.argv[2]), Path(sys.argv[3]))
+"""
+
+
+def test_the_next_command_deletes_what_a_killed_one_has_left(home: str, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "demo"
+    command = [sys.executable, "-c", _KILLED, f"{MODEL}@1", home, str(target)]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
+    left = sorted(path.name for path in target.parent.iterdir())
+    assert [name.startswith(".tmp-publish-") for name in left] == [True, True], "the folder and its lock"
+    (target.parent / "mine.lock").write_text(socket.gethostname())
+    (target.parent / "mine").mkdir()
+    publish(open_policy(f"{MODEL}@1", home), target)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["demo", "mine", "mine.lock"]
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -28,6 +28,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
 from tests.support.claims import claim
+from tests.support.corruption import forged
 
 KEY = "0123456789abcdef"
 
@@ -167,6 +168,51 @@ def test_artifact_with_a_damaged_manifest_is_made_again(
     assert artifacts.find("ppo", KEY) is None
     assert "is not a manifest" in caplog.text
     assert publish(artifacts, output(tmp_path)).digest == ref.digest
+
+
+WRONG_ENTRIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "config": lambda body: body.pop("config"),
+    "config: null": lambda body: body.update(config=None),
+    "config: text": lambda body: body.update(config="a: 1"),
+    "metrics": lambda body: body.pop("metrics"),
+    "metrics.kl: text": lambda body: body["metrics"].update(kl="1.5"),
+    "facts": lambda body: body.update(facts=[]),
+    "facts.weights_sha256: number": lambda body: body["facts"].update(weights_sha256=1),
+    "parents": lambda body: body.pop("parents"),
+    "parents.sft": lambda body: body["parents"].update(sft=None),
+    "parents.sft.digest": lambda body: body["parents"]["sft"].pop("digest"),
+    "mlflow_run_id": lambda body: body.update(mlflow_run_id=7),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ENTRIES)
+def test_a_manifest_with_a_wrong_entry_is_damage_for_every_reader(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = publish(artifacts, output(tmp_path))
+    key = f"artifacts/ppo/{KEY}/manifest.json"
+    store.put_bytes(key, forged(WRONG_ENTRIES[name])(store.read_bytes(key) or b"") or b"")
+    entry = name.partition(":")[0]
+    reader = ArtifactStore(store, tmp_path / "cache", read_only=True)
+    assert reader.find("ppo", KEY) is None and f"has a wrong entry {entry}: " in caplog.text
+    reads: list[Callable[[], object]] = [
+        lambda: reader.fetch(ref),
+        lambda: reader.config(ref),
+        lambda: reader.parent(ref, "sft"),
+        lambda: reader.address(ref, "policy"),
+        lambda: reader.file_digests(ref, "policy"),
+    ]
+    for read in reads:
+        with pytest.raises(CorruptArtifact, match=f"has a wrong entry {entry}: "):
+            read()
+    assert artifacts.find("ppo", KEY) is None
+    assert publish(artifacts, output(tmp_path)).digest == ref.digest
+
+
+def test_a_configuration_without_its_sections_is_named(artifacts: ArtifactStore, tmp_path: Path) -> None:
+    ref = publish(artifacts, output(tmp_path), config={"data": {}, "model": None})
+    with pytest.raises(CorruptArtifact, match="no section `model` in its entry config"):
+        artifacts.config(ref)
 
 
 def test_replacement_of_a_damaged_artifact_is_left_alone(

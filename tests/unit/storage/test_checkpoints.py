@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from rlhf_core.system.overriding import override
 from rlhf_core.testing.store import ScriptedStore
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
-from tests.support.corruption import set_versions
+from tests.support.corruption import forged, set_versions
 
 KEY = "stage0"
 
@@ -259,6 +260,30 @@ def test_damaged_checkpoint_is_marked_and_the_one_before_used(
     again = resumed.latest()
     assert again is not None and again[0] == 2
     assert (again[1] / "rank1.bin").read_text() == "rank one  2b"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds": None}, {"seconds": "x"}, {"known_scores": []}, {"known_scores": {"1": None}},
+        {"settings": "x"}, {"made_with": ["python"]}, {"step": "2"}, {"parts": {}},
+    ],
+)  # fmt: skip
+def test_a_checkpoint_with_a_wrong_entry_in_its_manifest_is_damaged(
+    store: Store, tmp_path: Path, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(2, best=1), claim(store, KEY))
+    for step in (1, 2):
+        saver.save(step, state(tmp_path, str(step)), score=1.0)
+    key = f"checkpoints/{KEY}/step-00000002/manifest.json"
+    raw = store.read_bytes(key) or b""
+    altered = forged(lambda manifest: manifest.update(change))(raw) or b""
+    store.put_bytes(key, altered)
+    assert (saver.best() or "").endswith("step-00000001")
+    store.put_bytes(key, altered)
+    found = saver.latest()
+    assert found is not None and found[0] == 1
+    assert f"has a wrong entry {next(iter(change))}" in caplog.text
 
 
 def damage_all(store: Store, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def _kill_at(store: ScriptedStore, number: int) -> Callable[[], bool]:
         if calls >= number:
             raise Killed
 
-    for operation in ("put_bytes", "put_if_absent", "read_bytes", "sizes", "folders", "delete"):
+    for operation in ("put_bytes", "put_if_absent", "read_bytes", "size", "sizes", "folders", "delete"):
         store.before(operation, count, lasting=True)
     return lambda: calls >= number
 
@@ -200,7 +200,7 @@ def test_an_attempt_that_uploads_from_its_outbox_stops_the_deletion(
         claim(store, SFT.key)
         shutil.copytree(kept, tmp_path / "store" / "artifacts", dirs_exist_ok=True)
 
-    store.before("sizes", upload, key="/attempts", call=3)
+    store.before("size", upload, key="/000003.json", call=3)
     remove_artifact(store, artifact, observed)
     assert runs.present() == {SFT}
 

@@ -2,7 +2,8 @@
 
 Locks: key table, address table, one folder for all forms of an address, credentials never echoed,
 put/get/list/delete, no temporary file left or listed, an interrupted write changes nothing, content is on the
-disk before its name, one winner among racing creators, linked writes, full disks in one sentence.
+disk before its name, one winner among racing creators, linked writes, full disks in one sentence, an object
+exists although a listing lacks it, a folder that cannot be listed is an error.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InputError, RLHFError, StoreError
 from rlhf_core.storage.store import Store
+from tests.support.late_listings import LateListings
 
 
 @pytest.fixture
@@ -113,6 +116,36 @@ def test_a_stored_object_is_listed_read_and_deleted(store: Store, tmp_path: Path
     assert store.list("a") == ["a/b/x"]
     store.delete_prefix("a")
     assert store.list("a") == [] and store.list("ab") == ["ab/z"]
+
+
+def test_an_object_that_a_listing_lacks_exists_and_has_a_size(store: Store) -> None:
+    late = LateListings(store.url)
+    for number in (1, 2, 3):
+        late.put_bytes(f"n/{number}/x", b"12")
+    late.hidden = "n/[23]/"
+    assert late.list("n") == ["n/1/x"] and late.folders("n") == ["1"]
+    assert late.exists("n/2/x") and late.size("n/2/x") == 2
+    assert late.size("n/2") is late.size("n/4/x") is late.size("n/2/x/y") is None
+    assert late.last_number(1, lambda number: f"n/{number}/x") == 3
+    assert abs(late.time() - time.time()) < 60 and late.list("probe") == []
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_folder_or_object_that_cannot_be_read_is_an_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store.put_bytes("a/b/x", b"1")
+
+    def refuse(path: object = ".", *args: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StoreError, match=os.strerror(code)):
+        store.list("a")
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(StoreError, match=os.strerror(code)):
+        store.exists("a/b/x")
 
 
 def test_missing_object_is_none_or_file_not_found(store: Store, tmp_path: Path) -> None:
