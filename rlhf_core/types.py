@@ -74,6 +74,8 @@ class PromptExample:
     """The other fields of the source row (`answer`, gold specification) as JSON, for rule rewards."""
     source: str = ""
     """Name of the data source, for measures by source."""
+    group: str = ""
+    """Digest of what related prompts share, 16 hex digits; empty if the prompt is its own group."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class PairExample:
     """Name of the data source, for accuracy by source."""
     margin: float | None = None
     """The row's number `margin`, where it has one (`reward.margin: field`)."""
+    group: str = ""
+    """As in `PromptExample`."""
 
 
 @dataclass(frozen=True)
