@@ -44,10 +44,19 @@ def exchange_pairs(pairs: Sequence[PairExample]) -> list[PairExample] | None:
     partner = exchange([pair.prompt for pair in pairs])
     if partner is None:
         return None
-    return [
-        replace(pair, prompt_id=pairs[i].prompt_id, prompt=pairs[i].prompt, prompt_ids=pairs[i].prompt_ids)
-        for pair, i in zip(pairs, partner, strict=True)
-    ]
+    exchanged = []
+    for pair, i in zip(pairs, partner, strict=True):
+        other = pairs[i]
+        exchanged.append(
+            replace(
+                pair,
+                prompt_id=other.prompt_id,
+                prompt=other.prompt,
+                prompt_ids=other.prompt_ids,
+                group=other.group,
+            )
+        )
+    return exchanged
 
 
 def exchanged_gold(
@@ -65,4 +74,4 @@ def exchanged_gold(
         for sample, i in zip(samples, partner, strict=True):
             exchanged.append(replace(sample, prompt=samples[i].prompt))
         by_model[model] = score_gold(exchanged)
-    return interval.by_model("gold_exchanged", by_model)
+    return interval.by_model("gold_exchanged", by_model, interval.groups(samples))

@@ -31,7 +31,6 @@ from rlhf_core.evaluation.review import (
     agreement_of_people,
     blind_pairs,
     count_votes,
-    interval_of_votes,
     load_blind_pairs,
     page_digest,
     preference_rows,
@@ -39,6 +38,7 @@ from rlhf_core.evaluation.review import (
     render_page,
     win_rate_by_people,
 )
+from rlhf_core.evaluation.statistics import win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, parse_votes, voters
 from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE
@@ -219,10 +219,11 @@ def test_few_votes_without_a_loss_do_not_pass_a_margin(wins: int, ties: int) -> 
 
 
 def test_only_a_loss_of_every_pair_fails_the_largest_margin_of_votes() -> None:
-    assert interval_of_votes([1, 0.5], 0.95).low == pytest.approx(0.1979, abs=1e-4)
-    assert interval_of_votes([1, 1, 1], 0.95).low == pytest.approx(0.4385, abs=1e-4)
+    assert win_rate([1, 0.5], confidence=0.95).low == pytest.approx(0.1979, abs=1e-4)
+    assert win_rate([1, 1, 1], confidence=0.95).low == pytest.approx(0.4385, abs=1e-4)
     for n in range(1, 100):  # the largest margin refuses exactly the loss of every pair
-        lost, tied = interval_of_votes([0.0] * n, 0.95), interval_of_votes([0.5] + [0.0] * (n - 1), 0.95)
+        lost = win_rate([0.0] * n, confidence=0.95)
+        tied = win_rate([0.5] + [0.0] * (n - 1), confidence=0.95)
         assert Gate(0.5, votes_margin=0.5).lost(lost.to_json()), n
         assert not Gate(0.5, votes_margin=0.5).lost(tied.to_json()), n
 
