@@ -249,14 +249,13 @@ def _run_match(
     judged = _judge_pairs(config, context, pairs, champion.reward, judge, device, interval)
     compared = compare_on_sets(config, by_set, "champion", context.sources, interval)
     regression = regression_differences(compared)
-    preferences, policy = judged.comparison.preferences, config.register_.policy
-    pairs_with_preference = list(zip(judged.pairs, preferences, strict=True))
-    samples = tuple(
-        _sample(*pair, preference, policy)
-        for pair, preference in pairs_with_preference[: config.evaluate.samples]
-    )
+    prompt_ids = tuple(ours.prompt_id for ours, _ in judged.pairs)
+    preferences = judged.comparison.preferences
+    samples = []
+    for pair, preference in list(zip(judged.pairs, preferences, strict=True))[: config.evaluate.samples]:
+        samples.append(_sample(*pair, preference, config.register_.policy))
     controlled = length_controlled(
-        judged.comparison.preferences,
+        preferences,
         [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in judged.pairs],
         config.evaluate.confidence,
         judged.comparison.groups,
@@ -264,13 +263,13 @@ def _run_match(
     return MatchResult(
         judge,
         judged.judge_digest,
-        tuple(ours.prompt_id for ours, _ in judged.pairs),
+        prompt_ids,
         judged.comparison,
         judged.by_champion_model,
         controlled,
         regression,
-        _by_source(prompts, pairs_with_preference),
-        samples,
+        _by_source(prompts, prompt_ids, preferences),
+        tuple(samples),
     )
 
 
@@ -399,12 +398,13 @@ def _compare_scores(interval: Intervals, judge: str, scored: Sequence[tuple[Answ
 
 
 def _by_source(
-    prompts: Sequence[PromptExample], preferences: Sequence[tuple[_Pair, float]]
+    prompts: Sequence[PromptExample], prompt_ids: Sequence[str], preferences: Sequence[float]
 ) -> dict[str, float]:
+    """Return the mean of the preferences (n,), each with its prompt, by source."""
     sources = {prompt.prompt_id: prompt.source for prompt in prompts}
     found: dict[str, list[float]] = {}
-    for (ours, _), preference in preferences:
-        found.setdefault(sources[ours.prompt_id], []).append(preference)
+    for prompt_id, preference in zip(prompt_ids, preferences, strict=True):
+        found.setdefault(sources[prompt_id], []).append(preference)
     if not 1 < len(found) <= MOST_SOURCES:
         return {}
     return {source[:100]: fmean(of_source) for source, of_source in sorted(found.items())}

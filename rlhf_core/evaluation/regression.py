@@ -24,6 +24,7 @@ from rlhf_core.data.prompt_sets import Sets, load_encoder, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
 from rlhf_core.evaluation.policy_results import own_name
 from rlhf_core.evaluation.scoring import score_rules
+from rlhf_core.evaluation.statistics import units
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.evaluation.trained_prompts import TrainedPrompts
 from rlhf_core.rewards.compose import source_name
@@ -105,15 +106,16 @@ def compare_on_sets(
             name_of_difference = own_name("difference", "dpo" if policy == "dpo" else "ppo")
             values[name_of_difference] = _difference(values[policy], values[opponent])
         groups = interval.groups(responses[first][each.name])
+        prompts = len({answer.prompt_id for answer in responses[first][each.name]})
         independent = len(set(groups))
         least = prompts_for_margin(each.margin, config.evaluate.confidence)
         is_small = set(scores) <= {0.0, 1.0} and independent < least
         if is_small:
             log.warning(
-                "regression set %s: %d prompts (or groups) are too few for its margin of %g, which needs"
-                " about %d: a loss of this size often passes",
+                "regression set %s: %s are too few for its margin of %g, which needs about %d: a loss of this"
+                " size often passes",
                 each.name,
-                independent,
+                units(independent, prompts),
                 each.margin,
                 least,
             )
@@ -122,7 +124,7 @@ def compare_on_sets(
         found[each.name] = {
             **{model: interval.mean(seed, own, groups).to_json() for model, own in values.items()},
             "margin": each.margin,
-            "prompts": len({answer.prompt_id for answer in responses[first][each.name]}),
+            "prompts": prompts,
             "too_few": is_small,
             "reward": hashlib.sha256(settings.encode()).hexdigest()[:16],
         }

@@ -44,7 +44,7 @@ def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]
         low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
         if metrics[name] < limit:
             reason = f"is below reward.min_accuracy={limit}; "
-        elif low <= 0.5:
+        elif not low > 0.5:  # also NaN, without held-out pairs
             reason = (
                 "is not significantly above chance (0.5); hold out more pairs (data.eval_fraction,"
                 " data.max_eval), set reward.min_accuracy=0 to continue without this check, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,11 @@ def accuracy_interval(gap_P: torch.Tensor, pairs: Sequence[PairExample]) -> dict
     """Return the bounds `accuracy_low` and `accuracy_high` (95 %, Wilson, over groups of prompts) of the
     share of pairs whose chosen response has the higher score.
 
-    `gap_P` are the scores of the chosen responses minus those of the rejected ones.
+    `gap_P` are the scores of the chosen responses minus those of the rejected ones. Without pairs, both are
+    NaN.
     """
+    if not pairs:
+        return {"accuracy_low": math.nan, "accuracy_high": math.nan}
     correct = is_correct(gap_P).tolist()
     found = win_rate(correct, confidence=0.95, groups=[group_of(pair) for pair in pairs])
     return {"accuracy_low": found.low, "accuracy_high": found.high}

@@ -168,7 +168,7 @@ def _warn_of_few_pairs(stage: StageName, limit: float, held_out: Sequence[PairEx
     """Log a warning if the held-out pairs are so few that the stage fails well above its limit."""
     count = len({group_of(pair) for pair in held_out})
     # Wilson's lower bound of this share is 0.5.
-    needed = 0.5 + 0.98 / math.sqrt(count)
+    needed = 0.5 + 0.98 / math.sqrt(max(1, count))
     if limit > 0 and needed > limit + 0.1:
         log.warning(
             "%s: %d held-out pairs with different prompts are few: the stage fails if the accuracy is below"
