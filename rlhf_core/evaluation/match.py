@@ -254,6 +254,9 @@ def _run_match(
     samples = []
     for pair, preference in list(zip(judged.pairs, preferences, strict=True))[: config.evaluate.samples]:
         samples.append(_sample(*pair, preference, config.register_.policy))
+        [group] = interval.groups(pair[:1])
+        if group != pair[0].prompt_id:
+            samples[-1]["group"] = group
     controlled = length_controlled(
         preferences,
         [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in judged.pairs],

@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from markupsafe import Markup
@@ -206,8 +207,13 @@ def read_votes(file: VoteFile, pairs: Sequence[BlindPair]) -> list[Vote]:
 def count_votes(votes: Sequence[Vote], *, confidence: float) -> ReviewResult:
     """Return the win rate by the votes (n,), at least one."""
     preferences = [vote.preference for vote in votes]
-    rate = win_rate(preferences, confidence=confidence)
+    rate = win_rate(preferences, confidence=confidence, groups=_groups([vote.pair for vote in votes]))
     return ReviewResult(rate, Verdicts.of(preferences), _agreement_with_judge(votes))
+
+
+def _groups(pairs: Sequence[BlindPair]) -> list[str]:
+    """Return the group of each pair: that of its prompt if it has one, else the pair itself."""
+    return [str(pair.sample.get("group", number)) for number, pair in enumerate(pairs)]
 
 
 def _agreement_with_judge(votes: Sequence[Vote]) -> float | None:
@@ -243,8 +249,9 @@ def win_rate_by_people(
     by_pair = votes_by_pair(files, lambda file: pairs if file.page == page else [])
     if not by_pair:
         return None
-    means = [math.fsum(votes.values()) / len(votes) for votes in by_pair.values()]
-    rate = win_rate(means, confidence=confidence)
+    voted = [pair for pair in pairs if id(pair) in by_pair]
+    means = [fmean(by_pair[id(pair)].values()) for pair in voted]
+    rate = win_rate(means, confidence=confidence, groups=_groups(voted))
     return rate.to_json() | {"pairs": len(by_pair), "votes": sum(map(len, by_pair.values()))}
 
 

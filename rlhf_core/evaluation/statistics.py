@@ -137,7 +137,7 @@ def win_rate(
     return wilson(share, effective_count(preferences, groups, confidence), confidence)
 
 
-def effective_count(values: Sequence[float], groups: Sequence[str] | None, confidence: float) -> float:
+def effective_count(values: Sequence[float], groups: Sequence[str] | None, confidence: float = 0.95) -> float:
     """Return the number of independent values whose mean is as exact as that of these: n divided by the
     design effect (Kish 1965) and by the squared `_widening`. Equal values, or a single group, count once for
     each group.

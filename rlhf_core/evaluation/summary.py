@@ -406,6 +406,8 @@ def sample_rows(
                 own_name("winner", policy): winners[preference],
             }
         )
+        if comparison.groups is not None and comparison.groups[i] != sample.prompt_id:
+            rows[-1]["group"] = comparison.groups[i]
         if dpo is not None:
             rows[-1]["winner_dpo"] = (winners | {1.0: "dpo"})[dpo.preferences[i]]
     return rows
