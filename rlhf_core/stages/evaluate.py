@@ -55,7 +55,7 @@ from rlhf_core.stages.evaluation_files import write_evaluation
 from rlhf_core.stages.judges import load_checked_judge
 from rlhf_core.stages.reward_agreement import check_language_model_rewards
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
+from rlhf_core.types import PairExample, PromptExample, RewardInput, StageContext, StageResult
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,9 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     pairs = load_chosen(config, context.inputs["data"], judge)
     regression_sets = prepare_sets(config, context)
     sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
-    examples = [*prompts, *pairs, *(prompt for each in regression_sets.values() for prompt in each)]
+    examples: list[PromptExample | PairExample] = [*prompts, *pairs]
+    for each in regression_sets.values():
+        examples += each
     interval = Intervals(config, examples)
     stage = scoring.MODEL_STAGES.get(judge)
     judge_model = None if stage is None else context.inputs[stage] / "model"
