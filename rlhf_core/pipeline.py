@@ -142,13 +142,13 @@ _TABLE = (
     Stage(
         "reward",
         "rlhf_core.stages.reward:run",
-        version=6,
+        version=7,
         sections=("reward", "model"),
         fields=_JUDGE_FRACTION,
         inputs=("data", "sft"),
         enabled_by="reward.enabled",
         always_in_key=True,
-        headline=("accuracy", "margin", "eval_loss"),
+        headline=("accuracy", "accuracy_low", "accuracy_high", "margin"),
         memory_fields=(MemoryField("reward.micro_batch_tokens"),),
         imports=(*_TRAINING, *_SCORING, *_PLOTS),
         loads_model=True,
@@ -156,12 +156,12 @@ _TABLE = (
     Stage(
         "judge",
         "rlhf_core.stages.reward:run_judge",
-        version=1,
+        version=2,
         sections=("reward", "model"),
         inputs=("data", "sft"),
         sources=("reward.judge.",),
         enabled_by="reward.judge",
-        headline=("accuracy", "margin", "eval_loss"),
+        headline=("accuracy", "accuracy_low", "accuracy_high", "margin"),
         memory_fields=(MemoryField("reward.micro_batch_tokens"),),
         imports=(*_TRAINING, *_SCORING, *_PLOTS),
         loads_model=True,
@@ -169,13 +169,13 @@ _TABLE = (
     Stage(
         "dpo",
         "rlhf_core.stages.dpo:run",
-        version=1,
+        version=2,
         # `reward.judge`, because the pairs of the judge train no policy.
         sections=("dpo", "model", "reward.judge"),
         fields=_JUDGE_FRACTION,
         inputs=("data", "sft"),
         enabled_by="dpo.enabled",
-        headline=("accuracy", "margin", "eval_loss"),
+        headline=("accuracy", "accuracy_low", "accuracy_high", "margin"),
         memory_fields=(MemoryField("dpo.micro_batch_tokens"),),
         imports=_TRAINING,
         loads_model=True,
@@ -183,7 +183,7 @@ _TABLE = (
     Stage(
         "ppo",
         "rlhf_core.stages.ppo:run",
-        version=19,
+        version=20,
         sections=("ppo", "model"),
         inputs=("data", "sft", "reward", "judge"),
         sources=("ppo.",),
@@ -214,7 +214,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=17,
+        version=18,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),
@@ -232,7 +232,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=12,
+        version=13,
         sections=("register",),
         # Of `dpo` and `ppo` only the one whose policy is registered (`register.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate"),

@@ -24,6 +24,14 @@ class EvaluateConfig(Section):
     """The policy against the SFT model on held-out prompts."""
 
     prompts: PositiveInt = result(128, "Held-out prompts, or all if there are fewer")
+    answers_per_prompt: PositiveInt = result(
+        1,
+        "Answers of each model to each held-out prompt, in the evaluation and in the match. The outcomes of a"
+        " prompt are averaged, so that a small difference needs fewer prompts"
+        " ([promotion](promotion.md#how-many-prompts))",
+        within=Range(1, 64, "more answers hardly change the mean of a prompt"),
+        later=True,
+    )
     temperature: PositiveFloat | None = result(
         None,
         "Sampling temperature of both models; null: ppo.temperature",

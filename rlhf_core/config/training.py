@@ -314,8 +314,10 @@ class RewardConfig(PackedSection):
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
     min_accuracy: Fraction = execution(
         0.55,
-        "If the held-out accuracy is below this, the stage fails, because PPO with such a reward model would"
-        " optimise noise. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require 0.6",
+        "If the held-out accuracy is below this, or not significantly above chance (the lower bound of its"
+        " 95 % interval is at most 0.5), the stage fails, because PPO with such a reward model would"
+        " optimise noise; 0: no check. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require"
+        " 0.6",
     )
 
     @property

@@ -14,7 +14,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.scoring import has_gold
-from rlhf_core.evaluation.statistics import preference, win_rate
+from rlhf_core.evaluation.statistics import preference
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 
@@ -94,16 +94,17 @@ def compare_with_chosen(
         by_prompt = {answer.prompt_id: answer for answer in own}
         answers[model] = [by_prompt[pair.prompt_id] for pair in pairs]
     preferences = {model: list(values) for model, values in prefer(answers, chosen).items()}
-    settings = interval.settings("win_rate_over_chosen")
+    groups = interval.groups(chosen)
     rates, controlled = {}, {}
     for model, own in answers.items():
         lengths = [float(len(a.response_ids) - len(b.response_ids)) for a, b in zip(own, chosen, strict=True)]
-        rates[model] = win_rate(preferences[model], **settings).to_json()
-        controlled[model] = length_controlled(preferences[model], lengths, interval.confidence).to_json()
-    for name, found in interval.by_model("win_rate_over_chosen", preferences).items():
-        # Only the differences. The rates of models are above, with Wilson's interval if all are equal.
+        rates[model] = interval.win_rate(preferences[model], groups).to_json()
+        found = length_controlled(preferences[model], lengths, interval.confidence, groups)
+        controlled[model] = found.to_json()
+    for name, mean in interval.by_model("win_rate_over_chosen", preferences, groups).items():
+        # Only the differences. The rates of models are above, with Wilson's interval.
         if name not in responses:
-            rates[name] = found
+            rates[name] = mean
     return {"prompts": len(pairs), "win_rate": rates, "win_rate_length_controlled": controlled}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.scoring import has_gold, score_gold
-from rlhf_core.evaluation.statistics import distinct_n, preference
+from rlhf_core.evaluation.statistics import distinct_n, effective_count, group_of, preference
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.divergence import CORRELATION, CORRELATION_ERROR, KL, correlation
 from rlhf_core.ppo.experience import shaped_scores
@@ -55,6 +55,7 @@ class HeldOutEvaluation:
         self._ppo = config.ppo.model_copy(update={"samples_per_prompt": 1})
         self._fleet = fleet
         self._prompts = list(prompts)
+        self._groups = list(map(group_of, prompts))
         self._decode = decode
         seed = derive_seed(config.run.seed, "ppo", "evaluation")
         self._collector = Collector(self._ppo, fleet, self._prompts, decode, composer, seed)
@@ -88,7 +89,7 @@ class HeldOutEvaluation:
         metrics[OBJECTIVE] = _mean(scores) - price * metrics[KL]
         for name in ("score", "reward_model", "judge"):
             if name in columns:
-                metrics[f"eval/{name}_error"] = _standard_error(columns[name])
+                metrics[f"eval/{name}_error"] = _standard_error(columns[name], self._groups)
         if "reward_model" in columns and "judge" in columns:
             agreement = correlation(columns["reward_model"], columns["judge"])
             metrics[CORRELATION], metrics[CORRELATION_ERROR] = agreement
@@ -157,12 +158,13 @@ def _diversity(texts: list[str]) -> float:
     return distinct_n({"policy": texts}, 2)["policy"]
 
 
-def _standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean over prompts; NaN with fewer than two values."""
-    present = [value for value in values if not math.isnan(value)]
+def _standard_error(values: Sequence[float], groups: Sequence[str]) -> float:
+    """Return the standard error of the mean over groups of prompts; NaN with fewer than two values."""
+    present = [index for index, value in enumerate(values) if not math.isnan(value)]
     if len(present) < 2:
         return math.nan
-    return statistics.stdev(present) / math.sqrt(len(present))
+    known, of_known = [values[index] for index in present], [groups[index] for index in present]
+    return statistics.stdev(known) / math.sqrt(effective_count(known, of_known))
 
 
 def _mean(values: Sequence[float]) -> float:

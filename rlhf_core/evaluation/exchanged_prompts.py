@@ -65,4 +65,4 @@ def exchanged_gold(
         for sample, i in zip(samples, partner, strict=True):
             exchanged.append(replace(sample, prompt=samples[i].prompt))
         by_model[model] = score_gold(exchanged)
-    return interval.by_model("gold_exchanged", by_model)
+    return interval.by_model("gold_exchanged", by_model, interval.groups(samples))

@@ -43,9 +43,9 @@ class SamplingSettings:
     """Name from which the seeds are derived, so that different uses have different random numbers."""
 
     @classmethod
-    def of_evaluation(cls, config: PipelineConfig) -> SamplingSettings:
-        """Return one response per prompt at the temperature of the evaluation."""
-        return cls(config.evaluation_temperature)
+    def of_evaluation(cls, config: PipelineConfig, answers: int = 1) -> SamplingSettings:
+        """Return so many responses to each prompt, at the temperature of the evaluation."""
+        return cls(config.evaluation_temperature, answers)
 
 
 def responses_of(
@@ -79,10 +79,11 @@ def responses_to_sets(
     *,
     device: str,
     context: StageContext,
+    answers: int = 1,
 ) -> dict[str, dict[str, list[RewardInput]]]:
-    """Return the responses of each model to each set of prompts. Each model is loaded once, and no batch has
-    prompts of two sets: further sets change no response to the first. Nor does an engine that samples several
-    models.
+    """Return the responses of each model to each set of prompts: the first ones to all prompts, then the
+    second ones, and so on. Each model is loaded once, and no batch has prompts of two sets: further sets
+    change no response to the first. Nor does an engine that samples several models.
 
     Args:
         config: Configuration of the run.
@@ -91,8 +92,9 @@ def responses_to_sets(
         sets: Prompts by the name of their set.
         device: Device of the engines.
         context: Context of the stage; its progress is reported after each batch.
+        answers: Responses of each model to each prompt.
     """
-    count = sum(map(len, sets.values()))
+    count = answers * sum(map(len, sets.values()))
     total = len(models) * count
     responses: dict[str, dict[str, list[RewardInput]]] = {}
     for names in _names_by_engine(models):
@@ -105,16 +107,17 @@ def responses_to_sets(
             config,
             [models[name] for name in names],
             list(sets.values()),
-            SamplingSettings.of_evaluation(config),
+            SamplingSettings.of_evaluation(config, answers),
             device=device,
             done=report,
             context=context,
         )
         for name, found in zip(names, by_model, strict=True):
-            responses[name] = {
-                each: reward_inputs(decode, prompts, rollouts)
-                for (each, prompts), rollouts in zip(sets.items(), found, strict=True)
-            }
+            responses[name] = {}
+            for (each, prompts), rollouts in zip(sets.items(), found, strict=True):
+                responses[name][each] = []
+                for number in range(answers):
+                    responses[name][each] += reward_inputs(decode, prompts, rollouts[number::answers])
         failpoint("evaluate.sampled")
     return responses
 

@@ -36,7 +36,7 @@ from rlhf_core.evaluation.questions import (
     questions_of,
     rubric_text,
 )
-from rlhf_core.evaluation.statistics import Comparison, Verdicts, win_rate
+from rlhf_core.evaluation.statistics import Comparison, Verdicts, group_of
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.rewards.chat_service import ask_service, readings
 from rlhf_core.rewards.replies import ModelReply, Replies
@@ -61,7 +61,6 @@ class LanguageModelJudge:
         assert settings is not None
         self._config, self._context, self._device = config, context, device
         self._settings = settings
-        self._intervals = Intervals(config)
         self._rubric = rubric_text(settings.rubric)
         digest = hashlib.sha256(self._rubric.encode()).hexdigest()
         if context.sources.get(RUBRIC, digest) != digest:
@@ -81,9 +80,9 @@ class LanguageModelJudge:
         Raises:
             DataError: There are no such pairs.
         """
-        pairs = _held_out_pairs(self._context.inputs["data"], self._settings.pairs)
+        pairs, groups = _held_out_pairs(self._context.inputs["data"], self._settings.pairs)
         found = self._judge(pairs, "pairs")
-        interval = win_rate(found.preferences, **self._intervals.settings("agreement"))
+        interval = Intervals(self._config).win_rate(found.preferences, groups)
         self._agreement = {
             "agreement": interval.to_json(),
             "pairs": len(pairs),
@@ -94,17 +93,17 @@ class LanguageModelJudge:
         return self.metrics()
 
     def compare(
-        self, answers_a: Sequence[RewardInput], answers_b: Sequence[RewardInput], name: str
+        self, answers_a: Sequence[RewardInput], answers_b: Sequence[RewardInput], interval: Intervals
     ) -> Comparison:
         """Compare (n,) answers of two models to the same prompts.
 
         Args:
             answers_a: Answers of model `a`, whose wins are counted.
             answers_b: Answers of model `b`, in the same order.
-            name: Name of the quantity, for the seed of the interval.
+            interval: Computes the interval, and knows the groups of the prompts.
         """
-        preferences = self.preferences(_pairs(answers_a, answers_b))
-        return Comparison(win_rate(preferences, **self._intervals.settings(name)), preferences)
+        preferences, groups = self.preferences(_pairs(answers_a, answers_b)), interval.groups(answers_a)
+        return Comparison(interval.win_rate(preferences, groups), preferences, groups)
 
     def preferences(self, pairs: Sequence[Pair]) -> tuple[float, ...]:
         """Return the preferences (n,) in pairs of answers: 1 where `a` wins, 0.5 for a tie, 0 where `b` wins.
@@ -207,7 +206,7 @@ def check_questions(config: PipelineConfig, data: Path) -> None:
     settings = config.evaluate.language_model
     if settings is None:
         return
-    pairs = _held_out_pairs(data, settings.pairs)
+    pairs, _ = _held_out_pairs(data, settings.pairs)
     if settings.path is not None:
         prompts = load_prompts(data, "eval")[: config.evaluate.prompts]
         if config.labels_by_language_model:
@@ -218,21 +217,23 @@ def check_questions(config: PipelineConfig, data: Path) -> None:
         require_context(Path(settings.path), questions)
 
 
-def _held_out_pairs(data: Path, most: int) -> list[Pair]:
-    """Return the held-out pairs that the agreement is measured with. Raises DataError if there are none."""
-    pairs, of_models = held_out_pairs_of_people(data, most)
+def _held_out_pairs(data: Path, most: int) -> tuple[list[Pair], list[str]]:
+    """Return the held-out pairs that the agreement is measured with, and their groups. Raises DataError if
+    there are none.
+    """
+    pairs, groups, of_models = held_out_pairs_of_people(data, most)
     if not pairs:
         cause = f"all {of_models} are of sources with `labelled_by`" if of_models else "got 0"
         raise DataError(
             "evaluate.language_model: its agreement is measured with held-out pairs that people labelled;"
             f" {cause}; raise data.eval_fraction or give more pairs of people"
         )
-    return pairs
+    return pairs, groups
 
 
-def held_out_pairs_of_people(data: Path, most: int) -> tuple[list[Pair], int]:
-    """Return held-out pairs whose labels are of people, with the chosen answer as `a`, and the number of
-    those that a model has labelled (`labelled_by` of their source).
+def held_out_pairs_of_people(data: Path, most: int) -> tuple[list[Pair], list[str], int]:
+    """Return held-out pairs whose labels are of people, with the chosen answer as `a`, the groups of their
+    prompts, and the number of those that a model has labelled (`labelled_by` of their source).
 
     Args:
         data: Folder of the data artifact.
@@ -245,7 +246,8 @@ def held_out_pairs_of_people(data: Path, most: int) -> tuple[list[Pair], int]:
         Pair(pair.prompt, decoder.response(pair.chosen_ids), decoder.response(pair.rejected_ids))
         for pair in of_people[:most]
     ]
-    return pairs, len(every) - len(of_people)
+    groups = [group_of(pair) for pair in of_people[:most]]
+    return pairs, groups, len(every) - len(of_people)
 
 
 def _pairs(answers_a: Sequence[RewardInput], answers_b: Sequence[RewardInput]) -> list[Pair]:

@@ -32,7 +32,15 @@ from rlhf_core.evaluation.policy_files import (
 )
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets
-from rlhf_core.evaluation.statistics import Answer, Comparison, Interval, compare, regression_differences
+from rlhf_core.evaluation.statistics import (
+    Answer,
+    Comparison,
+    Interval,
+    compare,
+    group_of,
+    regression_differences,
+    units,
+)
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.evaluation.trained_prompts import TrainedPrompts, data_of_ancestors
 from rlhf_core.pipeline import StageName
@@ -66,7 +74,7 @@ class MatchResult:
     judge_digest: str | None
     """Digest of the judge; None if it is not known."""
     prompt_ids: tuple[str, ...]
-    """The prompts that were compared, in order."""
+    """(n,) prompt of each pair of answers that was compared, in order."""
     comparison: Comparison
     """Comparison by the judge of the candidate's evaluation."""
     by_champion_model: Comparison | None
@@ -142,17 +150,18 @@ def _untrained_prompts(
     trained = TrainedPrompts.of([data, *before, *opponent.data])
     held_out = load_prompts(data, "eval")
     untrained = trained.untrained(held_out)
-    # Equal prompts have equal ids, seeds and answers, so each id counts once.
+    # Equal prompts have equal ids, seeds and answers, so each id is asked once.
     unique = {prompt.prompt_id: prompt for prompt in prompts_of_evaluation(config, untrained)}
     if not unique:
         raise MatchSkipped("no held-out prompt is left that neither policy was trained on")
+    groups = {group_of(prompt) for prompt in unique.values()}
     # Before anything is sampled: a match whose outcome is known would spend its level.
-    if len(unique) < config.register_.min_prompts:
+    if len(groups) < config.register_.min_prompts:
         left = " that neither policy was trained on" if len(untrained) < len(held_out) else ""
         raise MatchSkipped(
-            f"only {len(unique)} held-out prompts are left{left}, and register.min_prompts="
-            f"{config.register_.min_prompts} are needed; raise evaluate.prompts, data.max_eval and"
-            " data.eval_fraction until there are enough"
+            f"only {units(len(groups), len(unique), 'held-out prompts')} are left{left}, and"
+            f" register.min_prompts={config.register_.min_prompts} are needed; raise evaluate.prompts,"
+            " data.max_eval and data.eval_fraction until there are enough"
         )
     return list(unique.values())
 
@@ -231,18 +240,28 @@ def _run_match(
     device: str,
 ) -> MatchResult:
     """Generate the answers of both policies, judge the pairs, and return the result."""
-    by_set = _responses_of_both(config, context, prompts, champion, device)
+    sets = {_HELD_OUT: prompts}
+    if config.evaluate.regression:
+        sets |= load_sets(config, context.inputs["evaluate"])
+    interval = Intervals(config, [prompt for each in sets.values() for prompt in each])
+    by_set = _responses_of_both(config, context, sets, champion, device)
     pairs = list(zip(by_set["candidate"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
-    judged = _judge_pairs(config, context, pairs, champion.reward, judge, device)
-    regression = regression_differences(compare_on_sets(config, by_set, "champion", context.sources))
+    judged = _judge_pairs(config, context, pairs, champion.reward, judge, device, interval)
+    compared = compare_on_sets(config, by_set, "champion", context.sources, interval)
+    regression = regression_differences(compared)
     prompt_ids = tuple(ours.prompt_id for ours, _ in judged.pairs)
-    preferences = dict(zip(prompt_ids, judged.comparison.preferences, strict=True))
-    policy = config.register_.policy
-    samples = tuple(_sample(*pair, preferences, policy) for pair in judged.pairs[: config.evaluate.samples])
+    preferences = judged.comparison.preferences
+    samples = []
+    for pair, preference in list(zip(judged.pairs, preferences, strict=True))[: config.evaluate.samples]:
+        samples.append(_sample(*pair, preference, config.register_.policy))
+        [group] = interval.groups(pair[:1])
+        if group != pair[0].prompt_id:
+            samples[-1]["group"] = group
     controlled = length_controlled(
-        judged.comparison.preferences,
+        preferences,
         [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in judged.pairs],
         config.evaluate.confidence,
+        judged.comparison.groups,
     )
     return MatchResult(
         judge,
@@ -252,15 +271,15 @@ def _run_match(
         judged.by_champion_model,
         controlled,
         regression,
-        _by_source(prompts, preferences),
-        samples,
+        _by_source(prompts, prompt_ids, preferences),
+        tuple(samples),
     )
 
 
 def _responses_of_both(
     config: PipelineConfig,
     context: StageContext,
-    prompts: list[PromptExample],
+    sets: Mapping[str, list[PromptExample]],
     champion: _Champion,
     device: str,
 ) -> dict[str, dict[str, list[RewardInput]]]:
@@ -269,13 +288,16 @@ def _responses_of_both(
     Raises MatchSkipped if the champion cannot be served.
     """
     decoder = load_decoder(context.inputs["data"])
-    sets = {_HELD_OUT: prompts}
-    if config.evaluate.regression:
-        sets |= load_sets(config, context.inputs["evaluate"])
 
     def respond(name: str, files: PolicyFiles) -> dict[str, list[RewardInput]]:
         return generate.responses_to_sets(
-            config, {name: files}, decoder.response, sets, device=device, context=context
+            config,
+            {name: files},
+            decoder.response,
+            sets,
+            device=device,
+            context=context,
+            answers=config.evaluate.answers_per_prompt,
         )[name]
 
     candidate_by_set = respond("candidate", trained_files(config, config.register_.policy, context.inputs))
@@ -309,6 +331,7 @@ def _judge_pairs(
     champion_reward: Path | None,
     judge: str,
     device: str,
+    interval: Intervals,
 ) -> _JudgedPairs:
     """Compare the answers by the judge of the candidate's evaluation, and by the champion's reward model."""
     code = code_digests(config.ppo.rewards, context.sources)
@@ -339,12 +362,14 @@ def _judge_pairs(
     digest: str | None
     if judge == MEASURE:
         model = LanguageModelJudge(config, context, device)
-        comparison = model.compare([ours for ours, _ in kept], [theirs for _, theirs in kept], "match")
+        comparison = model.compare([ours for ours, _ in kept], [theirs for _, theirs in kept], interval)
         digest = model.digest
     else:
-        comparison = _compare_scores(config, _OWN, scored)
+        comparison = _compare_scores(interval, _OWN, scored)
         digest = _judge_digest(config, context, judge, code)
-    by_champion_model = None if champion_reward is None else _compare_scores(config, _OF_CHAMPION, scored)
+    by_champion_model = None
+    if champion_reward is not None:
+        by_champion_model = _compare_scores(interval, _OF_CHAMPION, scored)
     return _JudgedPairs(kept, comparison, digest, by_champion_model)
 
 
@@ -369,26 +394,26 @@ def _scored(
     return kept, scored
 
 
-def _compare_scores(
-    config: PipelineConfig, judge: str, scored: Sequence[tuple[Answer, Answer]]
-) -> Comparison:
+def _compare_scores(interval: Intervals, judge: str, scored: Sequence[tuple[Answer, Answer]]) -> Comparison:
     ours, theirs = zip(*scored, strict=True)
-    return compare(ours, theirs, judge, **Intervals(config).settings("match"))
+    groups = interval.groups(answer.sample for answer in ours)
+    return compare(ours, theirs, judge, confidence=interval.confidence, groups=groups)
 
 
-def _by_source(prompts: Sequence[PromptExample], preferences: Mapping[str, float]) -> dict[str, float]:
+def _by_source(
+    prompts: Sequence[PromptExample], prompt_ids: Sequence[str], preferences: Sequence[float]
+) -> dict[str, float]:
+    """Return the mean of the preferences (n,), each with its prompt, by source."""
+    sources = {prompt.prompt_id: prompt.source for prompt in prompts}
     found: dict[str, list[float]] = {}
-    for prompt in prompts:
-        if prompt.prompt_id in preferences:
-            found.setdefault(prompt.source, []).append(preferences[prompt.prompt_id])
+    for prompt_id, preference in zip(prompt_ids, preferences, strict=True):
+        found.setdefault(sources[prompt_id], []).append(preference)
     if not 1 < len(found) <= MOST_SOURCES:
         return {}
     return {source[:100]: fmean(of_source) for source, of_source in sorted(found.items())}
 
 
-def _sample(
-    ours: RewardInput, theirs: RewardInput, preferences: Mapping[str, float], policy: PolicyStage
-) -> dict[str, str]:
+def _sample(ours: RewardInput, theirs: RewardInput, preference: float, policy: PolicyStage) -> dict[str, str]:
     """Return a row of the samples, where the candidate has the name of the stage that trained it."""
     winners = {1.0: policy, 0.5: "tie", 0.0: "champion"}
     return {
@@ -396,7 +421,7 @@ def _sample(
         "prompt": ours.prompt,
         "champion": theirs.response,
         policy: ours.response,
-        "winner": winners[preferences[ours.prompt_id]],
+        "winner": winners[preference],
     }
 
 

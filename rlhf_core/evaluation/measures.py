@@ -10,6 +10,8 @@ WIN_RATES = {"win_rate": "win rate, PPO over SFT", **DPO_WIN_RATES}
 """Titles of all win rates between models."""
 LENGTH_CONTROLLED = "_length_controlled"
 """Suffix of the name of a win rate with responses of equal length."""
+NOT_IDENTIFIED = "not identified: one model's responses are nearly always longer"
+"""Remark about a length-controlled win rate that has `identified` 0."""
 WIN_RATE_NAMES = tuple(name + suffix for name in WIN_RATES for suffix in ("", LENGTH_CONTROLLED))
 """Names in `evaluation.json` of all win rates, each followed by the length-controlled one."""
 MEASURES = {

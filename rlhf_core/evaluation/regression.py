@@ -24,6 +24,7 @@ from rlhf_core.data.prompt_sets import Sets, load_encoder, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
 from rlhf_core.evaluation.policy_results import own_name
 from rlhf_core.evaluation.scoring import score_rules
+from rlhf_core.evaluation.statistics import units
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.evaluation.trained_prompts import TrainedPrompts
 from rlhf_core.rewards.compose import source_name
@@ -76,6 +77,7 @@ def compare_on_sets(
     responses: Mapping[str, Mapping[str, Sequence[RewardInput]]],
     opponent: str,
     code: Mapping[str, str],
+    interval: Intervals,
 ) -> dict[str, dict[str, Any]]:
     """Return the results of each set: the mean of each model and the `difference`, policy minus opponent, as
     intervals, `margin`, the number of `prompts`, whether these are `too_few` for the margin, and a digest of
@@ -86,8 +88,8 @@ def compare_on_sets(
         responses: Responses of the opponent and of one or two policies, by set.
         opponent: Name of the opponent in `responses`.
         code: Digests of the external inputs of the stage, for the code of Python rewards.
+        interval: Computes the confidence intervals, and knows the groups of the prompts.
     """
-    interval = Intervals(config)
     # DPO's policy is the last one, because the order of responses can affect Python functions.
     first, *others = sorted(responses.keys() - {opponent}, key=lambda model: model == "dpo")
     found: dict[str, dict[str, Any]] = {}
@@ -103,23 +105,26 @@ def compare_on_sets(
         for policy in (first, *others):
             name_of_difference = own_name("difference", "dpo" if policy == "dpo" else "ppo")
             values[name_of_difference] = _difference(values[policy], values[opponent])
+        groups = interval.groups(responses[first][each.name])
+        prompts = len({answer.prompt_id for answer in responses[first][each.name]})
+        independent = len(set(groups))
         least = prompts_for_margin(each.margin, config.evaluate.confidence)
-        is_small = set(scores) <= {0.0, 1.0} and count < least
+        is_small = set(scores) <= {0.0, 1.0} and independent < least
         if is_small:
             log.warning(
-                "regression set %s: %d prompts are too few for its margin of %g, which needs about %d: a loss"
-                " of this size often passes",
+                "regression set %s: %s are too few for its margin of %g, which needs about %d: a loss of this"
+                " size often passes",
                 each.name,
-                count,
+                units(independent, prompts),
                 each.margin,
                 least,
             )
         seed = f"regression/{each.name}"
         settings = json.dumps(result_settings(each.reward), sort_keys=True) + digests.get(name, "")
         found[each.name] = {
-            **{model: interval.mean(seed, own).to_json() for model, own in values.items()},
+            **{model: interval.mean(seed, own, groups).to_json() for model, own in values.items()},
             "margin": each.margin,
-            "prompts": count,
+            "prompts": prompts,
             "too_few": is_small,
             "reward": hashlib.sha256(settings.encode()).hexdigest()[:16],
         }

@@ -18,9 +18,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
 from rlhf_core.config.register import POLICIES
-from rlhf_core.evaluation.measures import MEASURES, MODELS
+from rlhf_core.evaluation.measures import MEASURES, MODELS, NOT_IDENTIFIED
 from rlhf_core.evaluation.policy_results import evaluation_of, main_policy, own_name, regression_of
-from rlhf_core.evaluation.statistics import failed_sets, regression_differences
+from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 
 _JUDGES = {
     "gold": "the gold reward",
@@ -89,6 +89,8 @@ def render(report: Report) -> str:
         is_best_version=report.is_best_version,
         shared_prompts=report.shared_prompts,
         measures=MEASURES,
+        not_identified=NOT_IDENTIFIED,
+        prompts=units(sum(evaluation["verdicts"].values()), evaluation["prompts"], "held-out prompts"),
         models=models,
         policy=policy,
         title=MODELS[policy],

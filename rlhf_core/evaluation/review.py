@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from markupsafe import Markup
@@ -26,7 +27,7 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_results import own_name
 from rlhf_core.evaluation.report import environment
 from rlhf_core.evaluation.sampled_answers import SampledAnswer, read_answers
-from rlhf_core.evaluation.statistics import Interval, Verdicts, wilson
+from rlhf_core.evaluation.statistics import Interval, Verdicts, win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, voters
 from rlhf_core.seeds import derive_seed
 
@@ -204,10 +205,15 @@ def read_votes(file: VoteFile, pairs: Sequence[BlindPair]) -> list[Vote]:
 
 
 def count_votes(votes: Sequence[Vote], *, confidence: float) -> ReviewResult:
-    """Return the win rate by the votes (n,), at least one, with the interval of `interval_of_votes`."""
+    """Return the win rate by the votes (n,), at least one."""
     preferences = [vote.preference for vote in votes]
-    rate = interval_of_votes(preferences, confidence)
+    rate = win_rate(preferences, confidence=confidence, groups=_groups([vote.pair for vote in votes]))
     return ReviewResult(rate, Verdicts.of(preferences), _agreement_with_judge(votes))
+
+
+def _groups(pairs: Sequence[BlindPair]) -> list[str]:
+    """Return the group of each pair: that of its prompt if it has one, else the pair itself."""
+    return [str(pair.sample.get("group", number)) for number, pair in enumerate(pairs)]
 
 
 def _agreement_with_judge(votes: Sequence[Vote]) -> float | None:
@@ -223,28 +229,11 @@ def _agreement_with_judge(votes: Sequence[Vote]) -> float | None:
     return sum(same) / len(same)
 
 
-def interval_of_votes(preferences: Sequence[float], confidence: float) -> Interval:
-    """Return the mean of `preferences` (n,) in [0, 1], at least one, and Wilson's score interval (1927) for a
-    share equal to the mean m in n trials:
-
-        (m + z^2 / 2n +- z sqrt(m (1 - m) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-
-    where z is the normal quantile of the level. m (1 - m) is the largest variance of values in [0, 1] with
-    this mean (Bhatia and Davis 2000), so the interval is conservative with ties. A bootstrap is not used
-    because one win and one tie would have the lower bound 0.5. The level of Wilson's interval is approximate
-    for few values. It is [0.34, 1] for two wins out of two.
-    """
-    mean = math.fsum(preferences) / len(preferences)
-    found = wilson(mean, len(preferences), confidence)
-    # Rounding can give a bound just inside [0, 1].
-    return Interval(mean, found.low if mean > 0 else 0.0, found.high if mean < 1 else 1.0)
-
-
 def win_rate_by_people(
     files: Sequence[VoteFile], pairs: Sequence[BlindPair], *, confidence: float
 ) -> dict[str, float] | None:
     """Return the win rate of the policy by all votes on a page: `mean`, `low` and `high` over the pairs that
-    have votes (`interval_of_votes`), and the numbers of `pairs` and `votes`. None if there are none.
+    have votes (`statistics.win_rate`), and the numbers of `pairs` and `votes`. None if there are none.
 
     Several votes on one pair, which several people gave, count as their mean.
 
@@ -260,8 +249,9 @@ def win_rate_by_people(
     by_pair = votes_by_pair(files, lambda file: pairs if file.page == page else [])
     if not by_pair:
         return None
-    means = [math.fsum(votes.values()) / len(votes) for votes in by_pair.values()]
-    rate = interval_of_votes(means, confidence)
+    voted = [pair for pair in pairs if id(pair) in by_pair]
+    means = [fmean(by_pair[id(pair)].values()) for pair in voted]
+    rate = win_rate(means, confidence=confidence, groups=_groups(voted))
     return rate.to_json() | {"pairs": len(by_pair), "votes": sum(map(len, by_pair.values()))}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -19,10 +19,11 @@ from rlhf_core.evaluation.statistics import (
     Interval,
     bootstrap_mean,
     distinct_n,
+    group_of,
     win_rate,
 )
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import RewardInput
+from rlhf_core.types import PairExample, PromptExample, RewardInput
 
 T = TypeVar("T")
 
@@ -99,32 +100,43 @@ def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> d
 
 
 class Intervals:
-    """Bootstrap intervals with the configured level.
+    """Intervals with the configured level, over groups of prompts (`evaluation.statistics`).
 
-    Each quantity has its own seed, the same for both models.
+    The seed of a bootstrap depends on the name of the quantity, and is the same for both models.
+
+    Args:
+        config: Configuration of the run.
+        examples: Prompts and pairs, for their groups. All values of a prompt that is not among them are a
+            group.
     """
 
-    def __init__(self, config: PipelineConfig) -> None:
+    def __init__(self, config: PipelineConfig, examples: Iterable[PromptExample | PairExample] = ()) -> None:
         self._config = config
-
-    def settings(self, name: str) -> dict[str, Any]:
-        """Return the arguments of `bootstrap_mean`, `win_rate` and `compare` for the quantity `name`."""
-        config = self._config
-        seed = derive_seed(config.run.seed, "evaluate", "bootstrap", name)
-        return {
-            "resamples": config.evaluate.bootstrap,
-            "confidence": config.evaluate.confidence,
-            "seed": seed,
-        }
+        self._groups = {example.prompt_id: group_of(example) for example in examples}
 
     @property
     def confidence(self) -> float:
         return self._config.evaluate.confidence
 
-    def mean(self, name: str, values: Sequence[float]) -> Interval:
-        return bootstrap_mean(values, **self.settings(name))
+    def groups(self, samples: Iterable[RewardInput]) -> tuple[str, ...]:
+        """Return the group of each sample: that of its prompt, or the prompt itself."""
+        return tuple(self._groups.get(sample.prompt_id, sample.prompt_id) for sample in samples)
 
-    def by_model(self, name: str, values: ByModel) -> dict[str, dict[str, float]]:
+    def mean(self, name: str, values: Sequence[float], groups: Sequence[str] | None = None) -> Interval:
+        return bootstrap_mean(
+            values,
+            resamples=self._config.evaluate.bootstrap,
+            confidence=self.confidence,
+            seed=derive_seed(self._config.run.seed, "evaluate", "bootstrap", name),
+            groups=groups,
+        )
+
+    def win_rate(self, preferences: Sequence[float], groups: Sequence[str] | None = None) -> Interval:
+        return win_rate(preferences, confidence=self.confidence, groups=groups)
+
+    def by_model(
+        self, name: str, values: ByModel, groups: Sequence[str] | None = None
+    ) -> dict[str, dict[str, float]]:
         """Return the mean of each model, and of the differences by prompt: `difference`, PPO's policy minus
         SFT model, `difference_dpo`, DPO's policy minus SFT model, and with both policies `ppo_minus_dpo`.
         """
@@ -134,7 +146,7 @@ class Intervals:
                 columns[own_name("difference", policy)] = _difference(values[policy], values["sft"])
         if "ppo" in values and "dpo" in values:
             columns["ppo_minus_dpo"] = _difference(values["ppo"], values["dpo"])
-        return {model: self.mean(name, column).to_json() for model, column in columns.items()}
+        return {model: self.mean(name, column, groups).to_json() for model, column in columns.items()}
 
 
 def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
@@ -168,7 +180,7 @@ class OptionalResults:
     regression: Mapping[str, Any]
     """See `compare_on_sets`; empty without regression sets."""
     unscored: int
-    """Prompts that are left out, because a measure has no value for them."""
+    """Prompts (with several answers: answers) that are left out, because a measure has no value for them."""
 
 
 def evaluation_json(
@@ -221,6 +233,7 @@ def _numbers(
 ) -> dict[str, Any]:
     """Return the measures of some prompts. `preferences` are those for the policy (`main_policy`)."""
     policy = main_policy(responses)
+    groups = interval.groups(responses["sft"])
     lengths: ByModel = {}
     ended: ByModel = {}
     eos_rate = {}
@@ -228,20 +241,24 @@ def _numbers(
         lengths[model] = [float(len(sample.response_ids)) for sample in samples]
         ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
-    kl = interval.mean("kl" if policy == "ppo" else "kl_dpo", measured.kl[policy])
-    measures = {name: interval.by_model(name, by_model) for name, by_model in measured.measures.items()}
+    kl = interval.mean("kl" if policy == "ppo" else "kl_dpo", measured.kl[policy], groups)
+    measures = {
+        name: interval.by_model(name, by_model, groups) for name, by_model in measured.measures.items()
+    }
     rules = {}
     for name, by_model in measured.rules.items():
-        unmasked = _without_nan(by_model)
+        indices = _without_nan(by_model)
         # A source whose values are all masked has no mean.
-        if unmasked["sft"]:
-            rules[name] = interval.by_model(f"rule/{name}", unmasked)
+        if indices:
+            of_indices = [groups[i] for i in indices]
+            rules[name] = interval.by_model(f"rule/{name}", _select(by_model, indices), of_indices)
     numbers = {
-        "win_rate": win_rate(preferences, **interval.settings(own_name("win_rate", policy))).to_json(),
+        "win_rate": interval.win_rate(preferences, groups).to_json(),
         "win_rate_length_controlled": length_controlled(
             preferences,
             _difference(lengths[policy], lengths["sft"]),
             interval.confidence,
+            groups,
         ).to_json(),
         "gold_reward": measures.get("gold"),
         "reward_model": measures.get("reward_model"),
@@ -249,10 +266,10 @@ def _numbers(
         "rules": rules,
         "kl": kl.mean,
         "kl_interval": kl.to_json(),
-        "lengths": interval.by_model("length", lengths),
+        "lengths": interval.by_model("length", lengths, groups),
         "eos_rate": eos_rate,
-        "eos_rate_difference": interval.by_model("eos_rate", ended)[own_name("difference", policy)],
-        "prompts": len(responses["sft"]),
+        "eos_rate_difference": interval.by_model("eos_rate", ended, groups)[own_name("difference", policy)],
+        "prompts": len({sample.prompt_id for sample in responses["sft"]}),
     }
     return with_own_names(numbers, policy)
 
@@ -284,21 +301,22 @@ def dpo_json(
     for name, comparison, ours, theirs in rates:
         pairs = zip(responses[ours], responses[theirs], strict=True)
         longer_by = [float(len(a.response_ids) - len(b.response_ids)) for a, b in pairs]
-        controlled = length_controlled(comparison.preferences, longer_by, interval.confidence)
+        controlled = length_controlled(
+            comparison.preferences, longer_by, interval.confidence, comparison.groups
+        )
         found[name] = comparison.win_rate.to_json()
         found[f"{name}{LENGTH_CONTROLLED}"] = controlled.to_json()
     return {
         **found,
-        "kl_dpo": interval.mean("kl_dpo", measured.kl["dpo"]).to_json(),
+        "kl_dpo": interval.mean("kl_dpo", measured.kl["dpo"], dpo_over_sft.groups).to_json(),
         "judge_trained_on_dpo": trained_on,
     }
 
 
-def _without_nan(by_model: ByModel) -> ByModel:
-    """Return the values of the prompts for which all models have one."""
+def _without_nan(by_model: ByModel) -> list[int]:
+    """Return the indices of the prompts for which all models have a value."""
     rows = zip(*by_model.values(), strict=True)
-    indices = [i for i, values in enumerate(rows) if not math.isnan(sum(values))]
-    return _select(by_model, indices)
+    return [i for i, values in enumerate(rows) if not math.isnan(sum(values))]
 
 
 def _by_source(
@@ -388,6 +406,8 @@ def sample_rows(
                 own_name("winner", policy): winners[preference],
             }
         )
+        if comparison.groups is not None and comparison.groups[i] != sample.prompt_id:
+            rows[-1]["group"] = comparison.groups[i]
         if dpo is not None:
             rows[-1]["winner_dpo"] = (winners | {1.0: "dpo"})[dpo.preferences[i]]
     return rows

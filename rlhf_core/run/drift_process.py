@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rlhf_core.data.drift import (
     to_json,
 )
 from rlhf_core.data.tokenizer import load_decoder
-from rlhf_core.evaluation.statistics import difference_of_shares
+from rlhf_core.evaluation.statistics import difference_of_shares, group_of
 from rlhf_core.run.logs import log_to_stderr
 from rlhf_core.run.spec import config_from_json
 from rlhf_core.system.files import write_json
@@ -81,7 +82,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     and of those that are not in the champion's data, if these are a part of them.
 
     The interval, at the level `evaluate.confidence`, is that of a difference of two shares of independent
-    samples (Newcombe 1998, method 10).
+    samples (Newcombe 1998, method 10). Pairs of the same prompt or group count as one trial.
     """
     if request.reward_model is None:
         return [Drift("agreement", None, note=request.note)]
@@ -100,11 +101,14 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     own = load_pairs(champion, "eval")
     # The tokenizer and the template are the same.
     known = {_tokens(pair) for pair in (*own, *load_pairs(champion, "train"))}
-    new = [value for pair, value in zip(pairs, correct, strict=True) if _tokens(pair) not in known]
+    new = [index for index, pair in enumerate(pairs) if _tokens(pair) not in known]
+    trials = len(set(map(group_of, own)))
 
-    def loss_on(values: list[float], new_rows: int | None = None) -> Drift:
+    def loss_on(indices: Sequence[int], new_rows: int | None = None) -> Drift:
+        values = [correct[index] for index in indices]
         before, after = request.accuracy, sum(values) / len(values)
-        loss = difference_of_shares(before, len(own), after, len(values), config.evaluate.confidence)
+        of_new = len({group_of(pairs[index]) for index in indices})
+        loss = difference_of_shares(before, trials, after, of_new, config.evaluate.confidence)
         category = "pairs with the higher score for the chosen response"
         place = f"{len(values)} held-out pairs, {len(own)} of the champion"
         change = Change(category, before, after)
@@ -112,7 +116,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
             "agreement", max(0.0, loss.mean), place, loss.low, loss.high, (change,), new_rows=new_rows
         )
 
-    of_all = loss_on(correct)
+    of_all = loss_on(range(len(pairs)))
     return [of_all, loss_on(new, len(new))] if 0 < len(new) < len(correct) else [of_all]
 
 

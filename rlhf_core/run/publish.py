@@ -21,9 +21,9 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
-from rlhf_core.evaluation.measures import MEASURES
+from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED
 from rlhf_core.evaluation.policy_results import evaluation_of
-from rlhf_core.evaluation.statistics import failed_sets, regression_differences
+from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered_policies import RegisteredPolicy, RegisteredVersion
 from rlhf_core.storage.bundles import hash_file, is_weights, weights_sha256
@@ -375,7 +375,8 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
     rows = [f"| measure | policy | {confidence} interval |", "|---|---|---|"]
     rates = {"win rate over the SFT model": rate}
     if controlled := evaluation.get("win_rate_length_controlled"):
-        rates["the same, length-controlled"] = controlled
+        remark = f" ({NOT_IDENTIFIED})" if "identified" in controlled else ""
+        rates[f"the same, length-controlled{remark}"] = controlled
     if chosen := evaluation.get("over_chosen"):
         rates["win rate over the data's answers"] = chosen["win_rate"]["policy"]
     rows += [f"| {name} | {each['mean']:.3f} | {_interval(each)} |" for name, each in rates.items()]
@@ -389,7 +390,7 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
     if kl:
         rows.append(f"| KL to the SFT model | {kl['mean']:.4g} | {_interval(kl)} |")
     text = (
-        f"Judge: {judge}, on {sum(verdicts.values())} held-out prompts"
+        f"Judge: {judge}, on {units(sum(verdicts.values()), evaluation['prompts'], 'held-out prompts')}"
         f" ({verdicts['wins']} won, {verdicts['losses']} lost, {verdicts['ties']} tied).\n\n"
     )
     text += "\n".join(rows)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MODELS, WIN_RATE_NAMES, WIN_RATES
+from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MODELS, NOT_IDENTIFIED, WIN_RATE_NAMES, WIN_RATES
 from rlhf_core.pipeline import STAGES, StageName
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ def summarize(
     }
     if "reward" in records and "accuracy" in records["reward"].ref.metrics:
         found = records["reward"].ref.metrics
-        summary["reward"] = {
-            name: found[name] for name in ("accuracy", "accuracy_exchanged") if name in found
-        }
+        summary["reward"] = {name: value for name, value in found.items() if name.startswith("accuracy")}
     if "sample" in records:
         sampled = records["sample"].ref
         summary["sample"] = {
@@ -101,6 +99,8 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     for name in WIN_RATE_NAMES:
         if interval := _interval(metrics, name):
             found[name] = interval
+            if f"{name}/identified" in metrics:
+                interval["identified"] = metrics[f"{name}/identified"]
     if "judge" in ref.attributes:
         found["judge"] = ref.attributes["judge"]
         name = "judge_trained_on_dpo" if "judge_trained_on_dpo" in ref.attributes else "judge_trained_on"
@@ -145,9 +145,9 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the findings of a run as (name, value) rows, in words."""
     rows: list[tuple[str, str]] = []
     if "reward" in summary:
-        rows.append(("reward model, held-out accuracy", f"{summary['reward']['accuracy']:.3f}"))
+        rows.append(("reward model, held-out accuracy", _accuracy(summary["reward"], "accuracy")))
         if "accuracy_exchanged" in summary["reward"]:
-            rows.append(("the same, prompts exchanged", f"{summary['reward']['accuracy_exchanged']:.3f}"))
+            rows.append(("the same, prompts exchanged", _accuracy(summary["reward"], "accuracy_exchanged")))
     if "sample" in summary:
         sampled = summary["sample"]
         name = f"sampled pairs, demonstrations, {MODELS[sampled['policy']]}"
@@ -170,7 +170,8 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if name in evaluation:
             rows.append((f"{label}{_judged(evaluation)}", _with_interval(evaluation[name])))
         if controlled := evaluation.get(f"{name}{LENGTH_CONTROLLED}"):
-            rows.append(("the same, length-controlled", _with_interval(controlled)))
+            remark = f" ({NOT_IDENTIFIED})" if "identified" in controlled else ""
+            rows.append((f"the same, length-controlled{remark}", _with_interval(controlled)))
     if "fallen" in evaluation:
         rows.append(("regression sets that failed", evaluation["fallen"]))
     if "fallen_dpo" in evaluation:
@@ -195,6 +196,13 @@ def _judged(evaluation: Mapping[str, Any]) -> str:
     if evaluation.get("judge_trained_on_dpo"):
         trained = ", which is not independent of DPO's training"
     return f" (judge: {evaluation['judge']}{trained})"
+
+
+def _accuracy(found: Mapping[str, float], name: str) -> str:
+    # Artifacts of earlier releases have no interval.
+    if f"{name}_low" not in found:
+        return f"{found[name]:.3f}"
+    return _with_interval({"mean": found[name], "low": found[f"{name}_low"], "high": found[f"{name}_high"]})
 
 
 def _with_interval(interval: Mapping[str, float]) -> str:

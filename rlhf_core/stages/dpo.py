@@ -33,7 +33,14 @@ from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
-from rlhf_core.stages.pairs import is_correct, micro_batches, pair_tokens, table_row, training_pairs
+from rlhf_core.stages.pairs import (
+    accuracy_interval,
+    is_correct,
+    micro_batches,
+    pair_tokens,
+    table_row,
+    training_pairs,
+)
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, StageContext, StageResult
@@ -129,8 +136,9 @@ def train_dpo(
         training: Stage, seed, padding, folder and context.
 
     Returns:
-        Held-out `accuracy`, `margin`, `eval_loss`, `rewards/chosen` and `rewards/rejected`, the number of
-        held-out `pairs`, `tokens_per_s`, and `best_step` with `early_stop`.
+        Held-out `accuracy` with `accuracy_low` and `accuracy_high`, `margin`, `eval_loss`, `rewards/chosen`
+        and `rewards/rejected`, the number of held-out `pairs`, `tokens_per_s`, and `best_step` with
+        `early_stop`.
     """
     pad_id = training.pad_id
     # Before a checkpoint is loaded: the engine still is the reference.
@@ -153,6 +161,8 @@ def train_dpo(
         training.context.metrics.log_metrics(final, trained.steps)
     return {
         "accuracy": final["eval/accuracy"],
+        "accuracy_low": final["eval/accuracy_low"],
+        "accuracy_high": final["eval/accuracy_high"],
         "margin": final["eval/margin"],
         "eval_loss": final["eval/loss"],
         "rewards/chosen": final["eval/rewards/chosen"],
@@ -202,11 +212,15 @@ def train_step(
 def evaluate_dpo(
     engine: TrainingEngine, held_out: Sequence[ReferencedPair], config: DPOConfig, pad_id: int
 ) -> dict[str, float]:
-    """Return `eval/loss`, `eval/accuracy` (ties count half), `eval/margin`, `eval/rewards/chosen` and
-    `eval/rewards/rejected`. This is a collective operation.
+    """Return `eval/loss`, `eval/accuracy` (ties count half) with the bounds of its interval, `eval/margin`,
+    `eval/rewards/chosen` and `eval/rewards/rejected`. This is a collective operation.
     """
     policy_P2 = pair_logprobs(engine, [row.pair for row in held_out], config, pad_id)
-    return _means("eval", _sums(policy_P2, held_out, config), len(held_out))
+    found = _means("eval", _sums(policy_P2, held_out, config), len(held_out))
+    reference_P2 = torch.tensor([row.reference for row in held_out], dtype=policy_P2.dtype)
+    ratios_P2 = policy_P2.cpu() - reference_P2
+    bounds = accuracy_interval(ratios_P2[:, 0] - ratios_P2[:, 1], [row.pair for row in held_out])
+    return found | {f"eval/{name}": bound for name, bound in bounds.items()}
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ from rlhf_core.stages.evaluation_files import write_evaluation
 from rlhf_core.stages.judges import load_checked_judge
 from rlhf_core.stages.reward_agreement import check_language_model_rewards
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
+from rlhf_core.types import PairExample, PromptExample, RewardInput, StageContext, StageResult
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +83,15 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     policies = _policies(config, context)
     policy = main_policy(policies)
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
-    sources = [prompt.source or "unnamed" for prompt in prompts]
+    answers_per_prompt = config.evaluate.answers_per_prompt
+    sources = [prompt.source or "unnamed" for prompt in prompts] * answers_per_prompt
     pairs = load_chosen(config, context.inputs["data"], judge)
     regression_sets = prepare_sets(config, context)
     sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
-    interval = Intervals(config)
+    examples: list[PromptExample | PairExample] = [*prompts, *pairs]
+    for each in regression_sets.values():
+        examples += each
+    interval = Intervals(config, examples)
     stage = scoring.MODEL_STAGES.get(judge)
     judge_model = None if stage is None else context.inputs[stage] / "model"
     score = partial(
@@ -100,43 +104,52 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         if judge == MEASURE:
             language_model = load_checked_judge(config, context, "evaluate", "eval", device)
         by_model = generate.responses_to_sets(
-            config, models, decoder.response, sets, device=device, context=context
-        )
+            config, models, decoder.response, sets,
+            device=device, context=context, answers=answers_per_prompt,
+        )  # fmt: skip
         responses = {model: by_set[_HELD_OUT] for model, by_set in by_model.items()}
         measured = _measure(
             config, context, policies, responses, sources,
             gold_known=gold_known, pad_id=decoder.pad, device=device,
         )  # fmt: skip
         to_pairs = {model: [*by_set[_HELD_OUT], *by_set[_CHOSEN]] for model, by_set in by_model.items()}
-        regression = compare_on_sets(config, by_model, "sft", context.sources)
+        regression = compare_on_sets(config, by_model, "sft", context.sources, interval)
         prefer = by_score(score) if language_model is None else language_model.prefer
         over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, prefer, interval)
         responses, measured = without_masked(responses, measured)
         failpoint("evaluate.measured")
         scored_answers = answers(responses, measured)
 
-        def versus(model: str, opponent: str, name: str) -> Comparison:
+        def versus(model: str, opponent: str) -> Comparison:
             if language_model is not None:
-                return language_model.compare(responses[model], responses[opponent], name)
-            return compare(scored_answers[model], scored_answers[opponent], judge, **interval.settings(name))
+                return language_model.compare(responses[model], responses[opponent], interval)
+            return compare(
+                scored_answers[model],
+                scored_answers[opponent],
+                judge,
+                confidence=interval.confidence,
+                groups=interval.groups(responses[model]),
+            )
 
         dpo, of_dpo = None, {}
         if len(policies) > 1:
-            dpo = versus("dpo", "sft", "win_rate_dpo")
-            over_dpo = versus("ppo", "dpo", "win_rate_ppo_over_dpo")
+            dpo = versus("dpo", "sft")
+            over_dpo = versus("ppo", "dpo")
             is_trained_on = scoring.policy_trained_on(config, "dpo", judge)
             of_dpo = dpo_json(responses, measured, dpo, over_dpo, interval, trained_on=is_trained_on)
         # The last one: what is reported of the judge's consistency is of this comparison.
-        comparison = versus(policy, "sft", own_name("win_rate", policy))
+        comparison = versus(policy, "sft")
     facts = _judge_facts(config, context, judge, policy, language_model, gold_known=gold_known)
     others = OptionalResults(
         dpo=of_dpo,
         gold_exchanged=exchanged_gold(responses, interval) if gold_known else None,
         over_chosen=over_chosen,
         regression=regression,
-        unscored=len(prompts) - len(measured.sources),
+        unscored=len(sources) - len(measured.sources),
     )
     evaluation = evaluation_json(responses, measured, comparison, facts, interval, others)
+    if answers_per_prompt > 1:
+        evaluation["answers_per_prompt"] = answers_per_prompt
     samples = sample_rows(scored_answers, comparison, config.evaluate.samples, dpo)
     metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
     metrics |= agreement | ({} if language_model is None else language_model.metrics())
@@ -240,7 +253,7 @@ def _measure(
     all_responses = [response for of_model in responses.values() for response in of_model]
 
     def by_model(values: Sequence[float]) -> ByModel:
-        # Each model has one response to each prompt, and its responses are adjacent.
+        # Each model has as many responses, and its responses are adjacent.
         starts = range(0, len(all_responses), count)
         return {
             model: list(values[start : start + count]) for model, start in zip(responses, starts, strict=True)

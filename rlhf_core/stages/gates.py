@@ -33,15 +33,29 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
 
 
 def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]) -> None:
-    """Check the model, and with `reward.ensemble` every member: a bad one can decide the lowest score."""
-    names = [name for name in metrics if name == "accuracy" or _OF_MEMBER.fullmatch(name)]
-    for name in names:
+    """Check the model, and with `reward.ensemble` every member: a bad one can decide the lowest score. With
+    the limit 0 there is no check.
+    """
+    if limit == 0:
+        return
+    for name in metrics:
+        if name != "accuracy" and not _OF_MEMBER.fullmatch(name):
+            continue
+        low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
         if metrics[name] < limit:
-            which = f" of {name.split('/')[0].replace('_', ' ')}" if "/" in name else ""
-            raise GateFailed(
-                f"{stage}: held-out accuracy{which} {metrics[name]:.3f} is below reward.min_accuracy={limit};"
-                " train longer, raise the learning rate, or check the pairs in the data card"
+            reason = f"is below reward.min_accuracy={limit}; "
+        elif not low > 0.5:  # also NaN, without held-out pairs
+            reason = (
+                "is not significantly above chance (0.5); hold out more pairs (data.eval_fraction,"
+                " data.max_eval), set reward.min_accuracy=0 to continue without this check, "
             )
+        else:
+            continue
+        which = f" of {name.split('/')[0].replace('_', ' ')}" if "/" in name else ""
+        raise GateFailed(
+            f"{stage}: held-out accuracy{which} {metrics[name]:.3f} [{low:.3f}, {high:.3f}] {reason}train"
+            " longer, raise the learning rate, or check the pairs in the data card"
+        )
 
 
 def _check_published(ppo: PPOConfig, metrics: Mapping[str, float]) -> None:

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from rlhf_core.config.training import EnsembleConfig
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.engines.distributed import wait_for_rank_zero
 from rlhf_core.models.ensemble import combined, deviations, save_ensemble
+from rlhf_core.stages.pairs import accuracy_interval
 from rlhf_core.storage.bundles import on_one_disk
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import Checkpoints, MetricLogger, StageContext
+from rlhf_core.types import Checkpoints, MetricLogger, PairExample, StageContext
 
 _FOLDER, _OUTPUT, _RESULTS = "members", "output", "results.json"
 
@@ -47,6 +49,7 @@ def train_members(
     train: Callable[[int, StageContext | None], Member],
     check: Callable[[Metrics], None],
     *,
+    held_out: Sequence[PairExample],
     steps: int,
     start_seconds: float,
     out: Path,
@@ -59,6 +62,7 @@ def train_members(
         ensemble: Number of members, and how they are combined.
         train: Trains the member with this number, writes its files to `out`, and returns it.
         check: Raises for metrics that end the stage. It gets those of all members so far, on rank 0.
+        held_out: The held-out pairs.
         steps: Optimizer steps of a member, at most.
         start_seconds: Limit for a member to load.
         out: Output folder of the stage.
@@ -66,8 +70,8 @@ def train_members(
         context: The stage's context on rank 0, otherwise None.
 
     Returns:
-        The metrics of the first member, those of the others as `member_1/...`, and `ensemble/accuracy` and
-        `ensemble/std` of the combined score. Empty on all ranks but 0.
+        The metrics of the first member, those of the others as `member_1/...`, and `ensemble/accuracy`
+        with its interval and `ensemble/std` of the combined score. Empty on all ranks but 0.
     """
     first, position, finished = _resume(steps, out, context)
     if finished.members:
@@ -96,18 +100,22 @@ def train_members(
     if context is None:
         return {}
     save_ensemble(out / "model", ensemble)
-    combined_metrics = _ensemble_metrics(ensemble, finished.members)
+    combined_metrics = _ensemble_metrics(ensemble, finished.members, held_out)
     context.metrics.log_metrics({f"eval/{name}": value for name, value in combined_metrics.items()}, steps)
     return finished.metrics() | combined_metrics
 
 
-def _ensemble_metrics(ensemble: EnsembleConfig, members: Sequence[Member]) -> Metrics:
+def _ensemble_metrics(
+    ensemble: EnsembleConfig, members: Sequence[Member], held_out: Sequence[PairExample]
+) -> Metrics:
     """Return accuracy (ties count half) and mean standard deviation over the members, on held-out pairs."""
     by_member = [member.scores for member in members]
     scores_P2 = np.array(combined(ensemble, by_member)).reshape(-1, 2)
-    right_P = np.heaviside(scores_P2[:, 0] - scores_P2[:, 1], 0.5)
+    gap_P = scores_P2[:, 0] - scores_P2[:, 1]
+    bounds = accuracy_interval(torch.from_numpy(gap_P), held_out)
     return {
-        "ensemble/accuracy": float(right_P.mean()),
+        "ensemble/accuracy": float(np.heaviside(gap_P, 0.5).mean()),
+        **{f"ensemble/{name}": bound for name, bound in bounds.items()},
         "ensemble/std": float(np.mean(deviations(by_member))),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rlhf_core.data.card import sources_of_models
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.statistics import group_of, win_rate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
@@ -74,6 +76,20 @@ def pair_tokens(pair: PairExample) -> int:
 def is_correct(gap_B: torch.Tensor) -> torch.Tensor:
     """Return 1 where the chosen response has the higher score, one half where both have the same."""
     return torch.heaviside(gap_B, torch.full_like(gap_B, 0.5))
+
+
+def accuracy_interval(gap_P: torch.Tensor, pairs: Sequence[PairExample]) -> dict[str, float]:
+    """Return the bounds `accuracy_low` and `accuracy_high` (95 %, Wilson, over groups of prompts) of the
+    share of pairs whose chosen response has the higher score.
+
+    `gap_P` are the scores of the chosen responses minus those of the rejected ones. Without pairs, both are
+    NaN.
+    """
+    if not pairs:
+        return {"accuracy_low": math.nan, "accuracy_high": math.nan}
+    correct = is_correct(gap_P).tolist()
+    found = win_rate(correct, confidence=0.95, groups=[group_of(pair) for pair in pairs])
+    return {"accuracy_low": found.low, "accuracy_high": found.high}
 
 
 def table_row(pair: PairExample) -> dict[str, Any]:

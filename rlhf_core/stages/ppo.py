@@ -167,7 +167,9 @@ def _restore_published_weights(
     if config.ppo.publish == "average":  # the engines, and so the evaluations, have no average
         return {}
     found = evaluations.get(version, {})
-    return {"published_step": float(version), **{f"published/{name}": value for name, value in found.items()}}
+    # The best of several noisy evaluations is higher than another one of the same version would be.
+    name_of = "selected" if config.ppo.publish == "best" else "published"
+    return {"published_step": float(version)} | {f"{name_of}/{name}": each for name, each in found.items()}
 
 
 def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
 from rlhf_core.evaluation.policy_results import evaluation_of, metrics_of
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
-from rlhf_core.evaluation.statistics import Comparison
+from rlhf_core.evaluation.statistics import by_group
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.stages.earlier_match import SAMPLES, keep_match, load_match, match_name
 from rlhf_core.storage.artifacts import open_artifacts
@@ -230,16 +230,15 @@ def match_record(result: MatchResult) -> Match:
     """Return what the registry records of a match."""
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
     by_champion = result.by_champion_model
-    own = _outcomes(result.comparison)
-    by_judge = [own]
-    champion_outcomes: list[float] = []
+    by_judge = [_outcomes(result.comparison.preferences)]
     if by_champion is not None:
-        champion_outcomes = _outcomes(by_champion)
-        by_judge.append(champion_outcomes)
+        by_judge.append(_outcomes(by_champion.preferences))
     # With the outcomes of both judges, because both decide: a match in which one of them differs is another.
     outcomes = []
     for prompt, *of_prompt in zip(result.prompt_ids, *by_judge, strict=True):
         outcomes.append(" ".join([prompt, *(f"{outcome:g}" for outcome in of_prompt)]))
+    groups = [" ".join(of_group) for of_group in by_group(outcomes, result.comparison.groups)]
+    prompts = len(set(result.prompt_ids))
     return Match(
         rate.mean,
         rate.low,
@@ -249,20 +248,23 @@ def match_record(result: MatchResult) -> Match:
         verdicts.losses,
         result.judge,
         judge_digest=result.judge_digest,
-        log_evidence=log_evidence(own),
+        log_evidence=log_evidence(_outcomes(result.comparison.group_preferences)),
         away_win_rate=None if by_champion is None else by_champion.win_rate.mean,
         away_ties=0 if by_champion is None else by_champion.verdicts.ties,
-        away_log_evidence=log_evidence(champion_outcomes),
-        outcomes=tuple(outcomes),
+        away_log_evidence=(
+            0.0 if by_champion is None else log_evidence(_outcomes(by_champion.group_preferences))
+        ),
+        outcomes=tuple(groups),
         length_controlled=result.length_controlled.to_json(),
         regression=result.regression,
         by_source=result.by_source,
+        grouped_prompts=prompts if verdicts.prompts < prompts else 0,
     )
 
 
-def _outcomes(comparison: Comparison) -> list[float]:
-    """Return 1 for each win, 0 for a tie and -1 for a loss."""
-    return [2 * preference - 1 for preference in comparison.preferences]
+def _outcomes(preferences: Sequence[float]) -> list[float]:
+    """Return 1 for each win, 0 for a tie and -1 for a loss, and means of these for mean preferences."""
+    return [2 * preference - 1 for preference in preferences]
 
 
 def _read_evaluation(folder: Path) -> Mapping[str, Any]:

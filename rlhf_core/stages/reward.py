@@ -40,6 +40,7 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.evaluation.exchanged_prompts import exchange_pairs
+from rlhf_core.evaluation.statistics import group_of
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders
@@ -51,12 +52,22 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, Metrics, train_members
-from rlhf_core.stages.pairs import is_correct, micro_batches, pair_tokens, table_row, training_pairs
+from rlhf_core.stages.pairs import (
+    accuracy_interval,
+    is_correct,
+    micro_batches,
+    pair_tokens,
+    table_row,
+    training_pairs,
+)
 from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
 
 log = logging.getLogger(__name__)
+
+_INTERVAL = ("", "_low", "_high")
+"""Suffixes of a mean and the bounds of its interval."""
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -135,6 +146,8 @@ def _train(
     train, held_out = training_pairs(config, data, stage), load_pairs(data, "eval")
     if reward.margin == "field":
         require_margins([*train, *held_out])
+    if context is not None:
+        _warn_of_few_pairs(stage, reward.min_accuracy, held_out)
     inputs = _Inputs(config, data, sft, stage, state, train, held_out)
     if reward.ensemble is None or stage != "reward":
         return _train_member(rank, inputs, 0, work, out, context).metrics
@@ -142,12 +155,27 @@ def _train(
         reward.ensemble,
         lambda number, own: _train_member(rank, inputs, number, work, out, own),
         partial(check_gate, config, stage),
+        held_out=held_out,
         steps=math.ceil(len(train) / reward.batch_size) * reward.epochs,
         start_seconds=config.run.timeouts.start,
         out=out,
         work=work,
         context=context,
     )
+
+
+def _warn_of_few_pairs(stage: StageName, limit: float, held_out: Sequence[PairExample]) -> None:
+    """Log a warning if the held-out pairs are so few that the stage fails well above its limit."""
+    count = len({group_of(pair) for pair in held_out})
+    # Wilson's lower bound of this share is 0.5.
+    needed = 0.5 + 0.98 / math.sqrt(max(1, count))
+    if limit > 0 and needed > limit + 0.1:
+        log.warning(
+            "%s: %d held-out pairs with different prompts are few: the stage fails if the accuracy is below"
+            " about %.2f, because that is not significantly above chance; raise data.eval_fraction, or set"
+            " reward.min_accuracy=0 to continue without this check",
+            stage, count, needed,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -233,7 +261,8 @@ def _train_member(
             warn_of_rounding(inputs.stage, evaluation["eval/merge_gap"], evaluation["eval/margin"])
             statistics.save(folder)
     if of_exchanged:
-        evaluation["eval/accuracy_exchanged"] = of_exchanged["eval/accuracy"]
+        for part in _INTERVAL:
+            evaluation[f"eval/accuracy_exchanged{part}"] = of_exchanged[f"eval/accuracy{part}"]
     if context is not None:
         evaluation |= _examine(held_out, scores.numpy(), member_folder(out, number), context)
         context.metrics.log_metrics(evaluation, steps_done)
@@ -261,9 +290,10 @@ def _load_base(rank: Any, inputs: _Inputs, number: int) -> ScoreModel:
 
 def _headline(evaluation: Metrics, pairs: int, statistics: ScoreStatistics) -> Metrics:
     """Return the headline metrics of a model from its evaluation on `pairs` held-out pairs."""
-    headline: Metrics = {"accuracy": evaluation["eval/accuracy"]}
-    if "eval/accuracy_exchanged" in evaluation:
-        headline["accuracy_exchanged"] = evaluation["eval/accuracy_exchanged"]
+    headline: Metrics = {}
+    for name in ("accuracy", "accuracy_exchanged"):
+        if f"eval/{name}" in evaluation:
+            headline |= {f"{name}{part}": evaluation[f"eval/{name}{part}"] for part in _INTERVAL}
     headline["margin"] = evaluation["eval/margin"]
     headline["eval_loss"] = evaluation["eval/loss"]
     headline["pairs"] = float(pairs)
@@ -505,6 +535,7 @@ def _measures(
         "eval/accuracy": is_correct(gap).mean().item(),
         "eval/margin": gap.mean().item(),
         "eval/loss": pair_loss(scores_P2[:, 0], scores_P2[:, 1], held_out, config).item(),
+        **{f"eval/{name}": bound for name, bound in accuracy_interval(gap, held_out).items()},
     }
 
 

@@ -10,7 +10,6 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
 from rlhf_core.errors import RewardError
 from rlhf_core.evaluation.language_model import held_out_pairs_of_people
-from rlhf_core.evaluation.statistics import win_rate
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.rewards.compose import code_digests, source_name
 from rlhf_core.rewards.failures import resolve_failures
@@ -47,7 +46,7 @@ def check_language_model_rewards(
     sources = measured_graders(config.ppo.rewards)
     if not sources:
         return {}
-    pairs, of_models = held_out_pairs_of_people(context.inputs["data"], _PAIRS)
+    pairs, groups, of_models = held_out_pairs_of_people(context.inputs["data"], _PAIRS)
     if not pairs:
         log.warning(
             "ppo.rewards: the agreement of %s with people was not measured: no held-out pair is labelled by"
@@ -62,7 +61,7 @@ def check_language_model_rewards(
     ]
     metrics: dict[str, float] = {}
     for source in sources:
-        found = _measure(config, context, source, answers)
+        found = _measure(config, context, source, answers, groups)
         context.metrics.log_metrics(found, 0)
         check_gate(config, stage, found)
         metrics |= found
@@ -70,28 +69,37 @@ def check_language_model_rewards(
 
 
 def _measure(
-    config: PipelineConfig, context: StageContext, source: LanguageModelReward, answers: list[RewardInput]
+    config: PipelineConfig,
+    context: StageContext,
+    source: LanguageModelReward,
+    answers: list[RewardInput],
+    groups: list[str],
 ) -> dict[str, float]:
+    """Return the agreement of a source. `answers` are two of each pair, and `groups` those of the pairs."""
     name = source_name(source)
     digest = code_digests(config.ppo.rewards, context.sources).get(name)
     outcome = LanguageModelGrades(source, digest, Home.of(config.run.home).judge)(answers)
     grades = resolve_failures(name, source.on_error, outcome, answers)
-    both = [pair for pair in zip(grades[::2], grades[1::2], strict=True) if not any(map(math.isnan, pair))]
-    count = len(answers) // 2
-    if 2 * len(both) < count:
+    sign = 1 if source.weight > 0 else -1  # with a negative weight, the lower grade is the better one
+    preferences: list[float] = []
+    of_graded: list[str] = []
+    for chosen, rejected, group in zip(grades[::2], grades[1::2], groups, strict=True):
+        if not math.isnan(chosen + rejected):
+            preferences.append(_preference(sign * chosen, sign * rejected))
+            of_graded.append(group)
+    count = len(groups)
+    if 2 * len(preferences) < count:
         reason = next(iter(outcome.reasons.values()), "")
         raise RewardError(
-            f"reward {name}: {count - len(both)} of {count} held-out pairs have no grade, so its agreement"
-            f" with people is not known: {reason}"
+            f"reward {name}: {count - len(preferences)} of {count} held-out pairs have no grade, so its"
+            f" agreement with people is not known: {reason}"
         )
-    sign = 1 if source.weight > 0 else -1  # with a negative weight, the lower grade is the better one
-    preferences = [_preference(sign * chosen, sign * rejected) for chosen, rejected in both]
-    found = win_rate(preferences, **Intervals(config).settings(f"agreement of {name}"))
+    found = Intervals(config).win_rate(preferences, of_graded)
     log.info(
         "reward %s agrees with %.3f [%.3f, %.3f] of %d held-out pairs of people",
-        name, found.mean, found.low, found.high, len(both),
+        name, found.mean, found.low, found.high, len(preferences),
     )  # fmt: skip
-    numbers = found.to_json() | {"pairs": float(len(both))}
+    numbers = found.to_json() | {"pairs": float(len(preferences))}
     return {f"reward_agreement/{name}/{part}": value for part, value in numbers.items()}
 
 

@@ -5,7 +5,8 @@ champion in a match, by an anytime-valid test (`evaluation.evidence`). If the ch
 reward model, the same test is made with that one, and both must succeed. The levels of the tests in any 365
 days add up to at most `alpha`. If no candidate is better than its champion under both judges, the probability
 that any of them becomes champion within a year is therefore at most `alpha`, for any number of candidates and
-champions. The prompts of a match must not have been used to choose its candidate (docs/promotion.md).
+champions. Related prompts (`PromptExample.group`) are one outcome of a test, their mean. The prompts of a
+match must not have been used to choose its candidate (docs/promotion.md).
 
 Without a match the champion stays: numbers of different prompts or different judges are not compared. A
 candidate for which a regression set failed, against its SFT model or in the match, is refused. So is one that
@@ -24,7 +25,8 @@ from typing import Any
 from rlhf_core.config.consistency import prompts_for_level
 from rlhf_core.errors import RLHFError
 from rlhf_core.evaluation.evidence import prompts_for_evidence
-from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences
+from rlhf_core.evaluation.measures import NOT_IDENTIFIED
+from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences, units
 
 _BETTER = "train a better policy"
 _AFTER_REGRESSION = (
@@ -83,6 +85,8 @@ class Evaluation:
     """Differences to the SFT model on the regression sets (`statistics.regression_differences`)."""
     votes: Votes | None = None
     """Votes of people, against the SFT model. Not part of the record."""
+    grouped_prompts: int = 0
+    """Number of prompts, if wins, losses and ties are those of fewer groups of them; else 0."""
 
     @property
     def verdicts(self) -> Verdicts:
@@ -96,7 +100,7 @@ class Evaluation:
             raise RLHFError(
                 "evaluation.json has no win_rate.mean or no verdicts; the evaluate stage must be run again."
             )
-        judge = content.get("judge")
+        judge, prompts = content.get("judge"), content.get("prompts", 0)
         digests = dict(content.get("judge_digests") or {}) | {"reward_model": reward_model_digest}
         return cls(
             win_rate=win_rate,
@@ -105,6 +109,7 @@ class Evaluation:
             judge_digest=digests.get(str(judge)),
             judge_trained_on=bool(content.get("judge_trained_on")),
             regression=regression_differences(content.get("regression") or {}),
+            grouped_prompts=prompts if sum(verdicts.values()) < prompts else 0,
         )
 
     def to_json(self) -> str:
@@ -112,8 +117,10 @@ class Evaluation:
         record = asdict(self)
         del record["votes"]  # they come later, and are no other outcome of the test
         del record["judge_trained_on"]  # it follows from the judge
-        if not self.regression:
-            del record["regression"]  # so that the text is that of versions without regression sets
+        # So that the text is that of versions without them.
+        for name in ("regression", "grouped_prompts"):
+            if not record[name]:
+                del record[name]
         return json.dumps(record)
 
     @classmethod
@@ -140,6 +147,7 @@ class Match:
     high: float
     """Confidence interval of the win rate."""
     prompts: int
+    """Prompts, or groups of related ones. Each is one outcome of the test; so are `wins` and `losses`."""
     wins: int = 0
     losses: int = 0
     judge: str = ""
@@ -156,7 +164,9 @@ class Match:
     away_log_evidence: float = 0.0
     """`log_evidence` by the champion's reward model, if there is `away_win_rate`."""
     outcomes: tuple[str, ...] = ()
-    """Prompt and outcomes, by one or both judges, of each prompt, in order. Not part of the record."""
+    """Prompt and outcomes, by one or both judges, of each prompt (of each group those of all its prompts), in
+    order. Not part of the record.
+    """
     length_controlled: Mapping[str, float] = field(default_factory=dict)
     """`mean`, `low` and `high` of the win rate with answers of equal length. Empty in records of older
     versions. It is shown and decides nothing.
@@ -167,6 +177,8 @@ class Match:
     """Votes of people, against the champion."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """Win rate of the candidate by data source. Empty if there is only one."""
+    grouped_prompts: int = 0
+    """Number of prompts, if `prompts` is that of fewer groups of them; else 0."""
 
     @property
     def smaller_log_evidence(self) -> float:
@@ -176,14 +188,18 @@ class Match:
         return min(self.log_evidence, self.away_log_evidence)
 
     def digest(self, prompts: int) -> str | None:
-        """Return the digest of the first prompts and their outcomes; None if the match has fewer."""
+        """Return the digest of the first prompts or groups and their outcomes; None if there are fewer."""
         if prompts > len(self.outcomes):
             return None
         return hashlib.sha256("\n".join(self.outcomes[:prompts]).encode()).hexdigest()[:16]
 
     def record(self) -> dict[str, Any]:
         """Return the fields for a tag. `Match(**record)` reads them."""
-        return {name: value for name, value in asdict(self).items() if name != "outcomes"}
+        record = asdict(self)
+        del record["outcomes"]
+        if not self.grouped_prompts:
+            del record["grouped_prompts"]  # so that the record is that of versions without groups
+        return record
 
 
 @dataclass(frozen=True)
@@ -266,8 +282,8 @@ def refused_alone(candidate: Evaluation, gate: Gate) -> Decision | None:
 def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
     verdicts = candidate.verdicts
     words = (
-        f"win rate {candidate.win_rate:.3f} over the SFT model on {verdicts.prompts} prompts, and there is no"
-        " champion yet"
+        f"win rate {candidate.win_rate:.3f} over the SFT model on"
+        f" {units(verdicts.prompts, candidate.grouped_prompts)}, and there is no champion yet"
     )
     if candidate.judge_trained_on:
         words += f" (judge: {_judge_name(candidate)}, which the policy was trained on)"
@@ -277,7 +293,8 @@ def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
     text = f"{words}; p={verdicts.p_value:.2g} at level {level:.2g} (register.alpha={gate.alpha:g})"
     if verdicts.p_value > level:
         needed = _needed(prompts_for_level, candidate.win_rate, verdicts.prompts, verdicts.ties, level)
-        return Decision(False, "first", text, tested=True, advice=_more_prompts(needed))
+        advice = _more_prompts(needed, candidate.grouped_prompts)
+        return Decision(False, "first", text, tested=True, advice=advice)
     return _with_votes("first", text, candidate.regression, candidate.votes, gate)
 
 
@@ -287,7 +304,7 @@ def _by_match(
     """Return the decision about a candidate that has played a match against the champion."""
     words = (
         f"won {match.win_rate:.3f} [{match.low:.3f}, {match.high:.3f}] of the match against the champion on "
-        f"{match.prompts} held-out prompts"
+        f"{units(match.prompts, match.grouped_prompts, 'held-out prompts')}"
     )
     if match.judge:
         trained = ", which the policy was trained on" if candidate.judge_trained_on else ""
@@ -295,6 +312,8 @@ def _by_match(
     if controlled := match.length_controlled:
         mean, low, high = (controlled[name] for name in ("mean", "low", "high"))
         words += f", length-controlled {mean:.3f} [{low:.3f}, {high:.3f}]"
+        if "identified" in controlled:
+            words += f" ({NOT_IDENTIFIED})"
     if match.away_win_rate is not None:
         words += f", and {match.away_win_rate:.3f} by the champion's reward model"
     words += _by_people(match.votes, gate)
@@ -310,7 +329,8 @@ def _by_match(
     if match.smaller_log_evidence < -math.log(level):
         is_own = match.log_evidence < -math.log(level)
         rule = "match" if is_own else "away"
-        return Decision(False, rule, text, tested=True, advice=_more_prompts(_needed_by_both(match, level)))
+        advice = _more_prompts(_needed_by_both(match, level), match.grouped_prompts)
+        return Decision(False, rule, text, tested=True, advice=advice)
     # The evidence is its maximum over the prompts, so that the match can be lost in the end.
     if match.win_rate <= 0.5:
         text += "; the candidate must win more than half of the match"
@@ -355,12 +375,15 @@ def _needed(
     return None if number is None else math.ceil(number * prompts / decided)
 
 
-def _more_prompts(needed: int | None) -> str:
-    """Return what to do if there is too little evidence."""
+def _more_prompts(needed: int | None, grouped_prompts: int) -> str:
+    """Return what to do if there is too little evidence. The number of groups that are needed is that of
+    groups of one prompt, so fewer larger ones can be enough.
+    """
     if needed is None:
         return f"at this win rate no number of prompts is enough; {_BETTER}"
+    unit = "groups of prompts" if grouped_prompts else "prompts"
     return (
-        f"at this win rate about {needed:,} prompts are needed: raise evaluate.prompts and data.max_eval, or"
+        f"at this win rate about {needed:,} {unit} are needed: raise evaluate.prompts and data.max_eval, or"
         f" {_BETTER}"
     )
 

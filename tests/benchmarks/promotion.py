@@ -1,6 +1,7 @@
 """How often a policy that is no better is promoted, and how soon one that is.
 
-52 weekly promotions by the rules before decision 37 and by the present one.
+52 weekly promotions by the rules before decision 37 and by the present one, also with groups of related
+prompts, with ties and with several answers to each prompt; and how often intervals contain the true value.
 
     python -m tests.benchmarks.promotion
 """
@@ -14,6 +15,7 @@ import numpy as np
 from scipy.stats import binom
 
 from rlhf_core.evaluation.evidence import BETS, YEAR, Spent, next_level
+from rlhf_core.evaluation.statistics import bootstrap_mean, win_rate
 from tests.support.arguments import positive
 
 HISTORIES, WEEKS, ALPHA = 2000, 52, 0.05
@@ -21,6 +23,11 @@ LEAST_PROMPTS = 1536
 """Prompts of a match with one judge that finds a win rate of 55 % within three weeks."""
 LEAST_PROMPTS_OF_TWO = 1792
 """Prompts of a match that finds a win rate of 55 % by the candidate's and by the champion's judge."""
+RELATED = (
+    (512, 2, 0.2), (512, 4, 0.1), (512, 4, 0.3), (512, 4, 1.0), (512, 8, 0.1), (512, 8, 0.3),
+    (512, 16, 0.1), (512, 16, 0.3), (512, 64, 0.05), (1536, 8, 0.1), (1536, 16, 0.1), (1536, 64, 0.05),
+)  # fmt: skip
+"""Prompts of a match, prompts of a group, and correlation of the outcomes in a group."""
 
 
 def weekly_levels(weeks: int) -> list[float]:
@@ -50,6 +57,40 @@ def largest_log_evidence(outcomes: np.ndarray) -> np.ndarray:
     for bet in BETS:
         np.logaddexp(total, wins * math.log1p(bet) + losses * math.log1p(-bet), out=total)
     largest: np.ndarray = total.max(1)
+    return largest - math.log(len(BETS))
+
+
+def grouped_matches(
+    chance: np.random.Generator, count: int, groups: int, size: int, correlation: float, rate: float
+) -> np.ndarray:
+    """Return outcomes (count, groups, size) without ties, 1 or -1.
+
+    The probability of a win is the same for all prompts of a group. Over groups it has a beta distribution
+    with mean `rate` in which two outcomes of one group have this correlation.
+
+    Args:
+        chance: Random generator.
+        count: Number of matches.
+        groups: Groups of a match.
+        size: Prompts of a group, or answers to a prompt.
+        correlation: Correlation of two outcomes of a group, from 0 to 1.
+        rate: Win rate of the candidate.
+    """
+    if correlation == 0.0:
+        wins = np.full((count, groups), rate, dtype=np.float32)
+    elif correlation == 1.0:
+        wins = (chance.random((count, groups)) < rate).astype(np.float32)
+    else:
+        scale = 1 / correlation - 1
+        wins = chance.beta(rate * scale, (1 - rate) * scale, (count, groups)).astype(np.float32)
+    draws = chance.random((count, groups, size), dtype=np.float32)
+    return np.where(draws < wins[:, :, None], 1, -1).astype(np.int8)
+
+
+def log_evidence_of_means(means: np.ndarray) -> np.ndarray:
+    """Return `evidence.log_evidence` of each row (count,) of mean outcomes (count, groups)."""
+    capitals = [np.log1p(bet * means).cumsum(1) for bet in BETS]
+    largest: np.ndarray = np.logaddexp.reduce(capitals).max(1)
     return largest - math.log(len(BETS))
 
 
@@ -150,6 +191,140 @@ def two_judges(
     return {"before": float(before.mean()), "present": float(present.mean())}
 
 
+def related_prompts(
+    chance: np.random.Generator, prompts: int, size: int, correlation: float, histories: int = HISTORIES
+) -> tuple[float, float]:
+    """Return the share of histories with a false promotion in 52 weeks of equal policies: with one bet for
+    each prompt, in a random order, and with one for each group.
+
+    Args:
+        chance: Random generator.
+        prompts: Prompts of a match.
+        size: Prompts of a group.
+        correlation: Correlation of two outcomes of a group.
+        histories: Number of histories.
+    """
+    of_prompts, of_groups = np.zeros((histories, WEEKS)), np.zeros((histories, WEEKS))
+    for week in range(WEEKS):
+        outcomes = grouped_matches(chance, histories, prompts // size, size, correlation, 0.5)
+        shuffled = outcomes.reshape(histories, prompts)[:, chance.permutation(prompts)]
+        of_prompts[:, week] = largest_log_evidence(shuffled)
+        of_groups[:, week] = log_evidence_of_means(outcomes.mean(2))
+    levels = weekly_levels(WEEKS)
+    return (
+        float((first_promoted(of_prompts, levels) < WEEKS).mean()),
+        float((first_promoted(of_groups, levels) < WEEKS).mean()),
+    )
+
+
+def better_policy_by_group(
+    chance: np.random.Generator,
+    groups: int,
+    size: int,
+    correlation: float,
+    rate: float,
+    after: int,
+    histories: int = HISTORIES,
+) -> float:
+    """Return the share of histories in which a better policy is promoted within three weeks.
+
+    Args:
+        chance: Random generator.
+        groups: Groups of a match, each with one bet.
+        size: Prompts of a group, or answers to a prompt.
+        correlation: Correlation of two outcomes of a group.
+        rate: Win rate of the policy against the champion.
+        after: Weekly tests that were made before.
+        histories: Number of histories.
+    """
+    evidence = np.zeros((histories, 3))
+    for week in range(3):
+        outcomes = grouped_matches(chance, histories, groups, size, correlation, rate)
+        evidence[:, week] = log_evidence_of_means(outcomes.mean(2))
+    return float((first_promoted(evidence, weekly_levels(after + 3)[after:]) < 3).mean())
+
+
+def coverage(
+    chance: np.random.Generator,
+    prompts: int,
+    size: int,
+    correlation: float,
+    rate: float,
+    samples: int,
+) -> dict[str, float]:
+    """Return the share of samples whose interval (level 95 %) of the win rate contains the true one: Wilson's
+    with and without groups, and the bootstrap with and without groups.
+
+    Args:
+        chance: Random generator.
+        prompts: Prompts of a sample.
+        size: Prompts of a group.
+        correlation: Correlation of two outcomes of a group.
+        rate: True win rate.
+        samples: Number of samples.
+    """
+    groups = [str(index // size) for index in range(prompts)]
+    wins = (1 + grouped_matches(chance, samples, prompts // size, size, correlation, rate)) / 2
+    inside = {"Wilson, prompts": 0, "Wilson, groups": 0, "bootstrap, prompts": 0, "bootstrap, groups": 0}
+    for values in wins.reshape(samples, prompts).tolist():
+        found = (
+            win_rate(values, confidence=0.95),
+            win_rate(values, confidence=0.95, groups=groups),
+            bootstrap_mean(values, resamples=400, confidence=0.95, seed=0),
+            bootstrap_mean(values, resamples=400, confidence=0.95, seed=0, groups=groups),
+        )
+        for name, interval in zip(inside, found, strict=True):
+            inside[name] += interval.low <= rate <= interval.high
+    return {name: count / samples for name, count in inside.items()}
+
+
+def print_related_prompts(chance: np.random.Generator, histories: int) -> None:
+    """Print the tables about groups, ties, answers and intervals."""
+    print(f"\nEqual policies, related prompts: share of {histories} histories with a false promotion")
+    print("| prompts | in a group | correlation | one bet for each prompt | one bet for each group |")
+    print("|---|---|---|---|---|")
+    for prompts, size, correlation in RELATED:
+        of_prompts, of_groups = related_prompts(chance, prompts, size, correlation, histories)
+        print(f"| {prompts} | {size} | {correlation} | {of_prompts:.3f} | {of_groups:.3f} |", flush=True)
+    print("\nA better policy, with ties: promoted within three weeks. Win rate without the ties")
+    print("| win rate | ties | prompts | first weeks | after 52 weekly tests |")
+    print("|---|---|---|---|---|")
+    for decided, ties, prompts in (
+        (0.55, 0.0, LEAST_PROMPTS), (0.55, 0.1, LEAST_PROMPTS), (0.55, 0.3, LEAST_PROMPTS),
+        (0.55, 0.5, LEAST_PROMPTS), (0.55, 0.3, 2304), (0.55, 0.5, 3072), (0.6, 0.3, 576), (0.6, 0.5, 768),
+    ):  # fmt: skip
+        rate = decided * (1 - ties) + ties / 2
+        shares = [better_policy(chance, prompts, rate, ties, after, histories) for after in (0, 52)]
+        print(f"| {decided:.2f} | {ties:.0%} | {prompts} | {shares[0]:.3f} | {shares[1]:.3f} |")
+    print("\nA better policy, several answers to each prompt or prompts to each group: promoted within three"
+          " weeks. Win rate 0.55, without ties")  # fmt: skip
+    print("| bets | outcomes of a bet | correlation | first weeks | after 52 weekly tests |")
+    print("|---|---|---|---|---|")
+    for bets, size, correlation in (
+        (384, 4, 0.0), (384, 4, 0.1), (384, 4, 0.3), (512, 4, 0.1), (512, 4, 0.3), (768, 4, 0.3),
+        (512, 8, 0.1), (LEAST_PROMPTS, 4, 0.3),
+    ):  # fmt: skip
+        shares = [
+            better_policy_by_group(chance, bets, size, correlation, 0.55, after, histories)
+            for after in (0, 52)
+        ]
+        print(f"| {bets} | {size} | {correlation} | {shares[0]:.3f} | {shares[1]:.3f} |")
+    print(
+        f"\nIntervals of win rates (95 %): share of {histories} samples in which they contain the true rate"
+    )
+    print("| prompts | in a group | correlation | rate | Wilson, prompts | Wilson, groups |"
+          " bootstrap, prompts | bootstrap, groups |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|")
+    for prompts, size, correlation, rate in (
+        (128, 1, 0.0, 0.5), (128, 1, 0.0, 0.95), (128, 1, 0.0, 0.97), (128, 8, 0.1, 0.5), (128, 8, 0.3, 0.5),
+        (128, 8, 0.3, 0.9), (512, 4, 0.3, 0.5), (512, 4, 1.0, 0.95), (512, 16, 0.1, 0.5),
+        (512, 64, 0.05, 0.5),
+    ):  # fmt: skip
+        found = coverage(chance, prompts, size, correlation, rate, histories)
+        shares_of = " | ".join(f"{share:.3f}" for share in found.values())
+        print(f"| {prompts} | {size} | {correlation} | {rate} | {shares_of} |", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -195,6 +370,7 @@ def main(arguments: list[str] | None = None) -> None:
             two_judges(chance, prompts, (rate, rate), 3, after, histories)["present"] for after in (0, 52)
         ]
         print(f"| {rate:.2f} | {prompts} | {shares[0]:.3f} | {shares[1]:.3f} |")
+    print_related_prompts(chance, histories)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.language_model import LanguageModelJudge
 from rlhf_core.evaluation.questions import LETTERS, Pair, questions_of
+from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.files import write_json
 from rlhf_core.testing import stage_context
@@ -140,7 +141,7 @@ def test_a_trained_judge_agrees_and_its_order_bias_makes_no_wins(
     assert metrics["language_model/agreement/mean"] > 0.9
     ours = samples([text(a, KIND) for a in ANIMALS] * 2)
     theirs = samples([text(a, KIND) for a in reversed(ANIMALS)] + [text(a, CRUEL) for a in ANIMALS])
-    comparison = model.compare(ours, theirs, "win_rate")
+    comparison = model.compare(ours, theirs, Intervals(config))
     # Both kind: the first answer is preferred in both orders, which is a tie.
     assert comparison.preferences[:6] == (0.5,) * 6
     assert sum(comparison.preferences[6:]) >= 5

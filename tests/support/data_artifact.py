@@ -16,7 +16,7 @@ def data_artifact(folder: Path, texts: list[str], source: str = "rows", duplicat
     tokenizer = train_tokenizer(texts, 400)
     ids = [tuple(tokenizer.encode(text)) for text in texts]
     sft = [SFTExample(each, (1,) * len(each), source) for each in ids]
-    pairs = [PairExample("p", text, (1,), each, each, source) for text, each in zip(texts, ids, strict=True)]
+    pairs = [PairExample(text, text, (1,), each, each, source) for text, each in zip(texts, ids, strict=True)]
     prompts = [PromptExample("p", text, (1,), {}, source) for text in texts]
     counts = {"sft": {"read": len(texts) + duplicates, "dropped": {"duplicate": duplicates}}}
     return write_data_artifact(

@@ -5,6 +5,7 @@
 - a model with an adapter, of another configuration or with other tensors has an engine of its own
 - weights that differ from those of the files end the stage, and the engine
 - the progress counts the responses of all models
+- several answers to each prompt are in order: the first ones to all prompts, then the second ones
 """
 
 from __future__ import annotations
@@ -68,6 +69,23 @@ def test_models_of_one_kind_are_sampled_by_one_engine(tmp_path: Path) -> None:
     assert [engine.options["weight_transfer"] for engine in engines] == ["files"]
     assert engines[0].is_shut_down
     assert progress == [(done, 15) for done in (3, 5, 8, 10, 13, 15)]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_several_answers_begin_with_the_first_ones_to_all_prompts(tmp_path: Path, engines: int) -> None:
+    models = {"sft": PolicyFiles(save_tiny_llama(tmp_path / "m0"))}
+    context = stage_context(tmp_path / "stage")
+    with scripted_engines(lambda request: Reply((request.sample_index,))), scripted_ranks():
+        found = responses_to_sets(
+            config_of(engines=engines), models, str, SETS, device="cpu", context=context, answers=2
+        )
+    for name, prompts in SETS.items():
+        ids = [prompt.prompt_id for prompt in prompts]
+        assert [response.prompt_id for response in found["sft"][name]] == ids * 2
+        wanted = [(0,)] * len(ids) + [(1,)] * len(ids)
+        assert [response.response_ids for response in found["sft"][name]] == wanted
+    assert isinstance(context.progress, RecordingProgress)
+    assert context.progress.reports[-1][1:3] == (10, 10)
 
 
 def test_several_engines_sample_their_share_of_each_model(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed, ModelError, RewardError
 from rlhf_core.evaluation.language_model import LanguageModelJudge
 from rlhf_core.evaluation.questions import AGAIN, FOLDER
+from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
@@ -95,12 +96,13 @@ def test_order_bias_is_cancelled(context: StageContext, tmp_path: Path) -> None:
         return "B" if len(b) > 2 * len(a) else "A"
 
     with ChatServer(biased) as server:
-        judge = LanguageModelJudge(config_of(tmp_path, server.url), context, "cpu")
+        config = config_of(tmp_path, server.url)
+        judge = LanguageModelJudge(config, context, "cpu")
         ours, theirs = (
             samples("good " * 9, "a", "equal 1", "same"),
             samples("b", "bad " * 9, "equal 2", "same"),
         )
-        comparison = judge.compare(ours, theirs, "win_rate")
+        comparison = judge.compare(ours, theirs, Intervals(config))
     assert comparison.preferences == (1.0, 0.0, 0.5, 0.5)
     assert judge.to_json()["inconsistent"] == 0.25
     assert len(server.requests) == 6  # two for each pair of different answers

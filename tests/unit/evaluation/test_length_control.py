@@ -5,6 +5,8 @@
 - without differences of length it is the raw win rate, up to the two additional ties
 - it is finite if one model wins everything, and its interval contains the mean and becomes narrower
 - exchanging the models gives 1 minus the rate
+- it says so if one model's responses are nearly always longer, because the data then do not identify it
+- values of one group count as one in its interval
 """
 
 from __future__ import annotations
@@ -55,3 +57,29 @@ def test_exchanged_models_give_the_complement() -> None:
     ours = length_controlled(preferences, differences, 0.9)
     theirs = length_controlled([1 - p for p in preferences], [-d for d in differences], 0.9)
     assert ours.mean == pytest.approx(1 - theirs.mean) and ours.low == pytest.approx(1 - theirs.high)
+
+
+@pytest.mark.parametrize(("shift", "identified"), [(0.0, True), (1.9, True), (2.1, False), (-5.0, False)])
+def test_it_says_if_the_data_do_not_identify_it(shift: float, identified: bool) -> None:
+    """The mean difference is `shift` standard deviations."""
+    rng = np.random.default_rng(1)
+    d = rng.normal(size=400)
+    d = (d - d.mean()) / d.std() + shift
+    preferences = (rng.random(400) < 1 / (1 + np.exp(-d))).astype(float).tolist()
+    found = length_controlled(preferences, d.tolist(), 0.95)
+    assert found.identified is identified
+    assert found.to_json().get("identified", 1.0) == float(identified)
+    assert set(found.to_json()) - {"identified"} == {"mean", "low", "high"}
+
+
+def test_values_of_one_group_count_as_one() -> None:
+    rng = np.random.default_rng(2)
+    d, y = rng.normal(size=50).tolist(), (rng.random(50) < 0.6).astype(float).tolist()
+    alone = length_controlled(y, d, 0.95)
+    assert length_controlled(y, d, 0.95, [str(index) for index in range(50)]) == alone
+    groups = [str(index // 8) for index in range(400)]
+    copies = [[value for value in values for _ in range(8)] for values in (y, d)]
+    grouped = length_controlled(*copies, 0.95, groups)
+    assert grouped.high - grouped.low == pytest.approx(alone.high - alone.low, rel=0.06)
+    apart = length_controlled(*copies, 0.95)
+    assert grouped.high - grouped.low > 2.5 * (apart.high - apart.low)

@@ -29,6 +29,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.policy_results import regression_of
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets, prepare_sets, regression_metrics
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
+from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import STAGES
 from rlhf_core.preflight import check
 from rlhf_core.run.external_inputs import external_digests
@@ -82,7 +83,7 @@ def test_a_set_falls_if_the_lower_bound_reaches_the_margin(
 ) -> None:
     config = config_of(tmp_path / "sums.jsonl", margin=margin)
     responses = {"sft": {"sums": answers(30)}, "ppo": {"sums": answers(ours)}}
-    found = compare_on_sets(config, responses, "sft", {})
+    found = compare_on_sets(config, responses, "sft", {}, Intervals(config))
     assert found["sums"]["sft"]["mean"] == 0.75 and found["sums"]["ppo"]["mean"] == ours / 40
     assert found["sums"]["difference"]["mean"] == pytest.approx((ours - 30) / 40)
     names = failed_sets(regression_differences(found))
@@ -106,7 +107,7 @@ def test_a_set_that_is_too_small_for_its_margin_is_a_warning(
         assert f"sums.jsonl has {count}: a policy" in warnings[0]
         assert warnings[0] in check(config)
     responses = {name: {"sums": answers(30, ROWS[:count])} for name in ("sft", "ppo")}
-    assert compare_on_sets(config, responses, "sft", {})["sums"]["too_few"] is is_small
+    assert compare_on_sets(config, responses, "sft", {}, Intervals(config))["sums"]["too_few"] is is_small
     assert ("36 prompts are too few for its margin of 0.1" in caplog.text) is is_small
     shares = config_of(tmp_path / "sums.jsonl", reward={"type": "relevance"})
     assert not list(small_regression_sets(shares)), "a loss can be smaller than a whole answer"
@@ -115,8 +116,10 @@ def test_a_set_that_is_too_small_for_its_margin_is_a_warning(
 def test_the_policy_of_dpo_has_a_column_and_a_difference_of_its_own(tmp_path: Path) -> None:
     config = config_of(tmp_path / "sums.jsonl", margin=0.1)
     responses = {"sft": {"sums": answers(30)}, "ppo": {"sums": answers(36)}}
-    two = compare_on_sets(config, responses, "sft", {})["sums"]
-    three = compare_on_sets(config, {**responses, "dpo": {"sums": answers(24)}}, "sft", {})["sums"]
+    two = compare_on_sets(config, responses, "sft", {}, Intervals(config))["sums"]
+    three = compare_on_sets(
+        config, {**responses, "dpo": {"sums": answers(24)}}, "sft", {}, Intervals(config)
+    )["sums"]
     assert {name: three[name] for name in two} == two, "the results of PPO's policy do not change"
     assert set(three) - set(two) == {"dpo", "difference_dpo"}
     assert three["dpo"]["mean"] == 24 / 40 and three["difference_dpo"]["mean"] == pytest.approx(-6 / 40)

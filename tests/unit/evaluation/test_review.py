@@ -31,7 +31,6 @@ from rlhf_core.evaluation.review import (
     agreement_of_people,
     blind_pairs,
     count_votes,
-    interval_of_votes,
     load_blind_pairs,
     page_digest,
     preference_rows,
@@ -39,6 +38,7 @@ from rlhf_core.evaluation.review import (
     render_page,
     win_rate_by_people,
 )
+from rlhf_core.evaluation.statistics import wilson, win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, parse_votes, voters
 from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE
@@ -218,11 +218,25 @@ def test_few_votes_without_a_loss_do_not_pass_a_margin(wins: int, ties: int) -> 
     assert count_votes(read_votes(parsed(choices), PAIRS), confidence=0.95).win_rate.low == found["low"]
 
 
+def test_votes_on_related_prompts_count_once() -> None:
+    """They are of two groups, and all for the policy."""
+    samples = [{**sample, "group": f"g{index % 2}"} for index, sample in enumerate(SAMPLES)]
+    pairs = blind_pairs(samples, "d" * 64)
+    choices = ["1" if pair.policy_first else "2" for pair in pairs]
+    content = {"format": "rlhf-review-1", "page": page_digest(pairs), "saved": 1, "votes": choices}
+    file = parse_votes(json.dumps(content), "--votes")
+    found = win_rate_by_people([file], pairs, confidence=0.95)
+    assert found is not None and (found["mean"], found["pairs"]) == (1.0, len(pairs))
+    assert found["low"] == wilson(1.0, 2, 0.95).low
+    assert count_votes(read_votes(file, pairs), confidence=0.95).win_rate.low == found["low"]
+
+
 def test_only_a_loss_of_every_pair_fails_the_largest_margin_of_votes() -> None:
-    assert interval_of_votes([1, 0.5], 0.95).low == pytest.approx(0.1979, abs=1e-4)
-    assert interval_of_votes([1, 1, 1], 0.95).low == pytest.approx(0.4385, abs=1e-4)
+    assert win_rate([1, 0.5], confidence=0.95).low == pytest.approx(0.1979, abs=1e-4)
+    assert win_rate([1, 1, 1], confidence=0.95).low == pytest.approx(0.4385, abs=1e-4)
     for n in range(1, 100):  # the largest margin refuses exactly the loss of every pair
-        lost, tied = interval_of_votes([0.0] * n, 0.95), interval_of_votes([0.5] + [0.0] * (n - 1), 0.95)
+        lost = win_rate([0.0] * n, confidence=0.95)
+        tied = win_rate([0.5] + [0.0] * (n - 1), confidence=0.95)
         assert Gate(0.5, votes_margin=0.5).lost(lost.to_json()), n
         assert not Gate(0.5, votes_margin=0.5).lost(tied.to_json()), n
 

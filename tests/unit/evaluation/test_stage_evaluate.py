@@ -27,10 +27,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.data.dataset import write
+from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError, GateFailed
 from rlhf_core.evaluation.length_control import length_controlled
+from rlhf_core.evaluation.statistics import wilson
 from rlhf_core.stages import evaluate
 from rlhf_core.system.files import write_json
 from rlhf_core.testing import RecordingMetrics, stage_context
@@ -199,6 +200,35 @@ def test_regression_sets_are_in_report_metrics_and_facts(
     assert ("because regression sets failed: words" in page) == fell
     assert result.attributes.get("fallen", "").startswith("words -1.000") == fell
     assert (context.output / "regression" / "words" / "prompts_eval.parquet").is_file()
+
+
+def test_related_prompts_and_several_answers_count_once(
+    scripted: Any, context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate.run(config_of(), context)
+    alone = read(context)
+    evaluate.run(config_of(evaluate={"answers_per_prompt": 2}), context)
+    twice = read(context)
+    # The scripted engines give the same answer again.
+    for name in ("win_rate", "verdicts", "prompts"):
+        assert twice[name] == alone[name], name
+    assert twice["answers_per_prompt"] == 2 and "answers_per_prompt" not in alone
+    assert twice["gold_reward"]["ppo"]["mean"] == pytest.approx(alone["gold_reward"]["ppo"]["mean"])
+    rows = [json.loads(line) for line in (context.output / "samples.jsonl").read_text().splitlines()]
+    assert len({row["prompt_id"] for row in rows}) == len(rows) == 4
+    page = (context.output / "report.html").read_text()
+    assert "6 held-out prompts, the same" in page and "2 responses each" in " ".join(page.split())
+
+    def grouped(*arguments: Any) -> list[PromptExample]:
+        prompts = load_prompts(*arguments)
+        return [replace(prompt, group=f"group {i // 2}") for i, prompt in enumerate(prompts)]
+
+    monkeypatch.setattr(evaluate, "load_prompts", grouped)
+    evaluate.run(config_of(), context)
+    found = read(context)
+    assert found["verdicts"] == {"wins": 3, "losses": 0, "ties": 0} and found["prompts"] == 6
+    assert found["win_rate"] == wilson(1.0, 3, 0.95).to_json()
+    assert "3 groups of 6 held-out prompts" in (context.output / "report.html").read_text()
 
 
 def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext) -> None:

@@ -2,7 +2,9 @@
 
 - bootstrap intervals depend on the seed, cover the truth, and are a point for equal values
 - a win counts 1, a tie 0.5 and a loss 0; the win rates of both models sum to 1
-- the interval of equal verdicts is Wilson's, and the sign test is exact (values by hand)
+- the interval of a win rate is Wilson's, and the sign test is exact (values by hand)
+- values of one group count as one: groups of one value change no bit, copies change hardly anything, and the
+  intervals cover the truth where those over single values do not
 - distinct n-grams have the values by hand and do not depend on the length of the texts
 """
 
@@ -21,15 +23,17 @@ from rlhf_core.evaluation.statistics import (
     compare,
     difference_of_shares,
     distinct_n,
+    effective_count,
+    wilson,
     win_rate,
 )
 from rlhf_core.types import RewardInput
 
-SETTINGS: dict[str, Any] = {"resamples": 500, "confidence": 0.95, "seed": 3}
 
-
-def mean_of(values: list[float], confidence: float = 0.95, seed: int = 3, resamples: int = 500) -> Interval:
-    return bootstrap_mean(values, resamples=resamples, confidence=confidence, seed=seed)
+def mean_of(
+    values: list[float], seed: int = 3, resamples: int = 500, groups: list[str] | None = None
+) -> Interval:
+    return bootstrap_mean(values, resamples=resamples, confidence=0.95, seed=seed, groups=groups)
 
 
 def test_interval_depends_on_the_seed() -> None:
@@ -82,7 +86,7 @@ def answers(*scores: float) -> list[Answer]:
 
 def test_higher_score_wins_and_close_scores_tie() -> None:
     a, b = answers(1.0, 2.0, 3.0, 0.0), answers(0.0, 2.0 + 1e-9, 4.0, -1.0)
-    result = compare(a, b, "gold", **SETTINGS)
+    result = compare(a, b, "gold", confidence=0.95)
     assert result.preferences == (1.0, 0.5, 0.0, 1.0)
     assert result.win_rate.mean == (1 + 0.5 + 0 + 1) / 4
     assert result.verdicts == Verdicts(wins=2, losses=1, ties=1)
@@ -90,15 +94,15 @@ def test_higher_score_wins_and_close_scores_tie() -> None:
 
 def test_win_rates_of_both_models_sum_to_one() -> None:
     a, b = answers(1.0, 2.0, 3.0, 0.0), answers(0.0, 2.0 + 1e-9, 4.0, -1.0)
-    ours = compare(a, b, "gold", **SETTINGS).win_rate
-    theirs = compare(b, a, "gold", **SETTINGS).win_rate
+    ours = compare(a, b, "gold", confidence=0.95).win_rate
+    theirs = compare(b, a, "gold", confidence=0.95).win_rate
     assert theirs.mean == 1 - ours.mean
     assert (theirs.low, theirs.high) == pytest.approx((1 - ours.high, 1 - ours.low), abs=0.02)
 
 
 def test_answers_to_different_prompts_are_refused() -> None:
     with pytest.raises(DataError, match="same prompts"):
-        compare(answers(1.0), answers(1.0, 2.0), "gold", **SETTINGS)
+        compare(answers(1.0), answers(1.0, 2.0), "gold", confidence=0.95)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +117,86 @@ def test_a_difference_of_shares_has_the_published_interval(
     assert (found.mean, found.low, found.high) == pytest.approx((a / of_a - b / of_b, low, high), abs=5e-5)
 
 
-def test_equal_verdicts_have_a_wilson_interval() -> None:
-    settings: dict[str, Any] = {"resamples": 100, "confidence": 0.95, "seed": 0}
+def test_win_rates_have_a_wilson_interval() -> None:
     # z = 1.96: z^2 = 3.8415; n = 2: low = 1 / (1 + z^2 / n) = 0.3424; n = 50: 0.9287.
-    found = win_rate([1.0, 1.0], **settings)
+    found = win_rate([1.0, 1.0], confidence=0.95)
     assert (found.mean, found.high) == (1.0, 1.0) and found.low == pytest.approx(0.3424, abs=1e-4)
-    assert win_rate([1.0] * 50, **settings).low == pytest.approx(0.9287, abs=1e-4)
-    tied = win_rate([0.5] * 50, **settings)
+    assert win_rate([1.0] * 50, confidence=0.95).low == pytest.approx(0.9287, abs=1e-4)
+    tied = win_rate([0.5] * 50, confidence=0.95)
     assert tied.low == pytest.approx(1 - tied.high) and tied.low == pytest.approx(0.3664, abs=1e-3)
-    mixed = [1.0, 0.0, 1.0, 0.5]
-    assert win_rate(mixed, **settings) == bootstrap_mean(mixed, **settings)
+    # m = 0.625, n = 4: (0.625 + 0.4802 +- 1.96 sqrt(0.0586 + 0.0600)) / 1.9604
+    mixed = win_rate([1.0, 0.0, 1.0, 0.5], confidence=0.95)
+    assert (mixed.mean, mixed.low, mixed.high) == pytest.approx((0.625, 0.2194, 0.9081), abs=1e-4)
+    # Newcombe (1998), two-sided intervals of single proportions, method 3: 81 of 263.
+    published = win_rate([1.0] * 81 + [0.0] * 182, confidence=0.95)
+    assert (published.low, published.high) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+
+
+def test_groups_of_one_value_change_no_bit() -> None:
+    rng = np.random.default_rng(6)
+    for count in (1, 2, 57, 400):
+        values, wins = rng.normal(size=count).tolist(), rng.choice([0.0, 0.5, 1.0], count).tolist()
+        groups = [f"group {index}" for index in range(count)]
+        arguments: dict[str, Any] = {"resamples": 200, "confidence": 0.9, "seed": 1}
+        assert bootstrap_mean(values, groups=groups, **arguments) == bootstrap_mean(values, **arguments)
+        assert win_rate(wins, confidence=0.9, groups=groups) == win_rate(wins, confidence=0.9)
+    # The mean and the draws are those of numpy on the values.
+    drawn = np.random.default_rng(1).integers(0, count, (200, count))
+    low, high = np.quantile(np.asarray(values)[drawn].mean(axis=1), [0.05, 0.95])
+    found = bootstrap_mean(values, groups=groups, **arguments)
+    assert (found.mean, found.low, found.high) == (float(np.mean(values)), float(low), float(high))
+
+
+def test_copies_of_a_value_count_once() -> None:
+    values = np.random.default_rng(7).choice([0.0, 1.0], 60, p=[0.3, 0.7]).tolist()
+    copies, groups = [value for value in values for _ in range(8)], [str(i // 8) for i in range(480)]
+    once, eight_times = win_rate(values, confidence=0.95), win_rate(copies, confidence=0.95, groups=groups)
+    assert eight_times.mean == once.mean
+    # Up to the correction for few groups: (60 x 479) / (59 x 480) and t with 59 degrees of freedom.
+    assert effective_count(copies, groups, 0.95) == pytest.approx(60 / 1.0148 / 1.0366, rel=1e-3)
+    assert 1.0 < (eight_times.high - eight_times.low) / (once.high - once.low) < 1.03
+    apart = win_rate(copies, confidence=0.95)
+    assert eight_times.high - eight_times.low > 2.5 * (apart.high - apart.low)
+    mean, of_copies = mean_of(values), mean_of(copies, groups=groups)
+    assert of_copies.mean == pytest.approx(mean.mean)
+    assert of_copies.high - of_copies.low == pytest.approx((mean.high - mean.low) * 1.026, rel=0.01)
+
+
+def test_one_group_says_nothing_about_others() -> None:
+    wins = [1.0, 1.0, 0.0, 1.0]
+    assert mean_of(wins, groups=["a"] * 4) == Interval(0.75, 0.0, 1.0)
+    assert win_rate(wins, confidence=0.95, groups=["a"] * 4) == wilson(0.75, 1, 0.95)
+    assert win_rate([1.0] * 4, confidence=0.95, groups=list("aabb")) == wilson(1.0, 2, 0.95)
+
+
+@pytest.mark.parametrize(("groups", "size", "correlation", "rate"), [(32, 16, 0.3, 0.5), (16, 8, 0.3, 0.8)])
+def test_intervals_over_groups_cover_the_truth(
+    groups: int, size: int, correlation: float, rate: float
+) -> None:
+    rng = np.random.default_rng(8)
+    scale = 1 / correlation - 1
+    names = [str(index // size) for index in range(groups * size)]
+    covered = {"wilson": 0, "bootstrap": 0, "without groups": 0}
+    for seed in range(300):
+        wins = rng.random((groups, size)) < rng.beta(rate * scale, (1 - rate) * scale, groups)[:, None]
+        values = wins.astype(float).ravel().tolist()
+        found = (
+            win_rate(values, confidence=0.95, groups=names),
+            mean_of(values, seed=seed, resamples=200, groups=names),
+            win_rate(values, confidence=0.95),
+        )
+        for name, interval in zip(covered, found, strict=True):
+            covered[name] += interval.low <= rate <= interval.high
+    assert covered["wilson"] >= 0.91 * 300 and covered["bootstrap"] >= 0.89 * 300, covered
+    assert covered["without groups"] <= 0.85 * 300, "the groups do not matter in this test"
+
+
+def test_verdicts_are_those_of_groups() -> None:
+    ours, theirs = answers(3.0, 0.0, 1.0, 1.0), answers(1.0, 1.0, 0.0, 1.0)
+    result = compare(ours, theirs, "gold", confidence=0.95, groups=["a", "a", "b", "c"])
+    assert result.preferences == (1.0, 0.0, 1.0, 0.5)
+    assert result.group_preferences == [0.5, 1.0, 0.5]
+    assert result.verdicts == Verdicts(wins=1, losses=0, ties=2)
 
 
 def test_sign_test_is_exact_and_omits_ties() -> None:

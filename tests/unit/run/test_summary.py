@@ -45,7 +45,7 @@ def ref(stage: StageName, **metrics: float) -> ArtifactRef:
 
 def records(*stages: StageName) -> dict[StageName, StageRecord]:
     metrics: dict[str, dict[str, float]] = {
-        "reward": {"accuracy": 0.9, "accuracy_exchanged": 0.6, "margin": 1.0},
+        "reward": {**ACCURACY, "accuracy_exchanged": 0.6, "margin": 1.0},
         "evaluate": EVALUATION,
     }
     return {
@@ -53,6 +53,7 @@ def records(*stages: StageName) -> dict[StageName, StageRecord]:
     }
 
 
+ACCURACY = {"accuracy": 0.9, "accuracy_low": 0.85, "accuracy_high": 0.94}
 IDENTITY = {"mlflow_run_id": "m1", "run": "demo-seed0", "pipeline_key": "k", "where": {"logs": "/logs"}}
 
 
@@ -67,8 +68,9 @@ def test_the_summary_has_the_documented_fields() -> None:
     assert summary["stages"]["ppo"]["seconds"] == 60.0
     assert summary["stages"]["ppo"]["artifact"] == "/store/ppo"
     assert summary["stages"]["ppo"]["key"] == "b" * 16
-    assert summary["reward"] == {"accuracy": 0.9, "accuracy_exchanged": 0.6}
-    assert ("the same, prompts exchanged", "0.600") in results(summary)
+    assert summary["reward"] == {**ACCURACY, "accuracy_exchanged": 0.6}
+    assert ("reward model, held-out accuracy", "0.900  [0.850, 0.940]") in results(summary)
+    assert ("the same, prompts exchanged", "0.600") in results(summary), "of an earlier release"
     assert summary["evaluate"]["gold_reward"]["ppo"] == {"mean": 1.1, "low": 1.0, "high": 1.2}
     assert summary["evaluate"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
     assert summary["evaluate"]["kl"] == 3.5

@@ -73,7 +73,9 @@ def train(out: Path, kill: tuple[int, int] | None, number: int, context: StageCo
     if kill == (number, STEPS + 1):
         raise Killed
     # The second pair is right for all members, and the first one for the first of them only.
-    return Member({"accuracy": 1.0 - number / 4}, [0.0, float(number) - 0.5, 2.0, 1.0])
+    right = 1.0 - number / 4
+    metrics = {"accuracy": right, "accuracy_low": right - 0.2, "accuracy_high": 1.0}
+    return Member(metrics, [0.0, float(number) - 0.5, 2.0, 1.0])
 
 
 def run(folder: Path, kill: tuple[int, int] | None = None, limit: float = 0.0) -> tuple[Any, StageContext]:
@@ -84,6 +86,7 @@ def run(folder: Path, kill: tuple[int, int] | None = None, limit: float = 0.0) -
             ENSEMBLE,
             partial(train, context.output, kill),
             partial(check_gate, config, "reward"),
+            held_out=PAIRS[:2],
             steps=STEPS,
             start_seconds=1.0,
             out=context.output,
@@ -155,7 +158,8 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(tmp_path: Path) -> None:
         folder = member_folder(out / "model", number)
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"member {number}")
-        return Member({"accuracy": 1.0}, [0.0, 1.0, 2.0, 1.0])
+        metrics = {"accuracy": 1.0, "accuracy_low": 0.6, "accuracy_high": 1.0}
+        return Member(metrics, [0.0, 1.0, 2.0, 1.0])
 
     def other_waits(number: int) -> bool:
         """Whether rank 1 has trained this member and waits to begin the next."""
@@ -179,6 +183,7 @@ def test_other_ranks_begin_with_the_member_of_rank_zero(tmp_path: Path) -> None:
             ENSEMBLE,
             train_one,
             lambda metrics: None if context is not None else pytest.fail("only rank 0 knows all metrics"),
+            held_out=PAIRS[:2],
             steps=STEPS,
             start_seconds=1.0,
             out=out,
@@ -228,6 +233,9 @@ def test_metrics_and_progress_of_members(tmp_path: Path) -> None:
     }  # fmt: skip
     # Means 0 and 0.5 of the first pair, 2 and 1 of the second.
     assert metrics["ensemble/accuracy"] == 0.5
+    # One of two pairs is right: (0.5 + 0.9604 +- 1.96 sqrt(0.125 + 0.2401)) / 2.9208
+    assert metrics["ensemble/accuracy_low"] == pytest.approx(0.0945, abs=1e-4)
+    assert metrics["ensemble/accuracy_high"] == pytest.approx(0.9055, abs=1e-4)
     assert metrics["ensemble/std"] == pytest.approx(math.sqrt(2 / 3) / 4)
     assert isinstance(context.metrics, RecordingMetrics) and isinstance(context.progress, RecordingProgress)
     assert context.metrics.column("train/loss") == [0.1, 0.2, 0.3, 0.4]
@@ -237,13 +245,13 @@ def test_metrics_and_progress_of_members(tmp_path: Path) -> None:
 
 
 def test_a_member_below_the_limit_ends_the_stage_before_the_next_is_trained(tmp_path: Path) -> None:
-    message = r"accuracy of member 1 0\.750 is below reward\.min_accuracy=0\.8"
+    message = r"accuracy of member 1 0\.750 \[0\.550, 1\.000\] is below reward\.min_accuracy=0\.8"
     for _attempt in range(2):
         with pytest.raises(GateFailed, match=message):
             run(tmp_path, limit=0.8)
         assert not (tmp_path / "output" / "model" / "member-2").exists()
         empty(tmp_path)
-    assert run(tmp_path, limit=0.5)[0]["member_2/accuracy"] == 0.5
+    assert run(tmp_path, limit=0.0)[0]["member_2/accuracy"] == 0.5
 
 
 PAIRS = [PairExample(f"p{i}", "", (1, 2, 3), (5 + i, 7), (9, 11 + i)) for i in range(6)]

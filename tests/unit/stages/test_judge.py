@@ -133,7 +133,8 @@ def test_the_judge_decides_before_the_reward_model() -> None:
 
 def test_a_judge_no_better_than_chance_fails_its_stage() -> None:
     with pytest.raises(GateFailed, match=r"judge: held-out accuracy 0.510"):
-        check_gate(config_of({}), "judge", {"accuracy": 0.51})
+        metrics = {"accuracy": 0.51, "accuracy_low": 0.47, "accuracy_high": 0.55}
+        check_gate(config_of({}), "judge", metrics)
 
 
 def test_every_stage_has_the_parameters_of_its_section() -> None:

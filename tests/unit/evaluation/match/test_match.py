@@ -72,11 +72,11 @@ def test_the_win_rate_is_given_for_each_source(
     two = prompts_of("s0", "s1")
     write(context.inputs["data"], "prompts", "eval", two)
     assert match.run_match(config, context, opponent).by_source == {"s0": 1.0, "s1": 1.0}
-    preferences = {"p0": 1.0, "p1": 0.0, "p2": 0.5}  # p3 was not compared
-    assert match._by_source(two[:4], preferences) == {"s0": 0.75, "s1": 0.0}
+    # p3 was not compared
+    assert match._by_source(two[:4], ("p0", "p1", "p2"), (1.0, 0.0, 0.5)) == {"s0": 0.75, "s1": 0.0}
     for count in (match.MOST_SOURCES, match.MOST_SOURCES + 1):
         many = [PromptExample(f"p{i}", "", (), source=f"s{i}") for i in range(count)]
-        found = match._by_source(many, {prompt.prompt_id: 1.0 for prompt in many})
+        found = match._by_source(many, [prompt.prompt_id for prompt in many], [1.0] * count)
         assert len(found) == (count if count == match.MOST_SOURCES else 0)
 
 
