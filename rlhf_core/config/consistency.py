@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.pipeline import PipelineConfig, section_of
-from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo import MINIBATCH, PPOConfig
 from rlhf_core.config.rewards import ModelReward, measured_graders
-from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding
 
 _USELESS_LIMIT = 10
@@ -227,6 +228,7 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     """Yield one sentence for each valid setting that is rarely intended."""
     ppo = config.ppo
     yield from _ppo(config) if ppo.enabled else _without_ppo(config)
+    yield from _adapter_rates(config)
     graders = measured_graders(ppo.rewards)
     if graders and _only_models_labelled(config):
         names = ", ".join(source.model for source in graders)
@@ -264,6 +266,25 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
         )
 
 
+def _adapter_rates(config: PipelineConfig) -> Iterator[str]:
+    """Warn about adapters with a learning rate of all parameters."""
+    ppo, rates = config.ppo, []
+    for stage, section in config.training_sections.items():
+        if section.lora is not None:
+            default = type(section)().optimizer.learning_rate
+            rates.append((f"{section_of(stage)}.optimizer", section.optimizer.learning_rate, default))
+    if ppo.enabled and ppo.lora is not None:
+        rates.append(("ppo.policy", ppo.policy.learning_rate, PPOConfig().policy.learning_rate))
+        if ppo.uses_critic:
+            rates.append(("ppo.critic", ppo.critic.learning_rate, PPOConfig().critic.learning_rate))
+    for field, rate, default in rates:
+        if rate <= default:
+            yield (
+                f"{field}.learning_rate: {rate:g} is that of all parameters, and adapters learn little with"
+                f" it; use {adapter_rate(rate):g}, or leave it out ({adapter_rate(default):g})"
+            )
+
+
 def _ppo(config: PipelineConfig) -> Iterator[str]:
     """Warn about settings of PPO."""
     ppo = config.ppo
@@ -272,6 +293,11 @@ def _ppo(config: PipelineConfig) -> Iterator[str]:
     yield from _average(ppo)
     yield from _merge(ppo)
     yield from _guards(config)
+    if runs_on_gpu(config) and ppo.minibatch_size < MINIBATCH:
+        yield (
+            f"ppo.minibatches: an optimizer step has {ppo.minibatch_size} responses; below {MINIBATCH} the"
+            " gradients of a real model are noisy; lower it, or raise ppo.prompts_per_step"
+        )
     if not any(source.weight for source in ppo.rewards):
         yield "ppo.rewards: all weights are 0, so only the KL trains the policy; give a source a weight"
     if ppo.publish == "best" and ppo.trains_on_reward_model and config.reward.judge is None:
@@ -413,7 +439,7 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
     # because the power for all steps can overflow.
     log_most = steps * math.log1p(0.2 * ppo.rollout_batch_size / ppo.kl_horizon)
     if log_most < math.log(2):
-        after = "" if ppo.critic_warmup_max_steps is None else " after the longest warm-up of the critic"
+        after = " after the longest warm-up of the critic" if ppo.longest_warmup > ppo.warmup_steps else ""
         fix = "use more steps" if kl.horizon is None else f"leave it out ({20 * ppo.rollout_batch_size})"
         yield (
             f"ppo.kl.horizon: {ppo.kl_horizon} responses are too many: the coefficient changes by a factor of"
@@ -493,7 +519,7 @@ def _staleness(ppo: PPOConfig) -> Iterator[str]:
 
 
 def _critic(ppo: PPOConfig) -> Iterator[str]:
-    if ppo.critic_warmup_max_steps is None:
+    if ppo.longest_warmup == ppo.warmup_steps:
         field, limit = "ppo.critic_warmup_steps", "only"
     else:
         field, limit = "ppo.critic_warmup_max_steps", "at most"

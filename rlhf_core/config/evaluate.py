@@ -23,7 +23,11 @@ from rlhf_core.config.regression import RegressionSet
 class EvaluateConfig(Section):
     """The policy against the SFT model on held-out prompts."""
 
-    prompts: PositiveInt = result(128, "Held-out prompts, or all if there are fewer")
+    prompts: PositiveInt = result(
+        128,
+        "Held-out prompts, or all if there are fewer. The default on GPUs is 384: those of `data.max_eval`"
+        " that are not `ppo.evaluate_prompts`",
+    )
     temperature: PositiveFloat | None = result(
         None,
         "Sampling temperature of both models; null: ppo.temperature",

@@ -14,7 +14,7 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import plan as plan_placement
-from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.config.training import DeepSpeedConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding, InputError, ModelError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
@@ -305,7 +305,22 @@ def advise(config: PipelineConfig, compare: Callable[[PipelineConfig], FitVerdic
         result = changed(fewer)
         if result is not None and result[1].fits:
             changes = fewer
+    changes |= _adapter_rates(config, changes)
     return tuple(f"{field}={value}" for field, value in changes.items())
+
+
+def _adapter_rates(config: PipelineConfig, changes: Changes) -> Changes:
+    """Return the learning rates of the adapters among the changes, for those of all parameters."""
+    rates = {}
+    for stage, section in config.training_sections.items():
+        if f"{section_of(stage)}.lora" in changes:
+            name = f"{section_of(stage)}.optimizer.learning_rate"
+            rates[name] = f"{adapter_rate(section.optimizer.learning_rate):g}"
+    if "ppo.lora" in changes:
+        rates["ppo.policy.learning_rate"] = f"{adapter_rate(config.ppo.policy.learning_rate):g}"
+        if config.ppo.uses_critic:
+            rates["ppo.critic.learning_rate"] = f"{adapter_rate(config.ppo.critic.learning_rate):g}"
+    return rates
 
 
 def _solve(

@@ -81,7 +81,8 @@ def test_the_statistics_and_the_head_come_back_from_the_saved_model(causal: Path
 def test_a_critic_made_from_a_reward_model_starts_on_the_scale_of_its_normalised_scores(causal: Path) -> None:
     reward, critic = _load(causal), _load(causal)
     reward.statistics = critic.statistics = ScoreStatistics(mean=-3.0, std=0.25)
-    critic.fold_statistics()
+    critic.has_new_head = False
+    critic.become_critic(1.0)
     # The response's last token read as the value before one more token.
     batch = collate([TokenSequence.of((5, 6), (7, 8))], pad_id=0)
     longer = collate([TokenSequence.of((5, 6, 7, 8), (9,))], pad_id=0)
@@ -124,7 +125,8 @@ def test_a_critic_in_bfloat16_starts_with_the_normalised_scores_unrounded(causal
     critic = _load(causal, "bfloat16")
     exact, bound = _exact(critic, "tokens")
     critic.statistics = ScoreStatistics(mean=-3.0, std=0.3)
-    critic.fold_statistics()
+    critic.has_new_head = False
+    critic.become_critic(1.0)
     # Twice: the division and the offset round in float32 as well.
     assert ((critic(MANY, "tokens") - (exact + 3.0) / 0.3).abs() <= 2 * bound / 0.3).all()
     # The weights take 2^-2 of 0.3, so that the optimizer's steps are as large as in float32, to a factor of
