@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.engine import MAX_ENGINE_RANK
@@ -266,22 +267,40 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
         )
 
 
+class LearningRate(NamedTuple):
+    """A learning rate of the pipeline."""
+
+    field: str
+    rate: float
+    default: float
+    """The default without adapters, for models with billions of parameters."""
+    adapters: bool
+
+
+def learning_rates(config: PipelineConfig) -> list[LearningRate]:
+    """Return the learning rates of everything that is trained."""
+    ppo, default = config.ppo, PPOConfig()
+    rates = []
+    for stage, section in config.training_sections.items():
+        field = f"{section_of(stage)}.optimizer.learning_rate"
+        usual = type(section)().optimizer.learning_rate
+        rates.append(LearningRate(field, section.optimizer.learning_rate, usual, section.lora is not None))
+    trained = [("policy", ppo.policy, default.policy)] if ppo.enabled else []
+    if ppo.enabled and ppo.uses_critic:
+        trained.append(("critic", ppo.critic, default.critic))
+    for name, own, usual_one in trained:
+        field = f"ppo.{name}.learning_rate"
+        rates.append(LearningRate(field, own.learning_rate, usual_one.learning_rate, ppo.lora is not None))
+    return rates
+
+
 def _adapter_rates(config: PipelineConfig) -> Iterator[str]:
     """Warn about adapters with a learning rate of all parameters."""
-    ppo, rates = config.ppo, []
-    for stage, section in config.training_sections.items():
-        if section.lora is not None:
-            default = type(section)().optimizer.learning_rate
-            rates.append((f"{section_of(stage)}.optimizer", section.optimizer.learning_rate, default))
-    if ppo.enabled and ppo.lora is not None:
-        rates.append(("ppo.policy", ppo.policy.learning_rate, PPOConfig().policy.learning_rate))
-        if ppo.uses_critic:
-            rates.append(("ppo.critic", ppo.critic.learning_rate, PPOConfig().critic.learning_rate))
-    for field, rate, default in rates:
-        if rate <= default:
+    for field, rate, default, adapters in learning_rates(config):
+        if adapters and rate <= default:
             yield (
-                f"{field}.learning_rate: {rate:g} is that of all parameters, and adapters learn little with"
-                f" it; use {adapter_rate(rate):g}, or leave it out ({adapter_rate(default):g})"
+                f"{field}: {rate:g} is that of all parameters, and adapters learn little with it; use"
+                f" {adapter_rate(rate):g}, or leave it out ({adapter_rate(default):g})"
             )
 
 

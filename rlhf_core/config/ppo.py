@@ -48,7 +48,6 @@ from rlhf_core.config.training import (
     Packing,
 )
 
-
 WITHOUT_GROUPS = ("ppo", "reinforce_pp")
 """Algorithms that do not compare the samples of one prompt."""
 MINIBATCH = 64
@@ -232,8 +231,8 @@ class PPOConfig(PackedSection):
         "last",
         "The policy that the stage publishes: that of the last step, the best evaluated one, or the moving"
         " average at the last step (`ema_decay`). The default is `best` if a judge (`reward.judge`) or rules"
-        " alone score the evaluations and the KL counts. A version replaces the best one if its mean score on the"
-        " held-out prompts minus `kl.coef` times the KL is higher by more than one standard error",
+        " alone score the evaluations and the KL counts. A version replaces the best one if its mean score on"
+        " the held-out prompts minus `kl.coef` times the KL is higher by more than one standard error",
         later=True,
     )
     publish_max_kl: PositiveFloat | None = result(

@@ -156,17 +156,19 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     logging.getLogger("rlhf_core").setLevel(logging.WARNING)
     prompts = prompts_of(args.model, args.texts, BUDGET["prompt_tokens"])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     runs: dict[str, dict[str, Any]] = {}
     for algorithm in args.algorithms:
         for seed in range(args.seeds):
-            runs[f"{algorithm}, seed {seed}"] = train(args.model, prompts, algorithm, seed, args.steps)
+            same = (args.model, prompts, algorithm, seed, args.steps)
+            runs[f"{algorithm}, seed {seed}"] = train(*same)
+            # After each run: the next one can take long.
+            args.out.write_text(json.dumps(runs, indent=2) + "\n")
             if args.trl is not None:
-                found = train_trl(args.trl, args.model, prompts, algorithm, seed, args.steps)
-                runs[f"TRL {algorithm}, seed {seed}"] = found
+                runs[f"TRL {algorithm}, seed {seed}"] = train_trl(args.trl, *same)
+                args.out.write_text(json.dumps(runs, indent=2) + "\n")
     console = Console()
     console.print(table_of(runs, args.steps))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(runs, indent=2) + "\n")
     console.print(f"json: {args.out}", soft_wrap=True)
 
 

@@ -96,6 +96,33 @@ MANY = collate([TokenSequence.of((5, 6), (7 + i % 40, 3 + i // 40)) for i in ran
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weight", [0.5, -3.0])
+def test_a_critic_starts_on_the_scale_of_the_weighted_scores(causal: Path, dtype: str, weight: float) -> None:
+    reward, critic = _load(causal, dtype), _load(causal, dtype)
+    reward.statistics = critic.statistics = ScoreStatistics(mean=-3.0, std=0.25)
+    critic.has_new_head = False
+    critic.become_critic(weight)
+    normalised = reward.statistics.normalize(reward(MANY, "tokens"))
+    torch.testing.assert_close(critic(MANY, "tokens"), weight * normalised, rtol=1e-4, atol=1e-4)
+
+
+def test_a_critic_without_a_reward_model_starts_with_values_of_0_and_learns(causal: Path) -> None:
+    critic = _load(causal)
+    assert critic.has_new_head
+    critic.become_critic(1.0)
+    values = critic(MANY, "tokens")
+    assert not values.any()
+    (values - 1).square().mean().backward()
+    assert critic.lm.score.weight.grad.abs().sum() > 0
+
+
+def test_a_saved_score_model_has_no_new_head(causal: Path, tmp_path: Path) -> None:
+    _load(causal).save(tmp_path)
+    assert not _load(tmp_path).has_new_head
+
+
+@torch.no_grad()
 def _exact(model, at: str = "last") -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
     """What the head makes of the model's own hidden states, in float64, and how far a sum in float32 may be
     off in whatever order: 256 products, 2^-24 of their absolute sum for each.
