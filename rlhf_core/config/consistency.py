@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.pipeline import PipelineConfig, section_of
-from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo import MINIBATCH, PPOConfig
 from rlhf_core.config.rewards import ModelReward, measured_graders
-from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding
 
 _USELESS_LIMIT = 10
@@ -227,6 +229,7 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     """Yield one sentence for each valid setting that is rarely intended."""
     ppo = config.ppo
     yield from _ppo(config) if ppo.enabled else _without_ppo(config)
+    yield from _adapter_rates(config)
     graders = measured_graders(ppo.rewards)
     if graders and _only_models_labelled(config):
         names = ", ".join(source.model for source in graders)
@@ -264,6 +267,43 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
         )
 
 
+class LearningRate(NamedTuple):
+    """A learning rate of the pipeline."""
+
+    field: str
+    rate: float
+    default: float
+    """The default without adapters, for models with billions of parameters."""
+    adapters: bool
+
+
+def learning_rates(config: PipelineConfig) -> list[LearningRate]:
+    """Return the learning rates of everything that is trained."""
+    ppo, default = config.ppo, PPOConfig()
+    rates = []
+    for stage, section in config.training_sections.items():
+        field = f"{section_of(stage)}.optimizer.learning_rate"
+        usual = type(section)().optimizer.learning_rate
+        rates.append(LearningRate(field, section.optimizer.learning_rate, usual, section.lora is not None))
+    trained = [("policy", ppo.policy, default.policy)] if ppo.enabled else []
+    if ppo.enabled and ppo.uses_critic:
+        trained.append(("critic", ppo.critic, default.critic))
+    for name, own, usual_one in trained:
+        field = f"ppo.{name}.learning_rate"
+        rates.append(LearningRate(field, own.learning_rate, usual_one.learning_rate, ppo.lora is not None))
+    return rates
+
+
+def _adapter_rates(config: PipelineConfig) -> Iterator[str]:
+    """Warn about adapters with a learning rate of all parameters."""
+    for field, rate, default, adapters in learning_rates(config):
+        if adapters and rate <= default:
+            yield (
+                f"{field}: {rate:g} is that of all parameters, and adapters learn little with it; use"
+                f" {adapter_rate(rate):g}, or leave it out ({adapter_rate(default):g})"
+            )
+
+
 def _ppo(config: PipelineConfig) -> Iterator[str]:
     """Warn about settings of PPO."""
     ppo = config.ppo
@@ -272,6 +312,11 @@ def _ppo(config: PipelineConfig) -> Iterator[str]:
     yield from _average(ppo)
     yield from _merge(ppo)
     yield from _guards(config)
+    if runs_on_gpu(config) and ppo.minibatch_size < MINIBATCH:
+        yield (
+            f"ppo.minibatches: an optimizer step has {ppo.minibatch_size} responses; below {MINIBATCH} the"
+            " gradients of a real model are noisy; lower it, or raise ppo.prompts_per_step"
+        )
     if not any(source.weight for source in ppo.rewards):
         yield "ppo.rewards: all weights are 0, so only the KL trains the policy; give a source a weight"
     if ppo.publish == "best" and ppo.trains_on_reward_model and config.reward.judge is None:
@@ -413,7 +458,7 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
     # because the power for all steps can overflow.
     log_most = steps * math.log1p(0.2 * ppo.rollout_batch_size / ppo.kl_horizon)
     if log_most < math.log(2):
-        after = "" if ppo.critic_warmup_max_steps is None else " after the longest warm-up of the critic"
+        after = " after the longest warm-up of the critic" if ppo.longest_warmup > ppo.warmup_steps else ""
         fix = "use more steps" if kl.horizon is None else f"leave it out ({20 * ppo.rollout_batch_size})"
         yield (
             f"ppo.kl.horizon: {ppo.kl_horizon} responses are too many: the coefficient changes by a factor of"
@@ -493,7 +538,7 @@ def _staleness(ppo: PPOConfig) -> Iterator[str]:
 
 
 def _critic(ppo: PPOConfig) -> Iterator[str]:
-    if ppo.critic_warmup_max_steps is None:
+    if ppo.longest_warmup == ppo.warmup_steps:
         field, limit = "ppo.critic_warmup_steps", "only"
     else:
         field, limit = "ppo.critic_warmup_max_steps", "at most"

@@ -23,7 +23,11 @@ from rlhf_core.config.regression import RegressionSet
 class EvaluateConfig(Section):
     """The policy against the SFT model on held-out prompts."""
 
-    prompts: PositiveInt = result(128, "Held-out prompts, or all if there are fewer")
+    prompts: PositiveInt = result(
+        128,
+        "Held-out prompts, or all if there are fewer. The default on GPUs is 384: those of `data.max_eval`"
+        " that are not `ppo.evaluate_prompts`",
+    )
     answers_per_prompt: PositiveInt = result(
         1,
         "Answers of each model to each held-out prompt, in the evaluation and in the match. The outcomes of a"

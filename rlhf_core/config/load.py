@@ -19,10 +19,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_core.config.base import divisors_near
 from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.ppo import MINIBATCH, WITHOUT_GROUPS
 from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
+from rlhf_core.config.training import adapter_rate
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.machine import machine
@@ -90,7 +93,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
 
 def _validated(tree: dict[str, Any]) -> PipelineConfig:
     # From JSON: strict validation of Python objects would refuse the lists of YAML where a field is a tuple.
-    return PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_precision(tree))))
+    return PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_derived(tree))))
 
 
 def _culprit(tree: Any) -> Keys:
@@ -155,25 +158,98 @@ def _named(override: str) -> str:
     return f"override {text}"
 
 
-def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
+def _with_derived(tree: dict[str, Any]) -> dict[str, Any]:
+    """Fill the defaults that depend on the device or on other settings."""
+    run = tree.get("run")
+    on_gpu = uses_gpu(run.get("device", "auto") if isinstance(run, dict) else "auto")
+    _fill_precisions(tree, on_gpu)
+    _fill_adapter_rates(tree)
+    _complete_judge(tree)
+    _fill_ppo(tree, on_gpu)
+    if on_gpu:  # with the 128 prompts that choose the policy, those of `data.max_eval`
+        _fill(tree, ("evaluate",), "prompts", 384)
+    return tree
+
+
+def _fill_precisions(tree: dict[str, Any], on_gpu: bool) -> None:
     """Fill the precisions that are not given: bfloat16 on GPUs that support it, else float32.
 
     The engines get the precision of the policy.
     """
-    run = tree.get("run")
-    device = run.get("device", "auto") if isinstance(run, dict) else "auto"
     default = "float32"
-    if uses_gpu(device) and not any(_BEFORE_AMPERE.search(name) for name in machine().gpu_names()):
+    if on_gpu and not any(_BEFORE_AMPERE.search(name) for name in machine().gpu_names()):
         default = "bfloat16"
     for stage in ("sft", "reward", "dpo"):  # the judge has that of the reward model
         _fill(tree, (stage, "deepspeed"), "dtype", default)
-    _complete_judge(tree)
     _fill(tree, ("ppo", "policy_deepspeed"), "dtype", default)
     _fill(tree, ("ppo", "critic_deepspeed"), "dtype", default)
     policy = tree["ppo"].get("policy_deepspeed") if isinstance(tree.get("ppo"), dict) else None
     dtype = policy.get("dtype") if isinstance(policy, dict) else None
     # A precision of the policy that is not allowed is reported once, and not also as that of the engines.
     _fill(tree, ("ppo", "engine"), "dtype", dtype if dtype in ("float32", "bfloat16", "float16") else default)
+
+
+def _fill_adapter_rates(tree: dict[str, Any]) -> None:
+    """Fill the learning rates that are not given of sections with adapters (`adapter_rate`)."""
+    defaults = json.loads(_default_json())
+    for section, name in (
+        ("sft", "optimizer"),
+        ("reward", "optimizer"),
+        ("dpo", "optimizer"),
+        ("ppo", "policy"),
+        ("ppo", "critic"),
+    ):
+        if isinstance(_at(tree, section, "lora"), dict):
+            rate = adapter_rate(defaults[section][name]["learning_rate"])
+            _fill(tree, (section, name), "learning_rate", rate)
+    if isinstance(_at(tree, "reward", "judge", "lora"), dict) and _at(tree, "reward", "lora") is None:
+        rate = _at(tree, "reward", "optimizer", "learning_rate")
+        if not isinstance(rate, float):
+            rate = defaults["reward"]["optimizer"]["learning_rate"]
+        _fill(tree, ("reward", "judge", "optimizer"), "learning_rate", adapter_rate(rate))
+
+
+def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
+    """Fill the settings of PPO whose default depends on the device, the algorithm or the rewards."""
+    ppo = tree["ppo"]
+    if not isinstance(ppo, dict):
+        return
+    samples = ppo.get("samples_per_prompt", 1)
+    if on_gpu and isinstance(samples, int) and samples > 0:
+        ppo.setdefault("steps", 200)
+        prompts = ppo.setdefault("prompts_per_step", max(1, 512 // samples))
+        if isinstance(prompts, int) and prompts > 0:
+            wanted = prompts * samples // MINIBATCH
+            divisors = [count for count in divisors_near(prompts * samples, wanted) if count <= wanted]
+            ppo.setdefault("minibatches", max(divisors, default=1))
+    # k1 has no gradient in the loss.
+    if ppo.get("algorithm", "ppo") not in WITHOUT_GROUPS and _at(ppo, "kl", "estimator") != "k1":
+        _fill(ppo, ("kl",), "place", "loss")
+    if ppo.get("enabled", True) is True and _evaluations_choose(tree, ppo):
+        ppo.setdefault("publish", "best")
+
+
+def _evaluations_choose(tree: dict[str, Any], ppo: dict[str, Any]) -> bool:
+    """Return whether evaluations can choose the policy to publish: if a score counts that the policy cannot
+    exploit, that of a judge or of rules, and the KL counts against it.
+    """
+    if ppo.get("evaluate_every") == 0 or ppo.get("ema_decay") is not None:
+        return False
+    if _at(ppo, "kl", "coef") == 0 and ppo.get("publish_max_kl") is None:
+        return False
+    if isinstance(_at(tree, "reward", "judge"), dict):
+        return True
+    rewards = ppo.get("rewards")
+    if not isinstance(rewards, list):
+        return False
+    trained_on = [source for source in rewards if isinstance(source, dict) and source.get("weight", 1) != 0]
+    return bool(trained_on) and all(source.get("type") != "model" for source in trained_on)
+
+
+def _at(tree: Any, *path: str) -> Any:
+    """Return the value at `path`; None if there is none."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 

@@ -48,6 +48,11 @@ from rlhf_core.config.training import (
     Packing,
 )
 
+WITHOUT_GROUPS = ("ppo", "reinforce_pp")
+"""Algorithms that do not compare the samples of one prompt."""
+MINIBATCH = 64
+"""Responses of an optimizer step in InstructGPT (Ouyang et al. 2022) and LLaMA-2 (Touvron et al. 2023)."""
+
 
 class PPOConfig(PackedSection):
     """Proximal policy optimization, and related algorithms without a critic."""
@@ -58,8 +63,15 @@ class PPOConfig(PackedSection):
         "`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and by"
         " group of samples of a prompt `reinforce_baseline`, `rloo`, `grpo`, `dr_grpo`",
     )
-    steps: PositiveInt = result(100, "PPO iterations")
-    prompts_per_step: PositiveInt = result(64, "Prompts of one rollout batch", within=BATCH)
+    steps: PositiveInt = result(
+        100, "PPO iterations. The default on GPUs is 200 (LLaMA-2 has 200 to 400, Touvron et al. 2023)"
+    )
+    prompts_per_step: PositiveInt = result(
+        64,
+        "Prompts of one rollout batch. The default on GPUs is 512 / `samples_per_prompt`: 512 responses, as"
+        " in InstructGPT (Ouyang et al. 2022) and LLaMA-2",
+        within=BATCH,
+    )
     staleness: NonNegativeInt = result(
         0,
         "0: each step is sampled with the weights of the step before. 1: the engines sample the next step"
@@ -78,7 +90,12 @@ class PPOConfig(PackedSection):
         1.0, "Sampling temperature; every log-probability uses it", within=TEMPERATURE
     )
     epochs: PositiveInt = result(1, "Passes over each rollout batch", within=PASSES)
-    minibatches: PositiveInt = result(4, "Optimizer steps per epoch", within=BATCH)
+    minibatches: PositiveInt = result(
+        4,
+        "Optimizer steps per epoch. The default on GPUs makes minibatches of 64 responses or more, as in"
+        " InstructGPT and LLaMA-2",
+        within=BATCH,
+    )
     micro_batch_tokens: PositiveInt = rounding(16384, "Tokens per forward pass of one rank", within=TOKENS)
     pack: Packing = result("auto", PACK)
     policy: OptimizerConfig = result(
@@ -180,11 +197,15 @@ class PPOConfig(PackedSection):
         "If the mean |old - rollout| log-probability is above this, a warning is logged and"
         " rollout/logprob_gap_alarm is set; null: half of the limit of the canary",
     )
-    critic_warmup_steps: NonNegativeInt = result(0, "First steps train the critic only")
+    critic_warmup_steps: NonNegativeInt | None = result(
+        None, "First steps train the critic only; null: 0, see `critic_warmup_max_steps`"
+    )
     critic_warmup_max_steps: PositiveInt | None = result(
         None,
         "After `critic_warmup_steps` the critic's warm-up continues until the explained variance of its"
-        " values is above 0, for at most this many steps in total; null: `critic_warmup_steps`",
+        " values is above 0, for at most this many steps in total; null: `critic_warmup_steps`. If that is"
+        " null too: a tenth of the steps if the critic starts from the reward model, whose scores of"
+        " unfinished responses mean little, and else 0, because its values start at 0",
         later=True,
     )
     published_loss_limit: PositiveFloat = execution(
@@ -209,8 +230,9 @@ class PPOConfig(PackedSection):
     publish: Literal["last", "best", "average"] = result(
         "last",
         "The policy that the stage publishes: that of the last step, the best evaluated one, or the moving"
-        " average at the last step (`ema_decay`). A version replaces the best one if its mean score on the"
-        " held-out prompts minus `kl.coef` times the KL is higher by more than one standard error",
+        " average at the last step (`ema_decay`). The default is `best` if a judge (`reward.judge`) or rules"
+        " alone score the evaluations and the KL counts. A version replaces the best one if its mean score on"
+        " the held-out prompts minus `kl.coef` times the KL is higher by more than one standard error",
         later=True,
     )
     publish_max_kl: PositiveFloat | None = result(
@@ -255,9 +277,14 @@ class PPOConfig(PackedSection):
         return any(isinstance(source, ModelReward) for source in self.rewards)
 
     @property
+    def reward_model_weight(self) -> float:
+        """Weight of the reward model in the score."""
+        return sum(source.weight for source in self.rewards if isinstance(source, ModelReward))
+
+    @property
     def trains_on_reward_model(self) -> bool:
         """Whether the reward model counts. With weight 0 its scores are only logged."""
-        return any(isinstance(source, ModelReward) and source.weight for source in self.rewards)
+        return self.reward_model_weight != 0
 
     @property
     def uses_critic(self) -> bool:
@@ -283,7 +310,7 @@ class PPOConfig(PackedSection):
     @property
     def by_group(self) -> bool:
         """Whether advantages compare the samples of one prompt."""
-        return self.algorithm not in ("ppo", "reinforce_pp")
+        return self.algorithm not in WITHOUT_GROUPS
 
     @property
     def whitens(self) -> bool:
@@ -368,12 +395,16 @@ class PPOConfig(PackedSection):
     @property
     def warmup_steps(self) -> int:
         """First iterations, in which the policy is not trained."""
-        return min(self.critic_warmup_steps, self.steps) if self.uses_critic else 0
+        return min(self.critic_warmup_steps or 0, self.steps) if self.uses_critic else 0
 
     @property
     def longest_warmup(self) -> int:
         """`warmup_steps`, or the limit of a warm-up that depends on the explained variance."""
-        return self.critic_warmup_max_steps or self.warmup_steps
+        if self.critic_warmup_max_steps is not None:
+            return self.critic_warmup_max_steps
+        if self.critic_warmup_steps is None and self.uses_critic and self.trains_on_reward_model:
+            return self.steps // 10
+        return self.warmup_steps
 
     # Rules of one field. Pydantic checks them before the rules of several fields.
 
@@ -421,7 +452,7 @@ class PPOConfig(PackedSection):
 
     @model_validator(mode="after")
     def _check_critic_warmup(self) -> Self:
-        least, most = self.critic_warmup_steps, self.critic_warmup_max_steps
+        least, most = self.critic_warmup_steps or 0, self.critic_warmup_max_steps
         if not self.uses_critic and (least or most is not None):
             given = f"ppo.critic_warmup_steps={least}, ppo.critic_warmup_max_steps={most or 'null'}"
             raise ValueError(

@@ -71,7 +71,8 @@ class OptimizerConfig(Section):
 
     learning_rate: PositiveFloat = result(
         1e-5,
-        "Peak learning rate",
+        "Peak learning rate. With `lora` the default is ten times that of all parameters (Schulman et al."
+        " 2025, LoRA Without Regret)",
         within=Range(1e-20, 100, "no training of a language model converges above it"),
     )
     weight_decay: NonNegativeFloat = result(
@@ -170,6 +171,13 @@ class LoraConfig(Section):
                     f"targets must be names of layers, not patterns or paths; got {name!r}; use q_proj"
                 )
         return targets
+
+
+def adapter_rate(rate: float) -> float:
+    """Return the learning rate of adapters for that of all parameters: ten times as much (Schulman et al.
+    2025, LoRA Without Regret).
+    """
+    return float(f"{10 * rate:.12g}")  # 1e-5 and not 9.999999999999999e-06
 
 
 class EarlyStopConfig(Section):

@@ -81,6 +81,8 @@ class ScoreModel(nn.Module):
     """The adapter, if there is one (`models.adapters`). The head is then trained in addition to it."""
     packs = True
     """Whether sequences can share a row (`models.selftest`)."""
+    has_new_head = False
+    """Whether the weights of the head are random, because the model was loaded from a causal LM."""
 
     def __init__(self, classifier: Any, statistics: ScoreStatistics | None = None) -> None:
         super().__init__()
@@ -89,14 +91,21 @@ class ScoreModel(nn.Module):
         self.lm.score.__class__ = Float32Linear
         self._scale, self._offset = 1.0, 0.0
 
-    def fold_statistics(self) -> None:
-        """Fold the statistics into the head, so that a critic starts on the scale of the rewards."""
-        weight, std = self.lm.score.weight, self.statistics.std
+    def become_critic(self, weight: float) -> None:
+        """Give the head the scale of the rewards, so that the first values are not noise.
+
+        Statistics of a reward model and its `weight` in the score are folded into the head. A new head
+        becomes zero: with random weights its values have size 1 whatever the rewards are.
+        """
+        head = self.lm.score.weight
+        scale = self.statistics.std / weight
         # A power of two divides the weights of every precision exactly.
-        divisor = std if weight.dtype == torch.float32 else 2.0 ** round(math.log2(std))
+        divisor = scale if head.dtype == torch.float32 else 2.0 ** round(math.log2(abs(scale)))
         with torch.no_grad():
-            weight.div_(divisor)
-        self._scale, self._offset = divisor / std, self.statistics.mean / std
+            head.div_(divisor)
+            if self.has_new_head:
+                head.zero_()
+        self._scale, self._offset = divisor / scale, self.statistics.mean / scale
         self.statistics = ScoreStatistics()
 
     def forward(self, batch: TokenBatch, at: Literal["last", "tokens"]) -> torch.Tensor:
@@ -179,6 +188,7 @@ def load_score_model(
             model.score.weight, std=1.0 / math.sqrt(model.config.get_text_config().hidden_size + 1)
         )
     scorer = ScoreModel(use_onednn(without_dropout(model)).to(device), ScoreStatistics.load(Path(folder)))
+    scorer.has_new_head = from_causal
     refuse_non_finite(folder, model)
     with self_test_context(folder, model, shards):
         scorer.packs = tested(model, pack)

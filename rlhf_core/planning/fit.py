@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.consistency import learning_rates
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import plan as plan_placement
-from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.config.training import DeepSpeedConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding, InputError, ModelError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
@@ -30,6 +31,8 @@ from rlhf_core.planning.loads import (
 )
 from rlhf_core.planning.memory import engine_memory
 
+_SMALL_MODEL = 100_000_000
+"""Models with fewer parameters learn little with the default learning rates."""
 _MAX_TRIALS = 1500
 """Maximum number of configurations tried for one problem, which takes about two seconds."""
 
@@ -101,6 +104,19 @@ def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(S
     return (
         f"stages that this run has passed, or does not come to, do not fit: {found}; `rlhf plan` shows a fix"
     )
+
+
+def small_model_rates(config: PipelineConfig) -> Iterator[str]:
+    """Warn about default learning rates, which are those of billions of parameters, for a small model."""
+    shape = None if config.model.path is None else _known_shape(config)
+    low = [each for each in learning_rates(config) if not each.adapters and each.rate <= each.default]
+    if low and shape is not None and shape.parameters < _SMALL_MODEL:
+        names = ", ".join(f"{each.field} ({each.rate:g})" for each in low)
+        yield (
+            f"model.path: the model has {shape.parameters / 1e6:.1f} million parameters, but {names}: values"
+            " for billions of parameters, with which a small model learns little; raise them"
+            " (deployments/configs/tinystories.yaml has 50 to 300 times as much for 0.4 million)"
+        )
 
 
 def check_cluster_memory(
@@ -305,7 +321,18 @@ def advise(config: PipelineConfig, compare: Callable[[PipelineConfig], FitVerdic
         result = changed(fewer)
         if result is not None and result[1].fits:
             changes = fewer
+    changes |= _adapter_rates(config, changes)
     return tuple(f"{field}={value}" for field, value in changes.items())
+
+
+def _adapter_rates(config: PipelineConfig, changes: Changes) -> Changes:
+    """Return the learning rates of the adapters among the changes, for those of all parameters."""
+    sections = tuple(name.removesuffix("lora") for name in changes if name.endswith(".lora"))
+    rates = {}
+    for field, rate, _, adapters in learning_rates(config):
+        if not adapters and field.startswith(sections):
+            rates[field] = f"{adapter_rate(rate):g}"
+    return rates
 
 
 def _solve(

@@ -36,8 +36,8 @@ _IdsAndMask = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class CriticWarmup:
-    """Which steps train the critic only: the first `ppo.critic_warmup_steps`, and those after them until the
-    explained variance of the critic's values is above 0, at most `ppo.critic_warmup_max_steps` in total.
+    """Which steps train the critic only: the first `ppo.warmup_steps`, and those after them until the
+    explained variance of the critic's values is above 0, at most `ppo.longest_warmup` in total.
 
     The explained variance of a step is that before its update.
     """
@@ -60,7 +60,7 @@ class CriticWarmup:
             return False
         explained = metrics.get("value/explained_variance", 0.0)  # equal returns have none
         self._is_over = explained > 0 or step > self._ppo.longest_warmup
-        if self._is_over and self._ppo.critic_warmup_max_steps is not None:
+        if self._is_over and self._ppo.longest_warmup > self._ppo.warmup_steps:
             level = logging.INFO if explained > 0 else logging.WARNING
             log.log(
                 level,

@@ -164,7 +164,7 @@ class ModelWorker(ListeningActor):
         )
         if role == "critic":
             # Before the adapter and the optimizer make their copies of the head.
-            model.fold_statistics()
+            model.become_critic(ppo.reward_model_weight or 1.0)
         optimizer = {"policy": ppo.policy, "critic": ppo.critic}.get(role)
         # Only ZeRO-3 does something for a frozen model: it shards it.
         if not trained and deepspeed.zero_stage < 3:

@@ -22,7 +22,7 @@ from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
-from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory
+from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory, small_model_rates
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass, trained_model
 from rlhf_core.planning.overrides import with_changes
@@ -216,7 +216,12 @@ def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardwa
 
 
 def _warnings(config: PipelineConfig) -> list[str]:
-    return [*unusual_settings(config), *check_independent_judge(config), *small_regression_sets(config)]
+    return [
+        *unusual_settings(config),
+        *small_model_rates(config),
+        *check_independent_judge(config),
+        *small_regression_sets(config),
+    ]
 
 
 # -- shown --

@@ -176,7 +176,7 @@ def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:
     """Return the model that each role starts from.
 
     The critic starts from the reward model if that provides the rewards. Otherwise its scale would be wrong,
-    so the critic starts from the SFT model with a new head.
+    so the critic starts from the SFT model with a head of zeros.
     """
     sft = context.inputs["sft"] / "model"
     reward = context.inputs["reward"] / "model" if "reward" in context.inputs else sft

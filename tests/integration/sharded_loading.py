@@ -52,7 +52,7 @@ def load(name: str, rank: Rank, config: DeepSpeedConfig, folder: Path, *, sharde
     )
     assert sharded == any(hasattr(p, "ds_id") for p in model.parameters())
     if "critic" in name:
-        model.fold_statistics()
+        model.become_critic(1.0)
     add_adapter(model, lora)
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
     return TrainingEngine(model, config, optimizer if trained else None, rank)

@@ -105,6 +105,7 @@ def small_ppo(
     prompts: Sequence[PromptExample],
     monitor: Monitor | None = None,
     roles: Mapping[Role, Path] | None = None,
+    decode: Callable[[Sequence[int]], str] = str,
 ) -> Iterator[PPOController]:
     """Yield a controller with a started fleet, after the first weight sync.
 
@@ -115,14 +116,15 @@ def small_ppo(
         prompts: Training prompts.
         monitor: Process monitor, if the test needs one.
         roles: Model folders of single roles.
+        decode: Text of a response, for rewards that read it.
     """
     folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
-    rewards = RewardSettings(config.ppo.rewards, str, score_clip=config.ppo.score_clip)
+    rewards = RewardSettings(config.ppo.rewards, decode, score_clip=config.ppo.score_clip)
     with (
         Fleet(config, plan(config.ppo), config.run.device, folders, 0, monitor) as fleet,
         open_rewards(fleet, rewards) as composer,
     ):
-        controller = PPOController(config, fleet, prompts, str, composer, local_context(work))
+        controller = PPOController(config, fleet, prompts, decode, composer, local_context(work))
         controller.sync()
         yield controller
 

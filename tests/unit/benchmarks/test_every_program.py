@@ -27,6 +27,8 @@ TESTED_BY = {
     "benchmarks/growth": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/law_differences": "integration/test_deepspeed_laws.py",
     "benchmarks/learning_curves": "unit/benchmarks/test_programs_of_runs.py",
+    "benchmarks/learning_trl": "unit/benchmarks/test_learning_with_trl.py",
+    "benchmarks/learning_with_trl": "unit/benchmarks/test_learning_with_trl.py",
     "benchmarks/overoptimization": "unit/benchmarks/test_programs_of_runs.py",
     "benchmarks/ppo_iteration": "integration/test_iteration_on_ray.py",
     "benchmarks/ppo_iteration_bare": "unit/benchmarks/test_iteration_programs.py",

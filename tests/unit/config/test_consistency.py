@@ -25,6 +25,7 @@ PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "config
 TARGET = {"target": 6.0}
 BF16: dict[str, Any] = {"policy_deepspeed": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}
 # What is set, words of the warning, and the change that mends it.
+LONG = {"steps": 195, "prompts_per_step": 128, "critic_warmup_steps": 0}
 DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     (
         {"kl": {"estimator": "k3"}},
@@ -36,9 +37,9 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ({"kl": {"horizon": 500}}, ("ppo.kl.horizon: 500 has no effect",), {"kl": TARGET | {"horizon": 500}}),
     (
         # The review's proof: 195 steps of 128 responses take a coefficient of 0.05 to 0.082 at most.
-        {"steps": 195, "prompts_per_step": 128, "kl": TARGET | {"horizon": 10000}},
+        LONG | {"kl": TARGET | {"horizon": 10000}},
         ("ppo.kl.horizon: 10000 responses", "a factor of 1.65 at most in 195 steps", "leave it out (2560)"),
-        {"steps": 195, "prompts_per_step": 128, "kl": TARGET},
+        LONG | {"kl": TARGET},
     ),
     (
         {"kl": TARGET, "max_kl": 200.0},
@@ -100,6 +101,16 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         BF16 | {"lora": {"quantize": "nf4"}},
         ("ppo.lora.quantize: nf4", "leave it out"),
         {"lora": {"quantize": "nf4"}},
+    ),
+    (
+        {"lora": {}, "policy": {"learning_rate": 1e-6}},
+        ("ppo.policy.learning_rate: 1e-06 is that of all parameters", "use 1e-05, or leave it out (1e-05)"),
+        {"lora": {}, "policy": {"learning_rate": 2e-6}},
+    ),
+    (
+        {"lora": {}, "critic": {"learning_rate": 4e-6}},
+        ("ppo.critic.learning_rate: 4e-06", "use 4e-05, or leave it out (5e-05)"),
+        {"lora": {}, "algorithm": "reinforce_pp", "critic": {"learning_rate": 4e-6}},
     ),
     (
         {"guards": {"overoptimization": "stop"}},

@@ -81,7 +81,8 @@ def test_the_statistics_and_the_head_come_back_from_the_saved_model(causal: Path
 def test_a_critic_made_from_a_reward_model_starts_on_the_scale_of_its_normalised_scores(causal: Path) -> None:
     reward, critic = _load(causal), _load(causal)
     reward.statistics = critic.statistics = ScoreStatistics(mean=-3.0, std=0.25)
-    critic.fold_statistics()
+    critic.has_new_head = False
+    critic.become_critic(1.0)
     # The response's last token read as the value before one more token.
     batch = collate([TokenSequence.of((5, 6), (7, 8))], pad_id=0)
     longer = collate([TokenSequence.of((5, 6, 7, 8), (9,))], pad_id=0)
@@ -92,6 +93,33 @@ def test_a_critic_made_from_a_reward_model_starts_on_the_scale_of_its_normalised
 
 # Two hundred responses, more than the 128 numbers that bfloat16 has between two powers of two.
 MANY = collate([TokenSequence.of((5, 6), (7 + i % 40, 3 + i // 40)) for i in range(200)], pad_id=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weight", [0.5, -3.0])
+def test_a_critic_starts_on_the_scale_of_the_weighted_scores(causal: Path, dtype: str, weight: float) -> None:
+    reward, critic = _load(causal, dtype), _load(causal, dtype)
+    reward.statistics = critic.statistics = ScoreStatistics(mean=-3.0, std=0.25)
+    critic.has_new_head = False
+    critic.become_critic(weight)
+    normalised = reward.statistics.normalize(reward(MANY, "tokens"))
+    torch.testing.assert_close(critic(MANY, "tokens"), weight * normalised, rtol=1e-4, atol=1e-4)
+
+
+def test_a_critic_without_a_reward_model_starts_with_values_of_0_and_learns(causal: Path) -> None:
+    critic = _load(causal)
+    assert critic.has_new_head
+    critic.become_critic(1.0)
+    values = critic(MANY, "tokens")
+    assert not values.any()
+    (values - 1).square().mean().backward()
+    assert critic.lm.score.weight.grad.abs().sum() > 0
+
+
+def test_a_saved_score_model_has_no_new_head(causal: Path, tmp_path: Path) -> None:
+    _load(causal).save(tmp_path)
+    assert not _load(tmp_path).has_new_head
 
 
 @torch.no_grad()
@@ -124,7 +152,8 @@ def test_a_critic_in_bfloat16_starts_with_the_normalised_scores_unrounded(causal
     critic = _load(causal, "bfloat16")
     exact, bound = _exact(critic, "tokens")
     critic.statistics = ScoreStatistics(mean=-3.0, std=0.3)
-    critic.fold_statistics()
+    critic.has_new_head = False
+    critic.become_critic(1.0)
     # Twice: the division and the offset round in float32 as well.
     assert ((critic(MANY, "tokens") - (exact + 3.0) / 0.3).abs() <= 2 * bound / 0.3).all()
     # The weights take 2^-2 of 0.3, so that the optimizer's steps are as large as in float32, to a factor of
