@@ -117,6 +117,17 @@ def normalise(
     return Record("completion", prompt=prompt, response=_response(row, "completion", prompt), meta=meta)
 
 
+def field_value(row: Mapping[str, Any], name: str) -> Any | None:
+    """Return the value of a field, or None without one. `a.b` is the field `b` of the field `a`, unless a field
+    has this whole name.
+    """
+    if name in row:
+        return row[name]
+    first, _, rest = name.partition(".")
+    inner = row.get(first)
+    return field_value(inner, rest) if rest and isinstance(inner, Mapping) else None
+
+
 def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, Any]:
     if not rename:
         return row

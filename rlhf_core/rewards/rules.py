@@ -26,8 +26,11 @@ from rlhf_core.config.rewards import (
     TokenShareReward,
     WellFormedReward,
 )
+from rlhf_core.data.answers import gold_answers
+from rlhf_core.data.formats import field_value
+from rlhf_core.data.words import WITHOUT_BLANKS, words
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.answers import boxed, final_number, same_answer
+from rlhf_core.rewards.answers import is_right
 from rlhf_core.types import RewardInput
 
 log = logging.getLogger(__name__)
@@ -72,18 +75,14 @@ def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
 
 def answer(source: AnswerReward, sample: RewardInput) -> float:
     """Return 0 or 1. Raises `RewardError` if the prompt's row has no answer."""
-    wanted = sample.meta.get(source.field)
+    wanted = field_value(sample.meta, source.field)
     if wanted is None:
         raise RewardError(
             f"reward answer: the row of prompt {sample.prompt_id} has no field {source.field!r}; set `field`"
             f" to the one that holds the answer; it has {', '.join(sorted(sample.meta)) or 'none'}"
         )
-    given = boxed(sample.response) if source.extract in ("auto", "boxed") else None
-    if given is None and source.extract != "boxed":
-        given = final_number(sample.response)
-    # GSM8K's own answers end with `#### 18`.
-    right = str(wanted).rpartition("####")[2] or str(wanted)
-    return float(given is not None and same_answer(given, boxed(right) or right))
+    answers = gold_answers(wanted)
+    return float(any(is_right(sample.response, each, source.extract) for each in answers))
 
 
 def gold(sample: RewardInput) -> float:
