@@ -183,7 +183,7 @@ _TABLE = (
     Stage(
         "ppo",
         "rlhf_core.stages.ppo:run",
-        version=19,
+        version=20,
         sections=("ppo", "model"),
         inputs=("data", "sft", "reward", "judge"),
         sources=("ppo.",),
@@ -197,7 +197,7 @@ _TABLE = (
     Stage(
         "sample",
         "rlhf_core.stages.sample:run",
-        version=3,
+        version=4,
         sections=("sample", "ppo"),
         # Of `dpo` and `ppo` only the one whose policy answers (`sample.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
@@ -214,7 +214,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=17,
+        version=18,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),
@@ -232,7 +232,7 @@ _TABLE = (
     Stage(
         "register",
         "rlhf_core.stages.register:run",
-        version=12,
+        version=13,
         sections=("register",),
         # Of `dpo` and `ppo` only the one whose policy is registered (`register.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate"),

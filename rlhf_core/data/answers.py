@@ -1,13 +1,14 @@
 r"""What an answer is: how the answers of rows are read, and when two answers are the same.
 
-A row's answer is a text or a number. A solution that ends with `#### 18` or has a `\boxed{}` means what stands
-there. A list or an object with one element means this element; a list of texts of which at most one is a
-number has several spellings of one answer.
+A row's answer is a text or a number. Of a solution, it is what stands after `####` or in `\boxed{}`. A list
+or an object with one element means this element. A list of texts, of which at most one is mathematics, has
+several spellings of one answer.
 
 Two answers are the same if they are equal as one of these:
 
-    number       exactly, as fractions: `1,234.50`, `1.000.000`, `9{,}500`, `3/4`, `\frac34`, `1\frac12`, `2e5`,
-                 `2\times10^5`. A unit counts only if both have one: `35\text{ cm}`, `9 (apples)`, `$18`, `25\%`
+    number       exactly, as fractions: `1,234.50`, `1.000.000`, `9{,}500`, `3/4`, `\frac34`, `1\frac12`,
+                 `2e5`, `2\times10^5`. A unit counts only if both have one: `35\text{ cm}`, `9 (apples)`,
+                 `$18`, `25\%`
     list         by elements: `(1,2)` and `[0,1)` in their order, `1,2`, `1 and 2` and `\{1,2\}` in any
     choice       `E`, `(E)`, `E: text`
     text         without LaTeX's decoration, and words without case
@@ -17,7 +18,7 @@ Two answers are the same if they are equal as one of these:
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ _BOX = regex.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
 _SIGNS = str.maketrans({
     "−": "-", "–": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "×": r"\times ", "·": r"\cdot ",
     "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ",
-    "∈": r"\in ", "°": r"^\circ", "、": ",", "٫": ".", "٬": ",", "\u00a0": r"\,", "\u2009": r"\,", "\u202f": r"\,",
+    "∈": r"\in ", "°": r"^\circ", "、": ",", "٫": ".", "٬": ",",
+    "\u00a0": r"\,", "\u2009": r"\,", "\u202f": r"\,",
 })  # fmt: skip
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
 _DECORATION = (
@@ -55,7 +57,7 @@ _DECORATION = (
     (r"(?: ?\^ ?(?:\{ ?\\circ ?\}|\\circ)| ?¤?\\?degrees?)$", "¤degree"),
     (r" ?¤? ?(?:%|percent|percentage|pct)$", "¤%"),
     (r"(?<=\d) ?\(([A-Za-z]{2}[^()\d]*)\)$", r"¤\1"),
-    # Groups of three digits; after a comma and a blank only if they begin with 0, as no element of a list does.
+    # Groups of three digits. No element of a list begins with 0, so a group that does may follow a blank.
     (r"(?<![\d.,(\[]|\\\{)\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda found: found[0].replace(",", "")),
     (r"(?<![\d.,])\d{1,3}(?:, ?0\d\d)+(?!\d|,\d)", lambda found: regex.sub("[, ]", "", found[0])),
     (r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?!\d|[.,]\d)", lambda found: found[0].replace(".", "")),
@@ -75,13 +77,13 @@ _DECORATIONS = [(regex.compile(pattern), replacement) for pattern, replacement i
 
 _DIGITS = r"(?:\d+(?:\.\d+)?|\.\d+)"
 _PART = rf"\{{([-+]?{_DIGITS})\}}"
-_POWER = r"[-+]?\d{1,3})\}?"
 _NUMBER = regex.compile(
-    rf"(?P<sign>[-+]?)(?:(?P<whole>\d+)(?: (?=\d)|(?=\\)))?(?:\\frac{_PART}{_PART}|(?P<over>\d+)/(?P<under>\d+))"
+    rf"(?P<sign>[-+]?)(?:(?P<whole>\d+)(?: (?=\d)|(?=\\)))?"
+    rf"(?:\\frac{_PART}{_PART}|(?P<over>\d+)/(?P<under>\d+))"
     rf"|(?P<plain>[-+]?{_DIGITS})(?:[eE](?P<e>[-+]?\d{{1,3}})"
-    rf"|(?: ?x ?|\*|\\times ?|\\cdot ?)10\^\{{?(?P<times>{_POWER})?"
+    rf"|(?: ?x ?|\*|\\times ?|\\cdot ?)10\^\{{?(?P<times>[-+]?\d{{1,3}})\}}?)?"
     rf"|(?P<quotient>[-+]?{_DIGITS})/(?P<by>-?{_DIGITS})"
-    rf"|(?P<minus>-?)10\^\{{?(?P<power>{_POWER}"
+    r"|(?P<minus>-?)10\^\{?(?P<power>[-+]?\d{1,3})\}?"
 )
 # `2xy` and `2 x` are products. A unit has at least three letters, or four if no blank is before it.
 _SHORT = "cm|mm|km|kg|mg|ml|ft|lbs?|oz|yd|hrs?|am|pm|st|nd|rd|th|kb|mb|gb|tb"
@@ -110,9 +112,9 @@ def gold_answers(value: Any) -> tuple[str, ...]:
     while isinstance(value, list | Mapping) and len(value) == 1:
         value = value[0] if isinstance(value, list) else next(iter(value.values()))
     if isinstance(value, list):
-        texts = [text for each in value if not isinstance(each, list | Mapping) for text in gold_answers(each)]
-        numbers = sum(number(text) is not None for text in texts)
-        return tuple(texts) if len(texts) == len(value) and numbers <= 1 else ()
+        texts = [text for each in value if isinstance(each, str | int | float) for text in gold_answers(each)]
+        expressions = sum(_NO_WORDS.search(canonical(text)) is not None for text in texts)
+        return tuple(texts) if len(texts) == len(value) and expressions <= 1 else ()
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ()
     text = str(value)
@@ -123,19 +125,33 @@ def gold_answers(value: Any) -> tuple[str, ...]:
     return (text,) if canonical(text) else ()
 
 
-def is_reachable(text: str) -> bool:
-    r"""Return whether a response with `\boxed{text}` gets the reward."""
+def is_reachable(text: str, *, only_numbers: bool = False) -> bool:
+    r"""Return whether a response with `\boxed{text}` gets the reward; with `only_numbers`, one that ends with
+    `text`.
+    """
+    if only_numbers and number(canonical(text)) is None:
+        return False
     return boxed(rf"\boxed{{{text}}}") == text.strip() and same_answer(text, text)
+
+
+def is_reworded(value: Any) -> bool:
+    """Return whether a row's answer is read as its element, or as a number with the unit after it."""
+    return not isinstance(value, str | int | float) or (
+        "¤" in canonical(str(value)) and str(value)[-1] == ")"
+    )
+
+
+def plain_answer(text: str) -> str:
+    """Return an answer without decoration and unit, for messages."""
+    return canonical(text).partition("¤")[0]
 
 
 def boxed(response: str) -> str | None:
     r"""Return the content of the last `\boxed{}` or `\fbox{}`; None without one, "" if it is not closed."""
-    found = None
-    for found in _BOX.finditer(response):
-        pass
-    if found is None:
+    boxes = list(_BOX.finditer(response))
+    if not boxes:
         return None
-    first = found.end()
+    first = boxes[-1].end()
     if response[first : first + 1] != "{":
         return response[first:].split("$")[0].split("\n")[0].split(" ")[0].rstrip(".,")
     depth, i = 0, first
@@ -210,7 +226,7 @@ def _unit_name(unit: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Return a text with ASCII digits and signs. Raised digits become an exponent, not digits beside others."""
+    """Return a text with ASCII digits and signs. Raised digits become an exponent."""
     if text.isascii():
         return text
     text = regex.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{''.join(map(_RAISED.get, found[0]))}}}", text)

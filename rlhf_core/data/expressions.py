@@ -28,8 +28,8 @@ from rlhf_core.system.launch import launch, python_module
 
 log = logging.getLogger(__name__)
 
-CPU_SECONDS = 5
-"""Limit of one comparison. Comparisons of real answers take 0.01 to 0.5 s."""
+CPU_SECONDS = 3
+"""Limit of one comparison. Those of real answers take 0.005 to 0.4 s."""
 _MEMORY_BYTES = 2 << 30
 _LONGEST = 500
 """Longer expressions are not compared."""

@@ -41,7 +41,8 @@ _NEGATION = regex.compile(r"\b(?:not|no|never|neither|cannot)\b|n['’]t\b", reg
 _FORMULA = r"\$\$[^$]+\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$[^$\n]+(?<!\\)\$(?!\d)"
 # A word in a script without blanks is no part of the number beside it, as in `共有12个`.
 _ITEM = regex.compile(
-    rf"(?P<formula>{_FORMULA})|[^\s|{WITHOUT_BLANKS}\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f“”«»「」\"]+", regex.DOTALL
+    rf"(?P<formula>{_FORMULA})|[^\s|{WITHOUT_BLANKS}\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f“”«»「」\"]+",
+    regex.DOTALL,
 )
 _HAS_DIGIT = regex.compile(r"[\p{Nd}\p{No}]")
 _IN_FORMULA = regex.compile(r"[\p{Nd}\\=]")
@@ -162,7 +163,9 @@ def _runs(text: str) -> list[_Run]:
 
 def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
     """Return the span of a token without the signs around it; brackets stay if both are there."""
-    while text[start] in "'‘`~*_,;:!?([{<" or (text[start] == "." and not text[start + 1 : start + 2].isdecimal()):
+    while text[start] in "'‘`~*_,;:!?([{<" or (
+        text[start] == "." and not text[start + 1 : start + 2].isdecimal()
+    ):
         if text[start] in "([{" and text[end - 1] in ")]}":
             break
         start += 1
