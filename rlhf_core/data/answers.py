@@ -37,7 +37,7 @@ _SIGNS = str.maketrans({
     "∈": r"\in ", "°": r"^\circ", "、": ",", "٫": ".", "٬": ",",
     "\u00a0": r"\,", "\u2009": r"\,", "\u202f": r"\,",
 })  # fmt: skip
-_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _DECORATION = (
     (r"\\f?box(?:ed)? ?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}", r"\1"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])|\\!|\*\*|__(?!\d)", ""),
@@ -53,7 +53,8 @@ _DECORATION = (
      r"(\^\{?-?\d\}?)?$", r"¤\1\2"),
     (r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)|mbox|operatorname|boldsymbol)(?![A-Za-z])", r"\\text"),
     (r"\\text ?\{([^{}]*)\}", r"\1"),
-    (r"(?:\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s)+", " "),
+    (r" *\\\\(?![A-Za-z]) *", r"\\\\"),  # a row of a matrix ends
+    (r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s)+", " "),
     (r"(?: ?\^ ?(?:\{ ?\\circ ?\}|\\circ)| ?¤?\\?degrees?)$", "¤degree"),
     (r" ?¤? ?(?:%|percent|percentage|pct)$", "¤%"),
     (r"(?<=\d) ?\(([A-Za-z]{2}[^()\d]*)\)$", r"¤\1"),
@@ -229,7 +230,7 @@ def _ascii(text: str) -> str:
     """Return a text with ASCII digits and signs. Raised digits become an exponent."""
     if text.isascii():
         return text
-    text = regex.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{''.join(map(_RAISED.get, found[0]))}}}", text)
+    text = regex.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
     characters = []
     for character in text:
         plain = character
@@ -260,9 +261,9 @@ def _same(left: str, right: str) -> bool:
         right_name, right_value = other_named.groups() if other_named else ("", right)
         if not (left_name and right_name) or left_name == right_name:
             return _same(left_value, right_value)
-    lists = _elements(left), _elements(right)
-    if any(lists):
-        return all(lists) and _same_elements(*lists)
+    elements, other_elements = _elements(left), _elements(right)
+    if elements or other_elements:
+        return bool(elements and other_elements) and _same_elements(elements, other_elements)
     left, _, unit = left.partition("¤")
     right, _, other_unit = right.partition("¤")
     if not _same_unit(_unit_name(unit), _unit_name(other_unit)):

@@ -81,9 +81,9 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
         else:
             samples = [first_rows(file) for file in files[:_FILES_OF_A_FOLDER]]
     for rows in samples:
-        yield from _answer_findings(
-            field, source, rewards, rows, config.data.max_bad_rows if is_whole else 0.99
-        )
+        # Of the first rows, only a fault that all of them have is an error.
+        most = config.data.max_bad_rows if is_whole else 0.99
+        yield from _answer_findings(field, source, rewards, rows, most)
 
 
 def _answer_findings(
@@ -104,8 +104,8 @@ def _answer_findings(
         if prompts and not with_answer:
             own = ", ".join(sorted(prompts[0].meta)) or "none"
             yield DataError(
-                f"{field}.path: the reward of type answer needs the field {reward.field!r} in every row, but the"
-                f" first rows of {kept[0].file} have none (fields of the first: {own}); add it, or set"
+                f"{field}.path: the reward of type answer needs the field {reward.field!r} in every row, but"
+                f" the first rows of {kept[0].file} have none (fields of the first: {own}); add it, or set"
                 " `field` of the reward to the one that holds the answer"
             )
             continue

@@ -136,8 +136,8 @@ def _answer_warnings(
         yield problem
     if reworded:
         yield (
-            f"{where}: type answer: {len(reworded)} of {count} answers in the field {field!r} are read as what"
-            f" they contain (the first: {reworded[0]}); if that is not meant, write them as plain text"
+            f"{where}: type answer: {len(reworded)} of {count} answers in the field {field!r} are read as"
+            f" what they contain (the first: {reworded[0]}); if that is not meant, write them as plain text"
         )
 
 

@@ -34,7 +34,7 @@ _MEMORY_BYTES = 2 << 30
 _LONGEST = 500
 """Longer expressions are not compared."""
 _FUNCTIONS = r"sin|cos|tan|cot|sec|csc|log|exp|max|min|gcd|lcm|mod|arcsin|arccos|arctan|sinh|cosh|tanh"
-_COMMAND = regex.compile(r"\\[A-Za-z]+")
+_COMMAND = regex.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
 _WORDS = regex.compile(rf"(?!(?:{_FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{3,}}")
 _DECIMAL = regex.compile(r"(\d*)\.(\d+)")
 # What makes a text an expression, so that `no` is not the product of n and o.
@@ -176,10 +176,8 @@ def _same_relation(left: Any, right: Any) -> bool:
     if not ratio.is_number or not ratio.is_finite or ratio.is_zero:
         return False
     turned = {Gt: Lt, Lt: Gt, Ge: Le, Le: Ge, Eq: Eq, Ne: Ne}
-    kind = type(right)
-    if ratio.is_negative:
-        kind = turned.get(kind)
-    return type(left) is kind or (type(left) in (Eq, Ne) and type(left) is type(right))
+    wanted = turned.get(type(right)) if ratio.is_negative else type(right)
+    return type(left) is wanted
 
 
 if __name__ == "__main__":

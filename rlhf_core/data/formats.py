@@ -118,8 +118,8 @@ def normalise(
 
 
 def field_value(row: Mapping[str, Any], name: str) -> Any | None:
-    """Return the value of a field, or None without one. `a.b` is the field `b` of the field `a`, unless a field
-    has this whole name.
+    """Return the value of a field, or None without one. `a.b` is the field `b` of the field `a`, unless a
+    field has this whole name.
     """
     if name in row:
         return row[name]

@@ -40,10 +40,8 @@ _SENTENCE_END = regex.compile(r"[.;!?](?:\s|$)|\n")
 _NEGATION = regex.compile(r"\b(?:not|no|never|neither|cannot)\b|n['’]t\b", regex.IGNORECASE)
 _FORMULA = r"\$\$[^$]+\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$[^$\n]+(?<!\\)\$(?!\d)"
 # A word in a script without blanks is no part of the number beside it, as in `共有12个`.
-_ITEM = regex.compile(
-    rf"(?P<formula>{_FORMULA})|[^\s|{WITHOUT_BLANKS}\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f“”«»「」\"]+",
-    regex.DOTALL,
-)
+_SEPARATORS = '\\s|\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f“”«»「」"'
+_ITEM = regex.compile(rf"(?P<formula>{_FORMULA})|[^{_SEPARATORS}{WITHOUT_BLANKS}]+", regex.DOTALL)
 _HAS_DIGIT = regex.compile(r"[\p{Nd}\p{No}]")
 _IN_FORMULA = regex.compile(r"[\p{Nd}\\=]")
 # Between the items of a list, a range, a calculation or a mixed number.
@@ -96,17 +94,15 @@ def _readings(text: str) -> Iterator[str]:
         if marked is not None and marked.unit in _MARKED_UNITS:
             yield line
             return
-    phrase = None
-    for phrase in _PHRASE.finditer(text):
-        pass
-    if phrase is None:
+    phrases = list(_PHRASE.finditer(text))
+    if not phrases:
         whole = text.strip()
         yield from [whole] if "\n" not in whole else []
         runs = _runs(text[-_WINDOW:])
         if runs and not _NEGATION.search(runs[-1].before[-10:]):
             yield from runs[-1].readings(is_all=runs[-1].text == whole)
         return
-    rest = regex.sub(r"^(?:[\s:*_#>\"“]|-\s)+", "", text[phrase.end() : phrase.end() + _WINDOW])
+    rest = regex.sub(r"^(?:[\s:*_#>\"“]|-\s)+", "", text[phrases[-1].end() :][:_WINDOW])
     line = rest.split("\n")[0]
     runs = _runs(line)
     if runs and not runs[0].before:

@@ -146,8 +146,8 @@ class LanguageModelGrades:
 def grade_of(reply: str, scale: int) -> int | None:
     """Return the whole number from 1 to `scale` on the last line of a reply, or None if there is none.
 
-    `Grade: **7**`, `[[7]]`, `# 7`, `7/10` and `Grade (1-10): 7` are accepted as well, but not a label with other
-    digits, as in `ratio 3:2`.
+    `Grade: **7**`, `[[7]]`, `# 7`, `7/10` and `Grade (1-10): 7` are accepted as well, but not a label with
+    other digits, as in `ratio 3:2`.
     """
     label, word = last_line(reply)
     if re.search("[0-9]", re.sub(rf"\(1 ?(?:-|–|to) ?{scale}\)|\(out of {scale}\)", "", label)):

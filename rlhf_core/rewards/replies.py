@@ -23,7 +23,7 @@ _AROUND = " \t#*_`.\"'()[]"
 
 
 def last_line(reply: str) -> tuple[str, str]:
-    """Return the label on the last line of a reply, up to its last colon, and what follows, without decoration.
+    """Return the label on the last line of a reply, up to its last colon, and the rest without decoration.
 
     Only the last line counts, so that a text which the reply quotes decides nothing.
     """
