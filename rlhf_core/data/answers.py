@@ -57,6 +57,7 @@ _DECORATION = (
     (r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s)+", " "),
     (r"(?: ?\^ ?(?:\{ ?\\circ ?\}|\\circ)| ?¤?\\?degrees?)$", "¤degree"),
     (r" ?¤? ?(?:%|percent|percentage|pct)$", "¤%"),
+    (r"(?<=\d) ?/ ?([A-Za-z]{3,})$", r"¤/\1"),
     (r"(?<=\d) ?\(([A-Za-z]{2}[^()\d]*)\)$", r"¤\1"),
     # Groups of three digits. No element of a list begins with 0, so a group that does may follow a blank.
     (r"(?<![\d.,(\[]|\\\{)\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda found: found[0].replace(",", "")),

@@ -48,7 +48,7 @@ _IN_FORMULA = regex.compile(r"[\p{Nd}\\=]")
 _CONNECTION = regex.compile(r"[,;]?[ \t]*(?:and|or|to|[-–+*/x×÷&]|(?<=[ \t]):)?[ \t]*", regex.IGNORECASE)
 _OPERATOR_BEFORE = regex.compile(r"[^\s][ \t]*[-–−+*/^×÷<>][ \t]*$")
 _OPERATOR_AFTER = regex.compile(r"[ \t]*(?:[+/^×÷<>]|\*[ \t])")
-_CALCULATION = regex.compile(r"[-+*/×÷x().,$\d\s]+=")
+_CALCULATION = regex.compile(r"(?:[^\W\d]+:)?(?:[-+*/×÷().,$%\d\s]|(?<=\d ?)x(?= ?\d))+=(?!.*=)")
 _DECIMAL_COMMA = regex.compile(r"([-+]?\d+),(\d{1,2}|\d{4,})")
 
 
