@@ -90,7 +90,7 @@ _NUMBER = regex.compile(
 # `2xy` and `2 x` are products. A unit has at least three letters, or four if no blank is before it.
 _SHORT = "cm|mm|km|kg|mg|ml|ft|lbs?|oz|yd|hrs?|am|pm|st|nd|rd|th|kb|mb|gb|tb"
 _UNIT = regex.compile(
-    rf"(?<=\d)(?: (?!sin|cos|tan|log|exp)(?=[A-Za-z]{{3}})|(?=[A-Za-z]{{4}})| ?(?=(?:{_SHORT})\b|[€£]))"
+    rf"(?<=\d)(?: (?!sin|cos|tan|log|exp|and\b|times|plus|minus)(?=[A-Za-z]{{3}})|(?=[A-Za-z]{{4}})| ?(?=(?:{_SHORT})\b|[€£]))"
     r"((?:[A-Za-z]+|[€£])(?:[ /.-](?!(?:and|or)\b)[A-Za-z]+|\^\{?-?\d\}?)*)$"
 )
 _CURRENCY = regex.compile(r"^([-+]?)(?:\\?\$|€|£)([-+]?)(?=[\d.])")
@@ -263,8 +263,10 @@ def _same(left: str, right: str) -> bool:
         if not (left_name and right_name) or left_name == right_name:
             return _same(left_value, right_value)
     elements, other_elements = _elements(left), _elements(right)
-    if elements or other_elements:
-        return bool(elements and other_elements) and _same_elements(elements, other_elements)
+    if elements is not None and other_elements is not None:
+        return _same_elements(elements, other_elements)
+    if elements is not None or other_elements is not None:
+        return False
     left, _, unit = left.partition("¤")
     right, _, other_unit = right.partition("¤")
     if not _same_unit(_unit_name(unit), _unit_name(other_unit)):

@@ -37,7 +37,7 @@ _PHRASE = regex.compile(
     regex.IGNORECASE | regex.MULTILINE,
 )
 _SENTENCE_END = regex.compile(r"[.;!?](?:\s|$)|\n")
-_NEGATION = regex.compile(r"\b(?:not|no|never|neither|cannot)\b|n['’]t\b", regex.IGNORECASE)
+_NEGATION = regex.compile(r"\b(?:not|no|never|neither|cannot)\b|n['’]t\b|不是", regex.IGNORECASE)
 _FORMULA = r"\$\$[^$]+\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$[^$\n]+(?<!\\)\$(?!\d)"
 # A word in a script without blanks is no part of the number beside it, as in `共有12个`.
 _SEPARATORS = '\\s|\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f“”«»「」"'

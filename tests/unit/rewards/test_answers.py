@@ -153,6 +153,8 @@ WRONG = [
     ("It is 18 or 19", "19"),
     ("Answer: not 5", "5"),
     ("It is not 5", "5"),
+    ("答案不是5", "5"),
+    (r"\boxed{5 plus tax}", "5"),
     ("12/25/2024", "2024"),
     ("The year was 2024. The answer is ten.", "2024"),
     (r"\boxed{3.14}", r"\pi"),
