@@ -89,8 +89,9 @@ _NUMBER = regex.compile(
 )
 # `2xy` and `2 x` are products. A unit has at least three letters, or four if no blank is before it.
 _SHORT = "cm|mm|km|kg|mg|ml|ft|lbs?|oz|yd|hrs?|am|pm|st|nd|rd|th|kb|mb|gb|tb"
+_NO_UNIT = r"sin|cos|tan|log|exp|and\b|times|plus|minus"
 _UNIT = regex.compile(
-    rf"(?<=\d)(?: (?!sin|cos|tan|log|exp|and\b|times|plus|minus)(?=[A-Za-z]{{3}})|(?=[A-Za-z]{{4}})| ?(?=(?:{_SHORT})\b|[€£]))"
+    rf"(?<=\d)(?: (?!{_NO_UNIT})(?=[A-Za-z]{{3}})|(?=[A-Za-z]{{4}})| ?(?=(?:{_SHORT})\b|[€£]))"
     r"((?:[A-Za-z]+|[€£])(?:[ /.-](?!(?:and|or)\b)[A-Za-z]+|\^\{?-?\d\}?)*)$"
 )
 _CURRENCY = regex.compile(r"^([-+]?)(?:\\?\$|€|£)([-+]?)(?=[\d.])")
