@@ -197,7 +197,7 @@ _TABLE = (
     Stage(
         "sample",
         "rlhf_core.stages.sample:run",
-        version=3,
+        version=4,
         sections=("sample", "ppo"),
         # Of `dpo` and `ppo` only the one whose policy answers (`sample.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),

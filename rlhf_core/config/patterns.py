@@ -1,4 +1,4 @@
-"""Regular expressions of the configuration: the syntax and meaning of Python's `re`, with a time limit.
+"""Regular expressions of the configuration: those of Python's `re` with DOTALL, and with a time limit.
 
 `re` has no time limit, so the package `regex` is used for matching. `regex` has additional syntax: for
 example, `{e<2}` means fuzzy matching and `[[:alpha:]]` is a POSIX class, while `re` treats these characters
@@ -42,8 +42,11 @@ def pattern_problem(pattern: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def compiled(pattern: str) -> Any:
-    """Compile `pattern` with `regex`, with its meaning in `re`. Its `fullmatch` accepts a `timeout`."""
-    return regex.compile(_escaped(pattern), regex.VERSION0)
+    """Compile `pattern` with `regex`, with its meaning in `re`. Its `fullmatch` accepts a `timeout`.
+
+    A dot matches line feeds, because responses have several lines.
+    """
+    return regex.compile(_escaped(pattern), regex.VERSION0 | regex.DOTALL)
 
 
 def _escaped(pattern: str) -> str:

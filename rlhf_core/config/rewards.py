@@ -82,10 +82,14 @@ class KeywordsReward(RewardSource):
 
 
 class FormatReward(RewardSource):
-    """1 if the whole response matches the regular expression, else 0."""
+    """1 if the whole response, without the white space around it, matches the regular expression, else 0."""
 
     type: Literal["format"] = "format"
-    pattern: str = result(..., "Python regular expression, matched against the whole response", min_length=1)
+    pattern: str = result(
+        ...,
+        "Python regular expression for the whole response. A dot matches line feeds as well",
+        min_length=1,
+    )
 
     @field_validator("pattern")
     @classmethod
@@ -99,14 +103,18 @@ class FormatReward(RewardSource):
 
 
 class RepetitionReward(RewardSource):
-    """Minus the share of repeated n-grams of words: 0 if all are distinct, towards -1 if one is repeated."""
+    """Minus the share of repeated n-grams of words: 0 if all are distinct, towards -1 if one is repeated. In
+    scripts without blanks, such as Chinese, Japanese and Thai, each character counts as a word.
+    """
 
     type: Literal["repetition"] = "repetition"
     ngram: PositiveInt = result(3, "Words per n-gram")
 
 
 class RelevanceReward(RewardSource):
-    """Share of the prompt's content words that the response mentions."""
+    """Share of the prompt's content words that the response mentions. In scripts without blanks, two
+    characters in a row count as a content word.
+    """
 
     type: Literal["relevance"] = "relevance"
     min_letters: PositiveInt = result(4, "Shorter words of the prompt are not content words")
@@ -133,11 +141,17 @@ class AnswerReward(RewardSource):
     """
 
     type: Literal["answer"] = "answer"
-    field: str = result("answer", "Field of the prompt's row with the correct answer", min_length=1)
+    field: str = result(
+        "answer",
+        "Field of the prompt's row with the correct answer; `reward_model.ground_truth` is a field inside of"
+        " another one",
+        min_length=1,
+    )
     extract: Literal["auto", "final_number", "boxed"] = result(
         "auto",
-        "What the answer of a response is: `final_number`: its last number (after `####` if there is one);"
-        " `boxed`: its last \\boxed{}; `auto`: boxed if there is one, else the number",
+        "What the answer of a response is: `final_number`: the number on its last line of `####` and a"
+        " number, else after `answer is`, else the last one; `boxed`: its last \\boxed{}; `auto`: boxed if"
+        " there is one, else the number, formula, letter or text",
     )
 
 

@@ -8,7 +8,7 @@ are not too large.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from rlhf_core.config.address import Address, parse_address, s3_problem
@@ -16,13 +16,17 @@ from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.config.rewards import AnswerReward
+from rlhf_core.data.dataset import require_answers
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BEGINNING_ROWS, BadRow, Row, check_beginning, first_rows, list_files
+from rlhf_core.data.formats import field_value
 from rlhf_core.data.prompt_sets import check_rows
+from rlhf_core.data.sources import read_rows
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import ConfigError, DataError, Finding, InputError, ModelError, guarded
 from rlhf_core.system.files import exists
+from rlhf_core.types import PromptExample
 
 _FILES_OF_A_FOLDER = 3
 """Number of files of a folder whose beginnings are read."""
@@ -57,36 +61,58 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterator[Finding]:
-    """Check that the first prompts of a source have the answers that rewards compare with. The stage `data`
-    checks all of them, but a run that reuses its artifact would fail only when PPO starts.
+    """Check the answers of a source's prompts that rewards compare with: all of a local source that is not
+    too large, else the first ones. The stage `data` checks all of them, but a run that reuses its artifact
+    would fail only when PPO starts.
     """
-    wanted = {reward.field for reward in config.ppo.rewards if isinstance(reward, AnswerReward)}
+    rewards = [reward for reward in config.ppo.rewards if isinstance(reward, AnswerReward)]
     address = parse_address(source.path)
-    if not wanted or address.kind not in ("local", "synthetic"):
+    if not rewards or address.kind not in ("local", "synthetic"):
         return
     if address.kind == "synthetic":
         generated = islice(generate(config.data.synthetic, config.run.seed, "prompts"), BEGINNING_ROWS)
-        yield from _without_answers(field, source, wanted, [Row("synthetic", 1, data) for data in generated])
-        return
-    for file in list_files(address, source.split)[:_FILES_OF_A_FOLDER]:
-        yield from _without_answers(field, source, wanted, first_rows(file))
+        samples = [[Row("synthetic", 1, data) for data in generated]]
+        is_whole = False
+    else:
+        files = list_files(address, source.split)
+        is_whole = sum(file.stat().st_size for file in files) <= _ALL_ROWS_BYTES
+        if is_whole:
+            samples = [[row for row in read_rows(source, config.store, None) if isinstance(row, Row)]]
+        else:
+            samples = [first_rows(file) for file in files[:_FILES_OF_A_FOLDER]]
+    for rows in samples:
+        # Of the first rows, only a fault that all of them have is an error.
+        most = config.data.max_bad_rows if is_whole else 0.99
+        yield from _answer_findings(field, source, rewards, rows, most)
 
 
-def _without_answers(
-    field: str, source: Source, wanted: Collection[str], rows: Sequence[Row]
+def _answer_findings(
+    field: str, source: Source, rewards: Sequence[AnswerReward], rows: Sequence[Row], most: float
 ) -> Iterator[Finding]:
-    """Yield an error for each `wanted` field that none of the rows has, as far as they are prompts."""
+    """Yield an error for each wanted field that none of the rows has, as far as they are prompts, and what
+    there is to say about the answers of the others.
+    """
     kept = [row for row in rows if not source.only_split or row.data.get("split") == source.split]
     records = [to_record(row, source, "prompts", "") for row in kept]
-    fields = [record.record.meta for record in records if not isinstance(record, BadRow)]
-    for name in sorted(wanted):
-        if fields and all(each.get(name) is None for each in fields):
-            own = ", ".join(sorted(fields[0])) or "none"
+    prompts = [
+        PromptExample("", item.record.prompt_text, (), item.record.meta)
+        for item in records
+        if not isinstance(item, BadRow)
+    ]
+    for reward in {each.field: each for each in rewards}.values():
+        with_answer = [each for each in prompts if field_value(each.meta, reward.field) is not None]
+        if prompts and not with_answer:
+            own = ", ".join(sorted(prompts[0].meta)) or "none"
             yield DataError(
-                f"{field}.path: the reward of type answer needs the field {name!r} in every row, but the"
-                f" first rows of {kept[0].file} have none (fields of the first: {own}); add it, or set"
+                f"{field}.path: the reward of type answer needs the field {reward.field!r} in every row, but"
+                f" the first rows of {kept[0].file} have none (fields of the first: {own}); add it, or set"
                 " `field` of the reward to the one that holds the answer"
             )
+            continue
+        try:
+            yield from require_answers(with_answer, [reward], f"{field}.path", most)
+        except DataError as error:
+            yield error
 
 
 def _check_regression_set(config: PipelineConfig, index: int) -> Iterator[Finding]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rlhf_core.config.rewards import AnswerReward, AnyReward
+from rlhf_core.data.answers import gold_answers, is_reachable, is_reworded, plain_answer
+from rlhf_core.data.formats import field_value
 from rlhf_core.errors import DataError
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
@@ -94,21 +96,64 @@ def require_margins(pairs: Sequence[PairExample]) -> None:
 
 
 def require_answers(
-    prompts: Sequence[PromptExample], rewards: Sequence[AnyReward], where: str = "ppo.rewards"
-) -> None:
-    """Raise DataError unless every prompt has the answers that `rewards` compare with.
+    prompts: Sequence[PromptExample],
+    rewards: Sequence[AnyReward],
+    where: str = "ppo.rewards",
+    most: float = 0.0,
+) -> list[str]:
+    """Return warnings about the answers that `rewards` compare with.
 
-    `where` is the field of the rewards.
+    Args:
+        prompts: Prompts with the fields of their rows.
+        rewards: Rewards; those of another type are ignored.
+        where: Field of the rewards.
+        most: Largest share of prompts, 0 to 1, whose answer no response can reach.
+
+    Raises:
+        DataError: A prompt has no answer, or more than `most` of the answers cannot be reached.
     """
-    for field in [source.field for source in rewards if isinstance(source, AnswerReward)]:
-        without = [prompt for prompt in prompts if prompt.meta.get(field) is None]
-        if without:
-            raise DataError(
-                f"{where}: type answer needs the field {field!r} in every prompt row; {len(without)} of"
-                f" {len(prompts)} have none (the first: {without[0].prompt[:60]!r}, whose fields are"
-                f" {', '.join(sorted(without[0].meta)) or 'none'}); add it, or set `field` to the one that"
-                " holds the answer"
-            )
+    warnings: list[str] = []
+    for source in rewards:
+        if isinstance(source, AnswerReward):
+            warnings += _answer_warnings(prompts, source, where, most)
+    return warnings
+
+
+def _answer_warnings(
+    prompts: Sequence[PromptExample], source: AnswerReward, where: str, most: float
+) -> Iterator[str]:
+    field, count = source.field, len(prompts)
+    values = [field_value(prompt.meta, field) for prompt in prompts]
+    without = [prompt for prompt, value in zip(prompts, values, strict=True) if value is None]
+    if without:
+        raise DataError(
+            f"{where}: type answer needs the field {field!r} in every prompt row; {len(without)} of"
+            f" {count} have none (the first: {without[0].prompt[:60]!r}, whose fields are"
+            f" {', '.join(sorted(without[0].meta)) or 'none'}); add it, or set `field` to the one that"
+            " holds the answer"
+        )
+    unreachable, reworded = [], []
+    for value in values:
+        answers = gold_answers(value)
+        if not any(is_reachable(each, only_numbers=source.extract == "final_number") for each in answers):
+            unreachable.append(value)
+        elif is_reworded(value):
+            reworded.append(f"{value!r:.60} as {' or '.join(map(repr, map(plain_answer, answers)))}")
+    if unreachable:
+        problem = (
+            f"{where}: type answer: no response can get the reward for {len(unreachable)} of {count} prompts"
+            f" ({len(unreachable) / count:.1%}), because their field {field!r} is no answer that can be read"
+            f" (the first: {unreachable[0]!r:.80}); write each as a number or a short text, or set `field` to"
+            " the one that holds it, such as `reward_model.ground_truth`"
+        )
+        if len(unreachable) > most * count:
+            raise DataError(f"{problem} (data.max_bad_rows={most:g})" if most else problem)
+        yield problem
+    if reworded:
+        yield (
+            f"{where}: type answer: {len(reworded)} of {count} answers in the field {field!r} are read as"
+            f" what they contain (the first: {reworded[0]}); if that is not meant, write them as plain text"
+        )
 
 
 def read_evenly(

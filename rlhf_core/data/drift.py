@@ -25,6 +25,7 @@ from typing import Any
 
 from rlhf_core.data.dataset import evenly, read_evenly
 from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.data.words import WITHOUT_BLANKS
 
 SAMPLED_ROWS = 10_000
 """Texts of at most this number of training rows of each set are compared."""
@@ -36,8 +37,7 @@ _MIN_COUNT = 10
 """Rarer words are among the others: the correction for chance is too small for them."""
 _OTHER_WORDS = "(other words)"
 _SHOWN_CHANGES = 5
-# Chinese and Japanese have no blanks between words, so each of their characters counts as a word.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+_WORD = re.compile(rf"[{WITHOUT_BLANKS}]|[^\W{WITHOUT_BLANKS}]+")
 
 _TEXTS: dict[str, tuple[str, dict[str, str]]] = {
     "sft": ("sft", {"input_ids": "sft"}),

@@ -111,7 +111,8 @@ def prepare(
             [item.example for item in encoded["preference"] if isinstance(item.example, PairExample)]
         )
     prompts = [item.example for item in encoded["prompts"] if isinstance(item.example, PromptExample)]
-    require_answers(prompts, config.ppo.rewards)
+    for warning in require_answers(prompts, config.ppo.rewards, most=config.data.max_bad_rows):
+        log.warning("%s", warning)
     failpoint("data.encoded")
     splits = _split(config, encoded, counts)
     _warn_of_few_prompts(config, splits["prompts"])

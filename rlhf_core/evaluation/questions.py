@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf_core.rewards.replies import last_line
 from rlhf_core.rewards.rubric import read_rubric
 
 FIELD = "evaluate.language_model"
@@ -86,12 +87,9 @@ def questions_of(rubric: str, pair: Pair) -> tuple[str, str]:
 def letter_of(reply: str) -> str | None:
     """Return the letter on the last line of a reply, or None if there is something else.
 
-    `Verdict: **A**`, `[[A]]` and `tie` are accepted as well.
+    `Verdict: **A**`, `[[A]]`, `# A` and `tie` are accepted as well.
     """
-    lines = reply.strip().splitlines()
-    if not lines:
-        return None
-    word = lines[-1].rpartition(":")[2].strip(" \t*_`.\"'()[]").upper()
+    word = last_line(reply)[1].upper()
     if word == "TIE":
         return "C"
     return word if word in LETTERS else None

@@ -1,83 +1,173 @@
-"""Verifiable answers: the final number or the boxed expression of a response, compared with the row's own
-answer.
+r"""The answer of a response: where it stands, and whether it is that of the row (`data.answers`).
 
-    final number   after the last `####` if there is one (GSM8K), else the last number of the text
-    boxed          what the last `\\boxed{...}` holds, braces inside included (MATH)
+Only what follows the thoughts counts. The answer is the first of these that the response has:
 
-Numbers are compared exactly, as fractions: `1,234.50`, `.5`, `1e-05`, `$18`, `-3`, `3/4`, `\\frac{3}{4}`,
-`25%` (as 25).
-Anything else is compared as text without spaces, dollar signs, `\\text{}` and the full stop at its end.
+    box      the content of the last `\boxed{}` or `\fbox{}`; a box that is cut off has no answer
+    marker   the last line of `####` and a number (GSM8K)
+    phrase   what follows the last `answer is`, `answer:` or heading `Answer`
+    text     the whole of a single line, or its last number or formula
+
+A number is never taken out of a formula, a list, a range or a date: `$\sqrt{3}$`, `3 and 5`, `5-7`,
+`12/25/2024`.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import regex
 
-_NUMBER_LENGTH = 1000
-"""Longer texts are not read as numbers. A policy can repeat a digit; Python reads at most 4,300."""
-# A sign counts only if no word or number precedes it and no blank follows it: the last number of `10-3`,
-# `10 - 3` and the list item `- 3` is 3. `v2x` has none.
-_NUMBER = regex.compile(
-    r"(?<![\w.])[-+−]?(?:[$€£]\s?)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
-    r"(?:[eE][-+]?\d{1,3}(?!\w))?(?:\s?/\s?\d+)?(?![\d])",
+from rlhf_core.data.answers import boxed, canonical, number, same_answer
+from rlhf_core.data.words import WITHOUT_BLANKS
+
+Extract = Literal["auto", "final_number", "boxed"]
+
+_WINDOW = 2000
+"""Without a box, a marker or a phrase, the answer is looked for in this many characters at the end."""
+_TAG = r"(?:think(?:ing)?|thoughts?|reasoning)"
+_THOUGHTS_END = regex.compile(rf"</{_TAG}>|\[/THINK\]", regex.IGNORECASE)
+_THOUGHTS_START = regex.compile(rf"<{_TAG}>|\[THINK\]", regex.IGNORECASE)
+_ANSWER_TAG = regex.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", regex.DOTALL | regex.IGNORECASE)
+_MARKER = regex.compile(r"^[ \t]*####[ \t]*(\S.{0,200})$", regex.MULTILINE)
+_MARKED_UNITS = ("", "%", "dollar", "euro", "pound")
+_PHRASE = regex.compile(
+    r"\banswers?(?: (?:to|of|for) [^.:\n]{1,60}?)?[*_]*\s?(?:\b(?:is|are|equals)\b|[:=])"
+    r"|^[#*_ ]*(?:(?:the|my|final|correct) )*answer[*_ ]*$",
+    regex.IGNORECASE | regex.MULTILINE,
 )
-_FRAC = regex.compile(r"^([-+−]?)\\[dt]?frac\{([-+−]?\d+)\}\{(\d+)\}$")
-# With an exponent, which `str` gives a float in the row from 1e16 on and below 1e-4.
-_WHOLE = regex.compile(r"^([-+−]?)((?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?%?$")
-_TEXT = regex.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
+_SENTENCE_END = regex.compile(r"[.;!?](?:\s|$)|\n")
+_NEGATION = regex.compile(r"\b(?:not|no|never|neither|cannot)\b|n['’]t\b|不是", regex.IGNORECASE)
+_FORMULA = r"\$\$[^$]+\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$[^$\n]+(?<!\\)\$(?!\d)"
+# A word in a script without blanks is no part of the number beside it, as in `共有12个`.
+_SEPARATORS = '\\s|\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f“”«»「」"'
+_ITEM = regex.compile(rf"(?P<formula>{_FORMULA})|[^{_SEPARATORS}{WITHOUT_BLANKS}]+", regex.DOTALL)
+_HAS_DIGIT = regex.compile(r"[\p{Nd}\p{No}]")
+_IN_FORMULA = regex.compile(r"[\p{Nd}\\=]")
+# Between the items of a list, a range, a calculation or a mixed number.
+_CONNECTION = regex.compile(r"[,;]?[ \t]*(?:and|or|to|[-–+*/x×÷&]|(?<=[ \t]):)?[ \t]*", regex.IGNORECASE)
+_OPERATOR_BEFORE = regex.compile(r"[^\s][ \t]*[-–−+*/^×÷<>][ \t]*$")
+_OPERATOR_AFTER = regex.compile(r"[ \t]*(?:[+/^×÷<>]|\*[ \t])")
+_CALCULATION = regex.compile(r"(?:[^\W\d]+:)?(?:[-+*/×÷().,$%\d\s]|(?<=\d ?)x(?= ?\d))+=(?!.*=)")
+_DECIMAL_COMMA = regex.compile(r"([-+]?\d+),(\d{1,2}|\d{4,})")
 
 
-def boxed(response: str) -> str | None:
-    """Return the content of the last `\\boxed{...}`; None without a whole one."""
-    start = response.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, first = 1, start + len("\\boxed{")
-    for i in range(first, len(response)):
-        depth += {"{": 1, "}": -1}.get(response[i], 0)
-        if depth == 0:
-            return response[first:i]
+def is_right(response: str, wanted: str, extract: Extract = "auto") -> bool:
+    """Return whether the answer of a response is `wanted`.
+
+    Args:
+        response: Text of the response.
+        wanted: One of `gold_answers`.
+        extract: See `AnswerReward`.
+    """
+    text = without_thoughts(response)
+    if extract == "final_number":
+        found = final_number(text)
+        return found is not None and same_answer(found, wanted)
+    content = boxed(text)
+    if content is not None or extract == "boxed":
+        return content is not None and same_answer(content, wanted)
+    return any(same_answer(reading, wanted) for reading in _readings(text))
+
+
+def without_thoughts(response: str) -> str:
+    """Return what follows the last thoughts, in `<answer>` if it has that; "" if the thoughts have no end."""
+    text = _THOUGHTS_END.split(response)[-1]
+    if _THOUGHTS_START.search(text):
+        return ""
+    tagged = _ANSWER_TAG.findall(text)
+    return str(tagged[-1] if tagged else text).strip()
+
+
+def final_number(text: str) -> str | None:
+    """Return the number that the answer of a text is; None without one."""
+    for reading in _readings(text):
+        if number(canonical(reading)) is not None:
+            return reading
     return None
 
 
-def final_number(response: str) -> str | None:
-    """Return the number after the last `####`, else the last one of the response; None without a number."""
-    _, marker, after = response.rpartition("####")
-    numbers = _NUMBER.findall(after if marker else response)
-    if not numbers:
-        return None
-    # After a marker the answer comes first, and words may follow it. In free text the answer comes last.
-    return str(numbers[0] if marker else numbers[-1])
+def _readings(text: str) -> Iterator[str]:
+    """Yield the spellings of the one answer of a text, without its box. There may be none."""
+    for line in reversed(_MARKER.findall(text)):
+        marked = number(canonical(line))
+        if marked is not None and marked.unit in _MARKED_UNITS:
+            yield line
+            return
+    phrases = list(_PHRASE.finditer(text))
+    if not phrases:
+        whole = text.strip()
+        yield from [whole] if "\n" not in whole else []
+        runs = _runs(text[-_WINDOW:])
+        if runs and not _NEGATION.search(runs[-1].before[-10:]):
+            yield from runs[-1].readings(is_all=runs[-1].text == whole)
+        return
+    rest = regex.sub(r"^(?:[\s:*_#>\"“]|-\s)+", "", text[phrases[-1].end() :][:_WINDOW])
+    line = rest.split("\n")[0]
+    runs = _runs(line)
+    if runs and not runs[0].before:
+        yield from runs[0].readings(is_all=False)
+    sentence = _SENTENCE_END.split(line)[0].strip("*_ ")
+    yield sentence
+    runs = _runs(sentence)
+    if len(runs) == 1 and not _NEGATION.search(sentence):
+        yield from runs[0].readings(is_all=False)
 
 
-def same_answer(given: str, wanted: str) -> bool:
-    """Return whether both are equal as numbers, or as text if one is not a number."""
-    left, right = _as_number(given), _as_number(wanted)
-    if left is not None and right is not None:
-        return left == right
-    return _as_text(given) == _as_text(wanted)
+class _Run(NamedTuple):
+    """A number or formula, or several that are connected."""
+
+    before: str
+    """The text before it."""
+    text: str
+
+    def readings(self, *, is_all: bool) -> Iterator[str]:
+        """Yield the spellings; `is_all`: nothing else is in the response."""
+        yield self.text
+        calculation = _CALCULATION.match(self.text)
+        if calculation:
+            yield self.text[calculation.end() :]
+        comma = _DECIMAL_COMMA.fullmatch(self.text)
+        # Of a text in a sentence. Alone, `3,5` is a list.
+        if comma and not is_all:
+            yield f"{comma[1]}.{comma[2]}"
 
 
-def _as_number(text: str) -> Fraction | None:
-    if len(text) > _NUMBER_LENGTH:
-        return None
-    text = regex.sub(r"[\s,$€£]|\\[,;!$%]|\\left|\\right", "", text).rstrip(".")
-    fraction, whole = _FRAC.match(text), _WHOLE.match(text)
-    if fraction:
-        # `Fraction` reads the ASCII minus only.
-        sign, numerator, denominator = fraction[1], fraction[2].replace("−", "-"), int(fraction[3])
-    elif whole:
-        sign, numerator, denominator = whole[1], whole[2], int(whole[3] or 1)
-    else:
-        return None
-    if denominator == 0:
-        return None
-    value = Fraction(numerator) / denominator
-    return -value if sign in ("-", "−") else value
+def _runs(text: str) -> list[_Run]:
+    """Return the numbers and formulas of a text in their order. Those beside an operator are left out."""
+    text = regex.sub(r"(?<=[$€£])[ \t]+(?=\d)", "", text)
+    spans: list[tuple[int, int]] = []
+    for found in _ITEM.finditer(text):
+        start, end = found.span()
+        if found["formula"]:
+            if not _IN_FORMULA.search(found[0]):
+                continue
+        elif _HAS_DIGIT.search(found[0]):
+            start, end = _trimmed(text, start, end)
+        else:
+            continue
+        if spans and _CONNECTION.fullmatch(text, spans[-1][1], start):
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+    runs = []
+    for start, end in spans:
+        if not _OPERATOR_BEFORE.search(text[:start]) and not _OPERATOR_AFTER.match(text, end):
+            runs.append(_Run(text[:start], text[start:end]))
+    return runs
 
 
-def _as_text(text: str) -> str:
-    plain = regex.sub(r"[\s$]|\\[,;!]", "", _TEXT.sub(r"\1", text))
-    return str(plain).rstrip(".").casefold()
+def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+    """Return the span of a token without the signs around it; brackets stay if both are there."""
+    while text[start] in "'‘`~*_,;:!?([{<" or (
+        text[start] == "." and not text[start + 1 : start + 2].isdecimal()
+    ):
+        if text[start] in "([{" and text[end - 1] in ")]}":
+            break
+        start += 1
+    while text[end - 1] in "'’`~*_.,;:!?)]}>-–":
+        inside = text[start : end - 1]
+        if text[end - 1] in ")]}" and sum(map(inside.count, "([{")) > sum(map(inside.count, ")]}")):
+            break
+        end -= 1
+    return start, end

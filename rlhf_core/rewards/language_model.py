@@ -20,7 +20,7 @@ from pathlib import Path
 from rlhf_core.config.rewards import LanguageModelReward
 from rlhf_core.rewards.chat_service import api_key, ask_service, readings
 from rlhf_core.rewards.failures import Outcome
-from rlhf_core.rewards.replies import ModelReply, Replies
+from rlhf_core.rewards.replies import ModelReply, Replies, last_line
 from rlhf_core.rewards.rubric import read_rubric
 from rlhf_core.types import RewardInput
 
@@ -146,13 +146,12 @@ class LanguageModelGrades:
 def grade_of(reply: str, scale: int) -> int | None:
     """Return the whole number from 1 to `scale` on the last line of a reply, or None if there is none.
 
-    `Grade: **7**`, `[[7]]` and `7/10` are accepted as well, but not a label with digits, as in `ratio 3:2`.
+    `Grade: **7**`, `[[7]]`, `# 7`, `7/10` and `Grade (1-10): 7` are accepted as well, but not a label with
+    other digits, as in `ratio 3:2`.
     """
-    lines = reply.strip().splitlines()
-    label, _, rest = lines[-1].rpartition(":") if lines else ("", "", "")
-    if re.search("[0-9]", label):
+    label, word = last_line(reply)
+    if re.search("[0-9]", re.sub(rf"\(1 ?(?:-|–|to) ?{scale}\)|\(out of {scale}\)", "", label)):
         return None
-    word = rest.strip(" \t*_`.\"'()[]")
     found = re.fullmatch(rf"([0-9]{{1,4}})(\s*/\s*{scale})?", word)
     grade = int(found[1]) if found else 0
     return grade if 1 <= grade <= scale else None

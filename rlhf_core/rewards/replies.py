@@ -11,11 +11,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_core.system.files import create_once, read_json, write_atomic
+
+_INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
+_AROUND = " \t#*_`.\"'()[]"
+
+
+def last_line(reply: str) -> tuple[str, str]:
+    """Return the label on the last line of a reply, up to its last colon, and the rest without decoration.
+
+    Only the last line counts, so that a text which the reply quotes decides nothing.
+    """
+    lines = _INVISIBLE.sub("", reply).strip().splitlines() or [""]
+    label, _, rest = lines[-1].rpartition(":")
+    return label, rest.strip(_AROUND)
 
 
 @dataclass(frozen=True)

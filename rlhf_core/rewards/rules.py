@@ -1,7 +1,7 @@
 """Rule rewards: one pure function per rule of `rlhf_core.config.rewards`, each of one response.
 
 Every function takes its configuration and one `RewardInput` and returns a finite float; ranges are given per
-rule. Words are runs of letters, digits, apostrophes and hyphens, compared with case folded.
+rule. `rlhf_core.data.words` says what a word is.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import regex
@@ -26,8 +27,11 @@ from rlhf_core.config.rewards import (
     TokenShareReward,
     WellFormedReward,
 )
+from rlhf_core.data.answers import gold_answers
+from rlhf_core.data.formats import field_value
+from rlhf_core.data.words import WITHOUT_BLANKS, words
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.answers import boxed, final_number, same_answer
+from rlhf_core.rewards.answers import is_right
 from rlhf_core.types import RewardInput
 
 log = logging.getLogger(__name__)
@@ -35,10 +39,13 @@ log = logging.getLogger(__name__)
 MATCH_SECONDS = 1.0
 """Time limit of a pattern on one response; see `format_match`."""
 
-_WORD = regex.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _CLOSERS = "\"'”’»)]}*_"
 _OPENERS = "\"'“‘«([{*_¿¡"
-_FULL_STOPS = ".!?…。！？؟।"
+_FULL_STOP = regex.compile(r"[\p{Sentence_Terminal}…]|[\u0e00-\u0eff]")
+"""Thai and Lao sentences end without a mark."""
+_LETTER = rf"[^\W{WITHOUT_BLANKS}]"
+"""A letter or digit beside which a word cannot begin or end."""
+_IS_CHARACTER = regex.compile(rf"[{WITHOUT_BLANKS}]")
 
 
 def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
@@ -72,18 +79,14 @@ def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
 
 def answer(source: AnswerReward, sample: RewardInput) -> float:
     """Return 0 or 1. Raises `RewardError` if the prompt's row has no answer."""
-    wanted = sample.meta.get(source.field)
+    wanted = field_value(sample.meta, source.field)
     if wanted is None:
         raise RewardError(
             f"reward answer: the row of prompt {sample.prompt_id} has no field {source.field!r}; set `field`"
             f" to the one that holds the answer; it has {', '.join(sorted(sample.meta)) or 'none'}"
         )
-    given = boxed(sample.response) if source.extract in ("auto", "boxed") else None
-    if given is None and source.extract != "boxed":
-        given = final_number(sample.response)
-    # GSM8K's own answers end with `#### 18`.
-    right = str(wanted).rpartition("####")[2] or str(wanted)
-    return float(given is not None and same_answer(given, boxed(right) or right))
+    answers = gold_answers(wanted)
+    return float(any(is_right(sample.response, each, source.extract) for each in answers))
 
 
 def gold(sample: RewardInput) -> float:
@@ -107,13 +110,16 @@ def keywords(source: KeywordsReward, sample: RewardInput) -> float:
 
 
 def format_match(source: FormatReward, sample: RewardInput, seconds: float = MATCH_SECONDS) -> float:
-    """Return 1.0 if the pattern matches the response from end to end, else 0.0.
+    """Return 1.0 if the pattern matches the response from end to end, with or without the white space around
+    it, else 0.0.
 
     A pattern with nested quantifiers can need exponential time on an unlucky text, so matching is bounded by
     `seconds`; a response on which it is not decided by then counts as no match and is named in the log.
     """
+    pattern, text = compiled(source.pattern), sample.response
     try:
-        return float(compiled(source.pattern).fullmatch(sample.response, timeout=seconds) is not None)
+        found = pattern.fullmatch(text, timeout=seconds) or pattern.fullmatch(text.strip(), timeout=seconds)
+        return float(found is not None)
     except TimeoutError:
         log.warning(
             "reward %s: the pattern was not decided within %g s on the response to prompt %s, which counts"
@@ -125,8 +131,8 @@ def format_match(source: FormatReward, sample: RewardInput, seconds: float = MAT
 
 def repetition(source: RepetitionReward, sample: RewardInput) -> float:
     """Return distinct / total - 1 over the n-grams of words, in (-1, 0]; 0 for a text without n-grams."""
-    words = _words(sample.response)
-    grams = Counter(tuple(words[i : i + source.ngram]) for i in range(len(words) - source.ngram + 1))
+    found = words(sample.response)
+    grams = Counter(tuple(found[i : i + source.ngram]) for i in range(len(found) - source.ngram + 1))
     total = grams.total()
     return len(grams) / total - 1.0 if total else 0.0
 
@@ -135,10 +141,10 @@ def relevance(source: RelevanceReward, sample: RewardInput) -> float:
     """Return the share, in [0, 1], of the prompt's distinct content words found in the response; 0 if the
     prompt has none.
     """
-    wanted = {word for word in _words(sample.prompt) if sum(map(str.isalpha, word)) >= source.min_letters}
+    wanted = _content_words(sample.prompt, source.min_letters)
     if not wanted:
         return 0.0
-    return len(wanted & set(_words(sample.response))) / len(wanted)
+    return len(wanted & _content_words(sample.response, source.min_letters)) / len(wanted)
 
 
 def well_formed(sample: RewardInput) -> float:
@@ -150,7 +156,7 @@ def well_formed(sample: RewardInput) -> float:
     start = text.lstrip(_OPENERS).lstrip()[:1]
     # The last condition is true for a letter of a script without case, such as Chinese.
     begins = start.isupper() or start.isdigit() or (start.isalpha() and start.lower() == start.upper())
-    checks = (sample.finished, bool(text), bool(end) and end in _FULL_STOPS, begins)
+    checks = (sample.finished, bool(text), _FULL_STOP.match(end) is not None, begins)
     return sum(checks) / len(checks)
 
 
@@ -169,10 +175,17 @@ def check_pattern(source: FormatReward) -> None:
         )
 
 
-def _words(text: str) -> list[str]:
-    return [str(word) for word in _WORD.findall(text.casefold())]
+def _content_words(text: str, min_letters: int) -> set[str]:
+    """Return the words with enough letters. Of a script without blanks, two characters in a row are one."""
+    found = words(text)
+    content = {word for word in found if sum(map(str.isalpha, word)) >= min_letters}
+    pairs = ("".join(pair) for pair in pairwise(found) if all(map(_IS_CHARACTER.fullmatch, pair)))
+    return content | {pair for pair in pairs if pair in text.casefold()}
 
 
 @lru_cache(maxsize=256)
 def _whole_word(word: str) -> Any:
-    return regex.compile(rf"(?<!\w){regex.escape(word)}(?!\w)", regex.IGNORECASE)
+    # Without blanks, nothing shows where a word begins and ends.
+    before = "" if _IS_CHARACTER.match(word[0]) else f"(?<!{_LETTER})"
+    after = "" if _IS_CHARACTER.match(word[-1]) else f"(?!{_LETTER})"
+    return regex.compile(f"{before}{regex.escape(word)}{after}", regex.IGNORECASE)

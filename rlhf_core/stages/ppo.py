@@ -93,7 +93,8 @@ def _started(
 
     data, ppo = context.inputs["data"], config.ppo
     prompts = load_prompts(data, "train")
-    require_answers(prompts, ppo.rewards)
+    # The stage `data` has checked the share of answers that can be reached.
+    require_answers(prompts, ppo.rewards, most=1.0)
     processes = plan(ppo).processes
     context.progress("ppo start", 0, processes, "processes")
     rewards = RewardSettings(

@@ -512,3 +512,33 @@ def test_a_missing_folder_for_temporary_files_must_be_one_that_can_be_made(
         (found,) = check_environment(config())
     assert str(found).startswith(f"{name}: '{scratch}/job' cannot be used: ")
     assert "is not writable for this user; choose another folder" in str(found)
+
+
+def test_the_share_of_answers_that_nothing_can_reach_is_named_before_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+
+    def with_answers(bad: int, **data: Any) -> PipelineConfig:
+        answers = [{"style": "rule", "ground_truth": "2"}] * bad + ["2"] * (100 - bad)
+        rows = [{"prompt": f"What is {i} + 1?", "answer": each} for i, each in enumerate(answers)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+        return config(
+            data={"prompts": [{"path": str(file)}], **data},
+            ppo={"rewards": [{"type": "model"}, {"type": "answer"}]},
+        )
+
+    assert check(with_answers(0)) == []
+    (warning,) = check(with_answers(5))
+    assert warning.startswith("data.prompts.0.path: type answer: no response can get the reward for 5 of 100")
+    message = refused(with_answers(6), DataError)
+    assert "6 of 100 prompts (6.0%)" in message and "data.max_bad_rows=0.05" in message
+    assert "such as `reward_model.ground_truth`" in message
+    assert len(check(with_answers(100, max_bad_rows=1.0))) == 1
+
+
+def test_a_dotted_field_and_lists_of_one_are_read_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"What is {i}?", "reward_model": {"truth": [f"${i}$"]}} for i in range(30)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = {"type": "answer", "field": "reward_model.truth"}
+    (warning,) = check(config(data={"prompts": [{"path": str(file)}]}, ppo={"rewards": [reward]}))
+    assert "30 of 30 answers in the field 'reward_model.truth'" in warning and "['$0$'] as '0'" in warning

@@ -30,6 +30,8 @@ def test_a_pair_is_asked_in_both_orders() -> None:
         ("Answer A is vague.\n\nVerdict: **B**", "B"),
         ("[[A]]", "A"),
         ("tie", "C"),
+        ("# A", "A"),
+        ("A\n\u200b", "A"),
         ("", None),
         ("A or B", None),
         ("A\nbecause it is shorter", None),

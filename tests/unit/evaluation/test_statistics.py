@@ -227,3 +227,12 @@ def test_distinct_n_counts_over_all_texts() -> None:
     assert distinct_n({"x": texts, "y": ["a"]}, 2) == {"x": 0.0, "y": 0.0}
     # Windows of 2, as many as y has: (a b)(a a)(b c) and (d d).
     assert distinct_n({"x": texts, "y": ["d d"]}, 1) == {"x": (2 + 1 + 2) / 6, "y": 1 / 2}
+
+
+def test_distinct_n_sees_loops_in_scripts_without_blanks() -> None:
+    found = {
+        script: distinct_n({"x": [loop]}, 2)["x"]
+        for script, loop in (("Chinese", "你好" * 40), ("Thai", "สวัสดี" * 20), ("digits", "1" * 200))
+    }
+    assert max(found.values()) < 0.1
+    assert distinct_n({"x": ["小狐狸在花园里睡觉"]}, 2) == {"x": 1.0}

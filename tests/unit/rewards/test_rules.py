@@ -3,7 +3,9 @@
 - each rule's value on small responses, computed by hand
 - edge cases: empty responses, prompts without content words, other scripts
 - a pattern that takes too long is stopped and counts as no match
-- a pattern has the meaning of Python's `re`, although another engine matches it; the flag x is refused
+- each rule tells a loop, an empty, a right and a wrong answer apart in scripts with and without blanks
+- a pattern has the meaning of Python's `re` with DOTALL, although another engine matches it; the flag x is
+  refused
 """
 
 import dataclasses
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.patterns import compiled, pattern_problem
 from rlhf_core.config.rewards import (
+    AnyReward,
     FormatReward,
     GoldReward,
     KeywordsReward,
@@ -71,9 +74,30 @@ def test_keywords_are_text_and_not_patterns() -> None:
     assert [rules.keywords(source, sample(text)) for text in ("I like c++ most", "ccc")] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("text", "value"), [("42", 1.0), ("42 ", 0.0), ("the 42", 0.0), ("", 0.0)])
-def test_format_matches_the_whole_response(text: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("text", "value"), [("42", 1.0), ("\n42 \n", 1.0), ("the 42", 0.0), ("42\n42", 0.0), ("", 0.0)]
+)
+def test_format_matches_the_whole_response_without_the_white_space_around_it(text: str, value: float) -> None:
     assert rules.format_match(FormatReward(type="format", pattern=r"\d+"), sample(text)) == value
+
+
+def test_a_pattern_can_ask_for_the_white_space_around_the_response() -> None:
+    source = FormatReward(type="format", pattern=r"42\n")
+    assert [rules.format_match(source, sample(text)) for text in ("42\n", "42")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>\none\ntwo\n</think>\n<answer>4</answer>\n", 1.0),
+        ("<think>one</think><answer>\n4\n</answer>", 1.0),
+        ("<think>one</think>4", 0.0),
+        ("so <think>one</think><answer>4</answer>", 0.0),
+    ],
+)
+def test_a_dot_of_a_pattern_matches_line_feeds(text: str, value: float) -> None:
+    pattern = r"<think>.*?</think>\s*<answer>.*?</answer>"
+    assert rules.format_match(FormatReward(type="format", pattern=pattern), sample(text)) == value
 
 
 def test_slow_pattern_is_stopped_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,6 +129,97 @@ def test_repetition_is_minus_the_share_of_repeated_ngrams(text: str, value: floa
     assert rules.repetition(RepetitionReward(type="repetition", ngram=2), sample(text)) == pytest.approx(
         value
     )
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *("你好" * 40, "ありがとう" * 20, "สวัสดี" * 20, "ကောင်း" * 20, "1" * 200, "a" * 200, "😀" * 100),
+        *("ha " * 60, "!" * 100, "! " * 100, "- " * 100, "word " + "* " * 100),
+    ],
+)
+def test_repetition_sees_loops_of_characters_digits_signs_and_emoji(loop: str) -> None:
+    assert rules.repetition(RepetitionReward(), sample(loop)) < -0.8
+
+
+SCRIPTS = {
+    # prompt, right answer, wrong answer, a keyword that the right one has
+    "English": (
+        "Tell me about the small fox in the garden.",
+        "The small fox sleeps in the garden, near the old wall.",
+        "Rain falls on Monday, and buses stop at nine.",
+        "fox",
+    ),
+    "Chinese": (
+        "请介绍花园里的小狐狸。",
+        "小狐狸在花园里睡觉，靠近旧墙。",
+        "星期一下雨，公交车九点停运。",
+        "狐狸",
+    ),
+    "Japanese": (
+        "庭の小さなキツネについて教えて。",
+        "小さなキツネは庭で寝ています。",
+        "月曜日は雨が降りました。",
+        "キツネ",
+    ),
+    "Thai": ("เล่าเรื่องสุนัขจิ้งจอกในสวน", "สุนัขจิ้งจอกหลับอยู่ในสวน", "วันจันทร์ฝนตกหนักมาก", "จิ้งจอก"),
+    "Arabic": (
+        "حدثني عن الثعلب الصغير في الحديقة.",
+        "ينام الثعلب الصغير في الحديقة قرب الجدار.",
+        "تهطل الأمطار يوم الاثنين وتتوقف الحافلات.",
+        "الثعلب",
+    ),
+    "Russian": (
+        "Расскажи про маленькую лису в саду.",
+        "Расскажу: маленькую лису видели в саду, у старой стены.",
+        "Дождь идёт в понедельник, автобусы стоят.",
+        "лису",
+    ),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_rules_tell_a_loop_an_empty_a_right_and_a_wrong_answer_apart(script: str) -> None:
+    prompt, right, wrong, keyword = SCRIPTS[script]
+    answers = {"loop": f"{wrong} " * 12, "empty": "", "right": right, "wrong": wrong}
+
+    def values(rule: AnyReward) -> dict[str, float]:
+        found = {}
+        for kind, text in answers.items():
+            ids = tuple(text.encode())
+            found[kind] = rules.evaluate_rule(
+                rule, sample(text, prompt=prompt, ids=ids, finished=kind != "loop")
+            )
+        return found
+
+    repetition = values(RepetitionReward())
+    assert repetition["loop"] < -0.8 < -0.1 < repetition["right"] <= 0
+    relevance = values(RelevanceReward())
+    assert relevance["right"] >= 0.3 and relevance["wrong"] < 0.1 and relevance["empty"] == 0
+    keywords = values(KeywordsReward(words=(keyword,)))
+    assert keywords == {"loop": 0.0, "empty": 0.0, "right": 1.0, "wrong": 0.0}
+    well_formed = values(WellFormedReward())
+    assert well_formed["right"] == 1.0 > well_formed["loop"] and well_formed["empty"] < 0.5
+    pattern = values(FormatReward(pattern=f".*{keyword}.*"))
+    assert pattern == {"loop": 0.0, "empty": 0.0, "right": 1.0, "wrong": 0.0}
+    length = values(LengthReward(target=len(right.encode()), tolerance=40))
+    assert length["right"] == 1.0 and length["loop"] == length["empty"] == 0.0
+    share = values(TokenShareReward(below=1))
+    assert set(share.values()) == {0.0}, "no text has the byte 0"
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "count"),
+    [
+        ("狐狸", "小狐狸和狐狸", 2),
+        ("Python", "我喜欢Python编程", 1),
+        ("fox", "小fox狐狸", 1),
+        ("fox", "foxes", 0),
+        ("จิ้งจอก", "สุนัขจิ้งจอกหลับ", 1),
+    ],
+)
+def test_a_keyword_needs_no_blanks_in_scripts_that_have_none(word: str, text: str, count: int) -> None:
+    assert rules.keywords(KeywordsReward(words=(word,)), sample(text)) == count
 
 
 @pytest.mark.parametrize(
@@ -197,7 +312,7 @@ def test_a_pattern_matches_as_in_python(pieces: list[str], texts: list[str]) -> 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            own = re.compile(pattern)
+            own = re.compile(pattern, re.DOTALL)
     except (re.error, OverflowError, FutureWarning):
         assert not pattern or pattern_problem(pattern) is not None
         return

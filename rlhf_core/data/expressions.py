@@ -1,0 +1,184 @@
+"""Equality of two mathematical expressions, decided by math-verify in a process of its own.
+
+    equal(a, b) --a line of JSON--> process, which forks a child --> child: math-verify --> "true" or "false"
+                                    |  the child is killed at the limit: "null", the next child is forked
+
+Parsing and simplifying can take unlimited time and memory, for example on a tower of powers. The child has a
+limit of CPU seconds and of memory, so a busy machine changes no result. A comparison that reaches a limit is
+not equal. The process starts with the first comparison and ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from functools import cache, lru_cache
+from typing import Any
+
+import regex
+
+from rlhf_core.errors import InfrastructureError
+from rlhf_core.system.launch import launch, python_module
+
+log = logging.getLogger(__name__)
+
+CPU_SECONDS = 3
+"""Limit of one comparison. Those of real answers take 0.005 to 0.4 s."""
+_MEMORY_BYTES = 2 << 30
+_LONGEST = 500
+"""Longer expressions are not compared."""
+_FUNCTIONS = r"sin|cos|tan|cot|sec|csc|log|exp|max|min|gcd|lcm|mod|arcsin|arccos|arctan|sinh|cosh|tanh"
+_COMMAND = regex.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
+_WORDS = regex.compile(rf"(?!(?:{_FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{3,}}")
+_DECIMAL = regex.compile(r"(\d*)\.(\d+)")
+# What makes a text an expression, so that `no` is not the product of n and o.
+_MATHEMATICAL = regex.compile(r"[\d\\+*/^=<>|-]")
+# `12_7` is a number to the base 7, which math-verify reads as 12; a number of 100 digits is no answer.
+_UNREADABLE = regex.compile(r"\d_|\d{100}|[^\x20-\x7e]")
+_WARM_UP = (("x^2=1", "x=1"), (r"\frac{1}{2}\sqrt{3}", r"\frac{\sqrt{3}}{2}"), ("(x+1)^2", "x^2+2x+1"))
+
+
+@lru_cache(maxsize=4096)
+def equal(given: str, wanted: str) -> bool:
+    """Return whether two texts in LaTeX are equal expressions: exactly, for all values of their variables.
+
+    Numbers are not rounded. A text that is no expression is equal to nothing.
+    """
+    if not (_is_expression(given) and _is_expression(wanted)) or _differ_in_case(given, wanted):
+        return False
+    found = _comparer(os.getpid()).compare(given, wanted)
+    if found is None:
+        log.warning("the comparison of %r with %r needs too much time or memory: not equal", given, wanted)
+    return bool(found)
+
+
+def _is_expression(text: str) -> bool:
+    plain = _COMMAND.sub(" ", text)
+    if len(text) > _LONGEST or _UNREADABLE.search(text) or text.count("{") != text.count("}"):
+        return False
+    return bool(_MATHEMATICAL.search(text)) and not _WORDS.search(plain)
+
+
+def _differ_in_case(given: str, wanted: str) -> bool:
+    """Return whether a variable is a capital letter in one text only. math-verify ignores the case."""
+    left, right = set(_COMMAND.sub("", given)), set(_COMMAND.sub("", wanted))
+    return any(each.swapcase() in right and each not in right for each in left if each.isalpha())
+
+
+class _Comparer:
+    """The process, and the socket to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        paths = [path for path in sys.path if path]
+        # Sets of symbols must have the same order in each run.
+        own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        command = [*python_module("rlhf_core.data.expressions"), str(theirs.fileno())]
+        with theirs:
+            self._process = launch(command, os.environ | own, pass_fds=(theirs.fileno(),))
+        self._socket = ours
+        self._replies = ours.makefile("r", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def compare(self, given: str, wanted: str) -> bool | None:
+        """Return whether they are equal; None at a limit. Raises InfrastructureError if the process ended."""
+        with self._lock:
+            try:
+                self._socket.sendall(json.dumps([given, wanted]).encode() + b"\n")
+                reply = self._replies.readline()
+            except OSError:
+                reply = ""
+        if not reply:
+            _comparer.cache_clear()
+            raise InfrastructureError("the process that compares mathematical expressions has ended")
+        decided: bool | None = json.loads(reply)
+        return decided
+
+
+@cache
+def _comparer(_process: int) -> _Comparer:
+    """Return the comparer of this process. A process that was forked has one of its own."""
+    return _Comparer()
+
+
+# -- in the process --
+
+
+def main(descriptor: int) -> None:
+    """Compare pairs of expressions until the other end of the socket is closed."""
+    logging.disable(logging.WARNING)  # math-verify warns that its own time limit is off
+    for pair in _WARM_UP:
+        _equal(*pair)
+    with socket.socket(fileno=descriptor) as channel:
+        while True:
+            child = os.fork()
+            if child == 0:
+                _serve(channel)
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if os.waitstatus_to_exitcode(status) == 0:
+                return
+            channel.sendall(b"null\n")
+
+
+def _serve(channel: socket.socket) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    for line in channel.makefile("r", encoding="utf-8"):
+        # The signal ends the process, also inside of a library that is not written in Python.
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        try:
+            reply: bool | None = _equal(*json.loads(line))
+        except (MemoryError, RecursionError):
+            reply = None
+        except Exception:  # what sympy raises about expressions that it cannot compare has no common class
+            reply = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        channel.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def _equal(given: str, wanted: str) -> bool:
+    from sympy.core.relational import Relational
+
+    left, right = _parsed(given), _parsed(wanted)
+    if left is None or right is None:
+        return False
+    if isinstance(left, Relational) or isinstance(right, Relational):
+        return isinstance(left, Relational) and isinstance(right, Relational) and _same_relation(left, right)
+    from math_verify import verify
+
+    # Of the default precision, 10^{-20} and 10^{-30} are equal.
+    return bool(verify(right, left, numeric_precision=100, timeout_seconds=None))
+
+
+def _parsed(text: str) -> Any:
+    """Return the expression, with fractions instead of decimals, which math-verify would round; or None."""
+    from math_verify import LatexExtractionConfig, parse
+
+    exact = _DECIMAL.sub(lambda found: rf"(\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}})", text)
+    reading = [LatexExtractionConfig(boxed_match_priority=-1)]
+    found = parse(f"${exact}$", reading, fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
+
+
+def _same_relation(left: Any, right: Any) -> bool:
+    """Return whether one relation is a multiple of the other. math-verify compares the solutions, which are
+    equal for all equations that have none.
+    """
+    from sympy import Eq, Ge, Gt, Le, Lt, Ne, simplify
+
+    ratio = simplify((left.lhs - left.rhs) / (right.lhs - right.rhs))
+    if not ratio.is_number or not ratio.is_finite or ratio.is_zero:
+        return False
+    turned = {Gt: Lt, Lt: Gt, Ge: Le, Le: Ge, Eq: Eq, Ne: Ne}
+    wanted = turned.get(type(right)) if ratio.is_negative else type(right)
+    return type(left) is wanted
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
