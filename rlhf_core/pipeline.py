@@ -121,7 +121,7 @@ _TABLE = (
     Stage(
         "data",
         "rlhf_core.stages.data:run",
-        version=5,
+        version=6,
         sections=("data", "model"),
         sources=("model", "data."),
         headline=("data/sft_train", "data/pairs_train", "data/prompts_train", "data/prompts_eval"),
@@ -129,7 +129,7 @@ _TABLE = (
     Stage(
         "sft",
         "rlhf_core.stages.sft:run",
-        version=5,
+        version=6,
         sections=("sft", "model"),
         inputs=("data",),
         # The tokenizer of the data artifact comes from the model, but its weights are read here.
@@ -214,7 +214,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=17,
+        version=18,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),

@@ -53,18 +53,30 @@ Part = tuple[str, Callable[[PipelineConfig], Iterator[Finding]]]
 """A check, and the name of what it checks for the message if the check itself fails."""
 
 
-def check(config: PipelineConfig, *further: Part, stages: Collection[StageName] = tuple(STAGES)) -> list[str]:
+def check(
+    config: PipelineConfig,
+    *further: Part,
+    stages: Collection[StageName] = tuple(STAGES),
+    this_machine: bool = True,
+) -> list[str]:
     """Return the warnings, one sentence each, of all parts and of `further` ones.
 
-    Devices that only other stages than `stages` need are a warning.
+    Args:
+        config: The configuration, with all length limits (`rlhf_core.data.check.with_assumed_limits`).
+        further: Parts that are added at the end.
+        stages: The stages of the run. Devices that only others need are a warning.
+        this_machine: False for a plan for other machines: folders, environment, devices and disk of this one
+            are not checked.
 
     Raises ConfigError, DataError or ModelError (the class of the first problem). Its message lists every
     problem, one per line.
     """
     # Messages are in this order.
-    parts: tuple[Part, ...] = (
+    folders: tuple[Part, ...] = (
         ("store, run.home, tracking", check_addresses),
         ("environment", check_environment),
+    )
+    contents: tuple[Part, ...] = (
         ("data", check_data),
         ("model.path", check_model),
         ("model.path", check_architecture),
@@ -78,10 +90,12 @@ def check(config: PipelineConfig, *further: Part, stages: Collection[StageName] 
         ("configuration", unusual_settings),
         ("configuration", check_consistency),
         ("ppo.engine.tensor_parallel", check_tensor_parallel),
+    )
+    devices: tuple[Part, ...] = (
         ("run.device", partial(check_devices, stages=stages)),
         ("run.home", check_disk),
-        *further,
     )
+    parts = (*folders, *contents, *devices, *further) if this_machine else (*contents, *further)
     # By message: two checks that read the same file can find the same problem.
     errors: dict[str, InputError] = {}
     warnings: dict[str, None] = {}  # a set in the order of insertion

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from rlhf_core.config.address import Address, parse_address, s3_problem
-from rlhf_core.config.data import Source
+from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.limits import Limits, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.config.rewards import AnswerReward
-from rlhf_core.data.examples import to_record
+from rlhf_core.data.examples import estimated_lengths, to_record
 from rlhf_core.data.files import BEGINNING_ROWS, BadRow, Row, check_beginning, first_rows, list_files
+from rlhf_core.data.lengths import Lengths
 from rlhf_core.data.prompt_sets import check_rows
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import ConfigError, DataError, Finding, InputError, ModelError, guarded
+from rlhf_core.models.folder import ModelFolder, length_limits
 from rlhf_core.system.files import exists
 
 _FILES_OF_A_FOLDER = 3
@@ -30,6 +34,8 @@ _ALL_ROWS_BYTES = 16 * 2**20
 """Maximum size of a regression set of which all rows are read, which takes up to about 5 s."""
 
 
+_ASSUMED = Limits(prompt=1024, response=1024, text=2048, new=1024)
+"""Limits of checks and plans if no row can be read before the run."""
 _RIGHT_OR_WRONG = ("answer", "format")
 """Types of rewards that are 0 or 1."""
 
@@ -56,6 +62,42 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
             )
 
 
+def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
+    """Return the configuration with all length limits, for checks before the stage `data` knows them.
+
+    Those that are null are estimated from the characters of the first rows of local files.
+    """
+    if None not in config.given_limits:
+        return config
+    context = 2**31
+    if config.model.path is None:
+        context = config.model.tiny.max_positions
+    elif exists(config.model.path):
+        with suppress(InputError):
+            settings = ModelFolder(config.model.path).text_config
+            context = min(length_limits(settings, config.model.attention).values(), default=context)
+    lengths = Lengths(context)
+    for name, _, source in config.data.sources():
+        with suppress(InputError):
+            for row in _first_rows(config, name, source):
+                record = to_record(row, source, name, "")
+                if not isinstance(record, BadRow):
+                    lengths.add(name, estimated_lengths(record.record))
+    needed = lengths.needed() if lengths.has_rows else _ASSUMED
+    return config.with_limits(fitted_limits(config.given_limits, needed, context))
+
+
+def _first_rows(config: PipelineConfig, name: SetName, source: Source) -> Iterator[Row]:
+    """Yield the first rows of a local or generated source."""
+    address = parse_address(source.path)
+    if address.kind == "synthetic":
+        for data in islice(generate(config.data.synthetic, config.run.seed, name), BEGINNING_ROWS):
+            yield Row("synthetic", 1, data)
+    elif address.kind == "local":
+        for file in list_files(address)[:_FILES_OF_A_FOLDER]:
+            yield from first_rows(file)
+
+
 def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterator[Finding]:
     """Check that the first prompts of a source have the answers that rewards compare with. The stage `data`
     checks all of them, but a run that reuses its artifact would fail only when PPO starts.
@@ -65,8 +107,7 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
     if not wanted or address.kind not in ("local", "synthetic"):
         return
     if address.kind == "synthetic":
-        generated = islice(generate(config.data.synthetic, config.run.seed, "prompts"), BEGINNING_ROWS)
-        yield from _without_answers(field, source, wanted, [Row("synthetic", 1, data) for data in generated])
+        yield from _without_answers(field, source, wanted, list(_first_rows(config, "prompts", source)))
         return
     for file in list_files(address)[:_FILES_OF_A_FOLDER]:
         yield from _without_answers(field, source, wanted, first_rows(file))
@@ -122,14 +163,6 @@ def _check_all_rows(config: PipelineConfig, index: int) -> Iterator[Finding]:
             f" has {count}: a policy that loses this share of the answers often passes, because no loss is"
             " seen; add prompts, or raise the margin"
         )
-
-
-def small_regression_sets(config: PipelineConfig) -> Iterator[str]:
-    """Yield the warnings about the rows of local regression sets. Files that cannot be used are left out."""
-    for index, each in enumerate(config.evaluate.regression):
-        if parse_address(each.path).kind == "local":
-            found = guarded(f"evaluate.regression.{index}", _check_all_rows(config, index))
-            yield from (text for text in found if isinstance(text, str))
 
 
 def check_source(field: str, source: Source) -> Iterator[Finding]:
