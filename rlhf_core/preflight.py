@@ -18,7 +18,7 @@ from rlhf_core.config.base_models import JUDGE_PATH
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, shown, texts
-from rlhf_core.data.check import check_data
+from rlhf_core.data.check import check_data, with_assumed_limits
 from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import (
@@ -62,7 +62,7 @@ def check(
     """Return the warnings, one sentence each, of all parts and of `further` ones.
 
     Args:
-        config: The configuration, with all length limits (`rlhf_core.data.check.with_assumed_limits`).
+        config: The configuration. Length limits that follow from the data are estimated.
         further: Parts that are added at the end.
         stages: The stages of the run. Devices that only others need are a warning.
         this_machine: False for a plan for other machines: folders, environment, devices and disk of this one
@@ -71,6 +71,7 @@ def check(
     Raises ConfigError, DataError or ModelError (the class of the first problem). Its message lists every
     problem, one per line.
     """
+    config = with_assumed_limits(config)
     # Messages are in this order.
     folders: tuple[Part, ...] = (
         ("store, run.home, tracking", check_addresses),

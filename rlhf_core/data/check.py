@@ -78,7 +78,8 @@ def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
             context = min(length_limits(settings, config.model.attention).values(), default=context)
     lengths = Lengths(context)
     for name, _, source in config.data.sources():
-        with suppress(InputError):
+        # An estimate must not fail. `check_data` names what is wrong with a source.
+        with suppress(Exception):
             for row in _first_rows(config, name, source):
                 record = to_record(row, source, name, "")
                 if not isinstance(record, BadRow):

@@ -117,7 +117,7 @@ def prepare(
     if config.reward.enabled and held_out_pairs < _FEW_PAIRS:
         log.warning(
             "data.preference: %d pairs are held out (data.eval_fraction): the accuracy of the reward model,"
-            " which reward.min_accuracy limits, will be very uncertain; give more pairs, or raise the fraction",
+            " which reward.min_accuracy limits, will be uncertain; give more pairs, or raise the fraction",
             held_out_pairs,
         )
     for name in SETS:

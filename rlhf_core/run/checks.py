@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
-from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import checking
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.fit import check_memory
@@ -96,9 +94,9 @@ def check_and_prepare(
     with checking(name):
         further: tuple[Part, ...] = (
             ("run.executor", check_executors),
-            ("memory", partial(check_memory, stages=stages)),
+            ("memory", lambda config: check_memory(config, stages)),
         )
-        warnings = check(with_assumed_limits(config), *further, stages=stages)
+        warnings = check(config, *further, stages=stages)
     Home.of(config.run.home).make()
     store = open_store(config)
     if retry_store:

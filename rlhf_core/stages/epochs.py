@@ -82,6 +82,7 @@ def train_on_ranks(
         args: Further arguments of `train`. They must be picklable.
     """
     from rlhf_core.cluster.ranks import run_ranks
+    from rlhf_core.engines.distributed import resolve_device
 
     # The stages that learn from pairs start from the SFT model.
     inputs = {} if context.lineage is None else context.lineage.inputs
@@ -89,8 +90,6 @@ def train_on_ranks(
         problem = never_ends(inputs["sft"].metrics.get("eos_rate", 1.0), "the SFT model")
         if problem is not None:
             log.warning("%s", problem)
-    from rlhf_core.engines.distributed import resolve_device
-
     metrics: dict[str, float] = run_ranks(
         train_with_threads,
         settings.deepspeed.ranks,

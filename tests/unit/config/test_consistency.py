@@ -291,11 +291,10 @@ def test_run_shows_warnings(tmp_path: Path) -> None:
     assert any("ppo.kl.estimator: k3" in warning for warning in check(config_from_tree(tree, "test")))
 
 
-@pytest.mark.parametrize("section", ["sft", "reward", "dpo"])
-def test_early_stop_needs_held_out_rows(section: str) -> None:
-    tree = {"data": {"eval_fraction": 0.0}, section: {"early_stop": {}}}
-    errors = [str(finding) for finding in check_consistency(config_from_tree(tree, "test"))]
-    assert any(f"{section}.early_stop: needs held-out rows" in error for error in errors)
+def test_no_held_out_prompts_are_refused() -> None:
+    message = r"data.eval_fraction: must be from 0.001 to 0.9 \(held-out prompts measure the models"
+    with pytest.raises(ConfigError, match=message):
+        config_from_tree({"data": {"eval_fraction": 0}}, "test")
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
