@@ -38,7 +38,8 @@ from rlhf_core.planning.speed import (
     optimizer_step_time,
     step_time,
 )
-from rlhf_core.preflight import check
+from rlhf_core.preflight import Part, check
+from rlhf_core.run.executors.check import check_executors
 from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
 
@@ -170,8 +171,9 @@ def _checked(
         yield from ()
 
     try:
-        further = (model_config or "model.path", read_shape)
-        return tuple(check(config, further, this_machine=this_machine))
+        further: list[Part] = [("run.executor", check_executors)] if this_machine else []
+        further.append((model_config or "model.path", read_shape))
+        return tuple(check(config, *further, this_machine=this_machine))
     except InputError as error:
         raise type(error)("\n".join([error.message, *misfits])) from error
 

@@ -20,6 +20,16 @@ from rlhf_core.run.plan import as_json, make_plan
 from tests.support.model_folder import model_folder
 
 PAIR = {"prompt": "What is this? " * 4, "chosen": "It is this. " * 10, "rejected": "No."}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "max_position_embeddings": 256,
+    "vocab_size": 8,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 NO_PPO: dict[str, Any] = {
     "ppo": {"enabled": False},
     "dpo": {"enabled": True},
@@ -36,7 +46,7 @@ def tree(tmp_path: Path) -> dict[str, Any]:
     sources = [{"path": str(rows)}]
     return {
         "run": {"device": "cpu", "home": str(tmp_path / "home")},
-        "model": {"path": str(model_folder(tmp_path / "model"))},
+        "model": {"path": str(model_folder(tmp_path / "model", config__json=LLAMA))},
         "data": {"sft": sources, "preference": sources, "prompts": sources},
     }
 
