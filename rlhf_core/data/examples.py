@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 PROMPT_TOO_LONG = f"prompt longer than {PROMPT}"
 RESPONSE_TOO_LONG = f"response longer than {RESPONSE}"
 NOTHING_TO_LEARN = f"no assistant token within {TEXT}"
+_MEASURED_TEXT = 2**13
+"""Tokens of a text that are counted if it is cut. Those of a longer one are estimated."""
 _CHARS_PER_TOKEN = 4
 """Of usual text, for estimates."""
 _MAX_TRAINING_CHARS = 100_000
@@ -381,7 +383,9 @@ def _encoded_text(item: SourceRecord, key: str, encoder: Encoder, most: int) -> 
     assert text is not None
     encoded = encoder.text(text, most)
     tokens = len(encoded.ids)
-    if tokens == most:  # it is cut, probably
+    if tokens == most < _MEASURED_TEXT:  # it is cut: measure it
+        tokens = len(encoder.text(text, _MEASURED_TEXT).ids)
+    if tokens >= _MEASURED_TEXT:
         tokens = max(tokens, estimated_tokens(text))
     example = SFTExample(encoded.ids, encoded.mask, item.source)
     return EncodedRecord(example, key, _plain_text(item.record), {TEXT: tokens})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ class Lengths:
     turns: list[int] = field(default_factory=list)
     """The longest answer of each conversation. No limit of responses applies to it."""
 
-    def add(self, name: SetName, lengths: dict[str, int]) -> None:
+    def add(self, name: SetName, lengths: Mapping[str, int]) -> None:
         """Add one row of the set `name`: its length for each field that limits it."""
         for limited_by, tokens in lengths.items():
             self.of[limited_by][name].append(tokens)

@@ -100,7 +100,7 @@ def test_driver_of_a_cluster_loads_no_model_for_the_samples(
     answer = Reply(tokenizer.encode("an answer", add_special_tokens=False))
     with scripted_ranks() as calls, scripted_engines(lambda request: answer):
         rows = sft._samples(config, context, "cpu")
-    assert rows == [{"prompt": "a question", "response": "an answer"}]
+    assert rows == [{"prompt": "a question", "response": "an answer", "finished": True}]
     assert calls == [RayCall("connect", 1), RayCall("engine", 1), RayCall("disconnect")]
 
 
@@ -111,7 +111,8 @@ def test_responses_of_a_batch_are_those_of_each_prompt_alone(tmp_path: Path) -> 
     config = PipelineConfig.model_validate({"ppo": {"temperature": 1e-9, "max_new_tokens": 12}}, strict=False)
     together = sft._sampled(model, prompts, config, "cpu")
     alone = [sft._sampled(model, [prompt], config, "cpu")[0] for prompt in prompts]
-    assert together == alone and {len(row) for row in alone} == {12}
-    model.generation_config.eos_token_id = alone[1][3]
+    assert together == alone and {(len(row), ends) for row, ends in alone} == {(12, False)}
+    [_, (row, _), _] = alone
+    model.generation_config.eos_token_id = row[3]
     ended = sft._sampled(model, prompts, config, "cpu")
-    assert ended[1] == alone[1][: alone[1].index(alone[1][3]) + 1]
+    assert ended[1] == (row[: row.index(row[3]) + 1], True)
