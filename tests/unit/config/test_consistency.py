@@ -169,7 +169,8 @@ def test_the_reward_model_in_ppo_has_the_settings_of_the_critic() -> None:
 
 
 def warnings_of(ppo: dict[str, Any]) -> list[str]:
-    data = {"prompts": [{"path": "x.jsonl"}]}  # the demo holds out few prompts
+    # The demo holds out few prompts.
+    data = {"prompts": [{"path": "x.jsonl"}], "max_response_tokens": 64}
     return list(
         unusual_settings(config_from_tree({"run": {"device": "cpu"}, "data": data, "ppo": ppo}, "test"))
     )

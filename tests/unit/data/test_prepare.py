@@ -300,7 +300,7 @@ def test_from_one_percent_on_rows_that_a_limit_drops_are_a_warning_with_the_valu
     ]
     assert (found.levelname == "WARNING") == is_warned
     longest = card["limits"]["rows"][1]["longest"]
-    assert longest > 100
+    assert longest > 20
     assert "longer than data.max_response_tokens=20 and are left out; raise it: " in found.getMessage()
     assert f"keeps 99 % of the rows, {longest} all" in found.getMessage()
     assert not any(record.getMessage().startswith("data.prompts: 1 of") for record in caplog.records), (
@@ -310,7 +310,7 @@ def test_from_one_percent_on_rows_that_a_limit_drops_are_a_warning_with_the_valu
 
 def test_without_limits_every_row_within_the_context_is_kept(tmp_path: Path) -> None:
     made = pairs(30)
-    made[0]["chosen"] += " and more" * 10  # more than the 64 tokens of the demo
+    made[0]["chosen"] += " and more" * 50  # more than the 64 tokens of the demo
     card = prepared(files(tmp_path, made), tmp_path / "out")
     limits = {row["field"]: row for row in card["limits"]["rows"]}
     response = limits["data.max_response_tokens"]

@@ -57,9 +57,7 @@ def written(tmp_path: Path, tree: dict[str, Any]) -> str:
     return str(path)
 
 
-MISSING_FILES = {
-    "data": {"sft": [{"path": "./none.jsonl"}], "prompts": [{"path": "./no.jsonl"}], "preference": []}
-}
+MISSING_FILES = {"data": {"sft": [{"path": "./none.jsonl"}], "prompts": [{"path": "./no.jsonl"}]}}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +88,8 @@ def test_what_a_run_refuses_before_it_starts_a_plan_refuses_with_the_same_messag
 def test_for_other_devices_the_folders_of_this_machine_are_not_checked(
     tmp_path: Path, tree: dict[str, Any]
 ) -> None:
-    tree["run"] = {"home": "/proc/no-folder"}
+    (tmp_path / "file").write_text("")
+    tree["run"] = {"home": str(tmp_path / "file" / "home")}
     path = written(tmp_path, tree)
     with pytest.raises(InputError, match=r"run\.home"):
         make_plan(path)
@@ -101,7 +100,7 @@ def test_lengths_from_the_data_are_estimated_and_said_to_be(tmp_path: Path, tree
     plan = make_plan(written(tmp_path, tree))
     # 4 characters a token: 58 / 4 and 120 / 4.
     assert json.loads(as_json(plan))["limits"] == {
-        "prompt": 15, "response": 30, "text": 30, "new": 30, "estimated": True
+        "prompt": 15, "response": 30, "text": 1, "new": 30, "estimated": True
     }  # fmt: skip
     tree["data"] |= {"max_prompt_tokens": 9, "max_response_tokens": 9, "max_text_tokens": 9}
     tree["ppo"] = {"max_new_tokens": 8}
