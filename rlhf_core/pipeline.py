@@ -129,7 +129,7 @@ _TABLE = (
     Stage(
         "sft",
         "rlhf_core.stages.sft:run",
-        version=5,
+        version=6,
         sections=("sft", "model"),
         inputs=("data",),
         # The tokenizer of the data artifact comes from the model, but its weights are read here.

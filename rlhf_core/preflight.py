@@ -18,7 +18,7 @@ from rlhf_core.config.base_models import JUDGE_PATH
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, shown, texts
-from rlhf_core.data.check import check_data
+from rlhf_core.data.check import check_data, with_assumed_limits
 from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import (
@@ -31,6 +31,7 @@ from rlhf_core.models.architectures import check_architecture
 from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_devices, check_disk
+from rlhf_core.planning.fit import small_model_rates
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.storage.check import check_store, check_store_environment, check_store_folder
 from rlhf_core.system.failpoints import is_well_formed
@@ -53,18 +54,31 @@ Part = tuple[str, Callable[[PipelineConfig], Iterator[Finding]]]
 """A check, and the name of what it checks for the message if the check itself fails."""
 
 
-def check(config: PipelineConfig, *further: Part, stages: Collection[StageName] = tuple(STAGES)) -> list[str]:
+def check(
+    config: PipelineConfig,
+    *further: Part,
+    stages: Collection[StageName] = tuple(STAGES),
+    this_machine: bool = True,
+) -> list[str]:
     """Return the warnings, one sentence each, of all parts and of `further` ones.
 
-    Devices that only other stages than `stages` need are a warning.
+    Args:
+        config: The configuration. Length limits that follow from the data are estimated.
+        further: Parts that are added at the end.
+        stages: The stages of the run. Devices that only others need are a warning.
+        this_machine: False for a plan for other machines: folders, environment, devices and disk of this one
+            are not checked.
 
     Raises ConfigError, DataError or ModelError (the class of the first problem). Its message lists every
     problem, one per line.
     """
+    config = with_assumed_limits(config)
     # Messages are in this order.
-    parts: tuple[Part, ...] = (
+    folders: tuple[Part, ...] = (
         ("store, run.home, tracking", check_addresses),
         ("environment", check_environment),
+    )
+    contents: tuple[Part, ...] = (
         ("data", check_data),
         ("model.path", check_model),
         ("model.path", check_architecture),
@@ -76,12 +90,15 @@ def check(config: PipelineConfig, *further: Part, stages: Collection[StageName] 
         ("register.votes", check_votes),
         ("register.independent_judge", check_independent_judge),
         ("configuration", unusual_settings),
+        ("model.path", small_model_rates),
         ("configuration", check_consistency),
         ("ppo.engine.tensor_parallel", check_tensor_parallel),
+    )
+    devices: tuple[Part, ...] = (
         ("run.device", partial(check_devices, stages=stages)),
         ("run.home", check_disk),
-        *further,
     )
+    parts = (*folders, *contents, *devices, *further) if this_machine else (*contents, *further)
     # By message: two checks that read the same file can find the same problem.
     errors: dict[str, InputError] = {}
     warnings: dict[str, None] = {}  # a set in the order of insertion

@@ -100,7 +100,7 @@ class ClusterNodes:
         cluster: RayCluster = RAY_CLUSTER,
         chunk_bytes: int = 32 << 20,
     ) -> None:
-        self._config = config
+        self.config = config
         self._work = work
         self._inputs = tuple(inputs)
         self._monitor = monitor
@@ -197,7 +197,7 @@ class ClusterNodes:
         """Raise ConfigError with a line for each host whose disk is too small for the inputs that it has to
         fetch and for what its ranks write of a checkpoint.
         """
-        hosts, home, prefix = self._with_files(), self._config.run.home, self.checkpoint_prefix
+        hosts, home, prefix = self._with_files(), self.config.run.home, self.checkpoint_prefix
         found = self._wait([host.call(NodeAgent.space, self.copies, prefix) for host in hosts])
         # Without processes it has fetched what it needs.
         own = self.copies if self._has_processes else dict.fromkeys(self.copies, 0)
@@ -242,16 +242,16 @@ class ClusterNodes:
                 self._artifacts.fetch(ref)
         self._fetched_here = len(self._inputs)
         if base is not None and not self._has_base_model:
-            address = base.address(self._config)
+            address = base.address(self.config)
             if address.is_hub:
                 fetch_model(address.path, address.revision)
             elif self.lacks_base_weights and self._artifacts is not None:
-                base.fetch(self._config, self._artifacts)
-            state = model_state(self._config, base.stage)
+                base.fetch(self.config, self._artifacts)
+            state = model_state(self.config, base.stage)
             require_unchanged(
-                {address.digest_name: base.digest_here(self._config)},
+                {address.digest_name: base.digest_here(self.config)},
                 {address.digest_name: base.digest},
-                self._config,
+                self.config,
             )
             # The weights may be newer than the state that the stage has taken.
             state.write(self._work / "scratch")
@@ -259,7 +259,7 @@ class ClusterNodes:
 
     def _started(self, host: Host) -> Started:
         """Return what the agent returns when it has started."""
-        limit = self._config.run.timeouts.start
+        limit = self.config.run.timeouts.start
         call = host.call(NodeAgent.start, host.node_id, self._token)
         try:
             return fetch([call], limit)[0]
@@ -271,13 +271,13 @@ class ClusterNodes:
             raise of_host(error, [call]) from error
 
     def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
-        store = self._config.store
+        store = self.config.store
         endpoint = s3_endpoint(store.endpoint)
         # An agent has another working folder, so a relative path would be another one there.
-        home = str(Home.of(self._config.run.home).path)
-        config = self._config.model_copy(
+        home = str(Home.of(self.config.run.home).path)
+        config = self.config.model_copy(
             update={
-                "run": self._config.run.model_copy(update={"home": home}),
+                "run": self.config.run.model_copy(update={"home": home}),
                 "store": store.model_copy(update={"endpoint": endpoint}),
             }
         )
@@ -356,7 +356,7 @@ class ClusterNodes:
         self._fetch_stored(folder)
         # A host has verified each file of an input against its manifest, as this one has.
         places = {folder.absolute(), *folder.absolute().parents}
-        is_users = not is_below(folder, Path(self._config.run.home))
+        is_users = not is_below(folder, Path(self.config.run.home))
         # Hosts that share `run.home` need not share other folders.
         all_hosts = self._hosts if is_users else self._with_files()
         hosts = [host for host in all_hosts if places.isdisjoint(host.inputs)]

@@ -75,17 +75,6 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "evaluate.judge: gold supports the demo task only; got other data.prompts; use auto"
         )
     yield from _kept_requests(ppo)
-    stopping = {
-        "sft": config.sft.early_stop,
-        "reward": config.reward.early_stop,
-        "dpo": config.dpo.early_stop,
-    }
-    for name, early_stop in stopping.items():
-        if early_stop is not None and config.data.eval_fraction == 0:
-            yield ConfigError(
-                f"{name}.early_stop: needs held-out rows, but data.eval_fraction is 0; raise it, or leave"
-                f" {name}.early_stop out"
-            )
     if ppo.colocate == "all" and ppo.uses_critic and ppo.policy_deepspeed.hpz != ppo.critic_deepspeed.hpz:
         yield ConfigError(
             f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both"
@@ -259,11 +248,12 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             " policy that is registered is not the one whose answers are data; set both to the same stage"
         )
     scores = ppo.uses_reward_model if ppo.enabled else config.reward.enabled
-    if scores and ppo.max_new_tokens > config.data.max_response_tokens:
+    limits = config.given_limits
+    if scores and limits.new is not None and limits.response is not None and limits.new > limits.response:
         yield (
-            f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens"
-            f" ({config.data.max_response_tokens}): the reward model scores longer responses than in its"
-            " training; lower it, or raise data.max_response_tokens"
+            f"ppo.max_new_tokens: {limits.new} is above data.max_response_tokens ({limits.response}): the"
+            " reward model scores longer responses than in its training; lower it, or raise"
+            " data.max_response_tokens"
         )
 
 

@@ -92,16 +92,18 @@ class DataConfig(Section):
 
     sft: tuple[Source, ...] = result(
         (Source(path="synthetic"),),
-        "Demonstrations: text, messages or prompt+completion",
+        "Demonstrations: text, messages or prompt+completion. With `model.path` there is no default",
         min_length=1,
     )
     preference: tuple[Source, ...] = result(
         (Source(path="synthetic"),),
-        "Pairs for the reward model and DPO; may be empty if PPO uses rule rewards only",
+        "Pairs for the reward model and DPO; may be empty if PPO uses rule rewards only. With `model.path`"
+        " there is no default",
     )
     prompts: tuple[Source, ...] = result(
         (Source(path="synthetic"),),
-        "Prompts for PPO and evaluation; rows of any format with a prompt",
+        "Prompts for PPO and evaluation; rows of any format with a prompt. With `model.path` there is no"
+        " default",
         min_length=1,
     )
     synthetic: SyntheticConfig = result(SyntheticConfig(), "The demo task, used if a source is `synthetic`")
@@ -111,22 +113,29 @@ class DataConfig(Section):
         " template",
     )
     chat_template: UserPath | None = content(None, "A Jinja file that replaces the tokenizer's chat template")
-    max_prompt_tokens: PositiveInt = result(64, "Longer prompts are dropped and counted", within=TOKENS)
-    max_response_tokens: PositiveInt = result(
-        64,
-        "Responses of pairs and demonstrations longer than this are dropped and counted",
+    max_prompt_tokens: PositiveInt | None = result(
+        None,
+        "Longer prompts are dropped and counted. null: [what the data need](data.md#lengths); for the demo"
+        " 64",
         within=TOKENS,
     )
-    max_text_tokens: PositiveInt = result(
-        512,
-        "`text` and `messages` rows are cut to this many tokens",
+    max_response_tokens: PositiveInt | None = result(
+        None,
+        "Responses of pairs and demonstrations longer than this are dropped and counted. null: [what the data"
+        " need](data.md#lengths); for the demo 64",
+        within=TOKENS,
+    )
+    max_text_tokens: PositiveInt | None = result(
+        None,
+        "`text` and `messages` rows are cut to this many tokens. null: [what the data need](data.md#lengths);"
+        " for the demo 512",
         within=TOKENS,
     )
     eval_fraction: Fraction = result(
         0.1,
         "Share of the groups of related prompts held out, the same in all three sets. Rows of a group have"
         " the same first user message, or the same field `group`",
-        within=Range(0, 0.9, "the remaining prompts are used for training"),
+        within=Range(0.001, 0.9, "held-out prompts measure the models, 0.1 is usual"),
     )
     split_seed: NonNegativeInt = result(
         0,

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_core.config.base import divisors_near
+from rlhf_core.config.data import SETS
 from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
 from rlhf_core.config.pipeline import PipelineConfig
@@ -49,9 +50,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
 def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the content of a configuration file with overrides, to be written to another file."""
     tree = dict(read(path).tree)
-    for text in overrides:
+    for text in _in_order(overrides):
         _override(tree, text)
     return tree
+
+
+def _in_order(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with that of `model.path` first: the default of the data depends on it."""
+    return sorted(overrides, key=lambda text: not text.strip().startswith("model.path"))
 
 
 def config_from_tree(
@@ -66,7 +72,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
     tree = json.loads(json.dumps(document.tree))  # a copy, because overrides change it
     given: dict[Keys, str] = {}
     problems: list[str] = []
-    for text in overrides:
+    for text in _in_order(overrides):
         try:
             given[_override(tree, text)] = text
         except ConfigError as error:
@@ -280,7 +286,10 @@ def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 @cache
 def _default_json() -> str:
     # Text, so that each caller parses a tree of its own, which overrides may change.
-    return PipelineConfig().model_dump_json(by_alias=True)
+    # Not what `PipelineConfig` itself completes: its defaults depend on `model.path`.
+    limits = {"max_prompt_tokens", "max_response_tokens", "max_text_tokens"}
+    completed = {"data": {*SETS, *limits}, "ppo": {"max_new_tokens"}}
+    return PipelineConfig().model_dump_json(by_alias=True, exclude=completed)
 
 
 def _merged(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -361,15 +370,19 @@ def _set(tree: dict[str, Any], path: Keys, value: Any, name: str) -> None:
                 f"{name}: {owner} is no section or list in the file; got {shown(parent)}; correct it there"
             )
         elif not is_last and parent.get(str(step)) is None:
-            parent[str(step)] = _default(path[: depth + 1])
+            parent[str(step)] = _default(path[: depth + 1], tree)
         if is_last:
             parent[step] = value
         else:
             parent = parent[step]
 
 
-def _default(path: Keys) -> Any:
+def _default(path: Keys, tree: Mapping[str, Any]) -> Any:
     """Return the default of a list, so that an override can change one item, or else an empty section."""
+    if len(path) == 2 and path[0] == "data" and path[1] in SETS:
+        model = tree.get("model")
+        has_base = isinstance(model, dict) and model.get("path") is not None
+        return [] if has_base else [{"path": "synthetic"}]
     default: Any = json.loads(_default_json())
     for step in path:
         default = default.get(step) if isinstance(default, dict) else None

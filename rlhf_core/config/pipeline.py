@@ -26,6 +26,7 @@ from rlhf_core.config.base import (
 from rlhf_core.config.data import DataConfig
 from rlhf_core.config.drift import DriftConfig
 from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.limits import DEMO_LIMITS, GivenLimits, Limits, fitted_limits
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.register import RegisterConfig
 from rlhf_core.config.resources import Executor, ResourcesConfig
@@ -320,6 +321,12 @@ class PipelineConfig(Section):
         return all(source.path == "synthetic" for source in self.data.prompts)
 
     @property
+    def is_demo(self) -> bool:
+        """Whether a model from scratch is trained on the generated task alone."""
+        sources = [source.path for _, _, source in self.data.sources()]
+        return self.model.path is None and all(path == "synthetic" for path in sources)
+
+    @property
     def evaluations_choose(self) -> bool:
         """Whether evaluations during PPO decide which version of the policy is published."""
         return self.ppo.enabled and (self.ppo.publish == "best" or self.ppo.stop_patience is not None)
@@ -367,7 +374,67 @@ class PipelineConfig(Section):
     @property
     def max_sequence_tokens(self) -> int:
         """Longest prompt plus longest response in PPO."""
-        return self.data.max_prompt_tokens + self.ppo.max_new_tokens
+        return self.limits.prompt + self.limits.new
+
+    @property
+    def given_limits(self) -> GivenLimits:
+        """The length limits, as far as the configuration has them."""
+        data = self.data
+        return GivenLimits(
+            data.max_prompt_tokens, data.max_response_tokens, data.max_text_tokens, self.ppo.max_new_tokens
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """The length limits of a configuration that has all of them (`with_limits`)."""
+        prompt, response, text, new = self.given_limits
+        assert prompt and response and text and new, "the limits of the data artifact are missing"
+        return Limits(prompt, response, text, new)
+
+    def with_limits(self, limits: Limits) -> Self:
+        """Return the configuration with these length limits."""
+        lengths = {
+            "max_prompt_tokens": limits.prompt,
+            "max_response_tokens": limits.response,
+            "max_text_tokens": limits.text,
+        }
+        data = self.data.model_copy(update=lengths)
+        ppo = self.ppo.model_copy(update={"max_new_tokens": limits.new})
+        return self.model_copy(update={"data": data, "ppo": ppo})
+
+    @model_validator(mode="after")
+    def _complete_data(self) -> Self:
+        """Refuse missing data with `model.path`, and fill the length limits of the demo.
+
+        The sections are frozen, so they are replaced.
+        """
+        data, ppo = self.data, self.ppo
+        if self.model.path is not None:
+            self._require_data()
+            if "preference" not in data.model_fields_set:
+                data = data.model_copy(update={"preference": ()})
+        elif self.is_demo:
+            completed = self.with_limits(fitted_limits(self.given_limits, DEMO_LIMITS, 2**31))
+            data, ppo = completed.data, completed.ppo
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "ppo", ppo)
+        return self
+
+    def _require_data(self) -> None:
+        rows = {"sft": "demonstrations", "prompts": "prompts (those of the pairs can be used: the same path)"}
+        if self.dpo.enabled:
+            rows["preference"] = "pairs"
+        elif self.reward.enabled:
+            rows["preference"] = "pairs (or set reward.enabled=false)"
+        given = self.data.model_fields_set
+        missing = [name for name in rows if name not in given]
+        if missing:
+            fields = ", ".join(f"data.{name}" for name in missing)
+            raise ValueError(
+                f"{fields}: missing; only the demo, which has no model.path, has generated data by default;"
+                f" give {', '.join(rows[name] for name in missing)}; to train on the generated task, write"
+                " path: synthetic"
+            )
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
@@ -441,8 +508,9 @@ class PipelineConfig(Section):
                 "sft.lora adapts a pretrained model: it needs model.path; got a model from scratch, whose"
                 " weights are random; leave sft.lora out (reward.lora, dpo.lora and ppo.lora may stay)"
             )
-        longest_pair = self.data.max_prompt_tokens + self.data.max_response_tokens
-        longest = max(self.max_sequence_tokens, longest_pair)
+        given = self.given_limits
+        # What is null follows from the data, within the context.
+        longest = (given.prompt or 1) + max(given.response or 1, given.new or 1)
         if longest > self.model.tiny.max_positions:
             raise ValueError(
                 f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit"

@@ -85,7 +85,9 @@ class PPOConfig(PackedSection):
     samples_per_prompt: PositiveInt = result(
         1, "Responses sampled for each prompt", within=Range(1, 65536, "a batch is held in memory")
     )
-    max_new_tokens: PositiveInt = result(64, "Length limit of a response", within=TOKENS)
+    max_new_tokens: PositiveInt | None = result(
+        None, "Length limit of a response. null: `data.max_response_tokens`", within=TOKENS
+    )
     temperature: PositiveFloat = result(
         1.0, "Sampling temperature; every log-probability uses it", within=TEMPERATURE
     )
@@ -336,7 +338,13 @@ class PPOConfig(PackedSection):
     @property
     def loss_divisor(self) -> float:
         """Additional constant divisor of the losses."""
-        return float(self.max_new_tokens) if self._used_aggregation == "seq-mean-token-sum-norm" else 1.0
+        return float(self.response_limit) if self._used_aggregation == "seq-mean-token-sum-norm" else 1.0
+
+    @property
+    def response_limit(self) -> int:
+        """`max_new_tokens`, which the stages have as a number (`PipelineConfig.with_limits`)."""
+        assert self.max_new_tokens is not None, "the limits of the data artifact are missing"
+        return self.max_new_tokens
 
     @property
     def used_importance(self) -> Literal["none", "truncate", "mask", "sequence-mask"]:
@@ -478,9 +486,10 @@ class PPOConfig(PackedSection):
                 "ppo.overlong and ppo.missing_eos_penalty both penalize a response that reaches the length"
                 " limit; set one of them"
             )
-        if self.overlong and self.overlong.buffer > self.max_new_tokens:
+        limit = self.max_new_tokens
+        if self.overlong and limit is not None and self.overlong.buffer > limit:
             raise ValueError(
-                f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({self.max_new_tokens}); got"
+                f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({limit}); got"
                 f" {self.overlong.buffer}"
             )
         return self

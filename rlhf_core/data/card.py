@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.config.data import SETS, SetName
+from rlhf_core.config.limits import Limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
 from rlhf_core.data.examples import EncodedRecord, SetCounts, distinct_names, split_key
@@ -107,6 +108,12 @@ def sources_of_models(folder: Path) -> frozenset[str]:
     card = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))
     pairs = [row for row in card["sources"] if row["field"].startswith("data.preference[")]
     return frozenset(row["name"] for row in pairs if "labelled_by" in row)
+
+
+def limits_of(folder: Path) -> Limits:
+    """Return the length limits that the stage `data` has used, by the card of its artifact."""
+    found = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))["limits"]
+    return Limits(**{name: found[name] for name in Limits._fields})
 
 
 def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:
@@ -316,6 +323,15 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     for name, parts in card["tokens"].items():
         for part, lengths in parts.items():
             lines.append(f"| {name} | {part} | {' | '.join(str(lengths[f'p{p}']) for p in _PERCENTILES)} |")
+    lines += [
+        "",
+        "## Limits",
+        "",
+        "| field | tokens | from | 99 % of the rows have | the longest has | longer rows |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in card["limits"]["rows"]:
+        lines.append("| " + " | ".join("" if value is None else str(value) for value in row.values()) + " |")
     overlaps = card["overlap"]
     lines += ["", "## Overlap of training and evaluation", ""]
     by_set = ", ".join(f"{name} {number}" for name, number in overlaps["near_by_set"].items())

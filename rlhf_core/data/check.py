@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from rlhf_core.config.address import Address, parse_address, s3_problem
-from rlhf_core.config.data import Source
+from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.limits import Limits, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.dataset import require_answers
-from rlhf_core.data.examples import to_record
+from rlhf_core.data.examples import estimated_lengths, to_record
 from rlhf_core.data.files import BEGINNING_ROWS, BadRow, Row, check_beginning, first_rows, list_files
 from rlhf_core.data.formats import field_value
+from rlhf_core.data.lengths import Lengths
 from rlhf_core.data.prompt_sets import check_rows
 from rlhf_core.data.sources import read_rows
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import ConfigError, DataError, Finding, InputError, ModelError, guarded
+from rlhf_core.models.folder import ModelFolder, length_limits
 from rlhf_core.system.files import exists
 from rlhf_core.types import PromptExample
 
@@ -34,6 +38,8 @@ _ALL_ROWS_BYTES = 16 * 2**20
 """Maximum size of a regression set of which all rows are read, which takes up to about 5 s."""
 
 
+_ASSUMED = Limits(prompt=1024, response=1024, text=2048, new=1024)
+"""Limits of checks and plans if no row can be read before the run."""
 _RIGHT_OR_WRONG = ("answer", "format")
 """Types of rewards that are 0 or 1."""
 
@@ -60,6 +66,43 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
             )
 
 
+def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
+    """Return the configuration with all length limits, for checks before the stage `data` knows them.
+
+    Those that are null are estimated from the characters of the first rows of local files.
+    """
+    if None not in config.given_limits:
+        return config
+    context = 2**31
+    if config.model.path is None:
+        context = config.model.tiny.max_positions
+    elif exists(config.model.path):
+        with suppress(InputError):
+            settings = ModelFolder(config.model.path).text_config
+            context = min(length_limits(settings, config.model.attention).values(), default=context)
+    lengths = Lengths(context)
+    for name, _, source in config.data.sources():
+        # An estimate must not fail. `check_data` names what is wrong with a source.
+        with suppress(Exception):
+            for row in _first_rows(config, name, source):
+                record = to_record(row, source, name, "")
+                if not isinstance(record, BadRow):
+                    lengths.add(name, estimated_lengths(record.record))
+    needed = lengths.needed() if lengths.has_rows else _ASSUMED
+    return config.with_limits(fitted_limits(config.given_limits, needed, context))
+
+
+def _first_rows(config: PipelineConfig, name: SetName, source: Source) -> Iterator[Row]:
+    """Yield the first rows of a local or generated source."""
+    address = parse_address(source.path)
+    if address.kind == "synthetic":
+        for data in islice(generate(config.data.synthetic, config.run.seed, name), BEGINNING_ROWS):
+            yield Row("synthetic", 1, data)
+    elif address.kind == "local":
+        for file in list_files(address, source.split)[:_FILES_OF_A_FOLDER]:
+            yield from first_rows(file)
+
+
 def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterator[Finding]:
     """Check the answers of a source's prompts that rewards compare with: all of a local source that is not
     too large, else the first ones. The stage `data` checks all of them, but a run that reuses its artifact
@@ -70,8 +113,7 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
     if not rewards or address.kind not in ("local", "synthetic"):
         return
     if address.kind == "synthetic":
-        generated = islice(generate(config.data.synthetic, config.run.seed, "prompts"), BEGINNING_ROWS)
-        samples = [[Row("synthetic", 1, data) for data in generated]]
+        samples = [list(_first_rows(config, "prompts", source))]
         is_whole = False
     else:
         files = list_files(address, source.split)
@@ -148,14 +190,6 @@ def _check_all_rows(config: PipelineConfig, index: int) -> Iterator[Finding]:
             f" has {count}: a policy that loses this share of the answers often passes, because no loss is"
             " seen; add prompts, or raise the margin"
         )
-
-
-def small_regression_sets(config: PipelineConfig) -> Iterator[str]:
-    """Yield the warnings about the rows of local regression sets. Files that cannot be used are left out."""
-    for index, each in enumerate(config.evaluate.regression):
-        if parse_address(each.path).kind == "local":
-            found = guarded(f"evaluate.regression.{index}", _check_all_rows(config, index))
-            yield from (text for text in found if isinstance(text, str))
 
 
 def check_source(field: str, source: Source) -> Iterator[Finding]:

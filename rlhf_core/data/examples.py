@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.data import DataConfig, SetName, Source
+from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.limits import PROMPT, RESPONSE, TEXT, Limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnswerReward, PythonReward, RemoteReward
 from rlhf_core.data.files import BadRow, Row
@@ -31,10 +33,14 @@ from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 log = logging.getLogger(__name__)
 
-PROMPT_TOO_LONG = "prompt longer than data.max_prompt_tokens"
-RESPONSE_TOO_LONG = "response longer than data.max_response_tokens"
-NOTHING_TO_LEARN = "no assistant token within data.max_text_tokens"
+PROMPT_TOO_LONG = f"prompt longer than {PROMPT}"
+RESPONSE_TOO_LONG = f"response longer than {RESPONSE}"
+NOTHING_TO_LEARN = f"no assistant token within {TEXT}"
 MARKED_BAD = "`label` is false: a bad answer is no demonstration"
+_MEASURED_TEXT = 2**13
+"""Tokens of a text that are counted if it is cut. Those of a longer one are estimated."""
+_CHARS_PER_TOKEN = 4
+"""Of usual text, for estimates."""
 _MAX_TRAINING_CHARS = 100_000
 _MAX_MARGIN = 1e9
 _RENDERED_SHARE = 0.01
@@ -440,7 +446,16 @@ def _contradictory(records: Sequence[SourceRecord]) -> frozenset[tuple[Any, ...]
 
 
 class RecordDropped(ValueError):
-    """The record is well formed but not usable. The message is the reason under which it is counted."""
+    """The record is well formed but not usable. The message is the reason under which it is counted.
+
+    Args:
+        reason: The reason.
+        lengths: Its tokens, estimated, for a record that is so long that it was not encoded.
+    """
+
+    def __init__(self, reason: str, lengths: Mapping[str, int] | None = None) -> None:
+        super().__init__(reason)
+        self.lengths = dict(lengths or {})
 
 
 @dataclass(frozen=True)
@@ -454,6 +469,10 @@ class EncodedRecord:
     """Prompt and (chosen) response as plain text, for samples and for the count of overlaps."""
     group: str
     """Key of its group."""
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Its tokens, by the field that limits them."""
+    longest_turn: int | None = None
+    """Tokens of the longest answer of a conversation."""
 
 
 def prompt_id(prompt_text: str) -> str:
@@ -461,47 +480,68 @@ def prompt_id(prompt_text: str) -> str:
     return hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
 
 
-def encode_record(
-    item: SourceRecord, name: SetName, encoder: Encoder, config: DataConfig, max_text: int
-) -> EncodedRecord:
-    """Return the token example of one record.
+def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: Limits) -> EncodedRecord:
+    """Return the token example of one record, to which `within` applies the limits.
 
     Args:
         item: The record.
         name: Its set.
         encoder: Tokenizer with the chat template.
-        config: Length limits.
-        max_text: Number of tokens to which `text` and `messages` rows are cut.
+        bounds: A record that is surely longer is not encoded, and texts are cut.
 
-    Raises RecordDropped if it exceeds a limit, and EncodeError if it cannot be encoded.
+    Raises RecordDropped if it is not encoded, and EncodeError if it cannot be.
     """
     record, group = item.record, item.group
     key = split_key(record.prompt_text)
     if key == group:
         key = group  # one object: texts can be long
-    if name == "sft":
-        return EncodedRecord(_sft_example(item, encoder, config, max_text), key, _plain_text(record), group)
-    # A cheap check of the characters first, because encoding a text of megabytes takes long.
-    if encoder.surely_longer(record.prompt_text, config.max_prompt_tokens):
-        raise RecordDropped(PROMPT_TOO_LONG)
+    if record.text is not None:
+        return _encoded_text(item, key, encoder, bounds.text)
+    if name == "sft" and record.kind == "messages":
+        return _encoded_conversation(item, key, encoder, bounds.text)
+    _require_bound(encoder, record.prompt_text, bounds.prompt, PROMPT)
     if name == "prompts":
         ids = encoder.prompt(record.prompt)
-        _limit(ids, config.max_prompt_tokens, PROMPT_TOO_LONG)
         text = record.prompt_text
         example = PromptExample(prompt_id(text), text, ids, record.meta, item.source, prompt_id(group))
-        return EncodedRecord(example, key, text, group)
-    return EncodedRecord(_pair_example(item, encoder, config), key, _plain_text(record), group)
-
-
-def _pair_example(item: SourceRecord, encoder: Encoder, config: DataConfig) -> PairExample:
-    record = item.record
-    assert record.response is not None and record.rejected is not None
-    prompt, chosen = _prompt_and_response(record, record.response, encoder, config)
-    _, rejected = _prompt_and_response(record, record.rejected, encoder, config)
-    if chosen == rejected:
+        return EncodedRecord(example, key, text, group, {PROMPT: len(ids)})
+    assert record.response is not None
+    prompt, response = _response(record, record.response, encoder, bounds)
+    if name == "sft":
+        mask = (0,) * len(prompt) + (1,) * len(response)
+        demonstration = SFTExample(prompt + response, mask, item.source, prompt_id(group))
+        lengths = {PROMPT: len(prompt), RESPONSE: len(response)}
+        return EncodedRecord(demonstration, key, _plain_text(record), group, lengths)
+    assert record.rejected is not None
+    _, rejected = _response(record, record.rejected, encoder, bounds)
+    if response == rejected:
         raise RecordDropped("chosen and rejected have the same tokens")
-    text, group = record.prompt_text, prompt_id(item.group)
-    return PairExample(prompt_id(text), text, prompt, chosen, rejected, item.source, _margin(record), group)
+    text = record.prompt_text
+    pair = PairExample(
+        prompt_id(text), text, prompt, response, rejected, item.source, _margin(record), prompt_id(group)
+    )
+    lengths = {PROMPT: len(prompt), RESPONSE: max(len(response), len(rejected))}
+    return EncodedRecord(pair, key, _plain_text(record), group, lengths)
+
+
+def within(encoded: EncodedRecord, limits: Limits) -> EncodedRecord:
+    """Return the record within the limits: a text or conversation is cut.
+
+    Raises RecordDropped if its prompt or response is longer, or if nothing to learn is left of it.
+    """
+    lengths = encoded.lengths
+    if lengths.get(PROMPT, 0) > limits.prompt:
+        raise RecordDropped(PROMPT_TOO_LONG)
+    if lengths.get(RESPONSE, 0) > limits.response:
+        raise RecordDropped(RESPONSE_TOO_LONG)
+    example = encoded.example
+    if TEXT not in lengths or not isinstance(example, SFTExample):
+        return encoded
+    mask = example.loss_mask[: limits.text]
+    if encoded.longest_turn is not None and 1 not in mask:
+        raise RecordDropped(NOTHING_TO_LEARN)
+    cut = replace(example, input_ids=example.input_ids[: limits.text], loss_mask=mask)
+    return replace(encoded, example=cut)
 
 
 def _margin(record: Record) -> float | None:
@@ -515,41 +555,60 @@ def _margin(record: Record) -> float | None:
     return float(value)
 
 
-def _sft_example(item: SourceRecord, encoder: Encoder, config: DataConfig, max_text: int) -> SFTExample:
-    record, group = item.record, prompt_id(item.group)
-    if record.text is not None:
-        encoded = encoder.text(record.text, max_text)
-        return SFTExample(encoded.ids, encoded.mask, item.source, group)
-    if record.kind == "messages":
-        # Only a part of a conversation has to fit, so that one that is somewhat longer is still encoded.
-        if encoder.surely_longer(record.prompt_text, 8 * max_text):
-            raise RecordDropped(NOTHING_TO_LEARN)
-        encoded = encoder.conversation(record.messages)
-        ids, mask = encoded.ids[:max_text], encoded.mask[:max_text]
-        if 1 not in mask:
-            raise RecordDropped(NOTHING_TO_LEARN)
-        return SFTExample(ids, mask, item.source, group)
-    assert record.response is not None
-    if encoder.surely_longer(record.prompt_text, config.max_prompt_tokens):
-        raise RecordDropped(PROMPT_TOO_LONG)
-    prompt, response = _prompt_and_response(record, record.response, encoder, config)
-    return SFTExample(prompt + response, (0,) * len(prompt) + (1,) * len(response), item.source, group)
+def _encoded_text(item: SourceRecord, key: str, encoder: Encoder, most: int) -> EncodedRecord:
+    text = item.record.text
+    assert text is not None
+    encoded = encoder.text(text, most)
+    tokens = len(encoded.ids)
+    if tokens == most < _MEASURED_TEXT:  # it is cut: measure it
+        tokens = len(encoder.text(text, _MEASURED_TEXT).ids)
+    if tokens >= _MEASURED_TEXT:
+        tokens = max(tokens, estimated_tokens(text))
+    example = SFTExample(encoded.ids, encoded.mask, item.source, prompt_id(item.group))
+    return EncodedRecord(example, key, _plain_text(item.record), item.group, {TEXT: tokens})
 
 
-def _prompt_and_response(
-    record: Record, text: str, encoder: Encoder, config: DataConfig
+def _encoded_conversation(item: SourceRecord, key: str, encoder: Encoder, most: int) -> EncodedRecord:
+    record = item.record
+    # Only a part of a conversation has to fit, so that one that is somewhat longer is still encoded.
+    if encoder.surely_longer(record.prompt_text, 8 * most):
+        raise RecordDropped(NOTHING_TO_LEARN, {TEXT: estimated_tokens(record.prompt_text)})
+    encoded = encoder.conversation(record.messages)
+    turns = "".join(map(str, encoded.mask)).split("0")
+    example = SFTExample(encoded.ids, encoded.mask, item.source, prompt_id(item.group))
+    lengths = {TEXT: len(encoded.ids)}
+    return EncodedRecord(example, key, _plain_text(record), item.group, lengths, max(map(len, turns)))
+
+
+def _response(
+    record: Record, text: str, encoder: Encoder, bounds: Limits
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if encoder.surely_longer(text, config.max_response_tokens):
-        raise RecordDropped(RESPONSE_TOO_LONG)
-    prompt, response = encoder.response(record.prompt, text)
-    _limit(prompt, config.max_prompt_tokens, PROMPT_TOO_LONG)
-    _limit(response, config.max_response_tokens, RESPONSE_TOO_LONG)
-    return prompt, response
+    """Return the tokens of the prompt and of one response to it."""
+    _require_bound(encoder, text, bounds.response, RESPONSE)
+    return encoder.response(record.prompt, text)
 
 
-def _limit(ids: tuple[int, ...], limit: int, reason: str) -> None:
-    if len(ids) > limit:
-        raise RecordDropped(reason)
+def _require_bound(encoder: Encoder, text: str, bound: int, limited_by: str) -> None:
+    """Raise RecordDropped for a text that is surely longer. Encoding one of megabytes takes long."""
+    if encoder.surely_longer(text, bound):
+        reason = PROMPT_TOO_LONG if limited_by == PROMPT else RESPONSE_TOO_LONG
+        raise RecordDropped(reason, {limited_by: estimated_tokens(text)})
+
+
+def estimated_lengths(record: Record) -> dict[str, int]:
+    """Return about what `EncodedRecord.lengths` will be, without a tokenizer."""
+    if record.text is not None:
+        return {TEXT: estimated_tokens(record.text)}
+    prompt = estimated_tokens(record.prompt_text)
+    responses = [text for text in (record.response, record.rejected) if text is not None]
+    if not responses:
+        return {PROMPT: prompt}
+    return {PROMPT: prompt, RESPONSE: max(map(estimated_tokens, responses))}
+
+
+def estimated_tokens(text: str) -> int:
+    """Return about how many tokens a text has, by its characters."""
+    return math.ceil(len(text) / _CHARS_PER_TOKEN)
 
 
 def _plain_text(record: Record) -> str:

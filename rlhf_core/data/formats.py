@@ -269,17 +269,6 @@ def _with_system(row: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple
     return messages
 
 
-def field_value(row: Mapping[str, Any], name: str) -> Any | None:
-    """Return the value of a field, or None without one. `a.b` is the field `b` of the field `a`, unless a
-    field has this whole name.
-    """
-    if name in row:
-        return row[name]
-    first, _, rest = name.partition(".")
-    inner = row.get(first)
-    return field_value(inner, rest) if rest and isinstance(inner, Mapping) else None
-
-
 def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, Any]:
     if not rename:
         return row

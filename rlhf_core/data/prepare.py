@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import too_few_held_out
 from rlhf_core.config.data import SETS, SetName
+from rlhf_core.config.limits import Limits, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import build_card, card_markdown, group_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
@@ -34,7 +35,9 @@ from rlhf_core.data.examples import (
     read_records,
     split_position,
     training_texts,
+    within,
 )
+from rlhf_core.data.lengths import Lengths, measured
 from rlhf_core.data.sources import (
     model_digests,
     model_state,
@@ -53,6 +56,7 @@ from rlhf_core.data.tokenizer import (
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.folder import (
     base_model_config,
+    length_limits,
     length_problems,
     longest_sequence,
     text_settings,
@@ -67,6 +71,8 @@ log = logging.getLogger(__name__)
 FILE_NAMES: dict[SetName, str] = {"sft": "sft", "preference": "pairs", "prompts": "prompts"}
 _EMBEDDING_MULTIPLE = 8
 _REPORT_EVERY = 200
+_FEW_PAIRS = 20
+"""With fewer, the standard error of an accuracy is above 0.1."""
 
 
 def prepare(
@@ -99,11 +105,14 @@ def prepare(
         for name, all_records in join_groups(records).items():
             records[name] = drop_repeats(all_records, name, config.data.deduplicate, counts[name].dropped)
         failpoint("data.read")
-        tokenizer, positions = _tokenizer(config, records)
+        tokenizer, context = _tokenizer(config, records)
         encoder = Encoder(tokenizer, config.data.template, config.model.path or "the trained tokenizer")
         for name in SETS:
             check_rendered(f"data.{name}", records[name], encoder, config.data.max_bad_rows)
-        encoded = _encode(config, records, encoder, positions, quarantine, counts, progress)
+        lengths = Lengths(context)
+        encoded = _encode(config, records, encoder, lengths, quarantine, counts, progress)
+        limits = _limits(config, lengths)
+        encoded = _within(config, encoded, limits, lengths, counts)
     finally:
         quarantine.close()
     if config.reward.enabled and config.reward.margin == "field":
@@ -116,6 +125,13 @@ def prepare(
     failpoint("data.encoded")
     splits = _split(config, encoded, counts)
     _warn_of_few_prompts(config, splits["prompts"])
+    held_out_pairs = len(splits["preference"]["eval"])
+    if config.reward.enabled and held_out_pairs < _FEW_PAIRS:
+        log.warning(
+            "data.preference: %d pairs are held out (data.eval_fraction): the accuracy of the reward model,"
+            " which reward.min_accuracy limits, will be uncertain; give more pairs, or raise the fraction",
+            held_out_pairs,
+        )
     for name in SETS:
         for split, items in splits[name].items():
             write(out, FILE_NAMES[name], split, [item.example for item in items])
@@ -127,6 +143,7 @@ def prepare(
     require_unchanged(template_digests(config), digests, config)
     require_same_state(state, config, digests)
     card = build_card(config, digests, counts, splits, tokenizer)
+    card["limits"] = {**limits._asdict(), "rows": lengths.table(config.given_limits, limits)}
     near = card["overlap"]["near"]
     if near:
         by_set = ", ".join(f"{name} {number}" for name, number in card["overlap"]["near_by_set"].items())
@@ -144,7 +161,9 @@ def prepare(
 
 
 def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]]) -> tuple[Any, int]:
-    """Return the tokenizer with the configured chat template, and the model's context length in tokens."""
+    """Return the tokenizer with the configured chat template, and the longest sequence of the model in
+    tokens.
+    """
     if config.model.path is None:
         texts = (text for items in records.values() for item in items for text in training_texts(item.record))
         size = config.model.tiny.vocab_size
@@ -170,7 +189,8 @@ def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]
 
 
 def _context_length(config: PipelineConfig, settings: Mapping[str, Any], vocabulary: int) -> int:
-    """Return the base model's context length. Raises an InputError if tokenizer or lengths do not fit it.
+    """Return the tokens of the longest sequence that the base model takes. Raises an InputError if the
+    tokenizer or the given limits do not fit it.
 
     `settings` is the content of the model's config.json. The preflight has checked that of a local model, but
     not one of the hub.
@@ -184,14 +204,28 @@ def _context_length(config: PipelineConfig, settings: Mapping[str, Any], vocabul
         with suppress(KeyError, TypeError, ValueError):
             settings = AutoConfig.for_model(**settings).to_dict()
     settings = text_settings(settings)
+    attention = config.model.attention
+    given = fitted_limits(config.given_limits, Limits(1, 1, 1, 1), 2**31)
     for problem in (
         vocabulary_problem(path, settings, vocabulary),
-        *length_problems(path, settings, longest_sequence(config), config.model.attention),
+        *length_problems(path, settings, longest_sequence(given), attention),
     ):
         if problem is not None:
             raise problem
-    positions = settings.get("max_position_embeddings")
-    return positions if isinstance(positions, int) else 2**31 - 1
+    return min(length_limits(settings, attention).values(), default=2**31)
+
+
+def _limits(config: PipelineConfig, lengths: Lengths) -> Limits:
+    """Return the limits that are given, and the others from the lengths of the rows."""
+    limits = fitted_limits(config.given_limits, lengths.needed(), lengths.context)
+    overlong = config.ppo.overlong
+    if overlong is not None and overlong.buffer > limits.new:
+        raise ConfigError(
+            f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({limits.new}, from the data); got"
+            f" {overlong.buffer}; lower it, or set ppo.max_new_tokens"
+        )
+    log.info("limits in tokens: %s", ", ".join(f"{name} {value}" for name, value in limits._asdict().items()))
+    return limits
 
 
 def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> None:
@@ -231,21 +265,27 @@ def _encode(
     config: PipelineConfig,
     records: dict[SetName, list[SourceRecord]],
     encoder: Encoder,
-    positions: int,
+    lengths: Lengths,
     quarantine: Quarantine,
     counts: dict[SetName, SetCounts],
     progress: Callable[[int, int], None],
 ) -> dict[SetName, list[EncodedRecord]]:
+    """Encode all records, and add their lengths to `lengths`. No limit is applied."""
     encoded: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
-    max_text = min(config.data.max_text_tokens, positions)
+    bounds = measured(config.given_limits, lengths.context)
     total = sum(map(len, records.values()))
     done = 0
     for name in SETS:
         for item in records[name]:
             try:
-                encoded[name].append(encode_record(item, name, encoder, config.data, max_text))
+                record = encode_record(item, name, encoder, bounds)
+                encoded[name].append(record)
+                lengths.add(name, record.lengths)
+                if record.longest_turn is not None:
+                    lengths.turns.append(record.longest_turn)
             except RecordDropped as dropped:
                 counts[name].dropped[str(dropped)] += 1
+                lengths.add(name, dropped.lengths)
             except EncodeError as error:
                 counts[name].bad += 1
                 quarantine.add(f"data.{name}", item.file, item.line, str(error), item.record.prompt_text)
@@ -257,33 +297,43 @@ def _encode(
             check_bad_share(
                 config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine
             )
-        _check_enough(config, name, len(encoded[name]), counts[name])
     return encoded
 
 
-def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: SetCounts) -> None:
-    """Raise DataError if too few rows of a set are left, and warn if limits dropped more than half of all."""
-    # The reasons of rows that a limit dropped have the name of its field.
-    limited = {reason: number for reason, number in counts.dropped.items() if "data." in reason}
-    words = [word for reason in limited for word in reason.split()]
-    fields = " or ".join(dict.fromkeys(word for word in words if word.startswith("data.")))
+def _within(
+    config: PipelineConfig,
+    encoded: Mapping[SetName, Sequence[EncodedRecord]],
+    limits: Limits,
+    lengths: Lengths,
+    counts: Mapping[SetName, SetCounts],
+) -> dict[SetName, list[EncodedRecord]]:
+    """Return the records within the limits, and log what is left out. Raises DataError if too few remain."""
+    kept: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
+    for name, items in encoded.items():
+        for item in items:
+            try:
+                kept[name].append(within(item, limits))
+            except RecordDropped as dropped:
+                counts[name].dropped[str(dropped)] += 1
+        _check_enough(config, name, len(kept[name]), counts[name], lengths)
+    lengths.say(config.given_limits, limits)
+    return kept
+
+
+def _check_enough(
+    config: PipelineConfig, name: SetName, usable: int, counts: SetCounts, lengths: Lengths
+) -> None:
+    """Raise DataError if too few rows of a set are left."""
     needed = max(config.data.min_rows, 1)
     if not getattr(config.data, name) or usable >= needed:
-        if 2 * sum(limited.values()) > counts.read:
-            found = "; ".join(f"{number} {reason}" for reason, number in limited.items())
-            log.warning(
-                "data.%s: only %d of %d rows are used (%s); raise %s",
-                name,
-                usable,
-                counts.read,
-                found,
-                fields,
-            )
         return
+    # The reasons of rows that a limit dropped have the name of its field.
+    words = [word for reason in counts.dropped for word in reason.split() if word.startswith("data.")]
+    fixes = [f"raise {limit} ({lengths.needed_for(limit, name)})" for limit in dict.fromkeys(words)]
     reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
     if counts.bad:
         reasons.append(f"{counts.bad} malformed (quarantine.jsonl)")
-    fix = f"raise {fields}" if fields else "give more rows"
+    fix = " and ".join(fixes) or "give more rows"
     raise DataError(
         f"data.{name}: {usable} of {counts.read} rows left after filtering"
         f" ({'; '.join(reasons) or 'nothing dropped'}), at least {needed} are needed (data.min_rows); {fix}"

@@ -13,7 +13,7 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.regression import RegressionSet
 from rlhf_core.config.rewards import AnyReward, GoldReward
 from rlhf_core.data.dataset import require_answers
-from rlhf_core.data.examples import RecordDropped, SourceRecord, encode_record, to_record
+from rlhf_core.data.examples import RecordDropped, SourceRecord, encode_record, to_record, within
 from rlhf_core.data.files import BadRow
 from rlhf_core.data.sources import Contents, read_rows, regression_contents, short_name
 from rlhf_core.data.synthetic import parse_prompt
@@ -81,7 +81,8 @@ def _records(
 
 def _encoded(config: PipelineConfig, field: str, item: SourceRecord, encoder: Encoder) -> PromptExample:
     try:
-        example = encode_record(item, "prompts", encoder, config.data, config.data.max_text_tokens).example
+        limits = config.limits
+        example = within(encode_record(item, "prompts", encoder, limits), limits).example
     except (RecordDropped, EncodeError) as error:
         raise DataError(
             f"{field}: {item.file}:{item.line}: {error}; correct the row, or raise the limit"

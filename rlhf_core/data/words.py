@@ -21,11 +21,11 @@ def words(text: str) -> list[str]:
     """Return the words of a text in their order, with case folded."""
     found: list[str] = []
     for piece in _PIECE.findall(text.casefold()):
-        found += units(piece)
+        found += word_units(piece)
     return found
 
 
-def units(piece: str) -> list[str]:
+def word_units(piece: str) -> list[str]:
     """Return the words of a text without blanks, in their order; signs that touch a word belong to it."""
     found: list[str] = []
     for unit in _UNIT.findall(piece):

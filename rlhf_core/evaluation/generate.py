@@ -334,7 +334,7 @@ def _sample_sets_with(
             found[-1] += engine.generate(
                 batch,
                 n=sampling.answers,
-                max_new_tokens=config.ppo.max_new_tokens,
+                max_new_tokens=config.limits.new,
                 temperature=sampling.temperature,
                 # One for each prompt, because vLLM adds the index of the sample.
                 seeds=[

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from rlhf_core.config.limits import never_ends
+
 MODELS = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
 """Titles of all models that there can be. An evaluation has those with responses."""
 DPO_WIN_RATES = {"win_rate_dpo": "win rate, DPO over SFT", "win_rate_ppo_over_dpo": "win rate, PPO over DPO"}
@@ -22,3 +26,9 @@ MEASURES = {
 """Titles by the name in `evaluation.json`, the most trustworthy measure first. The measures of rules are in
 `rules`.
 """
+
+
+def endless_models(eos_rates: Mapping[str, float]) -> list[str]:
+    """Return one sentence for each model whose responses never end, by its share of responses with EOS."""
+    found = [never_ends(rate, f"the {MODELS.get(name, name)} model") for name, rate in eos_rates.items()]
+    return [problem for problem in found if problem is not None]

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
 from rlhf_core.config.register import POLICIES
-from rlhf_core.evaluation.measures import MEASURES, MODELS, NOT_IDENTIFIED
+from rlhf_core.evaluation.measures import MEASURES, MODELS, NOT_IDENTIFIED, endless_models
 from rlhf_core.evaluation.policy_results import evaluation_of, main_policy, own_name, regression_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 
@@ -99,6 +99,7 @@ def render(report: Report) -> str:
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
+        endless=endless_models(evaluation["eos_rate"]),
         failed=_failed(evaluation, policy),
         failed_dpo=_failed(evaluation, "dpo") if "dpo" in models else [],
     )

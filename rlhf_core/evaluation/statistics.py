@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlhf_core.data.words import units
+from rlhf_core.data.words import word_units
 from rlhf_core.errors import DataError, NonFiniteError
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 
@@ -356,7 +356,7 @@ def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
 def _n_grams(texts: Sequence[str], n: int) -> list[tuple[str, ...]]:
     grams = []
     for text in texts:
-        words = [unit for piece in text.casefold().split() for unit in units(piece)]
+        words = [unit for piece in text.casefold().split() for unit in word_units(piece)]
         grams += [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
     return grams
 

@@ -22,6 +22,7 @@ from typing import Any
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.base_models import BaseModelAddress, base_of
 from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.config.limits import Limits
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig, section_of
 from rlhf_core.config.redact import shown
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
@@ -292,7 +293,9 @@ def _folder(folder: ModelFolder, config: PipelineConfig) -> Iterator[Finding]:
     settings = folder.config
     yield from _fields(folder)
     attention = config.model.attention
-    yield from length_problems(str(folder.root), folder.text_config, longest_sequence(config), attention)
+    yield from length_problems(
+        str(folder.root), folder.text_config, longest_sequence(config.limits), attention
+    )
     head_size = folder.head_size
     if not runs_on_gpu(config) and head_size is not None and head_size not in CPU_HEAD_SIZES:
         yield ModelError(
@@ -307,10 +310,9 @@ def _folder(folder: ModelFolder, config: PipelineConfig) -> Iterator[Finding]:
     yield from _weights(folder)
 
 
-def longest_sequence(config: PipelineConfig) -> int:
+def longest_sequence(limits: Limits) -> int:
     """Return the number of tokens of the longest prompt and response that the model must hold."""
-    data = config.data
-    return max(config.max_sequence_tokens, data.max_prompt_tokens + data.max_response_tokens)
+    return limits.prompt + max(limits.response, limits.new)
 
 
 def length_problems(

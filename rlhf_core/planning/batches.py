@@ -60,7 +60,7 @@ def _ppo(config: PipelineConfig) -> str:
         (
             f"{ppo.steps} steps of {ppo.prompts_per_step} prompts x"
             f" {_plural(ppo.samples_per_prompt, 'sample')} = {total} responses of at most"
-            f" {ppo.max_new_tokens} tokens, {math.ceil(total / engines)} for each of"
+            f" {config.limits.new} tokens, {math.ceil(total / engines)} for each of"
             f" {_plural(engines, 'engine')}; {ppo.steps * total} responses in all"
         ),
         (

@@ -84,26 +84,24 @@ def compare_memory(config: PipelineConfig, shape: ModelShape, hardware: Hardware
     return FitVerdict(loads, tokens, tuple(problems))
 
 
-def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> str:
-    """Raise ConfigError in the preflight if the GPUs of this machine, or its memory without GPUs, are too
-    small for one of `stages`.
+def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> Iterator[Finding]:
+    """Check in the preflight that the GPUs of this machine, or its memory without GPUs, are enough.
 
-    Returns a warning if they are too small for other stages only, otherwise an empty string. No network
-    requests are made. If the GPUs or the shape of the model are unknown on this machine, nothing is checked.
+    Too small for one of `stages` is an error, and for others a warning. No network requests are made. If the
+    GPUs or the shape of the model are unknown on this machine, nothing is checked.
     """
     if config.run.is_remote or os.environ.get("RAY_ADDRESS"):
-        return ""  # other machines: `check_cluster_memory` compares their GPUs
+        return  # other machines: `check_cluster_memory` compares their GPUs
     hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
     if hardware is None:
-        return ""
+        return
     if problem := _misfit(config, hardware, stages):
-        raise ConfigError(problem)
-    found = _other_problems(config, hardware)
-    if not found:
-        return ""
-    return (
-        f"stages that this run has passed, or does not come to, do not fit: {found}; `rlhf plan` shows a fix"
-    )
+        yield ConfigError(problem)
+    elif found := _other_problems(config, hardware):
+        yield (
+            f"stages that this run has passed, or does not come to, do not fit: {found}; `rlhf plan` shows a"
+            " fix"
+        )
 
 
 def small_model_rates(config: PipelineConfig) -> Iterator[str]:

@@ -116,8 +116,8 @@ def largest_pass(
         update: False for PPO's scoring.
         ranks: Number of ranks of a group of PPO; by default that of the policy.
     """
-    data, ppo = config.data, config.ppo
-    longest_demonstration = max(data.max_prompt_tokens + data.max_response_tokens, data.max_text_tokens or 0)
+    limits, ppo = config.limits, config.ppo
+    longest_demonstration = max(limits.prompt + limits.response, limits.text)
     if stage == "sft":
         longest = longest_demonstration
         count = config.sft.batch_size
@@ -128,7 +128,7 @@ def largest_pass(
     elif stage in ("reward", "judge", "dpo"):
         of_pairs = config.reward.of_judge if stage == "judge" else config.reward
         section = config.dpo if stage == "dpo" else of_pairs
-        longest = data.max_prompt_tokens + data.max_response_tokens
+        longest = limits.prompt + limits.response
         count = 2 * section.batch_size
         ranks = section.deepspeed.ranks
         budget = max(section.micro_batch_tokens, 2 * longest)

@@ -272,10 +272,11 @@ def rollout_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) 
     )
     waves = math.ceil(per_engine / max(1, min(engine.max_num_seqs, capacity)))
     concurrent = math.ceil(per_engine / waves)
-    prefill = _forward(shape, per_engine, config.data.max_prompt_tokens)
+    limits = config.limits
+    prefill = _forward(shape, per_engine, limits.prompt)
     seconds = _computing(prefill, engine.tensor_parallel, hardware, SCORING_MFU)
-    seconds += _all_reduces(shape, engine, per_engine * config.data.max_prompt_tokens, hardware)
-    mean_context = config.data.max_prompt_tokens + ppo.max_new_tokens / 2
+    seconds += _all_reduces(shape, engine, per_engine * limits.prompt, hardware)
+    mean_context = limits.prompt + limits.new / 2
     read = shape.parameters * size + concurrent * mean_context * 2 * shape.layers * shape.kv * size
     reading = read / (device.bandwidth * engine.tensor_parallel * DECODE_BANDWIDTH)
     arithmetic = 2.0 * shape.parameters * concurrent / (device.flops * engine.tensor_parallel * SCORING_MFU)
@@ -284,7 +285,7 @@ def rollout_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) 
     if engine.enforce_eager:
         token += Seconds(memory=LAUNCH * shape.layers)
     token += _all_reduces(shape, engine, concurrent, hardware)
-    return seconds + token * (waves * ppo.max_new_tokens)
+    return seconds + token * (waves * limits.new)
 
 
 def gather_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware, *, spans: bool) -> Seconds:

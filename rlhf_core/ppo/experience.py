@@ -65,7 +65,7 @@ def shaped_scores(
     if ppo.overlong is not None:
         lengths = torch.from_numpy(lengths_B.astype(np.int64))
         scores_B = scores_B + overlong_penalty(
-            lengths, ppo.max_new_tokens, ppo.overlong.buffer, ppo.overlong.factor
+            lengths, ppo.response_limit, ppo.overlong.buffer, ppo.overlong.factor
         )
     return scores_B
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.config.guards import GuardsConfig
+from rlhf_core.config.limits import never_ends
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.divergence import Evaluations, divergence
 
@@ -85,6 +86,7 @@ class Guards:
         # A step that is skipped is not checked, so these metrics are finite.
         if not self._initial:
             self._initial = {name: metrics[name] for name in _INITIAL_METRICS if name in metrics}
+            self._check_first_responses(metrics, step)
         conditions = self._conditions(metrics)
         failures = []
         for name in NAMES:
@@ -100,6 +102,14 @@ class Guards:
             if count >= needed and action == "stop":
                 failures.append(f"guard {name}: {conditions[name]}")
         return failures
+
+    def _check_first_responses(self, metrics: Mapping[str, float], step: int) -> None:
+        """Warn if the SFT model's responses never end. Without EOS in the first step, the condition of
+        `eos_loss`, which compares with it, never holds.
+        """
+        problem = never_ends(metrics.get("rollout/eos_rate", 1.0), "the SFT model")
+        if problem is not None and self._guards.eos_loss != "off":
+            alarm("eos_loss", f"step {step}: guard eos_loss: {problem}")
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Return a description of each condition that is met, by the name of the guard."""

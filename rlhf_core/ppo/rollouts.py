@@ -346,7 +346,7 @@ class Collector:
         ppo = self._ppo
         return {
             "n": ppo.samples_per_prompt,
-            "max_new_tokens": ppo.max_new_tokens,
+            "max_new_tokens": ppo.response_limit,
             "temperature": ppo.temperature,
         }
 

@@ -51,7 +51,7 @@ class SyncCheck:
         own = ppo.model_copy(
             update={
                 "samples_per_prompt": 1,
-                "max_new_tokens": min(TOKENS, ppo.max_new_tokens),
+                "max_new_tokens": min(TOKENS, ppo.response_limit),
                 "engine": engine,
             }
         )

@@ -24,6 +24,7 @@ from rlhf_core.config.base_models import base_of
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, rounding_settings, stages_made
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.data.card import limits_of
 from rlhf_core.errors import (
     InputError,
     ModelError,
@@ -284,7 +285,11 @@ class _Attempt:
         # On a cluster, the hosts with processes get the weights when Ray is connected (`ClusterNodes.join`).
         weights = nodes is None or artifacts.is_local
         inputs = {str(stage): artifacts.fetch(ref, weights=weights) for stage, ref in spec.inputs.items()}
+        config = spec.config
+        if "data" in inputs and None in config.given_limits:
+            config = config.with_limits(limits_of(inputs["data"]))
         if nodes is not None:
+            nodes.config = config
             nodes.checkpoint_bytes = _checkpoint_bytes(spec, inputs)
             nodes.checkpoint_prefix = checkpoint_prefix(spec.key)
         context = StageContext(
@@ -309,7 +314,7 @@ class _Attempt:
         output = None if nodes is None else nodes.output
         is_complete = False
         try:
-            result = function(spec.config, context)
+            result = function(config, context)
             unregister()
             # Before the artifact exists: from then on the stage is reused, and logs no metrics again.
             self.stage_run.flush()

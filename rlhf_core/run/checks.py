@@ -14,8 +14,8 @@ from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import checking
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.fit import check_memory, small_model_rates
-from rlhf_core.preflight import check
+from rlhf_core.planning.fit import check_memory
+from rlhf_core.preflight import Part, check
 from rlhf_core.run.executors.check import check_executors
 from rlhf_core.run.kept_versions import KeptVersions, resolve_kept
 from rlhf_core.storage.store import open_store
@@ -92,11 +92,11 @@ def check_and_prepare(
     """
     stages = stages_made(config, start, until)
     with checking(name):
-        warnings = check(config, ("run.executor", check_executors), stages=stages)
-        warnings += small_model_rates(config)
-        # Last, because it plans with a configuration that is otherwise right.
-        if too_small := check_memory(config, stages):
-            warnings.append(too_small)
+        further: tuple[Part, ...] = (
+            ("run.executor", check_executors),
+            ("memory", lambda config: check_memory(config, stages)),
+        )
+        warnings = check(config, *further, stages=stages)
     Home.of(config.run.home).make()
     store = open_store(config)
     if retry_store:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.consistency import unusual_settings
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config
-from rlhf_core.data.check import small_regression_sets
-from rlhf_core.errors import ConfigError, checking
-from rlhf_core.evaluation.check import check_independent_judge
+from rlhf_core.data.check import with_assumed_limits
+from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.known_shapes import NAMES, known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
-from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory, small_model_rates
+from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass, trained_model
 from rlhf_core.planning.overrides import with_changes
@@ -40,6 +38,8 @@ from rlhf_core.planning.speed import (
     optimizer_step_time,
     step_time,
 )
+from rlhf_core.preflight import Part, check
+from rlhf_core.run.executors.check import check_executors
 from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
 
@@ -87,6 +87,10 @@ class Plan:
     checkpoints: tuple[CheckpointSize, ...]
     splits: tuple[Split | NoSplit, ...]
     """The fastest split of each stage. Empty without GPUs."""
+    warnings: tuple[str, ...]
+    """Those of the checks before a run."""
+    limits_are_assumed: bool
+    """Whether a length limit is estimated from the first rows of the data."""
 
 
 def make_plan(
@@ -121,10 +125,12 @@ def make_plan(
         if gpus is not None and config.run.device == "auto":
             config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA
         if model_config is None:
-            config = resolve(config, only_models=True).config
+            config = resolve(config).config
     hardware = _hardware(config, gpus, link, host_memory_gib)
-    with checking(model_config or "model.path"):
-        shape = _shape(config, model_config)
+    is_assumed = None in config.given_limits
+    config = with_assumed_limits(config)
+    warnings = _checked(config, model_config, hardware, this_machine=gpus is None)
+    shape = _shape(config, model_config)
     verdict = compare_memory(config, shape, hardware)
     splits: tuple[Split | NoSplit, ...] = ()
     if not hardware.device.is_cpu:
@@ -144,7 +150,32 @@ def make_plan(
         _optimizer_steps(config, shape, hardware),
         tuple(checkpoint_sizes(config, shape, hardware)),
         splits,
+        warnings,
+        is_assumed,
     )
+
+
+def _checked(
+    config: PipelineConfig, model_config: str | None, hardware: Hardware, *, this_machine: bool
+) -> tuple[str, ...]:
+    """Return the warnings of the checks that `rlhf run` makes.
+
+    Raises InputError with all problems. What does not fit is among them only if there are others, because a
+    plan shows it.
+    """
+    misfits: list[str] = []
+
+    def read_shape(config: PipelineConfig) -> Iterator[Finding]:
+        verdict = compare_memory(config, _shape(config, model_config), hardware)
+        misfits.extend(f"does not fit: {problem.text}" for problem in verdict.problems)
+        yield from ()
+
+    try:
+        further: list[Part] = [("run.executor", check_executors)] if this_machine else []
+        further.append((model_config or "model.path", read_shape))
+        return tuple(check(config, *further, this_machine=this_machine))
+    except InputError as error:
+        raise type(error)("\n".join([error.message, *misfits])) from error
 
 
 def _fits_with(
@@ -215,15 +246,6 @@ def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardwa
     return seconds
 
 
-def _warnings(config: PipelineConfig) -> list[str]:
-    return [
-        *unusual_settings(config),
-        *small_model_rates(config),
-        *check_independent_judge(config),
-        *small_regression_sets(config),
-    ]
-
-
 # -- shown --
 
 
@@ -234,12 +256,19 @@ def show(plan: Plan, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    for doubt in _warnings(config):
+    for doubt in plan.warnings:
         console.print(f"warning: {doubt}", highlight=False, markup=False, soft_wrap=True)
     say(
         f"{config.model.path or 'a model from scratch'}: {shape.parameters / 1e9:.3g} billion parameters, "
         f"{shape.layers} layers, width {shape.hidden}\n"
     )
+    if plan.limits_are_assumed:
+        limits = config.limits
+        say(
+            f"limits, estimated from the first rows: prompts of {limits.prompt} tokens, responses of"
+            f" {limits.response} (sampled ones of {limits.new}), texts of {limits.text}. The stage data"
+            " measures all rows\n"
+        )
     console.print(_batch_table(config))
     console.print(_memory_table(plan))
     if not device.is_cpu:
@@ -283,6 +312,7 @@ def as_json(plan: Plan) -> str:
             "network": None if plan.hardware.network is None else asdict(plan.hardware.network),
         },
         "parameters": plan.shape.parameters,
+        "limits": {**plan.config.limits._asdict(), "estimated": plan.limits_are_assumed},
         "batches": dict(describe_batches(plan.config)),
         "memory": [_row(load) for load in plan.verdict.loads],
         "kv_cache_tokens": plan.verdict.kv_tokens,
@@ -290,7 +320,7 @@ def as_json(plan: Plan) -> str:
         "optimizer_step_seconds": {stage: step.total for stage, step in plan.optimizer_steps.items()},
         "checkpoints": [asdict(size) for size in plan.checkpoints],
         "fastest": [_split(split) for split in plan.splits],
-        "warnings": _warnings(plan.config),
+        "warnings": plan.warnings,
         "problems": [problem.text for problem in plan.verdict.problems],
         "changes": plan.changes,
     }

@@ -21,7 +21,7 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
-from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED
+from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED, endless_models
 from rlhf_core.evaluation.policy_results import evaluation_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 from rlhf_core.pipeline import STAGES
@@ -427,6 +427,7 @@ def _limits(evaluation: Mapping[str, Any], trained_by: PolicyStage) -> str:
         " conversations were not tested, and neither were safety and facts.",
         "- Intervals are over prompts. They do not include the variation between training seeds.",
     ]
+    lines += [f"- **{problem}.**" for problem in endless_models(evaluation.get("eos_rate", {}))]
     if evaluation.get("judge_trained_on"):
         # The reward model judges a policy of DPO that was trained with the same pairs.
         what = "with the pairs of the judge" if trained_by == "dpo" else "on the judge"

@@ -103,14 +103,11 @@ def references_of(config: PipelineConfig) -> dict[str, str]:
     return {field: text for field, text in _addresses(config) if is_reference(text)}
 
 
-def resolve(
-    config: PipelineConfig, *, only_models: bool = False, kept: Mapping[str, str] | None = None
-) -> Resolved:
+def resolve(config: PipelineConfig, *, kept: Mapping[str, str] | None = None) -> Resolved:
     """Return `config` with paths in place of references.
 
     Args:
         config: The configuration.
-        only_models: Resolve only models, and no sources.
         kept: References by their fields that are resolved in place of those of the configuration.
 
     Raises:
@@ -119,8 +116,6 @@ def resolve(
         StoreUnavailable: The store does not answer.
     """
     texts = references_of(config)
-    if only_models:
-        texts = {field: text for field, text in texts.items() if field in _MODELS}
     if not texts:
         return Resolved(config)
     references = _find_each(texts, kept or {}, _Resolver(config).reference)

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MODELS, NOT_IDENTIFIED, WIN_RATE_NAMES, WIN_RATES
+from rlhf_core.evaluation.measures import (
+    LENGTH_CONTROLLED,
+    MODELS,
+    NOT_IDENTIFIED,
+    WIN_RATE_NAMES,
+    WIN_RATES,
+    endless_models,
+)
 from rlhf_core.pipeline import STAGES, StageName
 
 if TYPE_CHECKING:
@@ -108,6 +115,9 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     if interval := _interval(metrics, "language_model/agreement"):
         found["judge_agreement"] = interval
         found["judge_inconsistent"] = metrics["inconsistent"]
+    rates = {name: metrics[f"eos_rate/{name}"] for name in MODELS if f"eos_rate/{name}" in metrics}
+    if problems := endless_models(rates):
+        found["never_end"] = "; ".join(problems)
     for name in ("fallen", "fallen_dpo"):
         if name in ref.attributes:
             found[name] = ref.attributes[name]
@@ -172,6 +182,8 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if controlled := evaluation.get(f"{name}{LENGTH_CONTROLLED}"):
             remark = f" ({NOT_IDENTIFIED})" if "identified" in controlled else ""
             rows.append((f"the same, length-controlled{remark}", _with_interval(controlled)))
+    if "never_end" in evaluation:
+        rows.append(("responses that never end", evaluation["never_end"]))
     if "fallen" in evaluation:
         rows.append(("regression sets that failed", evaluation["fallen"]))
     if "fallen_dpo" in evaluation:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.card import sample_rows
+from rlhf_core.data.card import limits_of, sample_rows
 from rlhf_core.data.prepare import FILE_NAMES, prepare
 from rlhf_core.errors import InputError
 from rlhf_core.models.architectures import architecture_problems
 from rlhf_core.models.folder import base_model_config
+from rlhf_core.planning.fit import check_memory
 from rlhf_core.stages.evaluation_check import check_evaluation
 from rlhf_core.types import StageContext, StageResult
 
@@ -31,7 +32,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         context.progress("data", done, total, "rows")
 
     card = prepare(config, context.output, report, context.sources)
-    check_evaluation(config, context)
+    limited = config.with_limits(limits_of(context.output))
+    check_evaluation(limited, context)
+    if None in config.given_limits:
+        _check_memory(limited)
     metrics: dict[str, float] = {}
     for name, file_name in FILE_NAMES.items():
         count = card["counts"][name]
@@ -52,6 +56,13 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     context.metrics.flush()
     facts = {f"{row['field']}.digest": row["digest"] for row in card["sources"]}
     return StageResult(metrics, facts)
+
+
+def _check_memory(config: PipelineConfig) -> None:
+    """Compare the memory with the measured lengths. Until now they were estimated. Raises ConfigError."""
+    for finding in check_memory(config):
+        if isinstance(finding, InputError):
+            raise finding
 
 
 def _check_model(path: str, config: PipelineConfig) -> None:

@@ -4,6 +4,7 @@ batches, evaluations and checkpoints.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.limits import never_ends
 from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
@@ -23,6 +25,8 @@ from rlhf_core.seeds import epoch_batches
 from rlhf_core.stages.early_stopping import EarlyStopping
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import StageContext
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -80,6 +84,12 @@ def train_on_ranks(
     from rlhf_core.cluster.ranks import run_ranks
     from rlhf_core.engines.distributed import resolve_device
 
+    # The stages that learn from pairs start from the SFT model.
+    inputs = {} if context.lineage is None else context.lineage.inputs
+    if "sft" in inputs:
+        problem = never_ends(inputs["sft"].metrics.get("eos_rate", 1.0), "the SFT model")
+        if problem is not None:
+            log.warning("%s", problem)
     metrics: dict[str, float] = run_ranks(
         train_with_threads,
         settings.deepspeed.ranks,

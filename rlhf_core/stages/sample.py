@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.limits import never_ends
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.formats import Message, RowError, normalise
 from rlhf_core.data.prompt_sets import load_encoder
@@ -122,6 +123,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         metrics |= judge.metrics()
     if not best and not by_people:
         log.warning("no answer of %d is a demonstration: %s is empty", total, BEST)
+    if problem := never_ends(metrics["eos_rate"], "the model that answers"):
+        log.warning("%s", problem)
     context.metrics.log_metrics({f"sample/{name}": value for name, value in metrics.items()}, 0)
     context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])
     context.metrics.flush()

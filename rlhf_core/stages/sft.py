@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.limits import never_ends
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data.dataset import load_prompts, load_sft
 from rlhf_core.data.sources import ModelState, require_same_state
@@ -76,8 +77,13 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         state,
     )
     shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
-    context.metrics.log_table("sft_samples", _samples(config, context, device))
+    samples = _samples(config, context, device)
+    context.metrics.log_table("sft_samples", samples)
     context.metrics.flush()
+    if samples:
+        metrics["eos_rate"] = sum(sample["finished"] for sample in samples) / len(samples)
+        if problem := never_ends(metrics["eos_rate"], "the SFT model"):
+            log.warning("%s", problem)
     return StageResult(metrics)
 
 
@@ -177,7 +183,7 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
             log.warning("sft: no responses are sampled: %s", classified(error).message)
             return []
         return [
-            {"prompt": prompt.prompt, "response": sample.response}
+            {"prompt": prompt.prompt, "response": sample.response, "finished": sample.finished}
             for prompt, sample in zip(prompts, found["sft"], strict=True)
         ]
     model = (
@@ -185,22 +191,24 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
         .to(device)
         .eval()
     )
-    responses: list[list[int]] = []
+    responses: list[tuple[list[int], bool]] = []
     while len(responses) < len(prompts):
         start = len(responses)
         torch.manual_seed(derive_seed(config.run.seed, "sft", "samples", start))
         responses += _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device)
         context.progress("sft samples", len(responses), len(prompts), "responses")
     return [
-        {"prompt": prompt.prompt, "response": decode(ids)}
-        for prompt, ids in zip(prompts, responses, strict=True)
+        {"prompt": prompt.prompt, "response": decode(ids), "finished": finished}
+        for prompt, (ids, finished) in zip(prompts, responses, strict=True)
     ]
 
 
 def _sampled(
     model: PreTrainedModel, prompts: Sequence[PromptExample], config: PipelineConfig, device: str
-) -> list[list[int]]:
-    """Return the tokens of one response to each prompt, up to and with the EOS token. All are one batch."""
+) -> list[tuple[list[int], bool]]:
+    """Return the tokens of one response to each prompt, up to and with the EOS token, and whether there is
+    one. All are one batch.
+    """
     width = max(len(prompt.input_ids) for prompt in prompts)
     pad, eos = model.generation_config.pad_token_id, model.generation_config.eos_token_id
     ends = set(eos if isinstance(eos, list) else [eos])
@@ -216,17 +224,17 @@ def _sampled(
         do_sample=True,
         top_k=0,  # transformers otherwise samples from the 50 most likely tokens
         temperature=config.ppo.temperature,
-        max_new_tokens=config.ppo.max_new_tokens,
+        max_new_tokens=config.limits.new,
     )[:, width:].tolist()
     return [_until_eos(row, ends) for row in output]
 
 
-def _until_eos(tokens: list[int], ends: set[int]) -> list[int]:
-    """Return the tokens up to and with the first one in `ends`, or all."""
+def _until_eos(tokens: list[int], ends: set[int]) -> tuple[list[int], bool]:
+    """Return the tokens up to and with the first one in `ends`, or all, and whether there is one."""
     for place, token in enumerate(tokens):
         if token in ends:
-            return tokens[: place + 1]
-    return tokens
+            return tokens[: place + 1], True
+    return tokens, False
 
 
 # -- the loop --

@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.cluster.rpc import process_usage
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
@@ -32,6 +31,7 @@ from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample
 from tests.support.arguments import positive
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.small_ppo import ROLES, local_context
 from tests.support.tiny_llama import save_tiny_llama
 

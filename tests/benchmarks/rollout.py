@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.cluster.rpc import Pending, fetch
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollouts import Collector, assign
@@ -34,6 +33,7 @@ from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
 from tests.support.arguments import positive
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.small_ppo import ROLES
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.types import PromptExample
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.small_ppo import small_ppo
 from tests.support.tiny_llama import save_tiny_llama
 

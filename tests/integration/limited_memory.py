@@ -35,6 +35,7 @@ from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, u
 from rlhf_core.stages import reward, sft
 from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, limit_gathered_parameters, torchrun_rank
+from tests.support.demo_data import with_demo_data
 
 FILE_SIZE = "50MB"
 LIVE_SHARE = 0.03
@@ -84,13 +85,15 @@ def configuration(folder: Path, ranks: int) -> PipelineConfig:
     }
     return PipelineConfig.model_validate_json(
         json.dumps(
-            {
-                "model": {"path": str(folder / "base")},
-                "run": {"device": "cpu"},
-                "sft": training,
-                "reward": training,
-                "ppo": ppo,
-            }
+            with_demo_data(
+                {
+                    "model": {"path": str(folder / "base")},
+                    "run": {"device": "cpu"},
+                    "sft": training,
+                    "reward": training,
+                    "ppo": ppo,
+                }
+            )
         )
     )
 

@@ -20,6 +20,7 @@ from rlhf_core.system.overriding import override
 from rlhf_core.testing.actors import LocalObjects
 from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef
+from tests.support.demo_data import with_demo_data
 
 
 class Bucket(LocalFiles):
@@ -163,7 +164,7 @@ def two_nodes(
     work = folder / "work"
     work.mkdir()
     monitor = Monitor(folder / "stacks")
-    tree = {"run": {"home": str(folder / "home")}, "model": {"path": model and str(model)}}
+    tree = with_demo_data({"run": {"home": str(folder / "home")}, "model": {"path": model and str(model)}})
     return ClusterNodes(
         PipelineConfig.model_validate(tree),
         work,

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.loads import device_loads
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 CONFIGS = Path(__file__).resolve().parents[2] / "deployments" / "configs"
 LLAMA_8B, MISTRAL_7B = CONFIGS / "shapes" / "llama-3-8b.json", CONFIGS / "shapes" / "mistral-7b.json"

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role, plan
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
@@ -28,6 +27,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.checkpoints import keep
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.tiny_llama import save_tiny_llama
 
 C = TypeVar("C", bound=PPOController)

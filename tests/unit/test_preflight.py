@@ -27,7 +27,6 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stages_made
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, DataError, InputError
 from rlhf_core.pipeline import StageName, stages_between
 from rlhf_core.planning.check import check_devices, check_disk
@@ -35,6 +34,7 @@ from rlhf_core.preflight import check, check_environment
 from rlhf_core.rewards.check import module_file
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.model_folder import model_folder
 from tests.support.users import as_unprivileged_user
 

@@ -192,13 +192,16 @@ def test_invalid_count_of_gpus_is_refused(command: Command, gpus: str) -> None:
     assert "--gpus: must be a count and a device" in command.message("plan", "c.yaml", "--gpus", gpus)
 
 
+GENERATED_DATA = (
+    "data: {sft: [{path: synthetic}], preference: [{path: synthetic}], prompts: [{path: synthetic}]}"
+)
 BROKEN_CHECKS = {
     "rlhf_core.data.check.parse_address": (
         "data: {sft: [{path: ./a.jsonl}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),
     "rlhf_core.config.base_models.is_hub_model": (
-        "model: {path: ./x}",
+        f"model: {{path: ./x}}\n{GENERATED_DATA}",
         "model.path: cannot be checked (RecursionError: ",
     ),
     "rlhf_core.config.rewards.pattern_problem": (

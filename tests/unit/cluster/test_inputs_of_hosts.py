@@ -35,6 +35,7 @@ from rlhf_core.system.files import header_copy
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
 from rlhf_core.weight_sync.files import are_interchangeable
+from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Elsewhere, backend_of, bucket, two_nodes
 
 FILES = {
@@ -181,7 +182,7 @@ def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> N
     def config_of(host: str) -> PipelineConfig:
         home = tmp_path / host / "home"
         path = home / "cache" / name / "model"
-        tree = {"model": {"path": str(path)}, "run": {"home": str(home)}}
+        tree = with_demo_data({"model": {"path": str(path)}, "run": {"home": str(home)}})
         return PipelineConfig.model_validate(tree, strict=False)
 
     driver = ArtifactStore(theirs, Home.of(tmp_path / "one" / "home").cache)
@@ -226,7 +227,7 @@ class BaseOfJob:
 
     def config_with(self, path: str) -> PipelineConfig:
         return PipelineConfig.model_validate(
-            {"model": {"path": path}, "run": {"home": f"{self.folder}/home"}}
+            with_demo_data({"model": {"path": path}, "run": {"home": f"{self.folder}/home"}})
         )
 
     def fetch(self, *whole: str) -> Path:

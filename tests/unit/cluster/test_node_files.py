@@ -42,6 +42,7 @@ from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
+from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Elsewhere, bucket, two_nodes
 
 ZERO_3 = [
@@ -436,7 +437,7 @@ def test_a_base_model_that_the_agent_has_verified_is_not_read_again(tmp_path: Pa
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"first")
-    tree = {"model": {"path": str(model)}, "run": {"home": str(tmp_path)}}
+    tree = with_demo_data({"model": {"path": str(model)}, "run": {"home": str(tmp_path)}})
     config = PipelineConfig.model_validate(tree, strict=False)
     (tmp_path / "work" / "scratch").mkdir(parents=True)
     agent = NodeAgent(config.model_dump_json(by_alias=True), tmp_path / "work", tmp_path, "driver")

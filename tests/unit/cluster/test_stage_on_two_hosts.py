@@ -41,6 +41,7 @@ from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.ranks import ScriptedRankGroup, scripted_ranks
 from rlhf_core.types import ArtifactRef, SFTExample, StageContext
 from tests.support.claims import claim
+from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Bucket, Elsewhere, backend_of, bucket
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -109,7 +110,7 @@ class Host:
                 "deepspeed": {"ranks": 2, "zero_stage": 2},
             },
         }
-        self.config = PipelineConfig.model_validate(tree, strict=False)
+        self.config = PipelineConfig.model_validate(with_demo_data(tree), strict=False)
         self.home, self.store = Home.of(folder / "home").make(), store
         self.work = self.home.work("sft", "k") / "attempt-000001"
         self.work.mkdir(parents=True)

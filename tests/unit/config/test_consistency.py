@@ -180,7 +180,8 @@ def test_the_reward_model_in_ppo_has_the_settings_of_the_critic() -> None:
 
 
 def warnings_of(ppo: dict[str, Any]) -> list[str]:
-    data = {"prompts": [{"path": "x.jsonl"}]}  # the demo holds out few prompts
+    # The demo holds out few prompts.
+    data = {"prompts": [{"path": "x.jsonl"}], "max_response_tokens": 64}
     return list(
         unusual_settings(config_from_tree({"run": {"device": "cpu"}, "data": data, "ppo": ppo}, "test"))
     )
@@ -302,11 +303,10 @@ def test_run_shows_warnings(tmp_path: Path) -> None:
     assert any("ppo.kl.estimator: k3" in warning for warning in check(config_from_tree(tree, "test")))
 
 
-@pytest.mark.parametrize("section", ["sft", "reward", "dpo"])
-def test_early_stop_needs_held_out_rows(section: str) -> None:
-    tree = {"data": {"eval_fraction": 0.0}, section: {"early_stop": {}}}
-    errors = [str(finding) for finding in check_consistency(config_from_tree(tree, "test"))]
-    assert any(f"{section}.early_stop: needs held-out rows" in error for error in errors)
+def test_no_held_out_prompts_are_refused() -> None:
+    message = r"data.eval_fraction: must be from 0.001 to 0.9 \(held-out prompts measure the models"
+    with pytest.raises(ConfigError, match=message):
+        config_from_tree({"data": {"eval_fraction": 0}}, "test")
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)

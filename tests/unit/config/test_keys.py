@@ -27,6 +27,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, locate, variants
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.demo_data import config_with_demo_data, with_demo_data
 
 
 def set_version(monkeypatch: pytest.MonkeyPatch, stage: StageName, version: int) -> None:
@@ -242,7 +243,7 @@ def test_every_field_not_listed_is_in_its_stage_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config = config_from_tree(EVERYTHING, "test")
+    config = config_with_demo_data(EVERYTHING, "test")
     before = {stage: stage_key(config, stage, {}, {}) for stage in STAGES}
     found = {
         path: {stage for stage in STAGES if stage_key(changed, stage, {}, {}) != before[stage]}
@@ -260,7 +261,8 @@ def test_every_field_not_listed_is_in_its_stage_keys(
 
 def test_key_depends_on_content_and_not_on_path() -> None:
     here, there = (
-        {"model": {"path": path}, "data": {"sft": [{"path": f"{path}/x.jsonl"}]}} for path in ("/a", "/b")
+        with_demo_data({"model": {"path": path}, "data": {"sft": [{"path": f"{path}/x.jsonl"}]}})
+        for path in ("/a", "/b")
     )
     assert _keys(here, {"model": "1"}) == _keys(there, {"model": "1"})
     assert _keys(here, {"model": "1"})["sft"] != _keys(here, {"model": "2"})["sft"]
@@ -415,7 +417,7 @@ def test_keys_of_existing_configurations_stay(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:9")
     for name in STAGES:
         set_version(monkeypatch, name, 1)
-    config = config_from_tree({**tree, "run": {"device": "cpu"}}, "test")
+    config = config_with_demo_data({**tree, "run": {"device": "cpu"}}, "test")
     found: dict[str, str] = {stage: stage_key(config, stage, {}, {}) for stage in STAGES}
     found["pipeline"] = pipeline_key(config, {})
     assert {name: found[name] for name in expected} == expected

@@ -22,6 +22,7 @@ from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward
 from rlhf_core.config.yaml import dump, parse, scalar
 from rlhf_core.errors import ConfigError
+from tests.support.demo_data import config_with_demo_data
 from tests.support.parsed_config import parse_config
 
 
@@ -64,7 +65,7 @@ def test_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pyt
         "data": {"sft": [{"path": "~/d.jsonl"}], "chat_template": "~/t.jinja"},
         "ppo": {"rewards": [{"type": "python", "function": "r:score", "file": "~/r.py"}]},
     }
-    text = config_from_tree(tree, "test").model_dump_json()
+    text = config_with_demo_data(tree, "test").model_dump_json()
     assert "~" not in text
     assert all(
         f'"{tmp_path}/{name}"' in text for name in ("runs", "store", "m", "d.jsonl", "t.jinja", "r.py")

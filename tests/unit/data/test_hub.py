@@ -23,11 +23,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.data import hub
 from rlhf_core.data.sources import pinned
 from rlhf_core.run.external_inputs import external_digests, external_marks
 from rlhf_core.testing import stage_context
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

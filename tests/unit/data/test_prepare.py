@@ -34,7 +34,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.data import examples
 from rlhf_core.data.card import _sources as card_sources
-from rlhf_core.data.card import card_markdown, overlap, sources_of_models
+from rlhf_core.data.card import card_markdown, limits_of, overlap, sources_of_models
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import EncodedRecord, held_out, split_key, split_position
 from rlhf_core.data.prepare import prepare
@@ -44,6 +44,7 @@ from rlhf_core.errors import DataError, InputError
 from rlhf_core.stages.data import run
 from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.types import SFTExample
+from tests.support.demo_data import with_demo_data
 from tests.unit.data.data_samples import write_jsonl
 
 SMALL = {"sft_examples": 60, "pairs": 60, "prompts": 40}
@@ -281,23 +282,55 @@ def test_nothing_left_after_filtering_names_the_limit_to_raise(tmp_path: Path) -
         DataError, match=r"data\.sft: 0 of 12 rows left after filtering \(12 prompt longer than"
     ) as caught:
         prepared(files(tmp_path, pairs(12), max_prompt_tokens=2), tmp_path / "out")
-    assert caught.value.message.endswith("raise data.max_prompt_tokens")
+    assert caught.value.message.endswith("raise data.max_prompt_tokens (5 keeps 99 % of the rows, 5 all)")
 
 
-@pytest.mark.parametrize("long", [13, 12])
-def test_a_limit_that_drops_more_than_half_of_the_rows_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, long: int
+@pytest.mark.parametrize(("rows", "is_warned"), [(50, True), (200, False)])
+def test_from_one_percent_on_rows_that_a_limit_drops_are_a_warning_with_the_value_that_keeps_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: int, is_warned: bool
 ) -> None:
-    rows = pairs(24)
-    for row in rows[:long]:
-        row["chosen"] += " and more" * 30
-    prepared(files(tmp_path, rows, max_response_tokens=20), tmp_path / "out")
-    text = (
-        f"data.preference: only {24 - long} of 24 rows are used ({long} response longer than"
-        " data.max_response_tokens); raise data.max_response_tokens"
+    caplog.set_level("INFO")
+    made = pairs(rows)
+    made[0]["chosen"] += " and more" * 30
+    card = prepared(files(tmp_path, made, max_response_tokens=20), tmp_path / "out")
+    [found] = [
+        record
+        for record in caplog.records
+        if record.getMessage().startswith(f"data.preference: 1 of {rows} rows")
+    ]
+    assert (found.levelname == "WARNING") == is_warned
+    longest = card["limits"]["rows"][1]["longest"]
+    assert longest > 20
+    assert "longer than data.max_response_tokens=20 and are left out; raise it: " in found.getMessage()
+    assert f"keeps 99 % of the rows, {longest} all" in found.getMessage()
+    assert not any(record.getMessage().startswith("data.prompts: 1 of") for record in caplog.records), (
+        "their responses are not read"
     )
-    assert (text in caplog.text) == (long == 13)
-    assert "data.prompts: only" not in caplog.text, "their responses are not read"
+
+
+def test_without_limits_every_row_within_the_context_is_kept(tmp_path: Path) -> None:
+    made = pairs(30)
+    made[0]["chosen"] += " and more" * 50  # more than the 64 tokens of the demo
+    card = prepared(files(tmp_path, made), tmp_path / "out")
+    limits = {row["field"]: row for row in card["limits"]["rows"]}
+    response = limits["data.max_response_tokens"]
+    assert response["from"] == "the data"
+    assert response["tokens"] == response["longest"] > 64
+    assert [row["longer"] for row in limits.values()] == [0, 0, 0]
+    assert card["limits"]["new"] == response["tokens"], "ppo.max_new_tokens follows"
+    assert limits_of(tmp_path / "out")._asdict() == {
+        name: card["limits"][name] for name in ("prompt", "response", "text", "new")
+    }
+    assert "response longer than" not in str(card["counts"])
+
+
+def test_one_row_that_is_far_longer_than_all_others_does_not_decide_the_limit(tmp_path: Path) -> None:
+    made = pairs(300)
+    made[0]["chosen"] += " and more" * 40
+    card = prepared(files(tmp_path, made), tmp_path / "out")
+    row = card["limits"]["rows"][1]
+    assert row["tokens"] == 2 * row["p99"] < row["longest"]
+    assert card["counts"]["preference"]["dropped"] == {"response longer than data.max_response_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -353,9 +386,11 @@ def model_folder(sp_tokenizer: Any, tmp_path: Path) -> Path:
 def test_a_given_model_brings_its_own_tokenizer_and_template(model_folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text((model_folder / "chat_template.jinja").read_text().replace("User:", "Human:"))
-    config = configure(
-        model={"path": str(model_folder)}, data={"synthetic": SMALL, "chat_template": str(template)}
-    )
+    tree = {
+        "model": {"path": str(model_folder)},
+        "data": {"synthetic": SMALL, "chat_template": str(template)},
+    }
+    config = configure(**with_demo_data(tree))
     prepared(config, tmp_path / "out")
     from transformers import AutoTokenizer
 
@@ -380,7 +415,8 @@ def test_a_tokenizer_or_length_that_does_not_fit_the_model_is_refused(
 ) -> None:
     (model_folder / "config.json").write_text(json.dumps(facts))
     with pytest.raises(InputError, match=message):
-        prepared(configure(model={"path": str(model_folder)}, data={"synthetic": SMALL}), tmp_path / "out")
+        tree = {"model": {"path": str(model_folder)}, "data": {"synthetic": SMALL}}
+        prepared(configure(**with_demo_data(tree)), tmp_path / "out")
 
 
 def test_a_demonstration_that_begins_with_a_held_out_prompt_is_counted(tmp_path: Path) -> None:

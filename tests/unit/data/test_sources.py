@@ -46,6 +46,7 @@ from rlhf_core.data.sources import (
 )
 from rlhf_core.errors import DataError, ModelError
 from tests.conftest import S3Server
+from tests.support.demo_data import with_demo_data
 
 ROWS = [{"prompt": 'ä, "b"', "completion": "c\nd"}, {"prompt": "e", "completion": "f"}]
 
@@ -423,7 +424,7 @@ def config_for(path: Path, model: Path | None = None) -> PipelineConfig:
         "prompts": [{"path": "owner/name", "revision": "abc"}],
     }
     return PipelineConfig.model_validate(
-        {"data": data, "model": {"path": str(model) if model else None}}, strict=False
+        with_demo_data({"data": data, "model": {"path": str(model) if model else None}}), strict=False
     )
 
 

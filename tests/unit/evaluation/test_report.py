@@ -141,6 +141,12 @@ def test_headline_names_the_judge_and_whether_it_was_trained_on(trained: bool) -
     assert ("The policy was trained with it" in headline) == trained
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_model_whose_responses_never_end_is_named_above_the_results(rate: float) -> None:
+    page = render(report(evaluation=evaluation() | {"eos_rate": {"sft": 0.9, "ppo": rate}}))
+    assert ("0.0% of the responses of the PPO model end with EOS" in page) == (rate == 0)
+
+
 def test_results_show_paired_differences_and_data_sources() -> None:
     sources = {"a.jsonl": evaluation(0.9), "b.jsonl": evaluation(0.3)}
     text = parse(render(report(evaluation=evaluation() | {"by_source": sources}))).text

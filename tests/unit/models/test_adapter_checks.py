@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.models.folder import check_adapters
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 
 def _problems(*overrides: str, **tree: Any) -> list[str]:

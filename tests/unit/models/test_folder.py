@@ -18,9 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import InputError
 from rlhf_core.models.folder import ModelFolder, check_model
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.model_folder import model_folder
 
 QUIET = settings(

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models import architectures
 from rlhf_core.models.architectures import (
@@ -30,6 +29,7 @@ from rlhf_core.models.architectures import (
 )
 from rlhf_core.models.folder import length_problems
 from rlhf_core.testing import stage_context
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 NO_SCORE = {
     "reward": {"enabled": False},

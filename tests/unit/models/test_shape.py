@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ModelError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 SHAPES = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "shapes"
 SMALL = {

@@ -29,7 +29,7 @@ import pytest
 
 from rlhf_cli.main import main
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree, load_config
+from rlhf_core.config.load import load_config
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.models.known_shapes import known_shape
@@ -49,6 +49,7 @@ from rlhf_core.planning.speed import (
     step_time,
 )
 from rlhf_core.run.plan import make_plan
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 PRODUCTION = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "production.yaml"
 LINKS = ("1gbit", "10gbit", "100gbit", "400gbit", "2x400gbit", "8x400gbit")

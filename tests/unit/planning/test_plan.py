@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rlhf_cli.main import main
-from rlhf_core.config.load import config_from_tree, load_config
+from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.planning.batches import describe_batches
@@ -29,6 +29,7 @@ from rlhf_core.planning.overrides import with_changes
 from rlhf_core.planning.speed import PHASES, StepTime, optimizer_step_time, step_time
 from rlhf_core.run.plan import make_plan
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, MISTRAL_7B, config, eight_b
 
 TOYS = Hardware(8, Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.check import check_gpu_counts
@@ -13,6 +12,7 @@ from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.search import Split, fastest
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 HARDWARE = parse_gpus("2xA100-40G")
 SHARDED = {"deepspeed": {"ranks": 4, "zero_stage": 3, "dtype": "bfloat16"}}

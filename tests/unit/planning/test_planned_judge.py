@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.fit import advise, compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
 from rlhf_core.planning.search import Split, fastest
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 SHAPES = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "shapes"
 PARAMETERS = 8_030_261_248

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
@@ -29,6 +28,7 @@ from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.overrides import with_changes
 from rlhf_core.planning.search import Split, fastest
 from rlhf_core.planning.speed import group_time
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 RULES_ALONE = {"algorithm": "reinforce_pp", "rewards": [{"type": "repetition"}]}
 """Neither critic nor reward model."""

@@ -56,6 +56,20 @@ def look(checks: StepChecks, step: int, change: Change) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("guards/")}
 
 
+@pytest.mark.parametrize(("action", "count"), [("warn", 1), ("stop", 1), ("off", 0)])
+def test_responses_that_never_end_in_the_first_step_are_one_warning_at_once(
+    action: str, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The condition of `eos_loss` compares with the first step, so it would never hold."""
+    checks = checks_of(eos_loss=action)
+    for step in range(5):
+        look(checks, step, {"rollout/eos_rate": 0.0})
+    found = [text for name, text in warnings_of(caplog) if name == "eos_loss"]
+    assert len(found) == count
+    for text in found:
+        assert text.startswith("step 0: guard eos_loss: 0.0% of the responses of the SFT model end with EOS")
+
+
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.guard, record.getMessage()) for record in caplog.records if hasattr(record, "guard")]
 

@@ -105,6 +105,13 @@ def test_result_table_has_the_promotion_with_its_reason(champion: str, outcome: 
     assert r"| reason | won &lt;b&gt;\[x\]\(y\) |" in run_markdown(summary)
 
 
+def test_result_table_names_a_model_whose_responses_never_end() -> None:
+    made = ref("evaluate", **{"eos_rate/sft": 0.0, "eos_rate/ppo": 0.9})
+    rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
+    assert rows["responses that never end"].startswith("0.0% of the responses of the SFT model end with EOS")
+    assert "PPO" not in rows["responses that never end"]
+
+
 def test_result_table_names_judge_and_paired_difference() -> None:
     facts = {"judge": "reward model", "judge_trained_on": "True"}
     numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.data import Source
-from rlhf_core.config.load import config_from_tree
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import CorruptArtifact, DataError, InputError, ModelError
 from rlhf_core.preflight import check
@@ -31,6 +30,7 @@ from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import digest_of, hash_folder
 from rlhf_core.storage.store import Store
 from rlhf_core.system.digests import json_sha256
+from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.tiny_llama import save_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]

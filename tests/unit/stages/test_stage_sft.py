@@ -26,13 +26,14 @@ from rlhf_core.testing.engines import Reply, scripted_engines
 from rlhf_core.testing.ranks import RayCall, scripted_ranks
 from rlhf_core.testing.trainer import scripted_trainers, single_rank
 from rlhf_core.types import PromptExample, SFTExample
+from tests.support.demo_data import with_demo_data
 from tests.support.tiny_llama import save_tiny_llama
 
 
 def test_changed_base_weights_are_not_trained(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "model")
     config = PipelineConfig.model_validate(
-        {"model": {"path": str(model)}, "run": {"device": "cpu"}}, strict=False
+        with_demo_data({"model": {"path": str(model)}, "run": {"device": "cpu"}}), strict=False
     )
     key, state = source_digests(config), model_state(config)
     context = stage_context(tmp_path, sources={"model": key["model"]}, inputs={"data": tmp_path})
@@ -48,7 +49,7 @@ def test_changed_base_weights_are_not_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
 def test_targets_of_later_adapters_are_checked_before_training(tmp_path: Path, stage: str) -> None:
     model = save_tiny_llama(tmp_path / "model")
-    tree = {"model": {"path": str(model)}, "run": {"device": "cpu"}}
+    tree = with_demo_data({"model": {"path": str(model)}, "run": {"device": "cpu"}})
     config = PipelineConfig.model_validate(
         {**tree, stage: {"lora": {"targets": ["input_layernorm"]}}}, strict=False
     )
@@ -60,7 +61,7 @@ def test_targets_of_later_adapters_are_checked_before_training(tmp_path: Path, s
 
 def test_a_copy_on_another_host_is_compared_by_its_digest(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"first")
-    config = PipelineConfig.model_validate({"model": {"path": str(tmp_path)}}, strict=False)
+    config = PipelineConfig.model_validate(with_demo_data({"model": {"path": str(tmp_path)}}), strict=False)
     key = source_digests(config)
     elsewhere = ModelState("another-host", (("model.safetensors", 1, 2, 3),))
     require_same_state(elsewhere, config, key)
@@ -75,7 +76,7 @@ def test_sampling_settings_of_base_model_are_removed(tmp_path: Path) -> None:
     rows = [SFTExample((1, 5, 2), (0, 1, 1))]
     data = write_data_artifact(tmp_path / "data", sft=rows, eval_sft=rows)
     config = PipelineConfig.model_validate(
-        {"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False
+        with_demo_data({"model": {"path": str(base)}, "run": {"device": "cpu"}}), strict=False
     )
     state = model_state(config)
     with single_rank(), scripted_trainers():
@@ -99,7 +100,7 @@ def test_driver_of_a_cluster_loads_no_model_for_the_samples(
     answer = Reply(tokenizer.encode("an answer", add_special_tokens=False))
     with scripted_ranks() as calls, scripted_engines(lambda request: answer):
         rows = sft._samples(config, context, "cpu")
-    assert rows == [{"prompt": "a question", "response": "an answer"}]
+    assert rows == [{"prompt": "a question", "response": "an answer", "finished": True}]
     assert calls == [RayCall("connect", 1), RayCall("engine", 1), RayCall("disconnect")]
 
 
@@ -110,7 +111,8 @@ def test_responses_of_a_batch_are_those_of_each_prompt_alone(tmp_path: Path) -> 
     config = PipelineConfig.model_validate({"ppo": {"temperature": 1e-9, "max_new_tokens": 12}}, strict=False)
     together = sft._sampled(model, prompts, config, "cpu")
     alone = [sft._sampled(model, [prompt], config, "cpu")[0] for prompt in prompts]
-    assert together == alone and {len(row) for row in alone} == {12}
-    model.generation_config.eos_token_id = alone[1][3]
+    assert together == alone and {(len(row), ends) for row, ends in alone} == {(12, False)}
+    [_, (row, _), _] = alone
+    model.generation_config.eos_token_id = row[3]
     ended = sft._sampled(model, prompts, config, "cpu")
-    assert ended[1] == alone[1][: alone[1].index(alone[1][3]) + 1]
+    assert ended[1] == (row[: row.index(row[3]) + 1], True)

@@ -1,0 +1,147 @@
+"""Lengths of all rows in tokens: what the limits must be to keep them, and what the chosen limits leave out.
+
+rows -> encoded without limits (up to `measured`) -> lengths -> `needed` -> `fitted_limits` -> rows within
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_core.config.data import SETS, SetName
+from rlhf_core.config.limits import PROMPT, RESPONSE, TEXT, GivenLimits, Limits
+
+log = logging.getLogger(__name__)
+
+_FIELDS = (PROMPT, RESPONSE, TEXT)
+_LEAST_MEASURED = 4096
+"""Rows of up to this many tokens are encoded even if a limit is lower, because messages name their length."""
+_MOST_MEASURED = 2**17
+_SHOWN_SHARE = 0.01
+"""From this share of the rows on, what a limit takes away is a warning."""
+_OUTLIER = 2
+"""A limit from the data keeps all rows of up to this multiple of the 99th percentile. A longer row would
+decide alone how much memory each batch needs.
+"""
+_WHAT = {
+    PROMPT: "a prompt longer than {limit} and are left out",
+    RESPONSE: "a response longer than {limit} and are left out",
+    TEXT: "a text or conversation longer than {limit} and are cut there, so their end is not learned",
+}
+
+
+def measured(given: GivenLimits, context: int) -> Limits:
+    """Return the lengths up to which rows are encoded before the limits are known.
+
+    A text is cut anyway, so of one that is too long only this is measured.
+    """
+    most = min(context, _MOST_MEASURED)
+    return Limits(
+        prompt=most if given.prompt is None else max(given.prompt, _LEAST_MEASURED),
+        response=most if given.response is None else max(given.response, _LEAST_MEASURED),
+        text=(most if given.text is None else min(given.text, context)) + 1,
+        new=0,
+    )
+
+
+@dataclass
+class Lengths:
+    """Tokens of the rows of each set, by the field that limits them."""
+
+    context: int
+    """Context length of the model."""
+    of: dict[str, dict[SetName, list[int]]] = field(
+        default_factory=lambda: {name: {each: [] for each in SETS} for name in _FIELDS}
+    )
+    turns: list[int] = field(default_factory=list)
+    """The longest answer of each conversation. No limit of responses applies to it."""
+
+    def add(self, name: SetName, lengths: Mapping[str, int]) -> None:
+        """Add one row of the set `name`: its length for each field that limits it."""
+        for limited_by, tokens in lengths.items():
+            self.of[limited_by][name].append(tokens)
+
+    @property
+    def has_rows(self) -> bool:
+        return any(lengths for of_set in self.of.values() for lengths in of_set.values())
+
+    def needed(self) -> Limits:
+        """Return the limits with which the sets keep all rows, except for outliers.
+
+        Without any response, those of the policy may be as long as the texts.
+        """
+        prompt, response, text = (
+            max((_needed(lengths) for lengths in self.of[name].values()), default=0) for name in _FIELDS
+        )
+        response = max(response, _needed(self.turns))
+        return Limits(prompt or 1, response or text or 1, text or 1, new=0)
+
+    def table(self, given: GivenLimits, limits: Limits) -> list[dict[str, Any]]:
+        """Return one row for each limit, for the data card."""
+        rows = []
+        for name, wanted, limit in zip(_FIELDS, given, limits, strict=False):
+            lengths = sorted(tokens for of_set in self.of[name].values() for tokens in of_set)
+            rows.append(
+                {
+                    "field": name,
+                    "tokens": limit,
+                    "from": "the data" if wanted is None else "the configuration",
+                    "p99": _percentile(lengths, 99) if lengths else None,
+                    "longest": lengths[-1] if lengths else None,
+                    "longer": sum(tokens > limit for tokens in lengths),
+                }
+            )
+        return rows
+
+    def say(self, given: GivenLimits, limits: Limits) -> None:
+        """Log what the limits take away from each set: a warning from 1 % of its rows on."""
+        for name, wanted, limit in zip(_FIELDS, given, limits, strict=False):
+            for set_name, lengths in self.of[name].items():
+                longer = sum(tokens > limit for tokens in lengths)
+                if not longer:
+                    continue
+                share = longer / len(lengths)
+                level = logging.WARNING if share >= _SHOWN_SHARE else logging.INFO
+                log.log(
+                    level,
+                    "data.%s: %d of %d rows (%.1f %%) have %s; %s",
+                    set_name,
+                    longer,
+                    len(lengths),
+                    100 * share,
+                    _WHAT[name].format(limit=f"{name}={limit}"),
+                    self._why(name, set_name, limit, is_given=wanted is not None),
+                )
+
+    def _why(self, name: str, set_name: SetName, limit: int, is_given: bool) -> str:
+        if is_given:
+            context = f"; the model's context is {self.context}" if self.context < 2**31 else ""
+            return f"raise it: {self.needed_for(name, set_name)}{context}"
+        lengths = self.of[name]
+        if limit < max(map(_needed, lengths.values())):
+            reason = (
+                f"the model's context of {self.context} tokens leaves no more; use a model with a longer one"
+            )
+        else:
+            reason = "the longest rows are outliers; set the field to keep them"
+        return f"{reason}: {self.needed_for(name, set_name)}"
+
+    def needed_for(self, name: str, set_name: SetName) -> str:
+        """Return the values of the limit `name` that keep the rows of a set."""
+        lengths = sorted(self.of[name][set_name])
+        return f"{_percentile(lengths, 99)} keeps 99 % of the rows, {lengths[-1]} all"
+
+
+def _needed(lengths: Sequence[int]) -> int:
+    if not lengths:
+        return 0
+    ordered = sorted(lengths)
+    return min(ordered[-1], _OUTLIER * _percentile(ordered, 99))
+
+
+def _percentile(ordered: Sequence[int], percent: int) -> int:
+    """Return the smallest length that is enough for `percent` of the rows."""
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1]
