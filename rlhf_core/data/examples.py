@@ -190,6 +190,7 @@ def read_records(
                 bad += 1
                 quarantine.add(field_name, result.file, result.line, result.reason, result.text)
                 continue
+            assert isinstance(row, Row)
             absent = {theirs for theirs in absent if field_value(row.data, theirs) is None}
             others.add(other_fields(row.data, source.rename, result.record))
             if result.record.marked_bad:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.data import DataConfig, SetName, Source
+from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.limits import Limits
 from rlhf_core.data.examples import encode_record, to_record
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import field_value
@@ -162,15 +163,15 @@ def outcome(layout: Layout, tokenizer: Any) -> str:
         return "marked as bad"
     if layout.answer is not None:
         assert field_value(item.record.meta, "answer") == layout.answer
-    limits = DataConfig(max_prompt_tokens=500, max_response_tokens=500)
-    example = encode_record(item, layout.name, Encoder(tokenizer, "chat"), limits, 500).example
+    bounds = Limits(prompt=500, response=500, text=500, new=500)
+    example = encode_record(item, layout.name, Encoder(tokenizer, "chat"), bounds).example
     if isinstance(example, SFTExample):
         return shown(tokenizer, example.input_ids, example.loss_mask)
     if isinstance(example, PromptExample):
         return str(tokenizer.decode(example.input_ids))
     assert isinstance(example, PairExample)
     responses = [f"[ {tokenizer.decode(ids)}]" for ids in (example.chosen_ids, example.rejected_ids)]
-    return tokenizer.decode(example.prompt_ids) + "".join(responses)
+    return str(tokenizer.decode(example.prompt_ids)) + "".join(responses)
 
 
 def shown(tokenizer: Any, ids: tuple[int, ...], mask: tuple[int, ...]) -> str:

@@ -219,7 +219,7 @@ def digits_apart() -> Tokenizer:
     """Return a byte-level tokenizer with a step for digits, which no class of transformers builds."""
     from tokenizers import pre_tokenizers
 
-    tokenizer = train_tokenizer(TEXTS, 600).backend_tokenizer
+    tokenizer: Tokenizer = train_tokenizer(TEXTS, 600).backend_tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
