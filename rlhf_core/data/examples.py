@@ -574,7 +574,10 @@ def _encoded_conversation(item: SourceRecord, key: str, encoder: Encoder, most: 
     # Only a part of a conversation has to fit, so that one that is somewhat longer is still encoded.
     if encoder.surely_longer(record.prompt_text, 8 * most):
         raise RecordDropped(NOTHING_TO_LEARN, {TEXT: estimated_tokens(record.prompt_text)})
-    encoded = encoder.conversation(record.messages)
+    last = record.messages[-1]
+    # The rest is cut. Tokenizing it could take minutes.
+    last = replace(last, content=encoder.beginning(last.content, max(most, _MEASURED_TEXT)))
+    encoded = encoder.conversation([*record.messages[:-1], last])
     turns = "".join(map(str, encoded.mask)).split("0")
     example = SFTExample(encoded.ids, encoded.mask, item.source, prompt_id(item.group))
     lengths = {TEXT: len(encoded.ids)}

@@ -115,7 +115,7 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
     if others == [None]:
         return list(names)
     found = [name for name in names if splits[name] == _SPLITS.get(split, split)]
-    listed = ", ".join(f"{each} ({splits[each]})" for each in _first_of_each(splits))
+    listed = ", ".join(f"{each} ({splits[each] or 'no split'})" for each in _first_of_each(splits))
     if None in others:
         raise DataError(
             f"only some of the files are named by splits: {listed}; rename or move the others, or give each"

@@ -45,6 +45,7 @@ _PART_OF_PROMPT = "is part of the prompt; write it into 'prompt'"
 _PART_OF_ANSWER = "is part of the answer; write it into the answer"
 _REFUSED = {
     "system_prompt": "must be named 'system'; use `rename`",
+    "instruction": _PART_OF_PROMPT,
     "input": _PART_OF_PROMPT,
     "history": _PART_OF_PROMPT,
     "tools": _PART_OF_PROMPT,
@@ -177,8 +178,9 @@ def normalise(
     bad = demonstration and _is_marked_bad(row, kind)
     if kind == "text":
         return Record("text", text=_string(row, "text"), meta=meta, marked_bad=bad)
+    read_inside = {theirs.split(".")[0] for theirs in rename or {}}
     for name, rule in _REFUSED.items():
-        if not _is_empty(row.get(name)):
+        if name not in read_inside and not _is_empty(row.get(name)):
             raise RowError(f"{name!r} {rule}, or name it in `ignore`")
     if kind == "messages":
         messages = _with_system(row, _messages(row, "messages", "a list of messages", weights=demonstration))
@@ -219,13 +221,16 @@ def _is_long_text(value: Any) -> bool:
 
 def _is_empty(value: Any) -> bool:
     """Return whether a value says nothing: null, blank, or a list or object of such values only."""
-    if isinstance(value, str):
-        return not value.strip(INVISIBLE)
-    if isinstance(value, Mapping):
-        return all(map(_is_empty, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_empty, value))
-    return value is None
+    values = [value]
+    while values:  # no recursion: rows can be nested deeply
+        each = values.pop()
+        if isinstance(each, Mapping):
+            values += each.values()
+        elif isinstance(each, list | tuple):
+            values += each
+        elif each is not None and not (isinstance(each, str) and not each.strip(INVISIBLE)):
+            return False
+    return True
 
 
 def _is_marked_bad(row: Mapping[str, Any], kind: Format) -> bool:

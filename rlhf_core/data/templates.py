@@ -188,10 +188,14 @@ class Encoder:
 
         The mask is 1 but on BOS.
         """
-        ids = self._with_bos(self._pieces(text[: max_tokens * _CHARS_PER_TOKEN]).ids)
+        ids = self._with_bos(self._pieces(self.beginning(text, max_tokens)).ids)
         ids = [*ids, self.eos_id][:max_tokens]
         skip = int(self._bos is not None)
         return Encoded(tuple(ids), tuple([0] * skip + [1] * (len(ids) - skip)))
+
+    def beginning(self, text: str, max_tokens: int) -> str:
+        """Return the beginning of `text` that surely has its first `max_tokens` tokens."""
+        return text[: max_tokens * _CHARS_PER_TOKEN]
 
     def surely_longer(self, text: str, max_tokens: int) -> bool:
         """Return whether `text` has more than `max_tokens` tokens, by its characters alone: cheap for huge

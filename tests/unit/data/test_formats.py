@@ -104,6 +104,9 @@ def test_fields_are_renamed_first_and_the_others_kept() -> None:
     nested = {"prompt": "q", "reward_model": {"ground_truth": "18"}}
     answer = normalise(nested, rename={"reward_model.ground_truth": "answer"}).meta["answer"]
     assert answer == "18"
+    openai = {"input": {"messages": chat((U, "q"))}, "good": chat((A, "a")), "bad": chat((A, "b"))}
+    record = normalise(openai, rename={"input.messages": "prompt", "good": "chosen", "bad": "rejected"})
+    assert (record.prompt_text, record.response, record.rejected) == ("q", "a", "b")
 
 
 def test_messages_that_end_with_the_users_are_a_prompt_and_no_demonstration() -> None:

@@ -4,6 +4,7 @@ Rules:
 - rows whose `label` is false are no demonstrations: they are counted, and said with their share;
 - fields that no text is made of are counted in the data card; those that are mostly long texts are said;
 - a field of `rename` that no row has is an error;
+- of a huge last answer, only the beginning is tokenized;
 - a source of rows that are already rendered is an error, a few of them are said, single ones are not.
 """
 
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.data import SetName
+from rlhf_core.config.data import DataConfig, SetName
 from rlhf_core.data.card import _other_fields, card_markdown
 from rlhf_core.data.examples import (
     MARKED_BAD,
@@ -25,9 +27,11 @@ from rlhf_core.data.examples import (
     SetCounts,
     SourceRecord,
     check_rendered,
+    encode_record,
     read_records,
     training_texts,
 )
+from rlhf_core.data.formats import Message, normalise
 from rlhf_core.data.prepare import prepare
 from rlhf_core.data.sources import source_contents
 from rlhf_core.data.templates import Encoder
@@ -114,6 +118,29 @@ def test_a_field_of_rename_that_no_row_has_is_an_error(tmp_path: Path) -> None:
     assert [item.record.meta.get("level") for item in found] == [1] * 4
     with pytest.raises(DataError, match=r"data\.prompts\[0\]\.rename: no row .* has the field 'sytem'"):
         records_of(configure(tmp_path, rows, rename={"sytem": "system"}), tmp_path, "prompts")
+
+
+def test_of_a_huge_last_answer_only_the_beginning_is_tokenized(
+    sp_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = Encoder(sp_tokenizer, "chat")
+    rendered = []
+    conversation = encoder.conversation
+
+    def recorded(messages: Sequence[Message]) -> Any:
+        rendered.append(sum(len(message.content) for message in messages))
+        return conversation(messages)
+
+    monkeypatch.setattr(encoder, "conversation", recorded)
+
+    def example(answer: str) -> Any:
+        talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
+        item = SourceRecord(normalise(talk, demonstration=True), "rows", "rows.jsonl", 1)
+        return encode_record(item, "sft", encoder, DataConfig(), 50).example
+
+    assert example("fox " * 300_000) == example("fox " * 3000)
+    assert len(example("fox " * 300_000).input_ids) == 50
+    assert max(rendered) < 20_000
 
 
 @pytest.mark.parametrize(("rendered", "outcome"), [(1, "nothing"), (5, "warning"), (30, "error")])

@@ -205,7 +205,7 @@ def test_the_files_of_a_folder_that_are_named_by_splits_are_read_by_split(
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (["train.jsonl", "more.jsonl"], r"only some of the files.*more\.jsonl \(None\)"),
+        (["train.jsonl", "more.jsonl"], r"only some of the files.*more\.jsonl \(no split\)"),
         (["test.jsonl"], r"no file is of the split 'train': test\.jsonl \(test\); set `split`"),
         (
             ["train_gen-00000-of-00001.jsonl", "train_sft-00000-of-00001.jsonl"],
