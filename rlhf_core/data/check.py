@@ -68,7 +68,7 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
         generated = islice(generate(config.data.synthetic, config.run.seed, "prompts"), BEGINNING_ROWS)
         yield from _without_answers(field, source, wanted, [Row("synthetic", 1, data) for data in generated])
         return
-    for file in list_files(address)[:_FILES_OF_A_FOLDER]:
+    for file in list_files(address, source.split)[:_FILES_OF_A_FOLDER]:
         yield from _without_answers(field, source, wanted, first_rows(file))
 
 
@@ -101,8 +101,9 @@ def _check_regression_set(config: PipelineConfig, index: int) -> Iterator[Findin
 
 
 def _check_all_rows(config: PipelineConfig, index: int) -> Iterator[Finding]:
-    path = config.evaluate.regression[index].path
-    size = sum(file.stat().st_size for file in list_files(parse_address(path)))
+    each = config.evaluate.regression[index]
+    path = each.path
+    size = sum(file.stat().st_size for file in list_files(parse_address(path), each.split))
     if size > _ALL_ROWS_BYTES:
         yield (
             f"evaluate.regression.{index}.path: {path} has {size // 2**20} MiB. With more than"
@@ -114,7 +115,6 @@ def _check_all_rows(config: PipelineConfig, index: int) -> Iterator[Finding]:
     except DataError as error:
         yield error
         return
-    each = config.evaluate.regression[index]
     least = prompts_for_margin(each.margin, config.evaluate.confidence)
     if each.reward.type in _RIGHT_OR_WRONG and count < least:
         yield (
@@ -154,7 +154,7 @@ def check_source(field: str, source: Source) -> Iterator[Finding]:
             f"pin {field}.revision to a commit, or a later run may read another one"
         )
     elif address.kind == "local":
-        yield from _local(field, address)
+        yield from _local(field, address, source.split)
 
 
 def _is_misspelt_synthetic(address: Address) -> bool:
@@ -163,17 +163,23 @@ def _is_misspelt_synthetic(address: Address) -> bool:
     return difflib.SequenceMatcher(a=address.text.lower(), b="synthetic").ratio() >= 0.85
 
 
-def _local(field: str, address: Address) -> Iterator[Finding]:
+def _local(field: str, address: Address, split: str) -> Iterator[Finding]:
     if not address.looks_like_path and not exists(address.path):
         yield DataError(
             f"{field}.path: file not found, and {address.text[:80]!r} is no hub id either; correct the path"
         )
         return
     try:
-        files = list_files(address)
+        files = list_files(address, split)
+        others = len(list_files(address)) - len(files)
     except DataError as error:
         yield DataError(f"{field}.path: {error.message}")
         return
+    if others:
+        yield (
+            f"{field}.path: {len(files)} of {len(files) + others} files of {address.text} are read: those"
+            f" whose names are of the split {split!r}; set {field}.split for others"
+        )
     for file in files[:_FILES_OF_A_FOLDER]:
         try:
             check_beginning(file)

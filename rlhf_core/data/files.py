@@ -11,12 +11,14 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
 from rlhf_core.config.address import DATA_SUFFIXES, Address
@@ -38,6 +40,27 @@ _BEGINNING_BYTES = 40_000_000
 _SMALL_ARRAY_BYTES = 8_000_000
 """Maximum size of a .json file that `check_beginning` parses. An array can only be parsed as a whole."""
 _BOM = b"\xef\xbb\xbf"
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+"""Files of a data set of the hub that have no rows."""
+_ARROW = (
+    "Arrow files, such as those of `Dataset.save_to_disk`, are not read; write Parquet:"
+    " `datasets.load_from_disk(FOLDER).to_parquet('train.parquet')`, of a DatasetDict for each split"
+)
+_SHARD = re.compile(r"-\d+-of-\d+(?=[.]|$)")
+_SPLITS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "dev": "validation",
+    "val": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+"""Words that name a split in the name of a file or folder, as `datasets` knows them."""
+_SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(_SPLITS)})(?![^\W\d_])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -73,13 +96,75 @@ def suffix_of(name: str) -> str | None:
 def is_data_file(path: str) -> bool:
     """Return whether a file of a folder or bucket is read, by its path inside of that.
 
-    Hidden files, and files in hidden folders such as `.ipynb_checkpoints`, are not.
+    Hidden files, files in hidden folders such as `.ipynb_checkpoints`, and descriptions of a data set of the
+    hub are not.
     """
-    return suffix_of(path) is not None and not any(name.startswith(".") for name in path.split("/"))
+    names = path.split("/")
+    is_hidden = any(name.startswith(".") for name in names)
+    return suffix_of(path) is not None and not is_hidden and names[-1] not in _DESCRIPTIONS
 
 
-def list_files(address: Address, most: int = MAX_FILES) -> list[Path]:
+def files_of_split(names: Sequence[str], split: str) -> list[str]:
+    """Return the files of a folder or bucket that belong to a split, as `datasets` selects them by their
+    names: all of them if no name is that of a split.
+
+    `names` are relative to the folder. Raises DataError if the names do not say which files are meant.
+    """
+    splits = {name: _split_of(name) for name in names}
+    others = sorted(set(splits.values()), key=str)
+    if others == [None]:
+        return list(names)
+    found = [name for name in names if splits[name] == _SPLITS.get(split, split)]
+    listed = ", ".join(f"{each} ({splits[each] or 'no split'})" for each in _first_of_each(splits))
+    if None in others:
+        raise DataError(
+            f"only some of the files are named by splits: {listed}; rename or move the others, or give each"
+            " file or folder as a source of its own"
+        )
+    if not found:
+        raise DataError(
+            f"no file is of the split {split!r}: {listed}; set `split` of the source to one of them"
+        )
+    shards = Counter(PurePosixPath(name).name for name in found if _SHARD.search(name))
+    if shards and max(shards.values()) > 1:
+        folders = sorted({str(PurePosixPath(name).parent) for name in found})
+        raise DataError(
+            f"its folders {', '.join(folders)} are data sets of their own; give one of them as `path`"
+        )
+    return found
+
+
+def _first_of_each(splits: Mapping[str, str | None]) -> list[str]:
+    """Return the first file of each split."""
+    first: dict[str | None, str] = {}
+    for name, split in splits.items():
+        first.setdefault(split, name)
+    return list(first.values())
+
+
+def _split_of(path: str) -> str | None:
+    """Return the split that the name of a file says, or else that of a folder in its path, or None.
+
+    A shard `train_sft-00000-of-00003` is of the split `train_sft`.
+    """
+    *folders, name = path.split("/")
+    suffix = suffix_of(name) or ""
+    name = name[: len(name) - len(suffix)]
+    shard = _SHARD.search(name)
+    if shard is not None:
+        name = name[: shard.start()]
+    for part in (name, *reversed(folders)):
+        word = _SPLIT_WORD.search(part)
+        if word is not None:
+            is_custom = shard is not None and part == name and name not in _SPLITS
+            return name if is_custom else _SPLITS[word.group().lower()]
+    return None
+
+
+def list_files(address: Address, split: str | None = None, most: int = MAX_FILES) -> list[Path]:
     """Return the file at a local address, or the supported files in a folder and its subfolders, sorted.
+
+    With `split`, and if the names of the files are those of splits, only its files are returned.
 
     Raises DataError if there is none, if the folder holds more than `most` files of any kind, or if the
     address, or a data file in the folder, is no regular file, such as a link to a file that does not exist.
@@ -99,6 +184,9 @@ def list_files(address: Address, most: int = MAX_FILES) -> list[Path]:
     if len(entries) > most:
         raise DataError(f"{path} holds over {most} files; give the folder of the data alone")
     files = []
+    arrow = next((file for file in entries if file.suffix == ".arrow"), None)
+    if arrow is not None:
+        raise DataError(f"{arrow}: {_ARROW}")
     for file in entries:
         if file.is_dir() or not is_data_file(file.relative_to(path).as_posix()):
             continue
@@ -110,7 +198,14 @@ def list_files(address: Address, most: int = MAX_FILES) -> list[Path]:
         files.append(file)
     if not files:
         raise DataError(f"{path} has no data files; put {', '.join(DATA_SUFFIXES)} files into it")
-    return sorted(files, key=str)  # the order of stage keys, which differs from that of paths
+    files.sort(key=str)  # the order of stage keys, which differs from that of paths
+    if split is None:
+        return files
+    try:
+        chosen = files_of_split([file.relative_to(path).as_posix() for file in files], split)
+    except DataError as error:
+        raise DataError(f"{path}: {error.message}") from error
+    return [path / name for name in chosen]
 
 
 def read_file(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
@@ -252,6 +347,8 @@ def _checked_suffix(file: str, stream: IO[bytes]) -> str:
     The stream is at its start afterwards.
     """
     suffix = suffix_of(file)
+    if file.lower().endswith(".arrow"):
+        raise DataError(f"{file}: {_ARROW}")
     if suffix is None:
         raise DataError(f"{file}: unknown kind of file; name it {', '.join(DATA_SUFFIXES)}")
     problem = content_mismatch(suffix, stream.read(256))
@@ -418,7 +515,10 @@ def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 
 def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
-    """Read a CSV file. Its first line has the names of the fields. Empty cells are missing fields."""
+    """Read a CSV file. Its first line has the names of the fields. Empty cells are missing fields.
+
+    A first column without a name is the index that pandas writes, and is left out.
+    """
     # A setting of the whole process. By default, a cell of more than 131,072 characters is an error.
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become surrogates here, which the check of the text fields refuses row by row.
@@ -428,7 +528,8 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         header = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{file}:1: not CSV: {error}") from error
-    if not header or len(set(header)) != len(header) or not all(name.strip() for name in header):
+    names = header[1:] if header[:1] == [""] else header
+    if not names or len(set(names)) != len(names) or not all(name.strip() for name in names):
         raise DataError(
             f"{file}:1: the first line must name each field once; got {', '.join(header)[:200]!r}; write the"
             " names of the fields into the first line"
@@ -456,7 +557,8 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
             reason = f"{len(cells)} cells, but the first line names {len(header)} fields"
             yield from _lost(file, line, reader.line_num, reason, beginning)
         elif cells:
-            yield Row(file, line, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
+            named = zip(header, cells, strict=True)
+            yield Row(file, line, {name: cell for name, cell in named if cell and name})
 
 
 def _has_surrogates(text: str) -> bool:

@@ -26,7 +26,7 @@ from rlhf_core.config.address import AddressKind, is_hub_model, is_reference, pa
 from rlhf_core.config.base_models import BASE_STAGES, base_of
 from rlhf_core.config.data import SETS, Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
-from rlhf_core.data.files import BadRow, Row, is_data_file, list_files, read_file
+from rlhf_core.data.files import BadRow, Row, files_of_split, is_data_file, list_files, read_file
 from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
@@ -79,7 +79,7 @@ def read_rows(
     kind = parse_address(source.path).kind
     if kind == "synthetic":
         raise ValueError("the synthetic task is generated, not read: see rlhf_core.data.synthetic.generate")
-    rows = _read_hub(source) if kind == "hub" else _read_files(source.path, kind, store, contents)
+    rows = _read_hub(source) if kind == "hub" else _read_files(source, kind, store, contents)
     with closing(rows):  # also if `limit` ends the reading, so that a changed file is still detected
         kept = (
             row
@@ -142,10 +142,10 @@ def _mark(source: Source, store: StoreConfig) -> str:
         return _contents(source, store).digest
     marks = []
     if kind == "s3":
-        for file, found in _objects(source.path, store).items():
+        for file, found in _objects(source, store).items():
             marks.append(f"{file} {found.get('ETag')} {found.get('size')}")
         return "\n".join(marks)
-    for file in _list_files(source.path, kind, store):
+    for file in _list_files(source, kind, store):
         state = Path(file).stat()
         marks.append(f"{file} {state.st_ino} {state.st_size} {state.st_mtime_ns}")
     return "\n".join(marks)
@@ -235,7 +235,7 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
         return Contents(
             f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
         )
-    files = {file: _stream_digest(_open(file, kind, store)) for file in _list_files(source.path, kind, store)}
+    files = {file: _stream_digest(_open(file, kind, store)) for file in _list_files(source, kind, store)}
     # Names relative to the source, so that a copy elsewhere, and another spelling of the path (`./a`, `a//b`,
     # file://), have the same digest. Local files are named by such a normal path.
     root = source.path if kind == "s3" else str(parse_address(source.path).path)
@@ -363,11 +363,11 @@ def _digest_from_start(stream: IO[bytes]) -> str:
 # -- files --
 
 
-def _list_files(path: str, kind: AddressKind, store: StoreConfig) -> list[str]:
-    """Return the file or object itself, or all supported files under a folder, sorted."""
+def _list_files(source: Source, kind: AddressKind, store: StoreConfig) -> list[str]:
+    """Return the file or object itself, or the supported files of the split under a folder, sorted."""
     if kind == "s3":
-        return list(_objects(path, store))
-    return [str(file) for file in list_files(parse_address(path))]
+        return list(_objects(source, store))
+    return [str(file) for file in list_files(parse_address(source.path), source.split)]
 
 
 @lru_cache(maxsize=4)
@@ -380,9 +380,12 @@ def _bucket(store: StoreConfig) -> Any:
 
 
 def _objects(
-    path: str, store: StoreConfig, least_seconds: float = S3_LIMITS.least_seconds
+    source: Source, store: StoreConfig, least_seconds: float = S3_LIMITS.least_seconds
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the listing's entry of the object, or of all data files below it, by address and sorted."""
+    """Return the listing's entry of the object, or of the data files of the split below it, by address and
+    sorted.
+    """
+    path = source.path
     if problem := s3_problem(path):
         raise DataError(f"a data source {problem}")
 
@@ -401,7 +404,13 @@ def _objects(
     )
     if not files:
         raise DataError(f"file not found: {path}; there is no such object, and no data file below it")
-    return files
+    names = {_relative(file, path): file for file in files}
+    if "" in names:
+        return files
+    try:
+        return {names[name]: files[names[name]] for name in files_of_split(list(names), source.split)}
+    except DataError as error:
+        raise DataError(f"{path}: {error.message}") from error
 
 
 def _open(file: str, kind: AddressKind, store: StoreConfig) -> IO[bytes]:
@@ -444,12 +453,12 @@ def _download(file: str, store: StoreConfig) -> IO[bytes]:
 
 
 def _read_files(
-    path: str, kind: AddressKind, store: StoreConfig, contents: Contents | None
+    source: Source, kind: AddressKind, store: StoreConfig, contents: Contents | None
 ) -> Generator[Row | BadRow]:
     """Yield the rows of each file. The file must not change while it is read, and must match `contents` if it
     is given.
     """
-    digests = contents.files if contents is not None else dict.fromkeys(_list_files(path, kind, store))
+    digests = contents.files if contents is not None else dict.fromkeys(_list_files(source, kind, store))
     for file, expected in digests.items():
         with _open(file, kind, store) as stream, _unwritten(file, stream):
             # Of the open stream: the name can lead to another file by now.

@@ -3,6 +3,10 @@
 Rules:
 - jsonl, gzipped jsonl, json, csv and parquet give the same rows; folders are read in order of names,
   without hidden files and folders, locally and in buckets;
+- where names of files are those of splits, only the files of `split` are read; names that do not say which
+  files are meant, and folders of several data sets, are an error with a fix;
+- folders of `save_to_disk` are an error with a fix; descriptions of data sets have no rows; the index column
+  of pandas is left out;
 - byte-order marks, CRLF and blank lines are accepted, and line numbers stay those of the file;
 - a large parquet file needs the memory and the time of its batches;
 - a malformed row is a `BadRow` with line and reason, and the rows around it are kept;
@@ -31,6 +35,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data import parquet
+from rlhf_core.data.check import check_source
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.sources import (
     read_rows,
@@ -164,6 +169,85 @@ def test_a_folder_is_read_file_by_file_in_order_of_names(tmp_path: Path) -> None
     assert [row["text"] for row in data_of(tmp_path, limit=2)] == ["1", "2"]
 
 
+def placed(folder: Path, *names: str) -> Path:
+    """A folder of files that have a row with their own name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        row = {"text": name}
+        write(folder / name, json.dumps([row]) if name.endswith(".json") else as_jsonl([row]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "read_names"),
+    [
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "train", [0]),
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "test", [1]),
+        (["train.jsonl", "dev.jsonl"], "validation", [1]),
+        (["train/a.jsonl", "train/b.jsonl", "test/a.jsonl"], "train", [0, 1]),
+        (["a/train.jsonl", "a/test.jsonl", "b/train.jsonl"], "train", [0, 2]),
+        (["my_train.part1.jsonl", "my_train.part2.jsonl", "my_eval.jsonl"], "train", [0, 1]),
+        (["test_sft-00000-of-00001.jsonl", "train_sft-00000-of-00002.jsonl"], "train_sft", [1]),
+        # No name is that of a split: contest, latest, devices.
+        (["a.jsonl", "contest.jsonl", "devices.jsonl", "latest.jsonl"], "train", [0, 1, 2, 3]),
+        (["part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl"], "train", [0, 1]),
+        (["train-a.jsonl", "dataset_infos.json", "dataset_info.json"], "train", [0]),
+    ],
+)
+def test_the_files_of_a_folder_that_are_named_by_splits_are_read_by_split(
+    tmp_path: Path, names: list[str], split: str, read_names: list[int]
+) -> None:
+    found = [row["text"] for row in data_of(placed(tmp_path, *names), split=split)]
+    assert found == [names[index] for index in read_names]
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["train.jsonl", "more.jsonl"], r"only some of the files.*more\.jsonl \(no split\)"),
+        (["test.jsonl"], r"no file is of the split 'train': test\.jsonl \(test\); set `split`"),
+        (
+            ["train_gen-00000-of-00001.jsonl", "train_sft-00000-of-00001.jsonl"],
+            r"no file is of the split 'train': .*\(train_gen\), .*\(train_sft\)",
+        ),
+        (
+            ["main/train-00000-of-00001.jsonl", "socratic/train-00000-of-00001.jsonl"],
+            "folders main, socratic are data sets of their own; give one",
+        ),
+    ],
+)
+def test_names_that_do_not_say_which_files_are_meant_are_an_error(
+    tmp_path: Path, names: list[str], reason: str
+) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path}: .*{reason}"):
+        read(placed(tmp_path, *names))
+
+
+def test_the_check_before_a_run_says_that_files_of_other_splits_are_not_read(tmp_path: Path) -> None:
+    source = Source(path=str(placed(tmp_path, "train.jsonl", "test.jsonl", "dev.jsonl")))
+    (found,) = check_source("data.sft.0", source)
+    assert isinstance(found, str) and "1 of 3 files" in found and "data.sft.0.split" in found
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_a_folder_of_save_to_disk_is_an_error_with_the_call_that_writes_parquet(
+    tmp_path: Path, is_dict: bool
+) -> None:
+    import datasets
+
+    data = datasets.Dataset.from_list(ROWS)
+    saved = datasets.DatasetDict({"train": data}) if is_dict else data
+    saved.save_to_disk(str(tmp_path / "saved"))
+    for path in (tmp_path / "saved", next((tmp_path / "saved").rglob("*.arrow"))):
+        with pytest.raises(DataError, match=r"save_to_disk.*are not read.*to_parquet"):
+            read(path)
+
+
+def test_the_index_column_of_pandas_is_left_out(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.csv", ",prompt,completion\n0,a,b\n1,c,d\n")
+    assert data_of(file) == [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+
+
 def test_marks_crlf_and_blank_lines_are_accepted_and_lines_keep_their_numbers(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "1"}\r\n\r\n  \n{"text": "2"}')
     assert [(row.line, getattr(row, "data", None)) for row in read(file)] == [
@@ -281,10 +365,11 @@ def test_the_name_of_a_folder_is_its_own(
     assert short_name(Source(path=path)) == name
 
 
-def test_hidden_files_and_folders_are_not_read(tmp_path: Path, s3_server: S3Server) -> None:
+def test_hidden_files_and_those_of_other_splits_are_not_read(tmp_path: Path, s3_server: S3Server) -> None:
     import boto3
 
     names = ("a.jsonl", "._a.jsonl", "old/.b.jsonl", "old/b.jsonl", ".ipynb_checkpoints/a.jsonl")
+    splits = {"train.jsonl": b'{"text": "a"}', "test.jsonl": b'{"text": "b"}', "dataset_infos.json": b"{}"}
     client = boto3.client("s3", endpoint_url=s3_server.endpoint)
     for folder in ("old", ".ipynb_checkpoints"):
         (tmp_path / folder).mkdir()
@@ -296,6 +381,12 @@ def test_hidden_files_and_folders_are_not_read(tmp_path: Path, s3_server: S3Serv
     for path in (str(tmp_path), f"s3://{s3_server.bucket}/dots"):
         rows = read_rows(Source(path=path), store)
         assert [row.data["text"] for row in rows if isinstance(row, Row)] == ["a.jsonl", "old/b.jsonl"]
+    for name, body in splits.items():
+        client.put_object(Bucket=s3_server.bucket, Key=f"splits/{name}", Body=body)
+    source = Source(path=f"s3://{s3_server.bucket}/splits", split="test")
+    assert [row.data for row in read_rows(source, store) if isinstance(row, Row)] == [{"text": "b"}]
+    with pytest.raises(DataError, match=r"s3://.*/splits: no file is of the split 'dev'"):
+        list(read_rows(source.model_copy(update={"split": "dev"}), store))
 
 
 def test_a_link_in_a_folder_to_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:

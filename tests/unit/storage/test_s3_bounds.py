@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data import sources
 from rlhf_core.errors import ConfigError, RLHFError, StoreError, StoreUnavailable
@@ -175,7 +176,7 @@ def test_a_listing_of_a_data_source_ends(serve: Callable[[Answer], str]) -> None
     store = StoreConfig(endpoint=serve(folder_without_end), retry_seconds=0.2)
     started = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"cannot list s3://bucket/data.*no whole answer within 2 s"):
-        sources._objects("s3://bucket/data", store, least_seconds=1.5)
+        sources._objects(Source(path="s3://bucket/data"), store, least_seconds=1.5)
     assert time.monotonic() - started < 15
 
 
