@@ -38,7 +38,8 @@ class Source(Section):
     )
     split: str = result(
         "train",
-        "Split of a hub dataset; for local rows with a `split` field, only used if `only_split`",
+        "Split of a hub dataset, or of a folder whose files are named by splits (`train-*.parquet`); for rows"
+        " with a `split` field, only used if `only_split`",
     )
     only_split: bool = result(False, "Keep only the rows whose `split` field equals `split`")
     revision: str | None = content(
@@ -51,7 +52,15 @@ class Source(Section):
         " `prompt`; `auto`: by the fields that are present",
     )
     limit: PositiveInt | None = result(None, "Read at most this number of rows")
-    rename: dict[str, str] = result({}, "New names of fields, for example {question: prompt}")
+    rename: dict[str, str] = result(
+        {}, "New names of fields, for example {question: prompt}, {reward_model.ground_truth: answer}"
+    )
+    ignore: tuple[str, ...] = result(
+        (),
+        "Fields of rows and of messages that no text or mask is made of, such as `tools`, `weight`. Without"
+        " this, those that change what a row means are refused. Rewards can still read those of rows",
+        later=True,
+    )
     labelled_by: Literal["reward", "judge_model", "language_model"] | None = result(
         None,
         "For rows of a stage `sample`: its `sample.judge`, see [rounds](rounds.md). Such pairs do not train"

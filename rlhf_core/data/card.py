@@ -60,6 +60,7 @@ def build_card(
         },
         "sources": _sources(config, digests),
         "counts": {name: count.to_json() for name, count in counts.items()},
+        "other_fields": _other_fields(counts),
         "tokens": {name: _lengths(by_split) for name, by_split in splits.items()},
         "overlap": overlap(splits),
         "samples": {
@@ -84,6 +85,16 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
         if name in ("model", "data.chat_template")
     ]
     return rows
+
+
+def _other_fields(counts: Mapping[SetName, SetCounts]) -> list[dict[str, Any]]:
+    """Return the fields of each source that no text is made of, with the numbers of their rows."""
+    return [
+        {"source": source, "field": name, "rows": rows, "texts": others.texts[name]}
+        for count in counts.values()
+        for source, others in count.others.items()
+        for name, rows in sorted(others.rows.items())
+    ]
 
 
 def sources_of_models(folder: Path) -> frozenset[str]:
@@ -242,6 +253,11 @@ def card_markdown(card: Mapping[str, Any]) -> str:
         lines.append(
             f"| {name} | {count['read']} | {count['bad']} | {dropped} | {count['train']} | {count['eval']} |"
         )
+    if card["other_fields"]:
+        lines += ["", "## Other fields", "", "No text is made of them. Rewards can read them.", ""]
+        lines += ["| source | field | rows | rows with a long text |", "|---|---|---|---|"]
+    for row in card["other_fields"]:
+        lines.append(f"| {row['source']} | {markdown_cell(row['field'])} | {row['rows']} | {row['texts']} |")
     lines += [
         "",
         "## Tokens",

@@ -12,14 +12,15 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import DataConfig, SetName, Source
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.rewards import AnswerReward, PythonReward, RemoteReward
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.formats import Record, RowError, normalise
+from rlhf_core.data.formats import Record, RowError, field_value, normalise, other_fields
 from rlhf_core.data.sources import Contents, read_rows, short_name
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import Encoder
@@ -31,9 +32,13 @@ log = logging.getLogger(__name__)
 PROMPT_TOO_LONG = "prompt longer than data.max_prompt_tokens"
 RESPONSE_TOO_LONG = "response longer than data.max_response_tokens"
 NOTHING_TO_LEARN = "no assistant token within data.max_text_tokens"
+MARKED_BAD = "`label` is false: a bad answer is no demonstration"
 _MAX_TRAINING_CHARS = 100_000
 _MAX_MARGIN = 1e9
+_RENDERED_SHARE = 0.01
 _SHOWN_REASONS = 3
+_MOST_FIELDS = 200
+"""Maximum number of fields of a source that are counted."""
 _KINDS: dict[SetName, tuple[str, ...]] = {
     "sft": ("text", "messages", "completion", "preference"),
     "preference": ("preference",),
@@ -61,6 +66,30 @@ class SourceRecord:
 
 
 @dataclass
+class OtherFields:
+    """Numbers of the usable rows of a source that have a field which no text or mask is made of."""
+
+    rows: Counter[str] = field(default_factory=Counter)
+    texts: Counter[str] = field(default_factory=Counter)
+    """Those in which the field is a long text."""
+
+    def add(self, fields: Mapping[str, bool]) -> None:
+        """Count the fields of one row, which are true where they are long texts."""
+        for name, is_text in fields.items():
+            if name in self.rows or len(self.rows) < _MOST_FIELDS:
+                self.rows[name] += 1
+                self.texts[name] += is_text
+
+    def mostly_texts(self, read: int) -> list[str]:
+        """Return the fields that are long texts in most of the rows that have them, and are in 1 % of all
+        `read` rows or more.
+        """
+        return [
+            name for name, count in self.rows.items() if 2 * self.texts[name] > count and 100 * count >= read
+        ]
+
+
+@dataclass
 class SetCounts:
     """Numbers of rows of one set. `read` = `bad` + the sum of `dropped` + `train` + `eval`."""
 
@@ -71,6 +100,8 @@ class SetCounts:
     """Usable rows that were left out, by reason."""
     train: int = 0
     eval: int = 0
+    others: dict[str, OtherFields] = field(default_factory=dict)
+    """Fields that no text is made of, by source."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dict, for the data card."""
@@ -135,22 +166,66 @@ def read_records(
     names = distinct_names(sources)
     for index, source in enumerate(sources):
         field_name = f"data.{name}[{index}]"
-        read = bad = 0
+        read = bad = marked_bad = 0
+        others = counts.others[field_name] = OtherFields()
+        absent = set(source.rename)
         for row in _rows(config, name, source, contents[field_name]):
             read += 1
             result = row if isinstance(row, BadRow) else to_record(row, source, name, names[index])
             if isinstance(result, BadRow):
                 bad += 1
                 quarantine.add(field_name, result.file, result.line, result.reason, result.text)
+                continue
+            assert isinstance(row, Row)
+            absent = {theirs for theirs in absent if field_value(row.data, theirs) is None}
+            others.add(other_fields(row.data, source.rename, result.record))
+            if result.record.marked_bad:
+                marked_bad += 1
             else:
                 records.append(result)
         counts.read += read
         counts.bad += bad
+        counts.dropped.update({MARKED_BAD: marked_bad} if marked_bad else {})
         if read == 0:
             only = f" whose `split` is {source.split!r}" if source.only_split else ""
             raise DataError(f"{field_name}: {source.path} has 0 rows{only}; give a source with rows")
         check_bad_share(config, field_name, source.path, bad, read, quarantine)
+        if absent and bad < read:
+            raise DataError(
+                f"{field_name}.rename: no row of {source.path} has the field {sorted(absent)[0]!r}; correct"
+                " the name, or take it out of `rename`"
+            )
+        if marked_bad:
+            log.warning(
+                "%s: %d of %d rows (%.0f %%) are no demonstrations, because their `label` is false, which"
+                " marks a bad answer; they are left out",
+                field_name, marked_bad, read, 100 * marked_bad / read,
+            )  # fmt: skip
+        _warn_of_texts(config, name, source, field_name, others, read)
     return records
+
+
+def _warn_of_texts(
+    config: PipelineConfig, name: SetName, source: Source, field_name: str, others: OtherFields, read: int
+) -> None:
+    """Warn of fields that are mostly long texts, but are in no text that is trained or prompts a model."""
+    known = {*source.ignore, "meta"}
+    if name == "prompts":
+        if any(isinstance(reward, PythonReward | RemoteReward) for reward in config.ppo.rewards):
+            return  # they can read every field
+        known |= {
+            reward.field.split(".")[0] for reward in config.ppo.rewards if isinstance(reward, AnswerReward)
+        }
+    texts = [each for each in others.mostly_texts(read) if each not in known]
+    if texts:
+        shares = ", ".join(
+            f"{each!r} in {100 * others.rows[each] / read:.0f} % of the rows" for each in texts
+        )
+        log.warning(
+            "%s: fields with long texts are not used (%s); if one belongs to the prompt or the answer, use"
+            " `rename` or write it there; if not, name it in `ignore`",
+            field_name, shares,
+        )  # fmt: skip
 
 
 def distinct_names(sources: Sequence[Source]) -> list[str]:
@@ -211,7 +286,9 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
         shown_name: Name of the source in the results.
     """
     try:
-        record = normalise(row.data, source.format, source.rename, demonstration=name == "sft")
+        record = normalise(
+            row.data, source.format, source.rename, demonstration=name == "sft", ignore=source.ignore
+        )
         if record.kind not in _KINDS[name]:
             raise RowError(
                 f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"
@@ -221,6 +298,30 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
     except RecursionError:
         return BadRow(row.file, row.line, "nested too deeply", "")
     return SourceRecord(record, shown_name, row.file, row.line)
+
+
+def check_rendered(name: str, records: Sequence[SourceRecord], encoder: Encoder, max_share: float) -> None:
+    """Raise DataError for a source with more rows than `max_share` that spell special tokens or role marks,
+    as rows do that a chat template has already rendered. Such text stays text and is rendered again, which is
+    right for single rows that mention a mark. From 1 % on, it is logged.
+    """
+    rows = Counter(item.source for item in records)
+    found: dict[str, list[str]] = {}
+    for item in records:
+        mark = encoder.rendered_mark(item.record.texts)
+        if mark is not None:
+            found.setdefault(item.source, []).append(f"{mark!r} in {item.file}:{item.line}")
+    for source, places in found.items():
+        share = len(places) / rows[source]
+        text = (
+            f"{name}: {len(places)} of {rows[source]} rows of {source} spell special tokens or role marks,"
+            f" the first {places[0]}. If they are already rendered, they would be rendered twice; give the"
+            " messages without them"
+        )
+        if share > max_share:
+            raise DataError(f"{text}, or, if the texts are about such marks, raise data.max_bad_rows")
+        if share >= _RENDERED_SHARE:
+            log.warning("%s", text)
 
 
 # -- repeats --
@@ -350,7 +451,10 @@ def _sft_example(item: SourceRecord, encoder: Encoder, config: DataConfig, max_t
         # Only a part of a conversation has to fit, so that one that is somewhat longer is still encoded.
         if encoder.surely_longer(record.prompt_text, 8 * max_text):
             raise RecordDropped(NOTHING_TO_LEARN)
-        encoded = encoder.conversation(record.messages)
+        last = record.messages[-1]
+        # The rest is cut below. Tokenizing it could take minutes.
+        last = replace(last, content=encoder.beginning(last.content, max_text))
+        encoded = encoder.conversation([*record.messages[:-1], last])
         ids, mask = encoded.ids[:max_text], encoded.mask[:max_text]
         if 1 not in mask:
             raise RecordDropped(NOTHING_TO_LEARN)
@@ -390,11 +494,8 @@ def training_texts(record: Record) -> Iterator[str]:
 
     Long texts are cut, because the training takes minutes for megabytes without a blank.
     """
-    for message in record.messages or record.prompt:
-        yield message.content[:_MAX_TRAINING_CHARS]
-    for text in (record.text, record.response, record.rejected):
-        if text is not None:
-            yield text[:_MAX_TRAINING_CHARS]
+    for text in record.texts:
+        yield text[:_MAX_TRAINING_CHARS]
 
 
 # -- split --

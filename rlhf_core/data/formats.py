@@ -10,7 +10,11 @@
 
 `prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists
 with or without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
-"\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt. All
+"\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt. A
+field `system` of a row is the first message of its prompt or conversation.
+
+A row may not say something that is then not done. Fields of messages that are neither used nor known as
+descriptions are refused, as are fields of rows that are known to change what is trained (`_REFUSED`). All
 other fields of a row are kept as `meta`; a number `margin` of a preference row may serve the reward model's
 loss.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +33,42 @@ from rlhf_core.data.files import json_type
 
 ROLES = ("system", "user", "assistant")
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
-_CALLS = ("tool_calls", "function_call")
-"""Fields of a message that are part of the answer, besides its content."""
+_USED: dict[str, frozenset[str]] = {
+    "text": frozenset({"text", "label"}),
+    "messages": frozenset({"messages", "system", "label"}),
+    "completion": frozenset({"prompt", "completion", "system", "label"}),
+    "preference": frozenset({"prompt", "chosen", "rejected", "system", "margin"}),
+    "prompt": frozenset({"prompt", "messages", "system"}),
+}
+"""Fields that each format uses."""
+_PART_OF_PROMPT = "is part of the prompt; write it into 'prompt'"
+_PART_OF_ANSWER = "is part of the answer; write it into the answer"
+_REFUSED = {
+    "system_prompt": "must be named 'system'; use `rename`",
+    "instruction": _PART_OF_PROMPT,
+    "input": _PART_OF_PROMPT,
+    "history": _PART_OF_PROMPT,
+    "tools": _PART_OF_PROMPT,
+    "functions": _PART_OF_PROMPT,
+    "chat_template_kwargs": "changes how the row is rendered, which is not supported; leave it out",
+    "image": "is not supported: models read text only; leave it out",
+    "images": "is not supported: models read text only; leave it out",
+    "reasoning_content": _PART_OF_ANSWER,
+    "thinking": _PART_OF_ANSWER,
+    "completions": "has several answers or steps, which is not supported; write one into 'completion'",
+}
+"""Fields of rows that change what a row means and that no format uses, with the rule and the fix."""
+_TRAINED = ("weight", "train")
+"""Fields of a message that say whether it is trained."""
+_DESCRIPTION = re.compile(
+    r"(.*_)?(id|name|date|time|timestamp|created|lang|language|model|ip)|created_at|updated_at|header|country"
+    r"|state|toxic|redacted|temperature|top_p|usage|token_counter|turn_identifier|system_fingerprint"
+)
+"""Fields of a message that describe it: names, numbers and dates, and those of WildChat."""
+_LONG_TEXT = 40
+"""Number of characters from which a text with blanks is none of the short values of tables, such as a
+category.
+"""
 _INVISIBLE = (
     string.whitespace
     + "\x1c\x1d\x1e\x1f\x85\xa0\xad\u115f\u1160\u1680\u180e\u2800\u3000\u3164\ufeff\uffa0"
@@ -70,6 +108,8 @@ class Message:
 
     role: str
     content: str
+    trained: bool = True
+    """Whether a demonstration trains the message, if it is the assistant's."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +130,8 @@ class Record:
     """`preference` rows."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Every other field of the row: JSON."""
+    marked_bad: bool = False
+    """Whether `label: false` marks the answer of a demonstration as bad."""
 
     @property
     def prompt_text(self) -> str:
@@ -101,6 +143,15 @@ class Record:
             return self.text
         return "\n\n".join(message.content for message in self.prompt)
 
+    @property
+    def texts(self) -> Iterator[str]:
+        """All texts of the record."""
+        for message in self.messages or self.prompt:
+            yield message.content
+        for text in (self.text, self.response, self.rejected):
+            if text is not None:
+                yield text
+
 
 def normalise(
     row: Mapping[str, Any],
@@ -108,36 +159,127 @@ def normalise(
     rename: Mapping[str, str] | None = None,
     *,
     demonstration: bool = False,
+    ignore: Collection[str] = (),
 ) -> Record:
     """Return `row` as a checked record. Raises RowError with the reason.
 
-    `rename` (source field -> our field) is applied first. A format other than `auto` requires its fields.
-    With `demonstration`, `auto` prefers `messages` to a `prompt` alone, which has no answer.
+    Args:
+        row: The row.
+        wanted: Its format. Others than `auto` require their fields.
+        rename: New names of fields. It is applied first.
+        demonstration: Whether the answer is to be trained. `auto` then prefers `messages` to a `prompt`
+            alone, which has no answer. Otherwise `messages` may end with the user's, and are a prompt.
+        ignore: Fields of the row and of its messages that are not read. `meta` has those of the row.
     """
     row = _renamed(row, rename or {})
-    kind = _detect(row, demonstration=demonstration) if wanted == "auto" else wanted
     meta = _meta(row)
+    row = _without(row, ignore) if ignore else row
+    kind = _detect(row, demonstration=demonstration) if wanted == "auto" else wanted
+    bad = demonstration and _is_marked_bad(row, kind)
     if kind == "text":
-        return Record("text", text=_string(row, "text"), meta=meta)
+        return Record("text", text=_string(row, "text"), meta=meta, marked_bad=bad)
+    read_inside = {theirs.split(".")[0] for theirs in rename or {}}
+    for name, rule in _REFUSED.items():
+        if name not in read_inside and not _is_empty(row.get(name)):
+            raise RowError(f"{name!r} {rule}, or name it in `ignore`")
     if kind == "messages":
-        messages = _messages(row, "messages", "a list of messages")
+        messages = _with_system(row, _messages(row, "messages", "a list of messages", weights=demonstration))
         _in_turn(messages, "messages")
-        if messages[-1].role != "assistant":
+        if messages[-1].role == "assistant":
+            if not any(message.trained for message in messages if message.role == "assistant"):
+                raise RowError("'messages' has no answer that is trained (`weight` is 0, or `train` false)")
+            return Record("messages", prompt=messages[:-1], messages=messages, meta=meta, marked_bad=bad)
+        if demonstration:
             raise RowError("the last of 'messages' must be the assistant's")
-        return Record("messages", prompt=messages[:-1], messages=messages, meta=meta)
+        return Record("prompt", prompt=messages, meta=meta)
     if kind == "preference":
         return _preference(row, meta)
     prompt = _prompt(row)
     if kind == "prompt":
-        return Record("prompt", prompt=prompt, meta=meta)
-    return Record("completion", prompt=prompt, response=_response(row, "completion", prompt), meta=meta)
+        return Record("prompt", prompt=_with_system(row, prompt), meta=meta)
+    response = _response(row, "completion", prompt)
+    return Record(
+        "completion", prompt=_with_system(row, prompt), response=response, meta=meta, marked_bad=bad
+    )
+
+
+def other_fields(row: Mapping[str, Any], rename: Mapping[str, str], record: Record) -> dict[str, bool]:
+    """Return the fields of a row that its record's texts are not made of, and whether each is a long text
+    that is not part of another one.
+    """
+    found = {}
+    for name, value in _renamed(row, rename).items():
+        if name not in _USED[record.kind] and not _is_empty(value):
+            is_text = name not in _OWN_FIELDS and _is_long_text(value)
+            found[str(name)] = is_text and not any(value in text for text in record.texts)
+    return found
+
+
+def _is_long_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) >= _LONG_TEXT and (" " in value or not value.isascii())
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value says nothing: null, blank, or a list or object of such values only."""
+    values = [value]
+    while values:  # no recursion: rows can be nested deeply
+        each = values.pop()
+        if isinstance(each, Mapping):
+            values += each.values()
+        elif isinstance(each, list | tuple):
+            values += each
+        elif each is not None and not (isinstance(each, str) and not each.strip(_INVISIBLE)):
+            return False
+    return True
+
+
+def _is_marked_bad(row: Mapping[str, Any], kind: Format) -> bool:
+    """Return whether `label` marks the answer as bad, as in rows of KTO."""
+    label = row.get("label")
+    if isinstance(label, str):  # a cell of a CSV file
+        label = {"true": True, "false": False}.get(label.lower())
+    if kind == "preference" or label not in (0, 1):
+        return False
+    if isinstance(label, bool):
+        return not label
+    if kind == "text":
+        return False  # the number of a class
+    raise RowError(
+        f"'label' must be true (a good answer) or false (a bad one); got {label}; convert it, or name it in"
+        " `ignore`"
+    )
+
+
+def _without(row: Mapping[str, Any], ignore: Collection[str]) -> Mapping[str, Any]:
+    """Return the row without the fields `ignore`, also in its messages."""
+    kept: dict[str, Any] = {}
+    for name, value in row.items():
+        if name in ignore:
+            continue
+        if name in _OWN_FIELDS and isinstance(value, list):
+            value = [_without(item, ignore) if isinstance(item, Mapping) else item for item in value]
+        kept[name] = value
+    return kept
+
+
+def _with_system(row: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the messages with the row's `system` as the first one."""
+    if _is_empty(row.get("system")):
+        return messages
+    system = Message("system", _string(row, "system"))
+    if messages[0].role != "system":
+        return (system, *messages)
+    if messages[0].content != system.content:
+        raise RowError("'system' differs from the system message of the conversation; keep one of them")
+    return messages
 
 
 def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, Any]:
     if not rename:
         return row
     kept = {name: value for name, value in row.items() if name not in rename}
-    return {**kept, **{ours: row[theirs] for theirs, ours in rename.items() if theirs in row}}
+    new = {ours: field_value(row, theirs) for theirs, ours in rename.items()}
+    return {**kept, **{name: value for name, value in new.items() if value is not None}}
 
 
 def _detect(row: Mapping[str, Any], *, demonstration: bool) -> Format:
@@ -217,9 +359,21 @@ def _string(row: Mapping[str, Any], name: str) -> str:
 
 
 def _messages(
-    row: Mapping[str, Any], name: str, expected: str = "a string or a list of messages"
+    row: Mapping[str, Any],
+    name: str,
+    expected: str = "a string or a list of messages",
+    *,
+    weights: bool = False,
 ) -> tuple[Message, ...]:
-    """Return a list of messages. `expected` is what the field may have, for the reason."""
+    """Return a list of messages.
+
+    Args:
+        row: The row.
+        name: The field.
+        expected: What the field may have, for the reason.
+        weights: Whether each message says if it is trained. Otherwise this depends on the set, and the last
+            one must not say that it is not.
+    """
     value = row.get(name)
     if value is None:
         raise RowError(f"{name!r} is missing or null")
@@ -227,7 +381,12 @@ def _messages(
         raise RowError(f"{name!r} must be {expected}; got {json_type(value)}")
     if not value:
         raise RowError(f"{name!r} has no messages")
-    return tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
+    messages = tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
+    if weights:
+        return messages
+    if not messages[-1].trained and messages[-1].role == "assistant" and name != "messages":
+        raise RowError(f"the answer of {name!r} must not be trained (`weight` is 0, or `train` false)")
+    return tuple(Message(message.role, message.content) for message in messages)
 
 
 def _message(item: Any, name: str) -> Message:
@@ -235,13 +394,36 @@ def _message(item: Any, name: str) -> Message:
         raise RowError(f"{name} must be an object with 'role' and 'content'; got {json_type(item)}")
     role = item.get("role")
     if role not in ROLES:
-        raise RowError(f"{name}.role must be system, user or assistant; got {str(role)[:40]!r}")
-    for field_name in _CALLS:
-        if item.get(field_name):
-            raise RowError(
-                f"{name}.{field_name}: calls of tools are not supported; write them into 'content'"
-            )
-    return Message(str(role), _checked(item.get("content"), f"{name}.content"))
+        fields = ", ".join(sorted(map(repr, item))[:8])
+        got = repr(str(role)[:40]) if "role" in item else f"no role (fields: {fields})"
+        raise RowError(f"{name}.role must be system, user or assistant; got {got}")
+    for key, value in item.items():
+        if key in ("role", "content", *_TRAINED) or _DESCRIPTION.fullmatch(str(key)) or _is_empty(value):
+            continue
+        raise RowError(
+            f"{name}.{str(key)[:40]} is not supported: only 'role', 'content', 'weight' and 'train' of a"
+            " message are; write it into 'content', or name it in `ignore`"
+        )
+    trained = all(_says_trained(item, key, str(role), name) for key in _TRAINED)
+    content = _checked(item.get("content"), f"{name}.content")
+    return Message(str(role), content, trained or role != "assistant")
+
+
+def _says_trained(item: Mapping[str, Any], key: str, role: str, name: str) -> bool:
+    value = item.get(key)
+    if value is None:
+        return True
+    if value not in (0, 1):
+        raise RowError(
+            f"{name}.{key} must be 0 or false (not trained), or 1 or true (trained); got {str(value)[:40]};"
+            f" correct it, or name {key} in `ignore`"
+        )
+    if value and role != "assistant":
+        raise RowError(
+            f"{name}.{key} must be 0 or false: only the assistant's messages are trained; got {value} for the"
+            f" {role}'s; correct it, or name {key} in `ignore`"
+        )
+    return bool(value)
 
 
 def _in_turn(messages: Sequence[Message], name: str) -> None:
@@ -290,6 +472,7 @@ def _preference(row: Mapping[str, Any], meta: dict[str, Any]) -> Record:
     chosen, rejected = _response(row, "chosen", prompt), _response(row, "rejected", prompt)
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same")
+    prompt = _with_system(row, prompt)
     return Record("preference", prompt=prompt, response=chosen, rejected=rejected, meta=meta)
 
 

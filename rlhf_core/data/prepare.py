@@ -26,6 +26,7 @@ from rlhf_core.data.examples import (
     SetCounts,
     SourceRecord,
     check_bad_share,
+    check_rendered,
     drop_repeats,
     encode_record,
     held_out,
@@ -92,6 +93,8 @@ def prepare(
         failpoint("data.read")
         tokenizer, positions = _tokenizer(config, records)
         encoder = Encoder(tokenizer, config.data.template, config.model.path or "the trained tokenizer")
+        for name in SETS:
+            check_rendered(f"data.{name}", records[name], encoder, config.data.max_bad_rows)
         encoded = _encode(config, records, encoder, positions, quarantine, counts, progress)
     finally:
         quarantine.close()

@@ -13,6 +13,11 @@ from rlhf_core.data.limits import memory_limit
 
 _TEMPLATE_BYTES = 2**29
 """Memory limit for rendering one conversation."""
+_OWN_CHARS = 2**16
+"""Number of characters that a template may add to a conversation, such as a default system prompt. It may
+also repeat each message once. Tokenizing a text without a limit would take minutes and gigabytes.
+"""
+_OWN_CHARS_OF_A_MESSAGE = 2**10
 DATE = datetime(2024, 7, 26)
 """The date that `strftime_now` returns in templates. It is the default date of Llama 3.2's template."""
 
@@ -53,6 +58,9 @@ def render(
         raise  # of `time_limit`
     except Exception as error:  # a template is a program and can raise any exception
         raise TemplateError(_reason(error)) from error
+    limit = _OWN_CHARS + sum(2 * len(each["content"]) + _OWN_CHARS_OF_A_MESSAGE for each in messages)
+    if len(texts[0]) > limit:
+        raise TemplateError(f"it renders {len(texts[0]):,} characters, more than the {limit:,} that it may")
     return texts[0], [tuple(span) for span in spans[0]] if marks else []
 
 

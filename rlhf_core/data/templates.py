@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +30,8 @@ _GENERATION = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 _TEMPLATE_SECONDS = 2.0
 _MAX_TEMPLATE_BYTES = 2**20
 _NEUTRAL = "It is noon."
+_FOREIGN_MARKS = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]"
+"""Role marks of the chat templates of other models: <|im_start|>, [INST] and similar ones."""
 _CHARS_PER_TOKEN = 256
 """No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too
 long.
@@ -91,6 +93,8 @@ class Encoder:
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         # Without unk, which ordinary text becomes if the vocabulary does not cover it.
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
+        own_marks = [each for each in longest_first if self._specials[each] in self._control_ids]
+        self._rendered = re.compile("|".join([*map(re.escape, own_marks), _FOREIGN_MARKS]))
         self._skeletons: dict[tuple[tuple[str, ...], bool], list[int]] = {}
         self._header = ""
         """The part of the generation prompt that is inside the {% generation %} block and is not text of the
@@ -121,7 +125,7 @@ class Encoder:
         if self.template == "plain":
             body = self._plain_response(messages, response, prompt)
         else:
-            whole = self.conversation([*messages, Message("assistant", response)])
+            whole = self._conversation([*messages, Message("assistant", response)], last_only=True)
             if list(whole.ids[: len(prompt)]) != prompt:
                 raise EncodeError("the prompt's tokens are not the beginning of the conversation's")
             body = list(whole.ids[len(prompt) :])
@@ -144,15 +148,33 @@ class Encoder:
         return " " if self._decode(list(ids)).startswith(f" {_NEUTRAL}") else ""
 
     def conversation(self, messages: Sequence[Message]) -> Encoded:
-        """Return a whole conversation; the mask marks every assistant turn with its EOS."""
+        """Return a whole conversation; the mask marks every assistant turn that is trained, with its EOS."""
         if self.template == "plain":
             return self._plain_conversation(messages)
+        return self._conversation(messages)
+
+    def rendered_mark(self, texts: Iterable[str]) -> str | None:
+        """Return a special token or role mark that one of the texts spells, as text that was rendered with a
+        chat template does, or None.
+        """
+        found = (self._rendered.search(text) for text in texts)
+        return next((match.group() for match in found if match is not None), None)
+
+    def _conversation(self, messages: Sequence[Message], *, last_only: bool = False) -> Encoded:
+        """Return a conversation with the mask of all trained answers, or of the last one only."""
         escaped, restore = self._escape(messages)
         text, spans = self._render_spans(escaped)
+        spans = spans[-1:] if last_only else _trained_spans(spans, messages)
         tokens = self._tokenize(text, restore)
+        moved = [(_moved(text, start, restore), _moved(text, end, restore)) for start, end in spans]
+        # Tokens of an answer are sampled after the prompt, so none has characters of both.
+        borders = [start for (start, _), (at, _) in zip(spans, moved, strict=True) if _spans(tokens, at)]
+        if borders:
+            apart = self._begin(self._pieces(text, restore, template_specials=True, borders=borders))
+            if self._decode(apart.ids) == self._decode(tokens.ids):
+                tokens = apart
         self._require_skeleton(tokens.ids, messages, generate=False)
-        spans = [(_moved(text, start, restore), _moved(text, end, restore)) for start, end in spans]
-        ids, mask = tokens.ids, self._mask(tokens, spans)
+        ids, mask = tokens.ids, self._mask(tokens, moved)
         # A template may write a line feed after the last EOS, or no EOS at all.
         if messages[-1].role == "assistant" and 1 in mask:
             end = len(mask) - mask[::-1].index(1)
@@ -166,10 +188,14 @@ class Encoder:
 
         The mask is 1 but on BOS.
         """
-        ids = self._with_bos(self._pieces(text[: max_tokens * _CHARS_PER_TOKEN]).ids)
+        ids = self._with_bos(self._pieces(self.beginning(text, max_tokens)).ids)
         ids = [*ids, self.eos_id][:max_tokens]
         skip = int(self._bos is not None)
         return Encoded(tuple(ids), tuple([0] * skip + [1] * (len(ids) - skip)))
+
+    def beginning(self, text: str, max_tokens: int) -> str:
+        """Return the beginning of `text` that surely has its first `max_tokens` tokens."""
+        return text[: max_tokens * _CHARS_PER_TOKEN]
 
     def surely_longer(self, text: str, max_tokens: int) -> bool:
         """Return whether `text` has more than `max_tokens` tokens, by its characters alone: cheap for huge
@@ -243,7 +269,7 @@ class Encoder:
         for start, end in spans:
             # Not from the first token: a long conversation has many spans.
             first = bisect_left(tokens.starts, start)
-            if first > 0 and tokens.ends[first - 1] > start:
+            if _spans(tokens, start):
                 raise EncodeError("a token spans the border between the prompt and the assistant's text")
             for index in range(first, bisect_left(tokens.starts, end)):
                 mask[index] = 1
@@ -302,14 +328,21 @@ class Encoder:
         return ids if self._bos is None else [self._bos, *ids]
 
     def _pieces(
-        self, text: str, restore: dict[str, str] | None = None, template_specials: bool = False
+        self,
+        text: str,
+        restore: dict[str, str] | None = None,
+        template_specials: bool = False,
+        borders: Sequence[int] = (),
     ) -> _Tokens:
-        """Return tokens of `text`. No special token is recognised but, on request, the template's own."""
+        """Return tokens of `text`. No special token is recognised but, on request, the template's own.
+
+        No token has characters before and after one of `borders`.
+        """
         ids: list[int] = []
         starts: list[int] = []
         ends: list[int] = []
         base = 0
-        for piece, special in self._split(text) if template_specials else [(text, None)]:
+        for piece, special in self._split(text, borders) if template_specials else [(text, None)]:
             for char, spelled in (restore or {}).items():
                 piece = piece.replace(char, spelled)
             if special is None:
@@ -329,15 +362,15 @@ class Encoder:
             base += len(piece)
         return _Tokens(ids, starts, ends)
 
-    def _split(self, text: str) -> Iterator[tuple[str, int | None]]:
+    def _split(self, text: str, borders: Sequence[int]) -> Iterator[tuple[str, int | None]]:
         at = 0
-        for match in self._special_pattern.finditer(text):
-            if match.start() > at:
-                yield text[at : match.start()], None
-            yield match.group(), self._specials[match.group()]
-            at = match.end()
-        if at < len(text):
-            yield text[at:], None
+        specials = [(match.start(), match.group()) for match in self._special_pattern.finditer(text)]
+        for start, special in sorted([*specials, *((border, "") for border in borders), (len(text), "")]):
+            if start > at:
+                yield text[at:start], None
+            if special:
+                yield special, self._specials[special]
+            at = max(at, start + len(special))
 
     # -- plain --
 
@@ -367,9 +400,9 @@ class Encoder:
         mask = [0] * len(ids)
         for message in messages:
             piece = self._pieces(message.content).ids
-            is_target = message.role == "assistant"
-            ids += [*piece, self.eos_id] if is_target else piece
-            mask += [int(is_target)] * (len(ids) - len(mask))
+            is_answer = message.role == "assistant"
+            ids += [*piece, self.eos_id] if is_answer else piece
+            mask += [int(is_answer and message.trained)] * (len(ids) - len(mask))
         return Encoded(tuple(ids), tuple(mask))
 
     def _decode(self, ids: list[int]) -> str:
@@ -448,6 +481,25 @@ class Encoder:
 def _letters(text: str) -> str:
     """Normalize text for comparison, because some tokenizers change case and blanks."""
     return "".join(text.casefold().split())
+
+
+def _trained_spans(spans: list[tuple[int, int]], messages: Sequence[Message]) -> list[tuple[int, int]]:
+    """Return the spans of the answers that are trained."""
+    trained = [message.trained for message in messages if message.role == "assistant"]
+    if all(trained):
+        return spans
+    if len(spans) != len(trained):
+        raise EncodeError(
+            f"the chat template marks {len(spans)} of {len(trained)} answers, so `weight` and `train` cannot"
+            " be followed; correct its {% generation %} marks"
+        )
+    return [span for span, is_trained in zip(spans, trained, strict=True) if is_trained]
+
+
+def _spans(tokens: _Tokens, at: int) -> bool:
+    """Return whether a token has characters before and after the position `at`."""
+    first = bisect_left(tokens.starts, at)
+    return first > 0 and tokens.ends[first - 1] > at
 
 
 def _joined(messages: Sequence[Message]) -> str:

@@ -6,6 +6,9 @@ Rules:
   prompt;
 - every malformed row is refused with a reason that names the field; a text of white space and invisible
   characters is blank;
+- what a row or a message says is done, or the row is refused with the name of the field: weights, labels,
+  `system`, thoughts, tools; descriptions such as names and dates are no reason, and `ignore` leaves fields
+  out;
 - other fields are kept as JSON in `meta`;
 - a dotted name is that field if the row has it, and otherwise a path into nested objects.
 """
@@ -16,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.data.formats import Message, RowError, field_value, normalise
+from rlhf_core.data.formats import Message, RowError, field_value, normalise, other_fields
 
 U, A, S = "user", "assistant", "system"
 
@@ -73,16 +76,18 @@ def test_transcripts_of_hh_rlhf_are_conversations() -> None:
     assert (record.response, record.rejected) == ("Light.", "No.")
 
 
-@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
-def test_an_answer_with_calls_of_tools_is_refused_and_not_cut_to_its_content(field: str) -> None:
+@pytest.mark.parametrize(
+    "field", ["tool_calls", "function_call", "reasoning_content", "thinking", "loss", "train_detail"]
+)
+def test_an_answer_with_fields_that_are_not_read_is_refused_and_not_cut_to_its_content(field: str) -> None:
     answer: dict[str, Any] = {"role": A, "content": "Let me look."}
     row = {"messages": [*chat((U, "q")), answer]}
-    nothing: list[Any] = [None, [], {}]
+    nothing: list[Any] = [None, [], {}, " ", {"name": None, "arguments": []}]
     for value in nothing:
         answer[field] = value
         assert normalise(row).messages[1].content == "Let me look."
     answer[field] = [{"type": "function", "function": {"name": "weather", "arguments": "{}"}}]
-    with pytest.raises(RowError, match=rf"messages\[1\]\.{field}: calls of tools are not supported"):
+    with pytest.raises(RowError, match=rf"messages\[1\]\.{field} is not supported.*'content'.*`ignore`"):
         normalise(row)
 
 
@@ -96,6 +101,155 @@ def test_fields_are_renamed_first_and_the_others_kept() -> None:
     record = normalise(row, rename={"question": "prompt"})
     assert record.prompt_text == "q"
     assert record.meta == {"answer": "18", "id": 7, "level": 2}
+    nested = {"prompt": "q", "reward_model": {"ground_truth": "18"}}
+    answer = normalise(nested, rename={"reward_model.ground_truth": "answer"}).meta["answer"]
+    assert answer == "18"
+    openai = {"input": {"messages": chat((U, "q"))}, "good": chat((A, "a")), "bad": chat((A, "b"))}
+    record = normalise(openai, rename={"input.messages": "prompt", "good": "chosen", "bad": "rejected"})
+    assert (record.prompt_text, record.response, record.rejected) == ("q", "a", "b")
+
+
+def test_messages_that_end_with_the_users_are_a_prompt_and_no_demonstration() -> None:
+    row = {"messages": chat((U, "q1"), (A, "a1"), (U, "q2")), "ground_truth": "5"}
+    record = normalise(row)
+    assert (record.kind, [m.content for m in record.prompt]) == ("prompt", ["q1", "a1", "q2"])
+    assert record.meta == {"ground_truth": "5"}
+    with pytest.raises(RowError, match="the last of 'messages' must be the assistant's"):
+        normalise(row, demonstration=True)
+
+
+def talk(**fields: Any) -> dict[str, Any]:
+    """A conversation whose first answer has other fields."""
+    return {
+        "messages": [*chat((U, "q1")), {"role": A, "content": "a1", **fields}, *chat((U, "q2"), (A, "a2"))]
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "trained"),
+    [
+        ({"weight": 0}, False),
+        ({"weight": 0.0}, False),
+        ({"train": False}, False),
+        ({"weight": 1}, True),
+        ({"weight": 1.0, "train": True}, True),
+        ({"weight": None}, True),
+    ],
+)
+def test_weight_and_train_say_which_answers_a_demonstration_trains(
+    fields: dict[str, Any], trained: bool
+) -> None:
+    messages = normalise(talk(**fields), demonstration=True).messages
+    assert [m.trained for m in messages] == [True, trained, True, True]
+    assert normalise(talk(**fields), demonstration=True, ignore=["weight", "train"]) == normalise(talk())
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (talk(weight=0.5), r"messages\[1\]\.weight must be 0 or false.*got 0.5"),
+        (talk(train="no"), r"messages\[1\]\.train must be 0 or false.*got no"),
+        (
+            {"messages": [{"role": U, "content": "q", "weight": 1}, *chat((A, "a"))]},
+            r"messages\[0\]\.weight must be 0 or false: only the assistant's messages are trained",
+        ),
+        (
+            {"messages": [*chat((U, "q")), {"role": A, "content": "a", "weight": 0}]},
+            "'messages' has no answer that is trained",
+        ),
+        (
+            {"prompt": "q", "completion": [{"role": A, "content": "a", "train": False}]},
+            "the answer of 'completion' must not be trained",
+        ),
+    ],
+)
+def test_a_weight_that_a_loss_mask_cannot_follow_is_refused(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RowError, match=reason):
+        normalise(row, demonstration=True)
+
+
+def test_fields_that_describe_a_message_are_no_reason_to_refuse_it() -> None:
+    # Names of WildChat and of OASST.
+    described = {
+        "name": "Ann", "message_id": "7", "timestamp": "2024-01-01", "created_date": "2024", "lang": "en",
+        "hashed_ip": "00ff", "header": {"user-agent": "x"}, "country": "DE", "toxic": False, "state": None,
+        "redacted": True, "turn_identifier": 7, "openai_id": "a", "language": "English", "top_p": 0.9,
+    }  # fmt: skip
+    assert normalise(talk(**described)) == normalise(talk())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": "a"},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"chosen": chat((U, "q"), (A, "a")), "rejected": chat((U, "q"), (A, "b"))},
+        {"messages": chat((U, "q"), (A, "a"))},
+        {"prompt": "q"},
+    ],
+    ids=["completion", "preference", "two conversations", "messages", "prompt"],
+)
+def test_the_system_of_a_row_is_the_first_message(row: dict[str, Any]) -> None:
+    system = {"system": "be brief"}
+    record = normalise({**row, **system})
+    assert record.prompt == (Message(S, "be brief"), Message(U, "q"))
+    assert record.messages[:1] == record.prompt[: len(record.messages[:1])]
+    assert normalise({**row, "system": " "}).prompt == (Message(U, "q"),)
+    assert normalise({**row, **system}, ignore=["system"]).prompt == (Message(U, "q"),)
+
+
+def test_a_system_message_that_differs_from_the_rows_is_refused() -> None:
+    row = {"messages": chat((S, "be brief"), (U, "q"), (A, "a"))}
+    assert normalise({**row, "system": "be brief"}).messages == normalise(row).messages
+    with pytest.raises(RowError, match="'system' differs from the system message"):
+        normalise({**row, "system": "be loud"})
+
+
+@pytest.mark.parametrize(
+    ("label", "is_bad"), [(True, False), (False, True), ("False", True), ("good", False), (2, False)]
+)
+def test_a_false_label_marks_a_bad_answer(label: Any, is_bad: bool) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "q", "completion": "a"}, {"messages": chat((U, "q"), (A, "a"))}]
+    for row in rows:
+        assert normalise({**row, "label": label}, demonstration=True).marked_bad == is_bad
+        assert not normalise({**row, "label": label}).marked_bad
+        assert not normalise({**row, "label": label}, demonstration=True, ignore=["label"]).marked_bad
+        with pytest.raises(RowError, match=r"'label' must be true .* or false .*; got 0"):
+            normalise({**row, "label": 0}, demonstration=True)
+    assert not normalise({"text": "a film", "label": 0}, demonstration=True).marked_bad
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"name": "weather"}]),
+        ("input", "Paris"),
+        ("history", [["q", "a"]]),
+        ("system_prompt", "be brief"),
+        ("thinking", "two and four"),
+        ("completions", ["one", "two"]),
+        ("images", [b"x"]),
+    ],
+)
+def test_a_field_that_changes_what_a_row_means_is_refused_unless_it_is_empty_or_ignored(
+    name: str, value: Any
+) -> None:
+    row = {"prompt": "q", "completion": "a"}
+    with pytest.raises(RowError, match=rf"'{name}' .*`ignore`"):
+        normalise({**row, name: value})
+    assert normalise({**row, name: None}) == normalise(row)
+    assert normalise({**row, name: value}, ignore=[name]).prompt_text == "q"
+    assert normalise({"text": "a", name: value}).text == "a"
+
+
+def test_other_fields_are_those_that_no_text_is_made_of_with_those_that_are_long_texts() -> None:
+    context = "The moon is a rock that turns around the earth."
+    row = {"q": "What is the moon?", "completion": "A rock.", "context": context, "id": 7, "note": ""}
+    rename = {"q": "prompt"}
+    record = normalise(row, rename=rename)
+    assert other_fields(row, rename, record) == {"context": True, "id": False}
+    inside = {"text": f"Below is a task. {context}", "instruction": context}
+    assert other_fields(inside, {}, normalise(inside)) == {"instruction": False}
 
 
 def test_a_demanded_format_wins_over_the_fields() -> None:
@@ -131,7 +285,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chosen": chat((U, "p"), (A, "x")), "rejected": chat((U, "p"), (A, "x"))}, "are the same"),
     ({"messages": "hello"}, "'messages' must be a list of messages; got str"),
     ({"messages": ["hello"]}, r"messages\[0\] must be an object with 'role' and 'content'; got str"),
-    ({"messages": chat((U, "a"))}, "last of 'messages' must be the assistant's"),
     (
         {"messages": chat((U, "a"), (U, "b"), (A, "c"))},
         r"messages\[1\].role must be assistant \(roles take turns\)",

@@ -11,7 +11,10 @@ Rules:
 - no text becomes a special token or a role mark, whatever the template does to it;
 - what rewards read as the response is what its author wrote, and gives the tokens of training when rendered
   again;
-- a conversation of thousands of turns takes no longer for each turn than a short one.
+- a conversation of thousands of turns takes no longer for each turn than a short one;
+- only answers that are trained are in the mask;
+- an answer that begins with a line feed has the tokens that a policy samples after the prompt;
+- a template may not render much more text than the conversation has.
 """
 
 from __future__ import annotations
@@ -182,6 +185,7 @@ BROKEN = {
     "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}": "assistant",
     "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}": "cannot be used.*marks",
     "{{ raise_exception('no') }}": "cannot be used.*no",
+    "{{ '%010000000d' % 1 }}": "cannot be used.*it renders 10,000,000 characters, more than the",
 }  # fmt: skip
 
 
@@ -253,6 +257,104 @@ def test_the_template_for_qwen3_renders_the_last_answer_behind_an_empty_think_bl
     encoded = encoder.conversation(TALK)
     assert encoded.ids == prompt + response
     assert encoded.mask == (0,) * len(prompt) + (1,) * len(response)
+
+
+@pytest.mark.parametrize("template", ["chat", "plain"])
+def test_the_mask_has_the_answers_that_are_trained(sp_tokenizer: Any, template: Any) -> None:
+    encoder = Encoder(sp_tokenizer, template)
+    left_out = [*TALK[:2], Message("assistant", "It is noon.", trained=False), *TALK[3:]]
+    whole, part = encoder.conversation(TALK), encoder.conversation(left_out)
+    assert part.ids == whole.ids
+    first = whole.mask.index(1)
+    end = whole.mask.index(0, first)
+    assert part.mask == (0,) * end + whole.mask[end:]
+    assert sum(part.mask) > 0
+    # Of a pair, only the answer itself is trained, whatever the messages before it say.
+    assert encoder.response(left_out[:4], "It plays.") == encoder.response(TALK[:4], "It plays.")
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_template_that_marks_too_few_answers_cannot_leave_one_out(
+    make_tokenizer: Callable[..., Any], marks: bool
+) -> None:
+    last_only = SENTENCEPIECE_TEMPLATE.replace(
+        "m['role'] == 'assistant' %}", "m['role'] == 'assistant' and loop.last %}"
+    ).replace("{% else %}", "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] }}{% else %}")
+    encoder = Encoder(make_tokenizer(last_only if marks else SENTENCEPIECE_TEMPLATE), "chat")
+    talk = [ASK, Message("assistant", "It is noon.", trained=False), ASK, ANSWER]
+    if marks:
+        with pytest.raises(EncodeError, match="marks 1 of 2 answers, so `weight` and `train` cannot"):
+            encoder.conversation(talk)
+    else:
+        assert any(encoder.conversation(talk).mask)
+
+
+@pytest.fixture(scope="module")
+def line_feed_tokenizer() -> Any:
+    """A tokenizer that joins line feeds, as that of Qwen does."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s*\S+|\s+"), "isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<pad>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["a\n\nb\n\n\nc"] * 9, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, chat_template=CHATML, pad_token="<pad>", eos_token="<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("answer", ["\nSure.", "\n\nSure.", "\n<|im_end|> is text"])
+def test_an_answer_that_begins_with_a_line_feed_has_the_tokens_after_those_of_the_prompt(
+    line_feed_tokenizer: Any, answer: str
+) -> None:
+    encoder = Encoder(line_feed_tokenizer, "chat")
+    prompt, response = encoder.response([ASK], answer)
+    assert prompt == encoder.prompt([ASK])
+    assert line_feed_tokenizer.decode(response[:-1]) == answer
+    assert response[-1] == encoder.eos_id
+    talk = [ASK, Message("assistant", answer)]
+    encoded = encoder.conversation(talk)
+    assert (encoded.ids, sum(encoded.mask)) == (prompt + response, len(response))
+    # Also after another such answer, which is now a part of the prompt.
+    again, response_again = encoder.response([*talk, ASK], answer)
+    assert again == encoder.prompt([*talk, ASK]) and response_again == response
+    both = encoder.conversation([*talk, *talk])
+    assert sum(both.mask) == 2 * len(response)
+
+
+def test_texts_that_a_chat_template_has_rendered_are_recognised(sp_tokenizer: Any) -> None:
+    encoder = Encoder(sp_tokenizer, "chat")
+    rendered = {
+        "<s> User: hi": "<s>",
+        "It is noon.</s>": "</s>",
+        "<|im_start|>user": "<|im_start|>",
+        "[INST] hi [/INST]": "[INST]",
+        "<start_of_turn>user": "<start_of_turn>",
+        "<｜User｜>hi": "<｜User｜>",
+    }
+    for text, mark in rendered.items():
+        assert encoder.rendered_mark(["plain", text]) == mark
+    for text in ("a < b | c > d", "x <unk> y", "f <| g |> h", "[inst]", "<think>two</think>"):
+        assert encoder.rendered_mark([text]) is None
+
+
+def test_a_template_may_not_render_much_more_than_the_conversation(
+    make_tokenizer: Callable[..., Any],
+) -> None:
+    long = "{% if 'long' in messages[0]['content'] %}{{ 'x' * 100000 }}{% endif %}" + SENTENCEPIECE_TEMPLATE
+    encoder = Encoder(make_tokenizer(long), "chat")
+    with pytest.raises(EncodeError, match=r"it renders 100,0\d\d characters, more than the 66,\d\d\d"):
+        encoder.prompt([Message("user", "long")])
+    assert len(encoder.prompt([Message("user", "x" * 200_000)])) > 1000
 
 
 DELETES = (
