@@ -77,7 +77,8 @@ def pair(prompt: Any, number: int, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_turns_of_a_conversation_are_on_one_side_in_all_sets(tmp_path: Path) -> None:
-    chance, rows = random.Random(0), []
+    chance = random.Random(0)
+    rows: list[dict[str, Any]] = []
     for number in range(80):
         texts = [f"{kind} {number}" for kind in ("ask", "said", "again", "so", "more")]
         for turns in range(1, chance.choice((2, 4, 6)), 2):
@@ -89,7 +90,7 @@ def test_the_turns_of_a_conversation_are_on_one_side_in_all_sets(tmp_path: Path)
     question = {"\n\n".join(m["content"] for m in row["prompt"]): ask(row["prompt"]) for row in rows}
     for load in (load_prompts, load_pairs):
         train, held = (
-            {question[example.prompt] for example in load(tmp_path / "out", split)}  # type: ignore[operator]
+            {question[example.prompt] for example in load(tmp_path / "out", split)}
             for split in ("train", "eval")
         )
         assert train and held and not train & held
