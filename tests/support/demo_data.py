@@ -14,6 +14,12 @@ from rlhf_core.config.load import config_from_tree
 GENERATED = {name: [{"path": "synthetic"}] for name in ("sft", "preference", "prompts")}
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 64, "max_text_tokens": 512}
 
+YAML = (
+    "data: {sft: [{path: synthetic}], preference: [{path: synthetic}], prompts: [{path: synthetic}],"
+    " max_prompt_tokens: 64, max_response_tokens: 64, max_text_tokens: 512}\n"
+)
+"""The same as text, for a file with a base model."""
+
 
 def with_demo_data(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree of a configuration with what it leaves out of the demo's data and limits."""

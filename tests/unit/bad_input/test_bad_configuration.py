@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError
+from tests.support import demo_data
 from tests.support.parsed_config import parse_config
 from tests.support.users import as_unprivileged_user
 from tests.unit.bad_input.bad_inputs import Bad, Command
@@ -192,16 +193,13 @@ def test_invalid_count_of_gpus_is_refused(command: Command, gpus: str) -> None:
     assert "--gpus: must be a count and a device" in command.message("plan", "c.yaml", "--gpus", gpus)
 
 
-GENERATED_DATA = (
-    "data: {sft: [{path: synthetic}], preference: [{path: synthetic}], prompts: [{path: synthetic}]}"
-)
 BROKEN_CHECKS = {
     "rlhf_core.data.check.parse_address": (
         "data: {sft: [{path: ./a.jsonl}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),
     "rlhf_core.config.base_models.is_hub_model": (
-        f"model: {{path: ./x}}\n{GENERATED_DATA}",
+        f"model: {{path: ./x}}\n{demo_data.YAML}",
         "model.path: cannot be checked (RecursionError: ",
     ),
     "rlhf_core.config.rewards.pattern_problem": (

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import demo_data
 from tests.support.model_folder import model_folder, safetensors
 from tests.support.tiny_llama import save_tiny_llama
 from tests.unit.bad_input.bad_inputs import Bad, Command
@@ -196,12 +197,16 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_a_model_folder_that_cannot_be_used_is_refused(command: Command, title: str) -> None:
     changes, words = FOLDERS[title]
     model_folder(command.folder / "m", **changes)
-    assert command.complaint(Bad(title, "model: {path: ./m}", words)).startswith("model.path: ")
+    assert command.complaint(Bad(title, f"model: {{path: ./m}}\n{demo_data.YAML}", words)).startswith(
+        "model.path: "
+    )
 
 
 def test_an_adapter_for_engines_without_adapters_is_refused(command: Command) -> None:
     model_folder(command.folder / "m", config__json={**CONFIG, "model_type": "stablelm"})
-    settings = "model: {path: ./m}\nppo: {lora: {r: 8}, weight_sync: {lora: adapter}}\n"
+    settings = (
+        f"{demo_data.YAML}model: {{path: ./m}}\nppo: {{lora: {{r: 8}}, weight_sync: {{lora: adapter}}}}\n"
+    )
     words = ("ppo.lora: vLLM has no adapters for StableLmForCausalLM", "set ppo.weight_sync.lora=merged")
     assert command.complaint(Bad("an adapter", settings, words)).startswith("ppo.lora: ")
 
@@ -222,12 +227,14 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path[:20])
 def test_a_path_that_is_no_model_is_not_called_a_bad_repository_id(command: Command, path: str) -> None:
     (command.folder / "empty").mkdir()
-    message = command.complaint(Bad(path, f"model: {{path: {path}}}", PATHS[path]))
+    message = command.complaint(Bad(path, f"{demo_data.YAML}model: {{path: {path}}}", PATHS[path]))
     assert message.startswith("model.path: ")
     assert "Repo id" not in message
 
 
-SMALL = "data: {synthetic: {sft_examples: 20, pairs: 20, prompts: 20}, chat_template: t.jinja}\n"
+SMALL = demo_data.YAML.replace(
+    "data: {", "data: {synthetic: {sft_examples: 20, pairs: 20, prompts: 20}, chat_template: t.jinja, "
+)
 EACH = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
 TEMPLATES: dict[str, tuple[str | bytes, str]] = {
     "a loop that does not end": ("{% for m in messages %}", "TemplateSyntaxError"),
@@ -286,7 +293,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(
 
 def test_a_vocabulary_that_is_too_small_for_single_bytes_is_refused(command: Command) -> None:
     command.data_stage = True
-    settings = SMALL.replace(", chat_template: t.jinja", "") + "model: {tiny: {vocab_size: 1}}\n"
+    settings = SMALL.replace("chat_template: t.jinja, ", "") + "model: {tiny: {vocab_size: 1}}\n"
     words = ("model.tiny.vocab_size must be at least 103", "got 1; raise it")
     command.complaint(Bad("a vocabulary of 1", settings, words))
 

@@ -93,7 +93,7 @@ def test_for_other_devices_the_folders_of_this_machine_are_not_checked(
     path = written(tmp_path, tree)
     with pytest.raises(InputError, match=r"run\.home"):
         make_plan(path)
-    assert make_plan(path, gpus="1xA100-80G").verdict.fits
+    assert make_plan(path, gpus="4xA100-80G").verdict.fits
 
 
 def test_lengths_from_the_data_are_estimated_and_said_to_be(tmp_path: Path, tree: dict[str, Any]) -> None:
