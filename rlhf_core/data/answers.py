@@ -40,7 +40,7 @@ _SIGNS = str.maketrans({
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _DECORATION = (
     (r"\\f?box(?:ed)? ?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}", r"\1"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])|\\!|\*\*|__(?!\d)", ""),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])|\\! ?|\*\*|__(?!\d)", ""),
     (r"\\[dtc]frac", r"\\frac"),
     # `{,}` and a thin space before three digits group them; another `{,}` is a decimal comma.
     (r"(?<=\d)(?:\\[,;: ]|~|\{,\})+(?=\d{3}(?!\d))", ","),

@@ -540,5 +540,6 @@ def test_a_dotted_field_and_lists_of_one_are_read_and_said(tmp_path: Path) -> No
     rows = [{"prompt": f"What is {i}?", "reward_model": {"truth": [f"${i}$"]}} for i in range(30)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = {"type": "answer", "field": "reward_model.truth"}
-    (warning,) = check(config(data={"prompts": [{"path": str(file)}]}, ppo={"rewards": [reward]}))
+    rewards = [{"type": "model"}, reward]
+    (warning,) = check(config(data={"prompts": [{"path": str(file)}]}, ppo={"rewards": rewards}))
     assert "30 of 30 answers in the field 'reward_model.truth'" in warning and "['$0$'] as '0'" in warning

@@ -617,6 +617,22 @@ def test_an_answer_that_a_reward_looks_for_must_be_in_every_prompt(tmp_path: Pat
         prepared(config(rows), tmp_path / "one without")
 
 
+def test_answers_that_no_response_can_reach_are_reported_or_end_the_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def config(bad: int) -> PipelineConfig:
+        rows = pairs(40)
+        for row in rows[:bad]:
+            row["answer"] = ["2", "3"]
+        rewards = {"rewards": [{"type": "answer", "field": "answer"}]}
+        return files(tmp_path, rows).model_copy(update={"ppo": configure(ppo=rewards).ppo})
+
+    prepared(config(2), tmp_path / "two")
+    assert "no response can get the reward for 2 of 40 prompts (5.0%)" in caplog.text
+    with pytest.raises(DataError, match=r"3 of 40 prompts .*\['2', '3'\].*data\.max_bad_rows=0\.05"):
+        prepared(config(3), tmp_path / "three")
+
+
 def test_fewer_prompts_than_a_step_takes_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,6 +176,7 @@ WRONG = [
     (r"\boxed{(2,1)}", "(1,2)"),
     (r"\boxed{35 \text{ m}}", r"35 \text{ cm}"),
     (r"\boxed{9 \text{ pears}}", "9 (apples)"),
+    (r"\boxed{1000000}", r"\log 2"),
     (r"\boxed{1/0}", "1"),
     (r"\boxed{}", ""),
     (r"<think>The answer is \boxed{3}", "3"),
@@ -333,6 +337,27 @@ def test_a_process_that_was_killed_is_an_error_and_the_next_call_starts_another(
     with pytest.raises(InfrastructureError, match="mathematical expressions has ended"):
         same_answer(r"8\sqrt{2}", r"\sqrt{128}")
     assert same_answer(r"8\sqrt{2}", r"\sqrt{128}")
+
+
+def test_the_processes_end_with_the_one_that_started_them() -> None:
+    code = (
+        "import os; from rlhf_core.data import expressions;"
+        r"assert expressions.equal(r'3\sqrt{2}', r'\sqrt{18}');"
+        "print(expressions._comparer(os.getpid())._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    group = int(done.stdout)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and any(_group(process) == group for process in psutil.pids()):
+        time.sleep(0.1)
+    assert not any(_group(process) == group for process in psutil.pids())
+
+
+def _group(process: int) -> int | None:
+    try:
+        return os.getpgid(process)
+    except ProcessLookupError:
+        return None
 
 
 # -- the rule --
