@@ -12,26 +12,38 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from flows.isolated import isolate_prefect
 from rlhf_core.system.launch import python_module
 
+if TYPE_CHECKING:
+    from prefect import Flow
+
 
 def deploy(file: Path) -> list[str]:
     """Update the deployments of `file` that exist, and return the names of those that do not."""
     from prefect import get_client
     from prefect.client.schemas.actions import DeploymentUpdate
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
     from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
     from prefect.flows import load_flow_from_entrypoint
     from prefect.utilities.callables import parameter_schema
 
     folder = {"prefect.deployments.steps.set_working_directory": {"directory": os.getcwd()}}
+    entries = yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]
+    names = DeploymentFilterName(any_=[entry["name"] for entry in entries])
     missing = []
     with get_client(sync_client=True) as client:
-        for entry in yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]:
-            flow = load_flow_from_entrypoint(entry["entrypoint"])
+        found = client.read_deployments(deployment_filter=DeploymentFilter(name=names))
+        known = {deployment.name for deployment in found}
+        for entry in entries:
+            if entry["name"] not in known:  # its flow, whose import takes seconds, is not needed
+                missing.append(entry["name"])
+                continue
+            flow: Flow[..., Any] = load_flow_from_entrypoint(entry["entrypoint"])
             name = f"{flow.name}/{entry['name']}"
             try:
                 deployment = client.read_deployment_by_name(name)

@@ -1,12 +1,14 @@
 """The connection to a running cluster. The processes of Ray are scripted here.
 
 - ranks get the environment of the stage, also in a job that was submitted with an environment of its own
+- the process keeps its handler of SIGTERM, which Ray replaces
 - such a job keeps its metadata, and its processes do not import from its working folder
 """
 
 from __future__ import annotations
 
 import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -64,3 +66,21 @@ def test_ranks_get_the_environment_of_the_stage(
     assert job.runtime_env["env_vars"] == {**of_job, **expected}
     assert job.metadata == ({} if submitted is None else SUBMITTED["metadata"])
     assert job._client_job, "otherwise Ray adds the working folder to the search path of its workers"
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1:1"])
+def test_the_process_keeps_its_handler_of_sigterm(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_options: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def handler(*_arguments: Any) -> None:
+        """Do nothing."""
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        connect(1, "cpu")
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
