@@ -389,8 +389,9 @@ def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
     kl = evaluation.get("kl_interval")
     if kl:
         rows.append(f"| KL to the SFT model | {kl['mean']:.4g} | {_interval(kl)} |")
+    prompts = units(sum(verdicts.values()), evaluation.get("prompts", 0), "held-out prompts")
     text = (
-        f"Judge: {judge}, on {units(sum(verdicts.values()), evaluation['prompts'], 'held-out prompts')}"
+        f"Judge: {judge}, on {prompts}"
         f" ({verdicts['wins']} won, {verdicts['losses']} lost, {verdicts['ties']} tied).\n\n"
     )
     text += "\n".join(rows)

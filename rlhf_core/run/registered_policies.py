@@ -219,8 +219,9 @@ def _find(artifacts: ArtifactStore, stage: StageName, version: ModelVersion) -> 
     ref = artifacts.find_registered(stage, version.tags)
     if ref is None:
         raise InputError(
-            f"the {stage} artifact of version {version.version} is not in its store any more; choose another"
-            " version, or run its configuration again"
+            f"the {stage} artifact of version {version.version} is not in its store any more, or is damaged:"
+            f" {artifacts.url}; choose another version, run its configuration again, or if the store moved"
+            " make a link at its old place"
         )
     return ref
 

@@ -217,8 +217,8 @@ def evaluate_dpo(
     """
     policy_P2 = pair_logprobs(engine, [row.pair for row in held_out], config, pad_id)
     found = _means("eval", _sums(policy_P2, held_out, config), len(held_out))
-    reference_P2 = torch.tensor([row.reference for row in held_out], dtype=policy_P2.dtype)
-    ratios_P2 = policy_P2.cpu() - reference_P2
+    reference = torch.tensor([row.reference for row in held_out], dtype=policy_P2.dtype)
+    ratios_P2 = policy_P2.cpu() - reference.view(len(held_out), 2)
     bounds = accuracy_interval(ratios_P2[:, 0] - ratios_P2[:, 1], [row.pair for row in held_out])
     return found | {f"eval/{name}": bound for name, bound in bounds.items()}
 

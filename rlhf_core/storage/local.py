@@ -56,7 +56,8 @@ class LocalFiles:
             except (FileNotFoundError, NotADirectoryError):
                 return None
             except UnfitFile:
-                if path.is_file():
+                # An error if the path cannot be followed (ELOOP): then nothing is known about the object.
+                if stat.S_ISREG(path.stat().st_mode):
                     raise
                 return b""  # a folder, pipe or device at the path of an object counts as damage
 

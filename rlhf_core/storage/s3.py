@@ -21,7 +21,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -101,8 +101,6 @@ class S3Limits:
     """Size of the largest object that is read into memory."""
     part_bytes: int = 16 * 2**20
     """Size of the parts in which a large file is uploaded."""
-    listed: int = 100_000
-    """Maximum number of objects below one folder. The checkpoints of a stage are a few hundred files."""
 
 
 S3_LIMITS = S3Limits()
@@ -178,14 +176,6 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
                     limit, lambda seconds: end.reschedule(clock() + limits.request_seconds + seconds)
                 )
                 await super()._get_file(rpath, lpath, **{**more, "callback": callback})
-
-        async def _iterdir(self, *given: Any, **more: Any) -> AsyncIterator[Any]:
-            count = 0
-            async for entry in super()._iterdir(*given, **more):
-                count += 1
-                if count > limits.listed:
-                    raise _TooMuch(f"it lists more than {limits.listed} objects")
-                yield entry
 
         async def small(self, path: str) -> bytes:
             """Return the content of an object of at most `limits.small_bytes`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -53,16 +52,8 @@ class BoundedAdapter(HTTPAdapter):
     def send(
         self, request: PreparedRequest, stream: bool = False, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Response:
-        # The session follows a redirect with another call of this method. It belongs to the call that was
-        # redirected, and shares its time. Its request is a copy, which has the same `hooks`.
-        now = time.monotonic()
-        hooks, began = getattr(_here, "redirected", (None, now))
-        spent = now - began if request.hooks is hooks else 0.0
-        _here.redirected = (None, now)
-        with _Call(self._seconds(request, timeout), spent):
+        with _Call(self._seconds(request, timeout)):
             response = super().send(request, stream, timeout, *args, **kwargs)
-            if response.is_redirect:
-                _here.redirected = (request.hooks, now - spent)
             if not stream:
                 # Otherwise `Response.content` would read the body later and without limits.
                 response._content = _read(response)
@@ -80,10 +71,9 @@ class _Call:
     pending read.
     """
 
-    def __init__(self, seconds: float, spent: float = 0.0) -> None:
-        """`spent` is the part of `seconds` that the preceding requests of a redirect have used."""
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._timer = threading.Timer(max(0.0, seconds - spent), self._end)
+        self._timer = threading.Timer(seconds, self._end)
         self._timer.daemon = True
         self._connections: list[HTTPConnection] = []
         self._lock = threading.Lock()

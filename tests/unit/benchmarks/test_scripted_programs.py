@@ -82,13 +82,13 @@ def test_growth_ends_with_its_two_tables(
     assert all(row[2].endswith("(1.00)") for row in rows[4:])
 
 
-def test_promotion_ends_with_its_four_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_promotion_ends_with_its_eight_tables(capsys: pytest.CaptureFixture[str]) -> None:
     promotion.main(["--histories", "2"])
     shown = capsys.readouterr().out
     tables = shown.split("\n\n")
-    assert [len(cells(table)) - 2 for table in tables] == [5, 9, 4, 8]
+    assert [len(cells(table)) - 2 for table in tables] == [5, 9, 4, 8, 12, 8, 8, 10]
     assert "share of 2 histories" in tables[0]
-    shares = [float(cell) for table in tables for row in cells(table)[2:] for cell in row[2:]]
+    shares = [float(cell) for table in tables for row in cells(table)[2:] for cell in row[-2:]]
     assert all(0 <= share <= 1 for share in shares)
 
 

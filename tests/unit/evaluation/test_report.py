@@ -72,6 +72,7 @@ def evaluation(win: float = 0.8) -> dict[str, Any]:
         "rules": {"keywords": pair}, "kl": 3.25,
             "lengths": {"sft": interval(30), "ppo": interval(34), "difference": interval(4)},
         "eos_rate": {"sft": 0.9, "ppo": 1.0}, "prompts": 128, "confidence": 0.95,
+        "verdicts": {"wins": 90, "losses": 30, "ties": 8},
         "judge_trained_on": False, "by_source": {}, "kl_interval": interval(3.25),
         "distinct": {model: {"1": 0.1, "2": 0.2, "3": 0.3} for model in ("sft", "ppo")},
     }  # fmt: skip

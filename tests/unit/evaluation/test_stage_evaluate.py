@@ -205,10 +205,13 @@ def test_regression_sets_are_in_report_metrics_and_facts(
 def test_related_prompts_and_several_answers_count_once(
     scripted: Any, context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate.run(config_of(), context)
-    alone = read(context)
-    evaluate.run(config_of(evaluate={"answers_per_prompt": 2}), context)
-    twice = read(context)
+    def evaluated(**settings: Any) -> dict[str, Any]:
+        shutil.rmtree(context.output)
+        context.output.mkdir()
+        evaluate.run(config_of(**settings), context)
+        return read(context)
+
+    alone, twice = evaluated(), evaluated(evaluate={"answers_per_prompt": 2})
     # The scripted engines give the same answer again.
     for name in ("win_rate", "verdicts", "prompts"):
         assert twice[name] == alone[name], name
@@ -224,8 +227,7 @@ def test_related_prompts_and_several_answers_count_once(
         return [replace(prompt, group=f"group {i // 2}") for i, prompt in enumerate(prompts)]
 
     monkeypatch.setattr(evaluate, "load_prompts", grouped)
-    evaluate.run(config_of(), context)
-    found = read(context)
+    found = evaluated()
     assert found["verdicts"] == {"wins": 3, "losses": 0, "ties": 0} and found["prompts"] == 6
     assert found["win_rate"] == wilson(1.0, 3, 0.95).to_json()
     assert "3 groups of 6 held-out prompts" in (context.output / "report.html").read_text()

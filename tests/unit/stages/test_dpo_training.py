@@ -26,6 +26,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import DPOConfig
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ConfigError
+from rlhf_core.evaluation.statistics import wilson
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages.dpo import ReferencedPair, evaluate_dpo, train_dpo, train_step, with_reference
@@ -84,6 +85,8 @@ def test_metrics_are_means_over_the_pairs_of_all_ranks(
     held_out = on_two_ranks(
         lambda rank: evaluate_dpo(ScriptedTrainer(rank=rank, forward=tenths), ROWS, config, 0)
     )
+    interval = wilson(wanted["accuracy"], 3, 0.95)
+    wanted |= {"accuracy_low": interval.low, "accuracy_high": interval.high}
     assert held_out == pytest.approx({f"eval/{name}": value for name, value in wanted.items()}, rel=1e-5)
 
 

@@ -117,5 +117,6 @@ def test_without_grades_the_agreement_is_not_known(tmp_path: Path) -> None:
 
 def test_at_most_the_given_number_of_pairs_of_people_is_taken(tmp_path: Path) -> None:
     context = context_of(tmp_path, "model", "people")
-    pairs, of_models = held_out_pairs_of_people(context.inputs["data"], 5)
+    pairs, groups, of_models = held_out_pairs_of_people(context.inputs["data"], 5)
     assert (len(pairs), of_models) == (5, 20) and all("longer" in pair.a for pair in pairs)
+    assert len(set(groups)) == 5, "they are of different prompts"

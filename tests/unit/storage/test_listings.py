@@ -26,6 +26,7 @@ from rlhf_core.storage.inventory import ArtifactName, add_unlisted, read_invento
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
+from rlhf_core.system.overriding import override
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
@@ -69,6 +70,7 @@ def test_a_file_that_only_a_listing_has_is_no_damage(store: LateListings, tmp_pa
     ref = publish(store, tmp_path)
 
     class Stale(Store):
+        @override
         def sizes(self, prefix: str) -> dict[str, int]:
             return {**super().sizes(prefix), f"{prefix}/deleted.json": 3}
 

@@ -153,20 +153,6 @@ def test_interrupt_is_not_replaced_by_a_timeout(
             raise raised(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("path", ["/", "/a b"])
-def test_redirects_that_lead_on_and_on_slowly_are_one_call(path: str, server: Callable[[Serve], str]) -> None:
-    def elsewhere(connection: socket.socket) -> None:
-        time.sleep(0.3)
-        _whole("307 Temporary Redirect", b"", f"Location: {path}{time.monotonic_ns()}")(connection)
-
-    mlflow = Mlflow(server(elsewhere), "e")
-    _ = mlflow._client
-    started = time.monotonic()
-    with pytest.raises(Exception, match="no whole answer within 1 s"):
-        mlflow.ping()
-    assert time.monotonic() - started < 6
-
-
 @pytest.mark.parametrize("status", ["503 Service Unavailable", "429 Too Many Requests"])
 def test_retry_after_is_not_waited_for(
     status: str, server: Callable[[Serve], str], monkeypatch: pytest.MonkeyPatch
