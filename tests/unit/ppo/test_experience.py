@@ -429,7 +429,7 @@ def test_group_advantages_are_equal_on_all_tokens(algorithm: str, expected: list
 
 @pytest.mark.parametrize(("gamma", "first"), [(1.0, 0.02), (0.5, 0.015)])
 def test_group_advantages_include_the_future_kl_penalty(gamma: float, first: float) -> None:
-    made = _group("rloo", [1.0, 3.0, 5.0, 5.0], gamma=gamma)
+    made = _group("rloo", [1.0, 3.0, 5.0, 5.0], gamma=gamma, kl={"coef": 0.1, "place": "reward"})
     # 0.1 nats per token at coefficient 0.1: 0.01 to be paid at the second token, at the first 0.01 + gamma *
     # 0.01.
     torch.testing.assert_close(made.advantages_BT[1], torch.tensor([2.0 - first, 1.99]), rtol=1e-5, atol=1e-6)

@@ -67,14 +67,14 @@ def test_names_lead_to_the_registered_files(home: str, weights: list[str]) -> No
         open_policy(f"{MODEL}@newest", home)
 
 
-<<<<<<< ours
 def test_vllm_reads_the_tokenizer_without_the_config_of_the_model(home: str) -> None:
     """Beside the config.json of qwen2, transformers would use its own pre-tokenizer."""
     model = open_policy(MODEL, home).files.model
     folder = tokenizer_alone(model)
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     assert not (folder / "config.json").exists()
-=======
+
+
 def test_a_store_that_was_moved_is_named_and_is_found_by_a_link(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +87,6 @@ def test_a_store_that_was_moved_is_named_and_is_found_by_a_link(
     assert not store.exists(), "nothing is made at the old place"
     store.symlink_to(tmp_path / "elsewhere")
     assert open_policy("moved", str(tmp_path / "home")).version.version == "1"
->>>>>>> theirs
 
 
 def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
