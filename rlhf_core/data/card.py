@@ -237,10 +237,10 @@ def group_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[st
     held = card["groups"]["prompts"]["eval"]
     if 2 * held["effective"] < held["prompts"]:
         yield (
-            f"data.prompts: the {held['prompts']} held-out prompts are of {held['groups']} groups (the same"
-            f" first user message or `group`), the largest with {held['largest']}. Outcomes within a group"
-            " are not independent: a match counts each group once, and intervals can be as wide as"
-            f" those of {held['effective']:.0f} prompts; give prompts of more groups"
+            "data.prompts: number of groups (the same first user message or `group`) of the"
+            f" {held['prompts']} held-out prompts: {held['groups']}, the largest with {held['largest']}."
+            " Outcomes within a group are not independent: a match counts each group once, and intervals can"
+            f" be as wide as with an effective number of {held['effective']:.0f} prompts; give prompts of more groups"
         )
 
 

@@ -273,5 +273,6 @@ def test_the_effective_number_of_prompts_is_that_of_the_mean_of_groups() -> None
     train = alone | {"prompts": 100}
     card = {"groups": {"prompts": {"train": train, "eval": held}}}
     [message] = group_warnings(card, 0.1)
-    assert "the 8 held-out prompts are of 3 groups" in message and "those of 2 prompts" in message
+    assert "of the 8 held-out prompts: 3, the largest with 6." in message
+    assert "an effective number of 2 prompts" in message
     assert list(group_warnings({"groups": {"prompts": {"train": train, "eval": alone}}}, 0.1)) == []
