@@ -1,6 +1,7 @@
 """The programs that kill runs and servers, with scripted kills.
 
 - they go on until there are enough kills, and end with a table with the sums of all results so far
+- a run that ended before a kill took place is not counted
 - typed again, they keep the results that are there
 - the exit code is 1 if a run has other bits, does not end, or leaves processes, and if the negative control
   is not noticed
@@ -74,6 +75,18 @@ def test_the_kills_of_a_run_end_with_their_table(
     assert Golden.made == 1, "there were enough kills"
     assert chaos.main(["--kills", str(kills + 1), *options]) == 0
     assert Golden.made == 2 and len({case.name for case in done}) == len(done), "a case was repeated"
+
+
+def test_a_run_without_a_kill_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[Case] = []
+    monkeypatch.setattr(chaos, "run_case", cases(done, kills=[]))
+    assert chaos.main(["--kills", "6", "--folder", str(tmp_path / "chaos")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("NOT COUNTED: it ended before a kill") == 1
+    # Neither the negative control nor the run without a kill.
+    assert f"| all |  | {len(done) - 2} | " in shown
 
 
 @pytest.mark.parametrize(
