@@ -17,7 +17,6 @@ from typing import cast
 import pytest
 
 from rlhf_core.errors import RLHFError
-from rlhf_core.tracking import champions
 from rlhf_core.tracking.champions import POLICY, REVOKED, WEIGHTS, Moved, history, promote, rollback, settle
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 
@@ -126,7 +125,9 @@ def test_alias_and_history_agree_after_operators_at_the_same_moment(
     alone = cast("Mlflow", Registry(state))
     clock = iter(range(1000, 2000))
     # Moves at the same time, and clocks that are behind the last move.
-    monkeypatch.setattr(champions.time, "time", lambda: next(clock) // chance.choice([1, 1, 10]))
+    monkeypatch.setattr(
+        "rlhf_core.tracking.champions.time.time", lambda: next(clock) // chance.choice([1, 1, 10])
+    )
     for number in "123":
         promote(alone, "m", number, f"start {number}")
     turns = Turns(chance, 2)
