@@ -78,8 +78,8 @@ def test_values_of_one_group_count_as_one() -> None:
     alone = length_controlled(y, d, 0.95)
     assert length_controlled(y, d, 0.95, [str(index) for index in range(50)]) == alone
     groups = [str(index // 8) for index in range(400)]
-    copies = [[value for value in values for _ in range(8)] for values in (y, d)]
-    grouped = length_controlled(*copies, 0.95, groups)
+    wins, differences = np.repeat(y, 8).tolist(), np.repeat(d, 8).tolist()
+    grouped = length_controlled(wins, differences, 0.95, groups)
     assert grouped.high - grouped.low == pytest.approx(alone.high - alone.low, rel=0.06)
-    apart = length_controlled(*copies, 0.95)
+    apart = length_controlled(wins, differences, 0.95)
     assert grouped.high - grouped.low > 2.5 * (apart.high - apart.low)
