@@ -91,7 +91,7 @@ def test_trl_counts_the_words_that_the_rule_counts(learning_trl: Any) -> None:
     budget = learning_with_trl.BUDGET
     rule = KeywordsReward(words=tuple(budget["words"]), cap=budget["cap"])
     responses = ["", "Happy, happy! unhappy", "fun " * 20, "they_love LOVE joy's", "glad\nsmiled"]
-    samples = [RewardInput("p", "", response, (), True, {}) for response in responses]
+    samples = [RewardInput("p", "", response, (), (), True, {}) for response in responses]
     expected = [keywords(rule, sample) for sample in samples]
     assert learning_trl.count_words(budget, responses) == expected == [0.0, 2.0, 8.0, 2.0, 2.0]
 

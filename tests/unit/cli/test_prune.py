@@ -106,7 +106,9 @@ def test_a_clock_that_is_not_that_of_the_store_deletes_nothing(
     runs: OldRuns, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs.publish("old", "sft")
-    monkeypatch.setitem(Pruning.__init__.__kwdefaults__, "now", lambda: time.time() + 400 * DAY)
+    defaults = Pruning.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "now", lambda: time.time() + 400 * DAY)
     assert rlhf("--home", str(home), "--delete") == 2
     printed = capsys.readouterr().err
     assert "+9600.0 hours from that of" in printed and "nothing was deleted; set the clock" in printed

@@ -45,7 +45,7 @@ def rates(tree: dict[str, Any]) -> tuple[float, ...]:
 
 def test_learning_rates_of_adapters_are_ten_times_those_of_all_parameters() -> None:
     assert rates({}) == (2e-5, 1e-5, 1e-6, 1e-6, 5e-6)
-    adapters = {section: {"lora": {}} for section in ("sft", "reward", "dpo", "ppo")}
+    adapters: dict[str, Any] = {section: {"lora": {}} for section in ("sft", "reward", "dpo", "ppo")}
     assert rates(adapters) == (2e-4, 1e-4, 1e-5, 1e-5, 5e-5)
     assert rates({"ppo": {"lora": {"r": 4}}}) == (2e-5, 1e-5, 1e-6, 1e-5, 5e-5)
     assert rates({"sft": {"lora": None}}) == rates({})

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.data import DataConfig, SetName
+from rlhf_core.config.data import SetName
+from rlhf_core.config.limits import Limits
 from rlhf_core.data.card import _other_fields, card_markdown
 from rlhf_core.data.examples import (
     MARKED_BAD,
@@ -30,6 +31,7 @@ from rlhf_core.data.examples import (
     encode_record,
     read_records,
     training_texts,
+    within,
 )
 from rlhf_core.data.formats import Message, normalise
 from rlhf_core.data.prepare import prepare
@@ -132,15 +134,17 @@ def test_of_a_huge_last_answer_only_the_beginning_is_tokenized(
         return conversation(messages)
 
     monkeypatch.setattr(encoder, "conversation", recorded)
+    monkeypatch.setattr("rlhf_core.data.examples._MEASURED_TEXT", 100)
 
     def example(answer: str) -> Any:
         talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
-        item = SourceRecord(normalise(talk, demonstration=True), "rows", "rows.jsonl", 1)
-        return encode_record(item, "sft", encoder, DataConfig(), 50).example
+        item = SourceRecord(normalise(talk, demonstration=True), "rows", "rows.jsonl", 1, "q")
+        bounds = Limits(prompt=50, response=50, text=50, new=50)
+        return within(encode_record(item, "sft", encoder, bounds), bounds).example
 
     assert example("fox " * 300_000) == example("fox " * 3000)
     assert len(example("fox " * 300_000).input_ids) == 50
-    assert max(rendered) < 20_000
+    assert max(rendered) < 30_000
 
 
 @pytest.mark.parametrize(("rendered", "outcome"), [(1, "nothing"), (5, "warning"), (30, "error")])
