@@ -240,8 +240,8 @@ def group_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[st
             "data.prompts: number of groups (the same first user message or `group`) of the"
             f" {held['prompts']} held-out prompts: {held['groups']}, the largest with {held['largest']}."
             " Outcomes within a group are not independent: a match counts each group once, and intervals can"
-            f" be as wide as with an effective number of {held['effective']:.0f} prompts; give prompts of more"
-            " groups"
+            f" be as wide as with an effective number of {held['effective']:.0f} prompts; give prompts of"
+            " more groups"
         )
 
 
