@@ -36,7 +36,6 @@ from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
     Interval,
-    compare,
     group_of,
     regression_differences,
     units,
@@ -243,7 +242,7 @@ def _run_match(
     sets = {_HELD_OUT: prompts}
     if config.evaluate.regression:
         sets |= load_sets(config, context.inputs["evaluate"])
-    interval = Intervals(config, [prompt for each in sets.values() for prompt in each])
+    interval = Intervals(config, *sets.values())
     by_set = _responses_of_both(config, context, sets, champion, device)
     pairs = list(zip(by_set["candidate"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
     judged = _judge_pairs(config, context, pairs, champion.reward, judge, device, interval)
@@ -396,8 +395,7 @@ def _scored(
 
 def _compare_scores(interval: Intervals, judge: str, scored: Sequence[tuple[Answer, Answer]]) -> Comparison:
     ours, theirs = zip(*scored, strict=True)
-    groups = interval.groups(answer.sample for answer in ours)
-    return compare(ours, theirs, judge, confidence=interval.confidence, groups=groups)
+    return interval.compare(ours, theirs, judge)
 
 
 def _by_source(

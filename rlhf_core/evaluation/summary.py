@@ -18,6 +18,7 @@ from rlhf_core.evaluation.statistics import (
     Comparison,
     Interval,
     bootstrap_mean,
+    compare,
     distinct_n,
     group_of,
     win_rate,
@@ -106,17 +107,20 @@ class Intervals:
 
     Args:
         config: Configuration of the run.
-        examples: Prompts and pairs, for their groups. All values of a prompt that is not among them are a
-            group.
+        sets: Prompts and pairs, for their groups. All values of a prompt that is in none are a group.
     """
 
-    def __init__(self, config: PipelineConfig, examples: Iterable[PromptExample | PairExample] = ()) -> None:
+    def __init__(self, config: PipelineConfig, *sets: Iterable[PromptExample | PairExample]) -> None:
         self._config = config
-        self._groups = {example.prompt_id: group_of(example) for example in examples}
+        self._groups = {example.prompt_id: group_of(example) for each in sets for example in each}
 
     @property
     def confidence(self) -> float:
         return self._config.evaluate.confidence
+
+    @property
+    def answers_per_prompt(self) -> int:
+        return self._config.evaluate.answers_per_prompt
 
     def groups(self, samples: Iterable[RewardInput]) -> tuple[str, ...]:
         """Return the group of each sample: that of its prompt, or the prompt itself."""
@@ -130,6 +134,10 @@ class Intervals:
             seed=derive_seed(self._config.run.seed, "evaluate", "bootstrap", name),
             groups=groups,
         )
+
+    def compare(self, answers_a: Sequence[Answer], answers_b: Sequence[Answer], measure: str) -> Comparison:
+        groups = self.groups(answer.sample for answer in answers_a)
+        return compare(answers_a, answers_b, measure, confidence=self.confidence, groups=groups)
 
     def win_rate(self, preferences: Sequence[float], groups: Sequence[str] | None = None) -> Interval:
         return win_rate(preferences, confidence=self.confidence, groups=groups)
@@ -222,6 +230,8 @@ def evaluation_json(
     if others.regression:
         evaluation["regression"] = others.regression
     evaluation["unscored"] = others.unscored
+    if interval.answers_per_prompt > 1:
+        evaluation["answers_per_prompt"] = interval.answers_per_prompt
     return evaluation
 
 

@@ -37,7 +37,7 @@ from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
 from rlhf_core.evaluation.policy_results import main_policy, own_name, regression_of
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
-from rlhf_core.evaluation.statistics import Comparison, compare, failed_sets, regression_differences
+from rlhf_core.evaluation.statistics import Comparison, failed_sets, regression_differences
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
@@ -56,7 +56,7 @@ from rlhf_core.stages.evaluation_files import write_evaluation
 from rlhf_core.stages.judges import load_checked_judge
 from rlhf_core.stages.reward_agreement import check_language_model_rewards
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PairExample, PromptExample, RewardInput, StageContext, StageResult
+from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +84,12 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     policies = _policies(config, context)
     policy = main_policy(policies)
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
-    answers_per_prompt = config.evaluate.answers_per_prompt
-    sources = [prompt.source or "unnamed" for prompt in prompts] * answers_per_prompt
+    count = config.evaluate.answers_per_prompt
+    sources = [prompt.source or "unnamed" for prompt in prompts] * count
     pairs = load_chosen(config, context.inputs["data"], judge)
     regression_sets = prepare_sets(config, context)
     sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
-    examples: list[PromptExample | PairExample] = [*prompts, *pairs]
-    for each in regression_sets.values():
-        examples += each
-    interval = Intervals(config, examples)
+    interval = Intervals(config, prompts, pairs, *regression_sets.values())
     stage = scoring.MODEL_STAGES.get(judge)
     judge_model = None if stage is None else context.inputs[stage] / "model"
     score = partial(
@@ -105,9 +102,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         if judge == MEASURE:
             language_model = load_checked_judge(config, context, "evaluate", "eval", device)
         by_model = generate.responses_to_sets(
-            config, models, decoder.response, sets,
-            device=device, context=context, answers=answers_per_prompt,
-        )  # fmt: skip
+            config, models, decoder.response, sets, device=device, context=context, answers=count
+        )
         responses = {model: by_set[_HELD_OUT] for model, by_set in by_model.items()}
         measured = _measure(
             config, context, policies, responses, sources,
@@ -124,13 +120,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         def versus(model: str, opponent: str) -> Comparison:
             if language_model is not None:
                 return language_model.compare(responses[model], responses[opponent], interval)
-            return compare(
-                scored_answers[model],
-                scored_answers[opponent],
-                judge,
-                confidence=interval.confidence,
-                groups=interval.groups(responses[model]),
-            )
+            return interval.compare(scored_answers[model], scored_answers[opponent], judge)
 
         dpo, of_dpo = None, {}
         if len(policies) > 1:
@@ -149,8 +139,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         unscored=len(sources) - len(measured.sources),
     )
     evaluation = evaluation_json(responses, measured, comparison, facts, interval, others)
-    if answers_per_prompt > 1:
-        evaluation["answers_per_prompt"] = answers_per_prompt
     for problem in endless_models(evaluation["eos_rate"]):
         log.warning("%s", problem)
     samples = sample_rows(scored_answers, comparison, config.evaluate.samples, dpo)
