@@ -80,7 +80,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     judge = scoring.choose_measure(config, gold_known=gold_known)
     decoder = load_decoder(context.inputs["data"])
     device = resolve_device(config.run.device)
-
     policies = _policies(config, context)
     policy = main_policy(policies)
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
