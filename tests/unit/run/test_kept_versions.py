@@ -19,6 +19,7 @@ import pytest
 
 from flows import rounds as rounds_flow
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.data import SETS
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, GateFailed, StageHeld, VotesNeeded
 from rlhf_core.run import api, rounds
@@ -61,7 +62,14 @@ def make_champion(mlflow: Mlflow) -> Callable[[str], None]:
 def settings(mlflow: Mlflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.uri)
     lengths = ["data.max_prompt_tokens=16", "data.max_response_tokens=16", "ppo.max_new_tokens=16"]
-    return [f"run.home={tmp_path / 'home'}", f'model.path="champion:{MODEL}"', "run.device=cpu", *lengths]
+    data = [f"data.{name}=[{{path: synthetic}}]" for name in SETS]
+    return [
+        f"run.home={tmp_path / 'home'}",
+        f'model.path="champion:{MODEL}"',
+        "run.device=cpu",
+        *lengths,
+        *data,
+    ]
 
 
 def attempt(settings: list[str], error: Exception | None = None) -> tuple[str, str]:

@@ -20,7 +20,7 @@ import pytest
 
 from rlhf_core.cluster.base_model import copied_base_models
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree, load_config
+from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import model_digests, source_digests
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.policy_files import PolicyFiles
@@ -36,6 +36,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.tracking.champions import rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.types import ArtifactRef
+from tests.support.demo_data import config_with_demo_data
 from tests.support.registered_policy import register_policy
 
 MODEL = "referenced-policy"
@@ -65,7 +66,7 @@ def publish(url: str | Path, home: Path, text: str = ROW) -> ArtifactRef:
 
 
 def config_of(home: Path, **sections: Any) -> PipelineConfig:
-    return config_from_tree({"run": {"home": str(home), "device": "cpu"}, **sections}, "test")
+    return config_with_demo_data({"run": {"home": str(home), "device": "cpu"}, **sections}, "test")
 
 
 def with_model(home: Path, text: str, **more: Any) -> PipelineConfig:
@@ -347,8 +348,12 @@ def test_the_python_api_resolves(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(seen[0].reference_tags) == ["rlhf.reference.data.sft.1.path"]
 
 
-def test_a_plan_reads_the_shape_of_a_champion_and_no_data(home: Path, champions: list[str]) -> None:
-    settings = [f"run.home={home}", "data.sft.1.path=artifact://sample/none/best.jsonl"]
+def test_a_plan_reads_the_shape_of_a_champion_and_refuses_a_reference_that_leads_nowhere(
+    home: Path, champions: list[str]
+) -> None:
+    settings = [f"run.home={home}"]
+    with pytest.raises(ConfigError, match=r"data\.sft\.1\.path"):
+        make_plan("deployments/configs/demo.yaml", [*settings, "data.sft.1.path=artifact://sample/none/best"])
     plan = make_plan("deployments/configs/demo.yaml", [*settings, f'model.path="champion:{MODEL}"'])
     assert plan.config.model.path is not None and Path(plan.config.model.path, "config.json").is_file()
     plan = make_plan("deployments/configs/demo.yaml", [*settings, f'reward.judge.path="champion:{MODEL}"'])
