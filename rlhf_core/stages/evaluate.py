@@ -32,7 +32,6 @@ from rlhf_core.evaluation.chosen_answers import (
 from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
 from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
-from rlhf_core.evaluation.measures import endless_models
 from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
 from rlhf_core.evaluation.policy_results import main_policy, own_name, regression_of
 from rlhf_core.evaluation.rank_scoring import evaluation_session
@@ -138,8 +137,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         unscored=len(sources) - len(measured.sources),
     )
     evaluation = evaluation_json(responses, measured, comparison, facts, interval, others)
-    for problem in endless_models(evaluation["eos_rate"]):
-        log.warning("%s", problem)
     samples = sample_rows(scored_answers, comparison, config.evaluate.samples, dpo)
     metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
     metrics |= agreement | ({} if language_model is None else language_model.metrics())

@@ -6,6 +6,7 @@ They are part of the artifact, and are logged to MLflow.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.evaluation.held_out_prompts import shared_prompts
-from rlhf_core.evaluation.measures import MODELS
+from rlhf_core.evaluation.measures import MODELS, endless_models
 from rlhf_core.evaluation.policy_results import main_policy, own_name
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
@@ -22,6 +23,8 @@ from rlhf_core.types import StageContext
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.plots import StepMetrics
+
+log = logging.getLogger(__name__)
 
 
 class CaptionedFigure(NamedTuple):
@@ -55,6 +58,8 @@ def write_evaluation(
     """
     from rlhf_core.evaluation import plots, report
 
+    for problem in endless_models(evaluation["eos_rate"]):
+        log.warning("%s", problem)
     out = context.output
     text = json.dumps(evaluation, indent=2, allow_nan=False)
     (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")

@@ -351,7 +351,8 @@ def test_the_python_api_resolves(home: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_plan_reads_the_shape_of_a_champion_and_refuses_a_reference_that_leads_nowhere(
     home: Path, champions: list[str]
 ) -> None:
-    settings = [f"run.home={home}"]
+    lengths = ["data.max_prompt_tokens=16", "data.max_response_tokens=16", "ppo.max_new_tokens=16"]
+    settings = [f"run.home={home}", *lengths]
     with pytest.raises(ConfigError, match=r"data\.sft\.1\.path"):
         make_plan("deployments/configs/demo.yaml", [*settings, "data.sft.1.path=artifact://sample/none/best"])
     plan = make_plan("deployments/configs/demo.yaml", [*settings, f'model.path="champion:{MODEL}"'])
