@@ -248,7 +248,7 @@ async def _while_connected(request: Request, scoring: Coroutine[Any, Any, list[f
         await asyncio.wait((scores, gone), return_when=asyncio.FIRST_COMPLETED)
         if not scores.done():
             raise HTTPException(400, _BROKEN_OFF)
-        return scores.result()
+        return await scores
     finally:
         scores.cancel()
         gone.cancel()

@@ -25,6 +25,7 @@ from rich.table import Table
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.types import PromptExample
 from tests.support.arguments import positive
+from tests.support.demo_data import with_demo_data
 from tests.support.small_ppo import small_ppo
 
 BUDGET: dict[str, Any] = {
@@ -71,7 +72,7 @@ def tree_of(model: Path, algorithm: str, seed: int, steps: int) -> dict[str, Any
         "schedule": "constant",
         "warmup_ratio": 0.0,
     }
-    return {
+    tree = {
         "run": {"device": "cpu", "threads": 1, "seed": seed, "name": "learning"},
         "model": {"path": str(model)},
         "data": {"max_prompt_tokens": BUDGET["prompt_tokens"], "max_response_tokens": BUDGET["new_tokens"]},
@@ -91,6 +92,7 @@ def tree_of(model: Path, algorithm: str, seed: int, steps: int) -> dict[str, Any
             "rewards": [{"type": "keywords", "words": BUDGET["words"], "cap": BUDGET["cap"]}],
         },
     }
+    return with_demo_data(tree)
 
 
 def train(model: Path, prompts: list[PromptExample], algorithm: str, seed: int, steps: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.cluster.rpc import process_usage
+from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
@@ -31,7 +32,7 @@ from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample
 from tests.support.arguments import positive
-from tests.support.demo_data import config_with_demo_data as config_from_tree
+from tests.support.demo_data import with_demo_data
 from tests.support.small_ppo import ROLES, local_context
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -61,7 +62,7 @@ def iteration_tree(
     model: str, *, steps: int = 9, staleness: int = 0, dtype: str = "float32"
 ) -> dict[str, Any]:
     """Return the configuration of the iterations."""
-    return {
+    tree = {
         "run": {"device": "cpu", "name": "bench", "threads": 2},
         "model": {"path": model},
         "data": {"max_prompt_tokens": PROMPT},
@@ -80,6 +81,7 @@ def iteration_tree(
             "rewards": [{"type": "token_share", "below": VOCABULARY // 2}],
         },
     }
+    return with_demo_data(tree)
 
 
 class MeasuredController(PPOController):

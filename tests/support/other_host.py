@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -166,7 +167,7 @@ def two_nodes(
     monitor = Monitor(folder / "stacks")
     tree = with_demo_data({"run": {"home": str(folder / "home")}, "model": {"path": model and str(model)}})
     return ClusterNodes(
-        PipelineConfig.model_validate(tree),
+        PipelineConfig.model_validate_json(json.dumps(tree)),
         work,
         inputs,
         monitor,

@@ -183,7 +183,14 @@ def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -
         {"type": "python", "function": "yaml:safe_load"},
     ):
         assert (
-            check(config(ppo={"rewards": [reward]}, reward={"enabled": False}, data={"preference": []})) == []
+            check(
+                config(
+                    ppo={"rewards": [reward], "publish": "last"},
+                    reward={"enabled": False},
+                    data={"preference": []},
+                )
+            )
+            == []
         )
     assert not (tmp_path / "ran").exists()
 
@@ -215,7 +222,7 @@ def test_module_is_found_where_an_import_finds_it(tmp_path: Path) -> None:
 
 def test_what_may_be_a_mistake_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_bytes(ROW)
-    assert "only judges" in check(config("ppo.rewards=[{type: gold}]"))[0]
+    assert "only judges" in check(config("ppo.rewards=[{type: gold}]", "ppo.publish=last"))[0]
     assert (
         "demo task only"
         in check(config("ppo.rewards.1.type=gold", data={"prompts": [{"path": "p.jsonl"}]}))[0]

@@ -382,7 +382,7 @@ RANGES = (
         "above 0"),
     ("data", "{synthetic: {prompts: 1441}}", "data.synthetic.prompts: must be from 1 to 1440",
         "different prompts"),
-    ("data", "{eval_fraction: 1}", "data.eval_fraction: must be from 0 to 0.9", "use at most 0.9"),
+    ("data", "{eval_fraction: 1}", "data.eval_fraction: must be from 0.001 to 0.9", "use at most 0.9"),
     ("data", "{min_rows: 1000000000}", "data.min_rows", "use at most 100000000"),
     ("ppo", "{engine: {count: 10000}}", "ppo.engine.count: must be from 1 to 1024", "a copy of the policy"),
     ("ppo", "{weight_sync: {bucket_mib: 1000000000}}", "ppo.weight_sync.bucket_mib", "use at most 16384"),

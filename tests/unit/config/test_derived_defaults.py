@@ -16,6 +16,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.demo_data import with_demo_data
 
 RULE: dict[str, Any] = {"type": "relevance"}
 GROUPS = {"algorithm": "rloo", "samples_per_prompt": 4}
@@ -32,7 +33,7 @@ def ppo(**settings: Any) -> Any:
 
 def rates(tree: dict[str, Any]) -> tuple[float, ...]:
     """Learning rates of SFT, reward model, DPO, policy and critic."""
-    config = loaded({"model": {"path": "model"}, **tree})
+    config = loaded(with_demo_data({"model": {"path": "model"}, **tree}))
     optimizers = (
         config.sft.optimizer,
         config.reward.optimizer,

@@ -572,7 +572,8 @@ def test_artifact_address_gives_model_and_template(folder: Path, tmp_path: Path)
     for file in folder.iterdir():
         (made / "model" / file.name).write_bytes(file.read_bytes())
     artifacts = ArtifactStore(Store(str(store)), tmp_path / "cache")
-    ref = artifacts.publish("reward", key, made, Provenance(config={"data": {"template": "plain"}}))
+    config: dict[str, Any] = {"data": {"template": "plain"}, "model": {}, "ppo": {}, "run": {}}
+    ref = artifacts.publish("reward", key, made, Provenance(config=config))
     for address in (f"{store}/artifacts/reward/{key}", f"{store}/artifacts/reward/{key}/", ref.uri):
         model, template = locate(address, Home.of(tmp_path), None)
         assert (model / "config.json").is_file()

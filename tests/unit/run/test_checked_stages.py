@@ -14,6 +14,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.api import run_pipeline
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.demo_data import YAML
 
 
 def message_of(run: Callable[[], object]) -> str:
@@ -36,7 +37,7 @@ def test_devices_of_later_stages_are_no_error(
     Path(file).write_text(
         f"run: {{device: cuda, home: {tmp_path}}}\n"
         f"model: {{path: {tmp_path}/none}}\n"  # so that nothing starts
-        "ppo: {engine: {count: 4}}\n"
+        "ppo: {engine: {count: 4}}\n" + YAML
     )
     with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"])):
         assert main(["run", file, "--until", until]) == 2

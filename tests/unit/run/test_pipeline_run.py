@@ -46,6 +46,7 @@ from rlhf_core.tracking.champions import REVOKED, WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
+from tests.support.demo_data import with_demo_data
 from tests.support.toy_stage import toy_environment
 
 
@@ -235,7 +236,7 @@ def test_the_summary_names_the_tracker_without_credentials(
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert pipeline(tmp_path).summary()["tracking_uri"] is None, "the database in run.home can be moved"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:pass@127.0.0.1:9/mlflow?token=x")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:pass@127.0.0.1:9/mlflow")
     assert pipeline(tmp_path).summary()["tracking_uri"] == "http://127.0.0.1:9/mlflow"
 
 
@@ -346,13 +347,11 @@ def test_the_spec_of_a_job_has_the_artifact_that_its_base_model_is_a_copy_of(tmp
     copy = tmp_path / "cache" / f"artifacts-ppo-{'a' * 16}-{'b' * 12}"
     (copy / "policy").mkdir(parents=True)
     (copy / "policy" / "config.json").write_text("{}")
-    model = {"path": str(copy / "policy")}
     slurm = {"executor": "slurm", "resources": {"register": {"executor": "local"}}}
-    assert pipeline(tmp_path, model=model, run=slurm).spec("data", {}).base_models == {}, (
-        "a folder of the user"
-    )
+    tree = with_demo_data({"model": {"path": str(copy / "policy")}})
+    assert pipeline(tmp_path, run=slurm, **tree).spec("data", {}).base_models == {}, "a folder of the user"
     copy.with_name(f"{copy.name}.store").write_text("s3://bucket/models")
-    local, jobs = pipeline(tmp_path, model=model), pipeline(tmp_path, model=model, run=slurm)
+    local, jobs = pipeline(tmp_path, **tree), pipeline(tmp_path, run=slurm, **tree)
     assert keys(local) == keys(jobs)
     inputs = {stage: ref(stage) for stage in STAGES}
     assert local.spec("data", {}).base_models == jobs.spec("register", inputs).base_models == {}

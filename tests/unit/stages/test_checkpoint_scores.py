@@ -93,7 +93,7 @@ def test_progress_and_failpoints_of_the_judge_have_its_name(
         training = Training("judge", 0, 0, context.scratch, context)
         reward.train_reward(Trainer({2: 0.5}), pairs, pairs, REWARD, training)
     passes = (tmp_path / "passes").read_text().splitlines()
-    assert [line.split()[-1] for line in passes] == ["judge.step", "checkpoint.written", "judge.step"]
+    assert [line.split()[2] for line in passes] == ["judge.step", "checkpoint.written", "judge.step"]
     assert [report[:3] for report in progress.reports] == [("judge", 1, 2), ("judge", 2, 2)]
 
 

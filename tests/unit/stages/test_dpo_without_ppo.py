@@ -37,6 +37,7 @@ from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.spec import StageRecord
 from rlhf_core.run.summary import headline, results, summarize
 from rlhf_core.types import ArtifactRef
+from tests.support.demo_data import GENERATED, LIMITS
 
 ALONE: dict[str, Any] = {
     "run": {"device": "cpu"},
@@ -175,8 +176,8 @@ def test_the_plan_has_no_ppo_and_the_engines_of_the_evaluation() -> None:
     sharded = {"deepspeed": {"dtype": "bfloat16", "zero_stage": 1}, "lora": {"r": 8}}
     engine = {"count": 8, "dtype": "bfloat16", "gpu_memory_utilization": 0.15}
     config = config_of(
-        run={"device": "cuda"}, model={"path": "a/model"}, sft=sharded, reward=sharded,
-        dpo={"enabled": True, **sharded},
+        run={"device": "cuda"}, model={"path": "a/model"}, data={**GENERATED, **LIMITS},
+        sft=sharded, reward=sharded, dpo={"enabled": True, **sharded},
         ppo={"enabled": False, "engine": engine, "policy_deepspeed": {"ranks": 4, "dtype": "bfloat16"}},
     )  # fmt: skip
     assert "ppo" not in dict(describe_batches(config))

@@ -27,6 +27,7 @@ from rlhf_core.preflight import check
 from rlhf_core.stages.data import run
 from rlhf_core.testing import stage_context
 from tests.support.chat_server import ChatServer, prefer_first, prefer_longer
+from tests.support.demo_data import LIMITS
 
 PAIRS = [
     {"prompt": f"What is {i}?", "chosen": f"It is the number {i}.", "rejected": f"No {i}."} for i in range(80)
@@ -44,7 +45,7 @@ def config_of(folder: Path, evaluate: dict[str, Any], **run_settings: Any) -> Pi
     source = [{"path": written(folder / "pairs.jsonl", PAIRS)}]
     tree = {
         "run": {"home": str(folder / "home"), "device": "cpu", **run_settings},
-        "data": {"sft": source, "preference": source, "prompts": source, "eval_fraction": 0.5},
+        "data": {"sft": source, "preference": source, "prompts": source, "eval_fraction": 0.5, **LIMITS},
         "evaluate": {"bootstrap": 200, **evaluate},
     }
     return PipelineConfig.model_validate_json(json.dumps(tree))

@@ -46,6 +46,7 @@ from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import scripted_trainers, single_rank
 from rlhf_core.types import PairExample
+from tests.support.demo_data import GENERATED
 from tests.support.tiny_llama import save_tiny_llama
 
 PAIRS = [PairExample(f"p{i // 2}", "", (1,), (2, i), (3, i)) for i in range(400)]
@@ -231,7 +232,9 @@ def test_a_base_model_of_the_judge_that_changes_while_it_is_loaded(tmp_path: Pat
 
 def test_a_base_model_of_the_judge_that_cannot_be_used_is_found_before_the_start(tmp_path: Path) -> None:
     def findings(path: str) -> list[str]:
-        config = config_of({"path": str(tmp_path / path)}, model={"path": str(tmp_path / "policy")})
+        config = config_of(
+            {"path": str(tmp_path / path)}, model={"path": str(tmp_path / "policy")}, data=GENERATED
+        )
         return [str(finding) for finding in check_base_of_judge(config)]
 
     for name, texts in (("policy", ["text"] * 9), ("other", [])):

@@ -50,5 +50,5 @@ def test_trace_records_passes_and_faults_act_once(tmp_path: Path) -> None:
     assert _run(**traced).returncode == -signal.SIGKILL
     assert _run(**traced).stdout.strip() == "[None, None, None]"
     passes = [line.split() for line in (tmp_path / "passes").read_text().splitlines()]
-    assert [point for _, _, point in passes] == ["here"] * 5
-    assert len({pid for _, pid, _ in passes}) == 2
+    assert [point for _, _, point, _ in passes] == ["here"] * 5
+    assert len({pid for _, pid, _, _ in passes}) == 2

@@ -574,7 +574,7 @@ def test_address_is_config_then_environment_then_home(
     home = {"run": {"home": str(tmp_path)}}
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert open_tracking(PipelineConfig.model_validate(home)).uri == f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hunter2@h:5000?api_key=hunter3#hunter4")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hunter2@h:5000")
     tracking = open_tracking(PipelineConfig.model_validate(home))
     assert tracking.uri == "http://h:5000" == tracking.url(None)
     config = PipelineConfig.model_validate({**home, "tracking": {"uri": f"sqlite:///{tmp_path}/other.db"}})
@@ -588,7 +588,15 @@ def test_the_command_that_shows_a_database_is_for_a_shell() -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", ["mlruns", "htp://x", "file:///x", "sqlite:///:memory:?x", "http://u:hunter2@h"]
+    "uri",
+    [
+        "mlruns",
+        "htp://x",
+        "file:///x",
+        "sqlite:///:memory:?x",
+        "http://u:hunter2@h",
+        "http://h:5000?api_key=hunter2",
+    ],
 )
 def test_an_address_that_cannot_be_a_tracker_is_a_config_error(tmp_path: Path, uri: str) -> None:
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": uri}})
