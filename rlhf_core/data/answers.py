@@ -9,7 +9,7 @@ Two answers are the same if they are equal as one of these:
     number       exactly, as fractions: `1,234.50`, `1.000.000`, `9{,}500`, `3/4`, `\frac34`, `1\frac12`,
                  `2e5`, `2\times10^5`. A unit counts only if both have one: `35\text{ cm}`, `9 (apples)`,
                  `$18`, `25\%`
-    list         by elements: `(1,2)` and `[0,1)` in their order, `1,2`, `1 and 2` and `\{1,2\}` in any
+    list         by mathematics: `(1,2)` and `[0,1)` in their order, `1,2`, `1 and 2` and `\{1,2\}` in any
     choice       `E`, `(E)`, `E: text`
     text         without LaTeX's decoration, and words without case
     expression   by mathematics (`expressions`): `2\sqrt{3}` and `\sqrt{12}`
@@ -57,6 +57,7 @@ _DECORATION = (
     (r" ?¤? ?(?:%|percent|percentage|pct)$", "¤%"),
     (r"(?<=\d) ?/ ?([A-Za-z]{3,})$", r"¤/\1"),
     (r"(?<=\d) ?\(([A-Za-z]{2}[^()\d]*)\)$", r"¤\1"),
+    (r";|(?:(?<=[\s)¤\d]),?|(?<=,)) ?\b(?:and|or)\b", ","),
     # Groups of three digits. No element of a list begins with 0, so a group that does may follow a blank.
     (r"(?<![\d.,(\[]|\\\{)\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda found: found[0].replace(",", "")),
     (r"(?<![\d.,])\d{1,3}(?:, ?0\d\d)+(?!\d|,\d)", lambda found: regex.sub("[, ]", "", found[0])),
@@ -238,17 +239,15 @@ def _same(left: str, right: str) -> bool:
         right_name, right_value = other_named.groups() if other_named else ("", right)
         if not (left_name and right_name) or left_name == right_name:
             return _same(left_value, right_value)
-    elements, other_elements = _elements(left), _elements(right)
-    if elements is not None and other_elements is not None:
-        return _same_elements(elements, other_elements)
-    if elements is not None or other_elements is not None:
+    both = left + right
+    if "," in both and r"\pm" not in both and _list_signs(left) != _list_signs(right):
         return False
     left, _, unit = left.partition("¤")
     right, _, other_unit = right.partition("¤")
     if not _same_unit(_unit_name(unit), _unit_name(other_unit)):
         return False
     if len(left) > 1 and not _NO_WORDS.search(left):
-        return left.casefold() == right.casefold()
+        return sorted(left.casefold().split(",")) == sorted(right.casefold().split(","))
     return equal(left, right)
 
 
@@ -256,47 +255,6 @@ def _same_unit(first: str, second: str) -> bool:
     return not first or not second or first == second
 
 
-def _elements(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the elements of a list, or None. Braces and no brackets are a set: ""."""
-    if text.count(r"\pm") == 1:
-        return "", [text.replace(r"\pm", sign).strip().removeprefix("+") for sign in "+-"]
-    text = text.replace(r"\{", "{").replace(r"\}", "}")
-    parts = _split(text)
-    if len(parts) > 1:
-        return "", parts
-    if not regex.fullmatch(r"[(\[{].*[)\]}]", text):
-        return None
-    inside = _split(text[1:-1])
-    if text[0] == "{":
-        return ("", inside) if inside else None
-    return (text[0] + text[-1], inside) if len(inside) > 1 else None
-
-
-def _split(text: str) -> list[str]:
-    """Return the parts between commas, semicolons, `and` and `or` outside of brackets; none if a bracket is
-    closed that is not opened.
-    """
-    parts, start, depth = [], 0, 0
-    for found in regex.finditer(r"[(\[{]|[)\]}]|[,;]|(?<=[\s)¤\d])(?:and|or)\b", text + ","):
-        depth += (found[0] in "([{") - (found[0] in ")]}")
-        if depth < 0:
-            return []
-        if found[0] not in "()[]{}" and (depth == 0 or found.end() > len(text)):
-            parts.append(text[start : found.start()].strip())
-            start = found.end()
-    return [part for part in parts if part]
-
-
-def _same_elements(given: tuple[str, list[str]], wanted: tuple[str, list[str]]) -> bool:
-    (brackets, left), (other_brackets, right) = given, wanted
-    if brackets != other_brackets or len(left) != len(right):
-        return False
-    if brackets:
-        return all(_same(a, b) for a, b in zip(left, right, strict=True))
-    rest = list(right)
-    for each in left:
-        match = next((other for other in rest if _same(each, other)), None)
-        if match is None:
-            return False
-        rest.remove(match)
-    return True
+def _list_signs(text: str) -> list[str]:
+    """Return the brackets and commas, which tell a point, an interval and a set from each other."""
+    return sorted(character for character in text if character in "()[],")

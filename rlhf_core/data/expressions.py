@@ -58,7 +58,7 @@ def equal(given: str, wanted: str) -> bool:
 
 def _is_expression(text: str) -> bool:
     plain = _COMMAND.sub(" ", text)
-    if len(text) > _LONGEST or _UNREADABLE.search(text) or text.count("{") != text.count("}"):
+    if len(text) > _LONGEST or _UNREADABLE.search(text):
         return False
     return bool(_MATHEMATICAL.search(text)) and not _WORDS.search(plain)
 
@@ -176,6 +176,8 @@ def _parsed(text: str) -> Any:
     from math_verify import LatexExtractionConfig, parse
 
     exact = _DECIMAL.sub(lambda found: rf"(\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}})", text)
+    # `1,234` would be a number.
+    exact = exact.replace(",", ", ")
     reading = [LatexExtractionConfig(boxed_match_priority=-1)]
     found = parse(f"${exact}$", reading, fallback_mode="no_fallback", parsing_timeout=None)
     return found[0] if found else None
