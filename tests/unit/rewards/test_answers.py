@@ -241,9 +241,10 @@ def test_the_last_box_is_found(response: str, content: str | None) -> None:
 
 NUMBERS = st.fractions(max_denominator=999).map(lambda value: ("number", value))
 LISTS = st.lists(st.integers(-99, 99), min_size=2, max_size=3).map(lambda items: ("list", tuple(items)))
+SETS = st.sets(st.integers(-99, 300), min_size=2, max_size=3).map(lambda items: ("set", frozenset(items)))
 WORDS = st.sampled_from(["Monday", "yes", "no", "on", "A", "B", "x", "AB", "blue whale"])
 TEXTS = WORDS.map(lambda word: ("text", word))
-GOLDS = st.one_of(NUMBERS, LISTS, TEXTS)
+GOLDS = st.one_of(NUMBERS, LISTS, SETS, TEXTS)
 
 
 def _spellings(gold: tuple[str, Any]) -> list[str]:
@@ -251,6 +252,9 @@ def _spellings(gold: tuple[str, Any]) -> list[str]:
     kind, value = gold
     if kind == "list":
         return [f"({', '.join(map(str, value))})", rf"\left({','.join(map(str, value))}\right)"]
+    if kind == "set":
+        items = sorted(map(str, value))
+        return [", ".join(items), rf"\{{{', '.join(reversed(items))}\}}"]
     if kind == "text":
         return [value, rf"\text{{{value}}}"]
     forms = [str(value), rf"\frac{{{value.numerator}}}{{{value.denominator}}}"]
