@@ -9,7 +9,7 @@ Two answers are the same if they are equal as one of these:
     number       exactly, as fractions: `1,234.50`, `1.000.000`, `9{,}500`, `3/4`, `\frac34`, `1\frac12`,
                  `2e5`, `2\times10^5`. A unit counts only if both have one: `35\text{ cm}`, `9 (apples)`,
                  `$18`, `25\%`
-    list         by elements: `(1,2)` and `[0,1)` in their order, `1,2`, `1 and 2` and `\{1,2\}` in any
+    list         by mathematics: `(1,2)` and `[0,1)` in their order, `1,2`, `1 and 2` and `\{1,2\}` in any
     choice       `E`, `(E)`, `E: text`
     text         without LaTeX's decoration, and words without case
     expression   by mathematics (`expressions`): `2\sqrt{3}` and `\sqrt{12}`
@@ -32,12 +32,11 @@ MAX_LENGTH = 1000
 
 _BOX = regex.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
 _SIGNS = str.maketrans({
-    "−": "-", "–": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "×": r"\times ", "·": r"\cdot ",
+    "−": "-", "–": "-", "‐": "-", "‑": "-", "⁄": "/", "∕": "/", "×": r"\times ", "·": r"\cdot ",
     "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ",
     "∈": r"\in ", "°": r"^\circ", "、": ",", "٫": ".", "٬": ",",
     "\u00a0": r"\,", "\u2009": r"\,", "\u202f": r"\,",
 })  # fmt: skip
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _DECORATION = (
     (r"\\f?box(?:ed)? ?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}", r"\1"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])|\\! ?|\*\*|__(?!\d)", ""),
@@ -53,24 +52,24 @@ _DECORATION = (
      r"(\^\{?-?\d\}?)?$", r"¤\1\2"),
     (r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)|mbox|operatorname|boldsymbol)(?![A-Za-z])", r"\\text"),
     (r"\\text ?\{([^{}]*)\}", r"\1"),
-    (r" *\\\\(?![A-Za-z]) *", r"\\\\"),  # a row of a matrix ends
     (r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s)+", " "),
     (r"(?: ?\^ ?(?:\{ ?\\circ ?\}|\\circ)| ?¤?\\?degrees?)$", "¤degree"),
     (r" ?¤? ?(?:%|percent|percentage|pct)$", "¤%"),
     (r"(?<=\d) ?/ ?([A-Za-z]{3,})$", r"¤/\1"),
     (r"(?<=\d) ?\(([A-Za-z]{2}[^()\d]*)\)$", r"¤\1"),
+    (r";|(?:(?<=[\s)¤\d]),?|(?<=,)) ?\b(?:and|or)\b", ","),
     # Groups of three digits. No element of a list begins with 0, so a group that does may follow a blank.
     (r"(?<![\d.,(\[]|\\\{)\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda found: found[0].replace(",", "")),
     (r"(?<![\d.,])\d{1,3}(?:, ?0\d\d)+(?!\d|,\d)", lambda found: regex.sub("[, ]", "", found[0])),
     (r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?!\d|[.,]\d)", lambda found: found[0].replace(".", "")),
-    (r"\\frac ?(\d) ?(\d)(?!\d)", r"\\frac{\1}{\2}"),
-    (r"\\frac ?(\d) ?(?=\{)", r"\\frac{\1}"),
-    (r"(\\frac ?\{[^{}]*\}) ?(\d)", r"\1{\2}"),
-    (r"\\sqrt ?(\d+|[A-Za-z])", r"\\sqrt{\1}"),
     (r"(?<![\\\w])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi"),
     (r"([_^]) ?\{(\w)\}", r"\1\2"),
+    (r"(?<=\d) ?(?:x|\*|\\times|\\cdot) ?(?=10\^)", r"\\times "),
+    (r"^(-?)(?=10\^)", r"\g<1>1\\times "),
     (r" ?([^\w\s¤\\.)]) ?| (?=\))", r"\1"),
+    (r"^([-+]?)\\?([$€£])([-+]?[\d.][^$¤]*?)\.?$", r"\1\3¤\2"),
+    (r"[$€£](?=.*¤)|\$", ""),
 )  # fmt: skip
 """What is written in several ways becomes one. The order matters: units and separators need what the later
 rules remove.
@@ -78,14 +77,10 @@ rules remove.
 _DECORATIONS = [(regex.compile(pattern), replacement) for pattern, replacement in _DECORATION]
 
 _DIGITS = r"(?:\d+(?:\.\d+)?|\.\d+)"
-_PART = rf"\{{([-+]?{_DIGITS})\}}"
+_FRACTION = regex.compile(rf"\\frac ?(?:\{{(-?{_DIGITS})\}}|(\d)) ?(?:\{{(-?{_DIGITS})\}}|(\d))")
 _NUMBER = regex.compile(
-    rf"(?P<sign>[-+]?)(?:(?P<whole>\d+)(?: (?=\d)|(?=\\)))?"
-    rf"(?:\\frac{_PART}{_PART}|(?P<over>\d+)/(?P<under>\d+))"
-    rf"|(?P<plain>[-+]?{_DIGITS})(?:[eE](?P<e>[-+]?\d{{1,3}})"
-    rf"|(?: ?x ?|\*|\\times ?|\\cdot ?)10\^\{{?(?P<times>[-+]?\d{{1,3}})\}}?)?"
-    rf"|(?P<quotient>[-+]?{_DIGITS})/(?P<by>-?{_DIGITS})"
-    r"|(?P<minus>-?)10\^\{?(?P<power>[-+]?\d{1,3})\}?"
+    rf"(?P<sign>[-+]?)(?:(?P<whole>\d+) (?=\d+/))?"
+    rf"(?P<plain>{_DIGITS})(?:(?:[eE]|\\times 10\^)\{{?(?P<e>[-+]?\d{{1,3}})\}}?|/(?P<by>-?{_DIGITS}))?"
 )
 # `2xy` and `2 x` are products. A unit has at least three letters, or four if no blank is before it.
 _SHORT = "cm|mm|km|kg|mg|ml|ft|lbs?|oz|yd|hrs?|am|pm|st|nd|rd|th|kb|mb|gb|tb"
@@ -94,12 +89,10 @@ _UNIT = regex.compile(
     rf"(?<=\d)(?: (?!{_NO_UNIT})(?=[A-Za-z]{{3}})|(?=[A-Za-z]{{4}})| ?(?=(?:{_SHORT})\b|[€£]))"
     r"((?:[A-Za-z]+|[€£])(?:[ /.-](?!(?:and|or)\b)[A-Za-z]+|\^\{?-?\d\}?)*)$"
 )
-_CURRENCY = regex.compile(r"^([-+]?)(?:\\?\$|€|£)([-+]?)(?=[\d.])")
 _UNITS = {"$": "dollar", "usd": "dollar", "€": "euro", "£": "pound"}
 _CHOICE = regex.compile(r"\(([A-Za-z])\)(?=[\s.,:¤]|$)|([A-Za-z])(?:[.:)](?=\s|$)|:|$)")
 _NAME = regex.compile(r"([A-Za-z](?:_\{?\w+\}?)?(?:\([a-z,]+\))?) ?(?:=|\\in ?)([^=<>]+)")
 _NO_WORDS = regex.compile(r"[\\\d=+*/^<>|_]")
-_BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 class Number(NamedTuple):
@@ -137,16 +130,14 @@ def is_reachable(text: str, *, only_numbers: bool = False) -> bool:
     return boxed(rf"\boxed{{{text}}}") == text.strip() and same_answer(text, text)
 
 
-def is_reworded(value: Any) -> bool:
-    """Return whether a row's answer is read as its element, or as a number with the unit after it."""
-    return not isinstance(value, str | int | float) or (
-        "¤" in canonical(str(value)) and str(value)[-1] == ")"
-    )
+def rewording(value: Any) -> str:
+    """Return how a row's answer is read, for messages; "" if it is read as it is written.
 
-
-def plain_answer(text: str) -> str:
-    """Return an answer without decoration and unit, for messages."""
-    return canonical(text).partition("¤")[0]
+    It is not if it is read as its element, or as a number with the unit after it.
+    """
+    if isinstance(value, str | int | float) and not ("¤" in canonical(str(value)) and str(value)[-1] == ")"):
+        return ""
+    return " or ".join(repr(canonical(text).partition("¤")[0]) for text in gold_answers(value))
 
 
 def boxed(response: str) -> str | None:
@@ -184,11 +175,7 @@ def canonical(text: str) -> str:
     text = _ascii(text)
     for pattern, replacement in _DECORATIONS:
         text = pattern.sub(replacement, text).strip()
-    money = _CURRENCY.match(text)
-    if money and text.count("$") <= 1:
-        text = f"{money[1]}{money[2]}{text[money.end() :]}"
-        text = text if "¤" in text else f"{text.rstrip('.')}¤{'$' if '$' in money[0] else money[0][-1]}"
-    return text.replace("$", "").strip().rstrip(".,; ") if text.count("{") == text.count("}") else ""
+    return text.rstrip(".,; ") if text.count("{") == text.count("}") else ""
 
 
 def number(text: str) -> Number | None:
@@ -204,21 +191,19 @@ def number(text: str) -> Number | None:
 
 
 def _value(text: str) -> Fraction | None:
-    found = _NUMBER.fullmatch(text)
+    text = _FRACTION.sub(r" \1\2/\3\4", text, count=1)
+    found = _NUMBER.fullmatch(text.replace("- ", "-").strip())
     if found is None:
         return None
-    if found["plain"]:
-        plain = found["plain"]
-        if "." in plain and sum(map(str.isdigit, plain)) in (16, 17, 18):
-            plain = f"{float(plain):.15g}"  # 0.1 + 0.2 is 0.30000000000000004 in most programs
-        return Fraction(plain) * Fraction(10) ** int(found["e"] or found["times"] or 0)
-    if found["power"]:
-        value = Fraction(10) ** int(found["power"])
-        return -value if found["minus"] else value
-    above, below = found["quotient"] or found["over"] or found[3], found["by"] or found["under"] or found[4]
-    if Fraction(below) == 0:
-        return None
-    value = int(found["whole"] or 0) + Fraction(above) / Fraction(below)
+    plain = found["plain"]
+    if "." in plain and len(plain) in (17, 18, 19):
+        plain = f"{float(plain):.15g}"  # 0.1 + 0.2 is 0.30000000000000004 in most programs
+    value = Fraction(plain) * Fraction(10) ** int(found["e"] or 0)
+    if found["by"]:
+        divisor = Fraction(found["by"])
+        if divisor == 0:
+            return None
+        value = int(found["whole"] or 0) + value / divisor
     return -value if found["sign"] == "-" else value
 
 
@@ -230,20 +215,11 @@ def _unit_name(unit: str) -> str:
 
 def _ascii(text: str) -> str:
     """Return a text with ASCII digits and signs. Raised digits become an exponent."""
-    if text.isascii():
-        return text
-    text = regex.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
-    characters = []
-    for character in text:
-        plain = character
-        if character.isdecimal():
-            plain = str(unicodedata.decimal(character))
-        elif "\uff01" <= character <= "\uff5e":  # full width
-            plain = chr(ord(character) - 0xFEE0)
-        elif unicodedata.category(character) == "No":  # ½ after a number is a mixed number
-            plain = " " + unicodedata.normalize("NFKC", character)
-        characters.append(plain)
-    return "".join(characters).translate(_SIGNS).strip()
+    text = regex.sub("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}", text.translate(_SIGNS))
+    text = regex.sub(r"(?<=\d)(?=\p{No})", " ", text)  # 3½ is a mixed number
+    text = regex.sub(r"\p{Nd}", lambda found: str(unicodedata.decimal(found[0])), text)
+    # The standard form has `1⁄2` for ½, and the minus of mathematics for a raised one.
+    return unicodedata.normalize("NFKC", text).translate(_SIGNS)
 
 
 def _same(left: str, right: str) -> bool:
@@ -263,17 +239,15 @@ def _same(left: str, right: str) -> bool:
         right_name, right_value = other_named.groups() if other_named else ("", right)
         if not (left_name and right_name) or left_name == right_name:
             return _same(left_value, right_value)
-    elements, other_elements = _elements(left), _elements(right)
-    if elements is not None and other_elements is not None:
-        return _same_elements(elements, other_elements)
-    if elements is not None or other_elements is not None:
+    both = left + right
+    if "," in both and r"\pm" not in both and _list_signs(left) != _list_signs(right):
         return False
     left, _, unit = left.partition("¤")
     right, _, other_unit = right.partition("¤")
     if not _same_unit(_unit_name(unit), _unit_name(other_unit)):
         return False
     if len(left) > 1 and not _NO_WORDS.search(left):
-        return left.casefold() == right.casefold()
+        return sorted(left.casefold().split(",")) == sorted(right.casefold().split(","))
     return equal(left, right)
 
 
@@ -281,55 +255,6 @@ def _same_unit(first: str, second: str) -> bool:
     return not first or not second or first == second
 
 
-def _elements(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the elements of a list, or None. Braces and no brackets are a set: ""."""
-    if text.count(r"\pm") == 1:
-        return "", [text.replace(r"\pm", sign).strip().removeprefix("+") for sign in "+-"]
-    body = text.replace(r"\{", "{").replace(r"\}", "}")
-    closing = _closing(body) if body[0] in _BRACKETS else -1
-    brackets = ""
-    if closing == len(body) - 1:
-        brackets = "" if body[0] == "{" else body[0] + body[-1]
-        body = body[1:-1]
-    parts = _split(body)
-    return (brackets, parts) if len(parts) > 1 or (body != text and not brackets) else None
-
-
-def _closing(text: str) -> int:
-    """Return the position of the bracket that closes the first one. An interval may end with another one."""
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0:
-            return i
-    return -1
-
-
-def _split(text: str) -> list[str]:
-    """Return the parts between commas, semicolons, `and` and `or` outside of brackets."""
-    separators = []
-    depth = 0
-    for found in regex.finditer(r"[(\[{]|[)\]}]|[,;]|(?<=[\s)¤\d])(?:and|or)\b", text):
-        depth += (found[0] in "([{") - (found[0] in ")]}")
-        if depth == 0 and found[0] in (",", ";", "and", "or"):
-            separators.append(found.span())
-    parts, start = [], 0
-    for begin, end in [*separators, (len(text), len(text))]:
-        parts.append(text[start:begin].strip())
-        start = end
-    return [part for part in parts if part]
-
-
-def _same_elements(given: tuple[str, list[str]], wanted: tuple[str, list[str]]) -> bool:
-    (brackets, left), (other_brackets, right) = given, wanted
-    if brackets != other_brackets or len(left) != len(right):
-        return False
-    if brackets:
-        return all(_same(a, b) for a, b in zip(left, right, strict=True))
-    rest = list(right)
-    for each in left:
-        match = next((other for other in rest if _same(each, other)), None)
-        if match is None:
-            return False
-        rest.remove(match)
-    return True
+def _list_signs(text: str) -> list[str]:
+    """Return the brackets and commas, which tell a point, an interval and a set from each other."""
+    return sorted(character for character in text if character in "()[],")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rlhf_core.config.rewards import AnswerReward, AnyReward
-from rlhf_core.data.answers import gold_answers, is_reachable, is_reworded, plain_answer
+from rlhf_core.data.answers import gold_answers, is_reachable, rewording
 from rlhf_core.data.formats import field_value
 from rlhf_core.errors import DataError
 from rlhf_core.types import PairExample, PromptExample, SFTExample
@@ -137,8 +137,8 @@ def _answer_warnings(
         answers = gold_answers(value)
         if not any(is_reachable(each, only_numbers=source.extract == "final_number") for each in answers):
             unreachable.append(value)
-        elif is_reworded(value):
-            reworded.append(f"{value!r:.60} as {' or '.join(map(repr, map(plain_answer, answers)))}")
+        elif reading := rewording(value):
+            reworded.append(f"{value!r:.60} as {reading}")
     if unreachable:
         problem = (
             f"{where}: type answer: no response can get the reward for {len(unreachable)} of {count} prompts"

@@ -1,11 +1,9 @@
 """Equality of two mathematical expressions, decided by math-verify in a process of its own.
 
-    equal(a, b) --a line of JSON--> process, which forks a child --> child: math-verify --> "true" or "false"
-                                    |  the child is killed at the limit: "null", the next child is forked
-
-Parsing and simplifying can take unlimited time and memory, for example on a tower of powers. The child has a
-limit of CPU seconds and of memory, so a busy machine changes no result. A comparison that reaches a limit is
-not equal. The process starts with the first comparison and ends with the process that started it.
+Parsing and simplifying can take unlimited time and memory, for example on a tower of powers. A comparison has
+a limit of CPU seconds and of memory, so a busy machine changes no result. At the limit it is not equal: the
+kernel ends the process, and the next comparison starts another one. The process ends with the one that
+started it.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ _DECIMAL = regex.compile(r"(\d*)\.(\d+)")
 _MATHEMATICAL = regex.compile(r"[\d\\+*/^=<>|-]")
 # `12_7` is a number to the base 7, which math-verify reads as 12; a number of 100 digits is no answer.
 _UNREADABLE = regex.compile(r"\d_|\d{100}|[^\x20-\x7e]")
-_WARM_UP = (("x^2=1", "x=1"), (r"\frac{1}{2}\sqrt{3}", r"\frac{\sqrt{3}}{2}"), ("(x+1)^2", "x^2+2x+1"))
 
 
 @lru_cache(maxsize=4096)
@@ -61,7 +58,7 @@ def equal(given: str, wanted: str) -> bool:
 
 def _is_expression(text: str) -> bool:
     plain = _COMMAND.sub(" ", text)
-    if len(text) > _LONGEST or _UNREADABLE.search(text) or text.count("{") != text.count("}"):
+    if len(text) > _LONGEST or _UNREADABLE.search(text):
         return False
     return bool(_MATHEMATICAL.search(text)) and not _WORDS.search(plain)
 
@@ -76,30 +73,40 @@ class _Comparer:
     """The process, and the socket to it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        paths = [path for path in sys.path if path]
-        # Sets of symbols must have the same order in each run.
-        own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        command = [*python_module("rlhf_core.data.expressions"), str(theirs.fileno())]
-        with theirs:
-            self._process = launch(command, os.environ | own, pass_fds=(theirs.fileno(),))
-        self._socket = ours
-        self._replies = ours.makefile("r", encoding="utf-8")
         self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        # Sets of symbols must have the same order in each run.
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"}
+        command = [*python_module("rlhf_core.data.expressions"), str(theirs.fileno())]
+        with theirs, ours:
+            self._process = launch(command, os.environ | own, pass_fds=(theirs.fileno(),))
+            self._channel = ours.makefile("rw", encoding="utf-8")
 
     def compare(self, given: str, wanted: str) -> bool | None:
-        """Return whether they are equal; None at a limit. Raises InfrastructureError if the process ended."""
+        """Return whether they are equal; None at the limit.
+
+        Raises InfrastructureError if the process has ended for another reason.
+        """
         with self._lock:
             try:
-                self._socket.sendall(json.dumps([given, wanted]).encode() + b"\n")
-                reply = self._replies.readline()
+                self._channel.write(json.dumps([given, wanted]) + "\n")
+                self._channel.flush()
+                reply = self._channel.readline()
             except OSError:
                 reply = ""
-        if not reply:
-            _comparer.cache_clear()
-            raise InfrastructureError("the process that compares mathematical expressions has ended")
-        decided: bool | None = json.loads(reply)
-        return decided
+            if reply:
+                decided: bool | None = json.loads(reply)
+                return decided
+            status = self._process.wait()
+            self._start()
+        if status != -signal.SIGPROF:
+            raise InfrastructureError(
+                f"the process that compares mathematical expressions has ended with exit status {status}"
+            )
+        return None
 
 
 @cache
@@ -114,35 +121,21 @@ def _comparer(_process: int) -> _Comparer:
 def main(descriptor: int) -> None:
     """Compare pairs of expressions until the other end of the socket is closed."""
     logging.disable(logging.WARNING)  # math-verify warns that its own time limit is off
-    for pair in _WARM_UP:
-        _equal(*pair)
+    _equal("(x+1)^2", "x^2+2x+1")  # the imports belong to no comparison
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     # The pipe is broken if the other process ends during a comparison.
     with suppress(BrokenPipeError), socket.socket(fileno=descriptor) as channel:
-        while True:
-            child = os.fork()
-            if child == 0:
-                with suppress(BrokenPipeError):
-                    _serve(channel)
-                os._exit(0)
-            _, status = os.waitpid(child, 0)
-            if os.waitstatus_to_exitcode(status) == 0:
-                return
-            channel.sendall(b"null\n")
-
-
-def _serve(channel: socket.socket) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    for line in channel.makefile("r", encoding="utf-8"):
-        # The signal ends the process, also inside of a library that is not written in Python.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        try:
-            reply: bool | None = _equal(*json.loads(line))
-        except (MemoryError, RecursionError):
-            reply = None
-        except Exception:  # what sympy raises about expressions that it cannot compare has no common class
-            reply = False
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        channel.sendall(json.dumps(reply).encode() + b"\n")
+        for line in channel.makefile("r", encoding="utf-8"):
+            # The signal ends the process, also inside of a library that is not written in Python.
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            try:
+                reply: bool | None = _equal(*json.loads(line))
+            except (MemoryError, RecursionError):
+                reply = None
+            except Exception:  # what sympy raises about what it cannot compare has no common class
+                reply = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            channel.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def _equal(given: str, wanted: str) -> bool:
@@ -183,6 +176,8 @@ def _parsed(text: str) -> Any:
     from math_verify import LatexExtractionConfig, parse
 
     exact = _DECIMAL.sub(lambda found: rf"(\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}})", text)
+    # `1,234` would be a number.
+    exact = exact.replace(",", ", ")
     reading = [LatexExtractionConfig(boxed_match_priority=-1)]
     found = parse(f"${exact}$", reading, fallback_mode="no_fallback", parsing_timeout=None)
     return found[0] if found else None
@@ -192,14 +187,13 @@ def _same_relation(left: Any, right: Any) -> bool:
     """Return whether one relation is a multiple of the other. math-verify compares the solutions, which are
     equal for all equations that have none.
     """
-    from sympy import Eq, Ge, Gt, Le, Lt, Ne, simplify
+    from sympy import Eq, Ge, Gt, Ne, simplify
 
+    left, right = (each.reversed if isinstance(each, Gt | Ge) else each for each in (left, right))
     ratio = simplify((left.lhs - left.rhs) / (right.lhs - right.rhs))
-    if not ratio.is_number or not ratio.is_finite or ratio.is_zero:
+    if type(left) is not type(right) or not ratio.is_number:
         return False
-    turned = {Gt: Lt, Lt: Gt, Ge: Le, Le: Ge, Eq: Eq, Ne: Ne}
-    wanted = turned.get(type(right)) if ratio.is_negative else type(right)
-    return type(left) is wanted
+    return bool(ratio.is_positive or (ratio.is_negative and isinstance(left, Eq | Ne)))
 
 
 if __name__ == "__main__":

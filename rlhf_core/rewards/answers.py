@@ -14,7 +14,7 @@ A number is never taken out of a formula, a list, a range or a date: `$\sqrt{3}$
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import regex
 
@@ -49,6 +49,7 @@ _CONNECTION = regex.compile(r"[,;]?[ \t]*(?:and|or|to|[-–+*/x×÷&]|(?<=[ \t])
 _OPERATOR_BEFORE = regex.compile(r"[^\s][ \t]*[-–−+*/^×÷<>][ \t]*$")
 _OPERATOR_AFTER = regex.compile(r"[ \t]*(?:[+/^×÷<>]|\*[ \t])")
 _CALCULATION = regex.compile(r"(?:[^\W\d]+:)?(?:[-+*/×÷().,$%\d\s]|(?<=\d ?)x(?= ?\d))+=(?!.*=)")
+_TOKEN = regex.compile(r"[^'‘`~*_,;:!?<](?:.*[^'’`~*_.,;:!?>–-])?")
 _DECIMAL_COMMA = regex.compile(r"([-+]?\d+),(\d{1,2}|\d{4,})")
 
 
@@ -99,42 +100,38 @@ def _readings(text: str) -> Iterator[str]:
         whole = text.strip()
         yield from [whole] if "\n" not in whole else []
         runs = _runs(text[-_WINDOW:])
-        if runs and not _NEGATION.search(runs[-1].before[-10:]):
-            yield from runs[-1].readings(is_all=runs[-1].text == whole)
+        if runs and not _NEGATION.search(runs[-1][0][-10:]):
+            yield from _spellings(runs[-1][1], is_all=runs[-1][1] == whole)
         return
     rest = regex.sub(r"^(?:[\s:*_#>\"“]|-\s)+", "", text[phrases[-1].end() :][:_WINDOW])
     line = rest.split("\n")[0]
     runs = _runs(line)
-    if runs and not runs[0].before:
-        yield from runs[0].readings(is_all=False)
+    if runs and not runs[0][0]:
+        yield from _spellings(runs[0][1], is_all=False)
     sentence = _SENTENCE_END.split(line)[0].strip("*_ ")
     yield sentence
     runs = _runs(sentence)
     if len(runs) == 1 and not _NEGATION.search(sentence):
-        yield from runs[0].readings(is_all=False)
+        yield from _spellings(runs[0][1], is_all=False)
 
 
-class _Run(NamedTuple):
-    """A number or formula, or several that are connected."""
-
-    before: str
-    """The text before it."""
-    text: str
-
-    def readings(self, *, is_all: bool) -> Iterator[str]:
-        """Yield the spellings; `is_all`: nothing else is in the response."""
-        yield self.text
-        calculation = _CALCULATION.match(self.text)
-        if calculation:
-            yield self.text[calculation.end() :]
-        comma = _DECIMAL_COMMA.fullmatch(self.text)
-        # Of a text in a sentence. Alone, `3,5` is a list.
-        if comma and not is_all:
-            yield f"{comma[1]}.{comma[2]}"
+def _spellings(run: str, *, is_all: bool) -> Iterator[str]:
+    """Yield the spellings of a run; `is_all`: nothing else is in the response."""
+    yield run
+    calculation = _CALCULATION.match(run)
+    if calculation:
+        yield run[calculation.end() :]
+    comma = _DECIMAL_COMMA.fullmatch(run)
+    # Of a text in a sentence. Alone, `3,5` is a list.
+    if comma and not is_all:
+        yield f"{comma[1]}.{comma[2]}"
 
 
-def _runs(text: str) -> list[_Run]:
-    """Return the numbers and formulas of a text in their order. Those beside an operator are left out."""
+def _runs(text: str) -> list[tuple[str, str]]:
+    """Return the numbers and formulas of a text in their order, each after the text before it.
+
+    What is connected is one run. Runs beside an operator are left out.
+    """
     text = regex.sub(r"(?<=[$€£])[ \t]+(?=\d)", "", text)
     spans: list[tuple[int, int]] = []
     for found in _ITEM.finditer(text):
@@ -153,21 +150,15 @@ def _runs(text: str) -> list[_Run]:
     runs = []
     for start, end in spans:
         if not _OPERATOR_BEFORE.search(text[:start]) and not _OPERATOR_AFTER.match(text, end):
-            runs.append(_Run(text[:start], text[start:end]))
+            runs.append((text[:start], text[start:end]))
     return runs
 
 
 def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
     """Return the span of a token without the signs around it; brackets stay if both are there."""
-    while text[start] in "'‘`~*_,;:!?([{<" or (
-        text[start] == "." and not text[start + 1 : start + 2].isdecimal()
-    ):
-        if text[start] in "([{" and text[end - 1] in ")]}":
-            break
-        start += 1
-    while text[end - 1] in "'’`~*_.,;:!?)]}>-–":
-        inside = text[start : end - 1]
-        if text[end - 1] in ")]}" and sum(map(inside.count, "([{")) > sum(map(inside.count, ")]}")):
-            break
-        end -= 1
+    start, end = _TOKEN.search(text, start, end).span()
+    opened = sum(map(text[start:end].count, "([{"))
+    closed = sum(map(text[start:end].count, ")]}"))
+    start += opened > closed and text[start] in "([{"
+    end -= closed > opened and text[end - 1] in ")]}"
     return start, end
