@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 PROMPT_TOO_LONG = f"prompt longer than {PROMPT}"
 RESPONSE_TOO_LONG = f"response longer than {RESPONSE}"
 NOTHING_TO_LEARN = f"no assistant token within {TEXT}"
-MARKED_BAD = "`label` is false: a bad answer is no demonstration"
+MARKED_BAD = "not to be trained, by `label`, `train` or `weight`"
 _MEASURED_TEXT = 2**13
 """Tokens of a text that are counted if it is cut. Those of a longer one are estimated."""
 _CHARS_PER_TOKEN = 4
@@ -211,8 +211,8 @@ def read_records(
             )
         if marked_bad:
             log.warning(
-                "%s: %d of %d rows (%.0f %%) are no demonstrations, because their `label` is false, which"
-                " marks a bad answer; they are left out",
+                "%s: %d of %d rows (%.0f %%) are no demonstrations, because their `label`, `train` or `weight`"
+                " is false or 0; they are left out",
                 field_name, marked_bad, read, 100 * marked_bad / read,
             )  # fmt: skip
         _warn_of_texts(config, name, source, field_name, others, read)

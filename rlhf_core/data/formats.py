@@ -34,9 +34,9 @@ from rlhf_core.data.files import json_type
 ROLES = ("system", "user", "assistant")
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
 _USED: dict[str, frozenset[str]] = {
-    "text": frozenset({"text", "label"}),
-    "messages": frozenset({"messages", "system", "label"}),
-    "completion": frozenset({"prompt", "completion", "system", "label"}),
+    "text": frozenset({"text", "label", "weight", "train"}),
+    "messages": frozenset({"messages", "system", "label", "weight", "train"}),
+    "completion": frozenset({"prompt", "completion", "system", "label", "weight", "train"}),
     "preference": frozenset({"prompt", "chosen", "rejected", "system", "margin"}),
     "prompt": frozenset({"prompt", "messages", "system"}),
 }
@@ -59,7 +59,9 @@ _REFUSED = {
 }
 """Fields of rows that change what a row means and that no format uses, with the rule and the fix."""
 _TRAINED = ("weight", "train")
-"""Fields of a message that say whether it is trained."""
+"""Fields of a message, or of a whole row, that say whether it is trained."""
+_NUMBER = re.compile(r"\s*[-+]?[\d.]+\s*")
+_CELLS = {"": None, "true": True, "false": False, "1": 1, "0": 0}
 _DESCRIPTION = re.compile(
     r"(.*_)?(id|name|date|time|timestamp|created|lang|language|model|ip)|created_at|updated_at|header|country"
     r"|state|toxic|redacted|temperature|top_p|usage|token_counter|turn_identifier|system_fingerprint"
@@ -131,7 +133,7 @@ class Record:
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Every other field of the row: JSON."""
     marked_bad: bool = False
-    """Whether `label: false` marks the answer of a demonstration as bad."""
+    """Whether `label`, `train` or `weight` of the row says that its answer is not trained."""
 
     @property
     def prompt_text(self) -> str:
@@ -234,20 +236,28 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_marked_bad(row: Mapping[str, Any], kind: Format) -> bool:
-    """Return whether `label` marks the answer as bad, as in rows of KTO."""
-    label = row.get("label")
-    if isinstance(label, str):  # a cell of a CSV file
-        label = {"true": True, "false": False}.get(label.lower())
-    if kind == "preference" or label not in (0, 1):
-        return False
-    if isinstance(label, bool):
-        return not label
-    if kind == "text":
-        return False  # the number of a class
-    raise RowError(
-        f"'label' must be true (a good answer) or false (a bad one); got {label}; convert it, or name it in"
-        " `ignore`"
-    )
+    """Return whether the row says that its answer is not trained: by `label`, as in rows of KTO, by `train`
+    or by `weight`.
+    """
+    for name in ("label", *_TRAINED):
+        value = row.get(name)
+        if isinstance(value, str):  # a cell of a CSV file
+            value = _CELLS.get(value.strip().lower(), value)
+        is_class = isinstance(value, str) and not _NUMBER.fullmatch(value)
+        if name == "label" and (kind == "preference" or is_class):
+            continue
+        if name == "label" and kind == "text" and not isinstance(value, bool):
+            continue  # the number of a class
+        if value is None or (isinstance(value, bool) and value):
+            continue
+        if not isinstance(value, bool) and (name == "label" or value not in (0, 1)):
+            raise RowError(
+                f"{name!r} must be true (the answer is trained) or false; got {str(value)[:40]}; convert it, or"
+                " name it in `ignore`"
+            )
+        if not value:
+            return True
+    return False
 
 
 def _without(row: Mapping[str, Any], ignore: Collection[str]) -> Mapping[str, Any]:

@@ -1,9 +1,9 @@
 """What counts as a word, in scripts with blanks between words and in those without.
 
 A word is a run of letters and digits, with apostrophes and hyphens inside. Chinese, Japanese, Thai, Lao,
-Tibetan, Burmese and Khmer have no blanks between words: each of their characters counts as a word. So does
-each character of a run that is too long to be a word, such as a repeated digit, and a sign or emoji that
-touches no word.
+Tibetan, Burmese and Khmer have no blanks between words: each of their characters counts as a word. A sign or
+emoji that touches no word is a word, and so is a run of it, such as `---`. Of a run that is too long to be
+a word, such as a repeated digit, each character counts.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import regex
 WITHOUT_BLANKS = "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 """The scripts without blanks between words, as a part of a set in a regular expression."""
 _LONGEST_WORD = 20
-_PIECE = regex.compile(r"[^\W_]+(?:['’-][^\W_]+)*|(?<!\w)[^\w\s](?!\w)")
+_PIECE = regex.compile(r"[^\W_]+(?:['’-][^\W_]+)*|(?<!\w)(?:([^\w\s])\1*)(?!\w)")
 _UNIT = regex.compile(rf"[{WITHOUT_BLANKS}]|[^{WITHOUT_BLANKS}]+")
 
 
 def words(text: str) -> list[str]:
     """Return the words of a text in their order, with case folded."""
     found: list[str] = []
-    for piece in _PIECE.findall(text.casefold()):
-        found += word_units(piece)
+    for piece in _PIECE.finditer(text.casefold()):
+        found += word_units(piece[0])
     return found
 
 

@@ -206,7 +206,7 @@ def test_a_system_message_that_differs_from_the_rows_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "is_bad"), [(True, False), (False, True), ("False", True), ("good", False), (2, False)]
+    ("label", "is_bad"), [(True, False), (False, True), (" False", True), ("good", False), ("", False)]
 )
 def test_a_false_label_marks_a_bad_answer(label: Any, is_bad: bool) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "q", "completion": "a"}, {"messages": chat((U, "q"), (A, "a"))}]
@@ -214,9 +214,27 @@ def test_a_false_label_marks_a_bad_answer(label: Any, is_bad: bool) -> None:
         assert normalise({**row, "label": label}, demonstration=True).marked_bad == is_bad
         assert not normalise({**row, "label": label}).marked_bad
         assert not normalise({**row, "label": label}, demonstration=True, ignore=["label"]).marked_bad
-        with pytest.raises(RowError, match=r"'label' must be true .* or false .*; got 0"):
-            normalise({**row, "label": 0}, demonstration=True)
+        for number in (0, 1, "0", "0.0", -1):
+            with pytest.raises(
+                RowError, match=r"'label' must be true \(the answer is trained\) or false; got"
+            ):
+                normalise({**row, "label": number}, demonstration=True)
     assert not normalise({"text": "a film", "label": 0}, demonstration=True).marked_bad
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("weight", (0, 1)), ("train", (False, True)), ("train", ("0", "1"))]
+)
+def test_a_row_that_is_not_trained_is_no_demonstration(name: str, values: tuple[Any, Any]) -> None:
+    for row in (
+        {"text": "a film"},
+        {"prompt": "q", "completion": "a"},
+        {"messages": chat((U, "q"), (A, "a"))},
+    ):
+        for value, is_bad in zip(values, (True, False), strict=True):
+            assert normalise({**row, name: value}, demonstration=True).marked_bad == is_bad
+        with pytest.raises(RowError, match=rf"'{name}' must be true .*; got 0.5"):
+            normalise({**row, name: 0.5}, demonstration=True)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,18 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The prices:\n\n| item | price |\n|------|-------|\n| tea | 2 |\n| milk | 3 |\n",
+        "First part.\n\n---\n\nSecond one.\n\n---\n\nAnother end.",
+        "Run it:\n\n```bash\nmake setup\n```\n\nThen read the output.",
+    ],
+)
+def test_markdown_is_no_loop(text: str) -> None:
+    assert rules.repetition(RepetitionReward(), sample(text)) == 0.0
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_rules_tell_a_loop_an_empty_a_right_and_a_wrong_answer_apart(script: str) -> None:
     prompt, right, wrong, keyword = SCRIPTS[script]
