@@ -211,8 +211,8 @@ def read_records(
             )
         if marked_bad:
             log.warning(
-                "%s: %d of %d rows (%.0f %%) are no demonstrations, because their `label`, `train` or `weight`"
-                " is false or 0; they are left out",
+                "%s: %d of %d rows (%.0f %%) are no demonstrations, because their `label`, `train` or"
+                " `weight` is false or 0; they are left out",
                 field_name, marked_bad, read, 100 * marked_bad / read,
             )  # fmt: skip
         _warn_of_texts(config, name, source, field_name, others, read)

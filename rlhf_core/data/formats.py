@@ -252,8 +252,8 @@ def _is_marked_bad(row: Mapping[str, Any], kind: Format) -> bool:
             continue
         if not isinstance(value, bool) and (name == "label" or value not in (0, 1)):
             raise RowError(
-                f"{name!r} must be true (the answer is trained) or false; got {str(value)[:40]}; convert it, or"
-                " name it in `ignore`"
+                f"{name!r} must be true (the answer is trained) or false; got {str(value)[:40]}; convert it,"
+                " or name it in `ignore`"
             )
         if not value:
             return True

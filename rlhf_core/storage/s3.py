@@ -195,7 +195,9 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
 
         async def status(self, path: str) -> ObjectStatus:
             bucket, key, _ = self.split_path(path)
-            answer = await self._call_s3("head_object", Bucket=bucket, Key=key)
+            # Not `head_object`: an error of it has no text that names the reason, such as an expired token.
+            answer = await self._call_s3("get_object", Bucket=bucket, Key=key)
+            answer["Body"].close()
             return ObjectStatus(answer["ContentLength"], answer["LastModified"].timestamp())
 
         async def start(self, path: str, size: int) -> bytes:
