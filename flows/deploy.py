@@ -23,26 +23,22 @@ if TYPE_CHECKING:
     from prefect import Flow
 
 
+PREFIX = "flows.deploy: "
+"""Begins each message. The file that `rlhf up` sends them to also has the output of Prefect's commands."""
+
+
 def deploy(file: Path) -> list[str]:
     """Update the deployments of `file` that exist, and return the names of those that do not."""
     from prefect import get_client
     from prefect.client.schemas.actions import DeploymentUpdate
-    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
     from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
     from prefect.flows import load_flow_from_entrypoint
     from prefect.utilities.callables import parameter_schema
 
     folder = {"prefect.deployments.steps.set_working_directory": {"directory": os.getcwd()}}
-    entries = yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]
-    names = DeploymentFilterName(any_=[entry["name"] for entry in entries])
     missing = []
     with get_client(sync_client=True) as client:
-        found = client.read_deployments(deployment_filter=DeploymentFilter(name=names))
-        known = {deployment.name for deployment in found}
-        for entry in entries:
-            if entry["name"] not in known:  # its flow, whose import takes seconds, is not needed
-                missing.append(entry["name"])
-                continue
+        for entry in yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]:
             flow: Flow[..., Any] = load_flow_from_entrypoint(entry["entrypoint"])
             name = f"{flow.name}/{entry['name']}"
             try:
@@ -50,7 +46,7 @@ def deploy(file: Path) -> list[str]:
             except ObjectNotFound:
                 missing.append(entry["name"])
                 continue
-            code = DeploymentUpdate(entrypoint=entry["entrypoint"], pull_steps=[folder])
+            code = DeploymentUpdate(entrypoint=entry["entrypoint"], pull_steps=entry.get("pull", [folder]))
             client.update_deployment(deployment.id, code)
             form = DeploymentUpdate(
                 parameter_openapi_schema=parameter_schema(flow).model_dump(exclude_unset=True)
@@ -62,7 +58,7 @@ def deploy(file: Path) -> list[str]:
                     raise
                 # Without a server, nobody could correct them.
                 sys.stderr.write(
-                    f"{name}: its parameters {deployment.parameters} do not fit this release"
+                    f"{PREFIX}{name}: its parameters {deployment.parameters} do not fit this release"
                     f" ({error.response.json()['detail']}); correct them on its page\n"
                 )
     return missing

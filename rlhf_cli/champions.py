@@ -195,7 +195,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # vLLM binds the address again, after it has imported its packages.
     bind(arguments.host, arguments.port).close()
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    more = ["--tokenizer", str(tokenizer_alone(policy.files.model)), *_words(arguments.vllm)]
+    more = ["--tokenizer", str(tokenizer_alone(policy, arguments.home)), *_words(arguments.vllm)]
     command = serve_command(policy, arguments.host, arguments.port, more)
     print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
     # The server replaces this process, so signals reach it and its exit code is that of the command.

@@ -45,8 +45,8 @@ def add_prune_command(commands: Any) -> None:
     sub.add_argument(
         "--today",
         metavar="DATE",
-        help="today's date, such as 2026-11-29, for --delete where all entries of the store are old"
-        " by the clock of this machine",
+        help="Confirms the date if every entry of the store looks old, or one is of the future; such as"
+        " 2026-11-29",
     )
     sub.add_argument(
         "--home",

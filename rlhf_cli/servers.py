@@ -184,14 +184,16 @@ def _describe_start(home: Home, state: ServersState) -> str:
     if "prefect" in state.servers:
         lines.append(f"         its UI asks for a password once: the line in {home.servers_login}")
         if not state.prefect.endswith(":4200/api"):
-            lines.append("         (port 4200 was in use at the first start; this home keeps its port)")
+            lines.append(
+                "         (port 4200 was in use at this or an earlier start; this home keeps its port)"
+            )
     else:
         lines.append("         (the server of PREFECT_API_URL; lost runs are not restarted automatically)")
     lines.append(f"MLflow   {state.mlflow}")
     if "mlflow" not in state.servers:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
     elif not state.mlflow.endswith(":5000"):
-        lines.append("         (port 5000 was in use at the first start; this home keeps its port)")
+        lines.append("         (port 5000 was in use at this or an earlier start; this home keeps its port)")
     lines.append(f"logs     {home.servers}")
     # The project's prefect.toml refers to the profiles of the default home.
     if "prefect" in state.servers and home != Home.of(".rlhf"):

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
+from flows.deploy import PREFIX
 from rlhf_cli.prefect_server import (
     DATABASE_VARIABLES,
     ensure_auth_string,
@@ -104,8 +105,11 @@ class Supervisor:
     def _create_servers(self) -> None:
         """Choose free ports, and build the commands and settings that depend on them."""
         # Those of the last start, so that bookmarks and exported addresses stay valid.
-        last = read_json(self._home.servers_ports) or {}
-        prefect_port, mlflow_port = free_port(last.get("prefect", 4200)), free_port(last.get("mlflow", 5000))
+        ports = {"prefect": 4200, "mlflow": 5000}
+        for name, port in (read_json(self._home.servers_ports) or {}).items():
+            if isinstance(port, int) and 0 < port < 65536:
+                ports[name] = port
+        prefect_port, mlflow_port = free_port(ports["prefect"]), free_port(ports["mlflow"])
         self.api = self._external_prefect or f"http://127.0.0.1:{prefect_port}/api"
         self.mlflow_url = self._external_mlflow or f"http://127.0.0.1:{mlflow_port}"
         self.environment = {
@@ -306,11 +310,14 @@ class Supervisor:
         if self.stopping:
             return
         command = [*python_module("flows.deploy"), str(DEPLOYMENTS)]
-        code = self._call(command, self.environment, "deploy.log")
+        log_file = self._home.servers / "deploy.log"
+        before = log_file.stat().st_size if log_file.exists() else 0
+        code = self._call(command, self.environment, log_file.name)
+        for line in log_file.read_bytes()[before:].decode(errors="replace").splitlines():
+            if line.startswith(PREFIX):
+                log.warning("%s", line)
         if code != 0:
-            raise StageFailed(
-                f"flows.deploy failed with exit code {code}; see {self._home.servers / 'deploy.log'}"
-            )
+            raise StageFailed(f"flows.deploy failed with exit code {code}; see {log_file}")
 
     def _prefect_command(self, *arguments: str) -> int:
         """Run a `prefect` command without the settings files of the project's folder."""

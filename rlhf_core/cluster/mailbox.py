@@ -19,8 +19,7 @@ import pickle
 import queue
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -190,10 +189,8 @@ class _RemoteStop(StopRequest):
         super().__init__()
         self._mailbox = mailbox
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        self._mailbox.call(lambda server: server.defer_stop())
-        yield
+    def defer(self) -> None:
+        self._mailbox.call(lambda server: server.context.stop.defer())
 
 
 class LogForwarder(logging.Handler):
@@ -259,8 +256,3 @@ class ContextServer:
             self.context.metrics.log_file(temporary / name, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-    def defer_stop(self) -> None:
-        """Defer stop requests from now on."""
-        with self.context.stop.deferred():
-            pass

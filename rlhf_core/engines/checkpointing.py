@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,11 +133,6 @@ def after_step(
     if stop:
         log.info("asked to stop: leaving after step %d", step)
         (context.stop if context is not None else StopRequest()).exit()
-
-
-def defer_stop(context: StageContext | None) -> AbstractContextManager[None]:
-    """Return a context in which a stop request waits for the next `after_step`."""
-    return nullcontext() if context is None else context.stop.deferred()
 
 
 def restore(engine: TrainingEngine, context: StageContext | None) -> dict[str, Any] | None:

@@ -167,21 +167,21 @@ class PPOController:
         self.sync()
         self._compare_engines()
         stop = self._context.stop
-        with stop.deferred():
+        stop.defer()
+        self._evaluate()
+        while not self._is_finished():
+            metrics = self.iterate()
+            self._log(metrics)
+            # Before the checkpoint: it has the score of this version, and its weights if it is the best.
             self._evaluate()
-            while not self._is_finished():
-                metrics = self.iterate()
-                self._log(metrics)
-                # Before the checkpoint: it has the score of this version, and its weights if it is the best.
-                self._evaluate()
-                # A policy with an adapter is saved first: `trained_logprobs` needs a step of this attempt.
-                if self._is_finished() and (not stop.requested or self._ppo.lora is not None):
-                    break
-                if self.completed_steps % self._checkpoint_every == 0 or stop.requested:
-                    self._checkpoint()
-                if stop.requested:
-                    log.info("asked to stop: leaving after step %d", self.completed_steps)
-                    stop.exit()
+            # A policy with an adapter is saved first: `trained_logprobs` needs a step of this attempt.
+            if self._is_finished() and (not stop.requested or self._ppo.lora is not None):
+                break
+            if self.completed_steps % self._checkpoint_every == 0 or stop.requested:
+                self._checkpoint()
+            if stop.requested:
+                log.info("asked to stop: leaving after step %d", self.completed_steps)
+                stop.exit()
 
     def _is_finished(self) -> bool:
         return self.completed_steps >= self._ppo.steps or self.selection.is_finished

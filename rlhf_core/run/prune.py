@@ -227,8 +227,8 @@ class Pruning:
     def check_clock(self, plan: Plan, today: date | None = None) -> None:
         """Raise InputError if the clock of this machine may be wrong: the ages would be wrong, too.
 
-        It must agree with the clock of the store. That may be the same one, so something in the store must be
-        young, or a person must give the date.
+        It must agree with the clock of the store, and no entry may be of the future. The clock of a local
+        store may be the same one: its newest entry must be of the last day, or a person must give the date.
 
         Args:
             plan: What will be deleted.
@@ -254,10 +254,11 @@ class Pruning:
             *(claim.begun for claim in plan.known.claims.values()),
         ]
         age = self._now() - max(time for time in [0.0, *times] if time is not None)
-        if age > max(self._age, UNFINISHED_SECONDS):
+        limit = DAY if self._store.is_local else max(self._age, UNFINISHED_SECONDS)
+        if not -_CLOCK_SECONDS <= age <= limit:
             raise InputError(
                 f"--delete: the clock of this machine says {here:%Y-%m-%d %H:%M}, and the newest entry of"
-                f" {self._store.url} is then {age / DAY:.0f} days old; nothing was deleted; set the clock, or"
+                f" {self._store.url} is then {age / DAY:.1f} days old; nothing was deleted; set the clock, or"
                 " add --today with the date if it is right"
             )
 

@@ -56,21 +56,23 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     has left next to the folder is deleted.
 
     Raises InputError if the folder exists and has other files than an earlier copy of the same policy, is a
-    file, or cannot be written.
+    file or a link, or cannot be written.
     """
+    if folder.is_symlink():
+        raise InputError(f"{folder} is a link; name a folder")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; name a folder")
-    if folder.exists() and any(folder.iterdir()):
-        different = _different_files(policy, folder)
-        if different:
-            names = ", ".join(different[:5])
-            raise InputError(
-                f"{folder} exists, and {len(different)} of its files differ from those of this policy:"
-                f" {names}; name another folder, or delete this one"
-            )
-        write_atomic(folder / _CARD, model_card(policy))
-        return folder
     try:
+        if folder.exists() and any(folder.iterdir()):
+            different = _different_files(policy, folder)
+            if different:
+                names = ", ".join(different[:5])
+                raise InputError(
+                    f"{folder} exists, and {len(different)} of its files differ from those of this policy:"
+                    f" {names}; name another folder, or delete this one"
+                )
+            write_atomic(folder / _CARD, model_card(policy))
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         delete_abandoned(folder.parent, f"{_UNFINISHED}*")
         temporary = folder.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
@@ -88,13 +90,14 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
 
 
 def _different_files(policy: RegisteredPolicy, folder: Path) -> list[str]:
-    """Return the files of a folder that the policy lacks, that it lacks itself, or with other content.
+    """Return the files of a folder that the policy lacks, that it lacks itself, or with other content, and
+    its links.
 
     The card, which is written again, and hidden files are not compared.
     """
     source = policy.folder / "policy"
-    names = _compared_names(source)
-    different = names ^ _compared_names(folder)
+    names, found = _compared_names(source), _compared_names(folder)
+    different = (names ^ found) | {name for name in found if (folder / name).is_symlink()}
     if different:
         return sorted(different)
     # The digest of the registered weights is known, so those of the folder alone are read.
@@ -105,7 +108,8 @@ def _different_files(policy: RegisteredPolicy, folder: Path) -> list[str]:
 
 
 def _compared_names(folder: Path) -> set[str]:
-    names = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = (path.relative_to(folder) for path in paths)
     return {str(name) for name in names if str(name) != _CARD and not str(name).startswith(".")}
 
 

@@ -6,10 +6,10 @@ manifest of its artifact, and the artifact and the weights against the digests i
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -220,7 +220,7 @@ def _find(artifacts: ArtifactStore, stage: StageName, version: ModelVersion) -> 
     if ref is None:
         raise InputError(
             f"the {stage} artifact of version {version.version} is not in its store any more, or is damaged:"
-            f" {artifacts.url}; choose another version, run its configuration again, or if the store moved"
+            f" {artifacts.url}; choose another version, or run its configuration again. If the store moved,"
             " make a link at its old place"
         )
     return ref
@@ -269,13 +269,19 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
     return [*command, *more]
 
 
-def tokenizer_alone(model: Path) -> Path:
-    """Return a new temporary folder with links to the tokenizer's files of a model, for `--tokenizer`.
+def tokenizer_alone(policy: RegisteredPolicy, home: str | Path) -> Path:
+    """Return a folder in the cache of `home` with links to the tokenizer's files of a policy, for
+    `--tokenizer`.
 
     Beside some config.json, such as that of qwen2, transformers replaces parts of tokenizer.json by its own.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-tokenizer-"))
+    model = policy.files.model.resolve()
+    # One for each model folder, so that repeated starts do not add others.
+    digest = hashlib.sha256(os.fsencode(model)).hexdigest()[:16]
+    folder = Home.of(home).make().cache / f"tokenizer-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
         if (model / name).exists():
             (folder / name).symlink_to(model / name)
     return folder

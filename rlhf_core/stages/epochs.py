@@ -156,48 +156,47 @@ def train_epochs(
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
     best = EarlyStopping(**state.get("best", {}))
     every = evaluate_every if early_stop is None else early_stop.every
-    with checkpointing.defer_stop(context):
-        while step < total and not best.is_final(early_stop):
-            started = time.monotonic()
-            epoch, index = divmod(step, per_epoch)
-            batches = epoch_batches(len(rows), config.batch_size, training.seed, epoch)
-            batch = [rows[i] for i in batches[index]]
-            with log_skipped_batch(engine, context, step + 1, batch, table_row):
-                metrics = make_step(batch, total)
-            failpoint(f"{training.stage}.step")
-            step += 1
-            tokens += sum(map(count_tokens, batch))
-            # Evaluations and checkpoints do not count.
-            seconds += time.monotonic() - started
-            evaluation = {}
-            if step == total:
-                # With early stop the last weights are a candidate too. Without it, the caller evaluates them.
-                is_due = early_stop is not None
-            else:
-                is_due = every is not None and step % every == 0
-            if is_due:
-                evaluation = evaluate()
-                # The loss is a sum over all ranks, so every rank decides the same here and in `is_final`.
-                if early_stop is not None and best.add(step, evaluation["eval/loss"]):
-                    engine.snapshot_best()
-                # After `add`, which counts an evaluation whose loss is not finite.
-                evaluation = {name: value for name, value in evaluation.items() if math.isfinite(value)}
-            if context is not None:
-                if step < total and not best.is_final(early_stop):  # at the end those of the best are logged
-                    metrics |= evaluation
-                metrics["train/tokens_per_s"] = tokens / seconds
-                context.metrics.log_metrics(metrics, step)
-                shown = {
-                    name: metrics[f"train/{name}"]
-                    for name in ("loss", "accuracy")
-                    if f"train/{name}" in metrics
-                }
-                context.progress(training.stage, step, total, "steps", **shown)
-            checkpointing.after_step(
-                engine, context, training.work, step, every=config.checkpoint_every, total=total,
-                state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
-                score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
-            )  # fmt: skip
+    if context is not None:  # a stop request waits for the next `after_step`
+        context.stop.defer()
+    while step < total and not best.is_final(early_stop):
+        started = time.monotonic()
+        epoch, index = divmod(step, per_epoch)
+        batches = epoch_batches(len(rows), config.batch_size, training.seed, epoch)
+        batch = [rows[i] for i in batches[index]]
+        with log_skipped_batch(engine, context, step + 1, batch, table_row):
+            metrics = make_step(batch, total)
+        failpoint(f"{training.stage}.step")
+        step += 1
+        tokens += sum(map(count_tokens, batch))
+        # Evaluations and checkpoints do not count.
+        seconds += time.monotonic() - started
+        evaluation = {}
+        if step == total:
+            # With early stop the last weights are a candidate too. Without it, the caller evaluates them.
+            is_due = early_stop is not None
+        else:
+            is_due = every is not None and step % every == 0
+        if is_due:
+            evaluation = evaluate()
+            # The loss is a sum over all ranks, so every rank decides the same here and in `is_final`.
+            if early_stop is not None and best.add(step, evaluation["eval/loss"]):
+                engine.snapshot_best()
+            # After `add`, which counts an evaluation whose loss is not finite.
+            evaluation = {name: value for name, value in evaluation.items() if math.isfinite(value)}
+        if context is not None:
+            if step < total and not best.is_final(early_stop):  # at the end those of the best are logged
+                metrics |= evaluation
+            metrics["train/tokens_per_s"] = tokens / seconds
+            context.metrics.log_metrics(metrics, step)
+            shown = {
+                name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics
+            }
+            context.progress(training.stage, step, total, "steps", **shown)
+        checkpointing.after_step(
+            engine, context, training.work, step, every=config.checkpoint_every, total=total,
+            state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
+            score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
+        )  # fmt: skip
     # 0: no early stop, or no finite loss. `step`: the engine has the best weights already.
     if 0 < best.step < step:
         engine.restore_best()

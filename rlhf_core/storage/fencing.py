@@ -96,7 +96,10 @@ class Fence:
     """1, 2, ..."""
 
     def check(self) -> None:
-        """Raise Superseded if a later attempt has claimed the stage key."""
+        """Raise Superseded if a later attempt has claimed the stage key.
+
+        It looks for the next claim, and relies on claims never being deleted one by one.
+        """
         # By its key, because a listing may lack it.
         if self.store.exists(_key(self.stage_key, self.attempt + 1)):
             latest = _latest(self.store, self.stage_key)

@@ -1,8 +1,8 @@
 """Graceful stop requests: SIGTERM and SIGINT, from a cancellation, Ctrl-C, or a machine that shuts down.
 
-    before `deferred`     the stage ends at once (SystemExit) and continues from its last checkpoint
-    inside `deferred`     a training loop checks `requested` after each step, saves a checkpoint, calls `exit`
-    after `deferred`      the stage goes on, and saves what the loop has trained
+    before `defer`     the stage ends at once (SystemExit) and continues from its last checkpoint
+    after `defer`      a training loop checks `requested` after each step, saves a checkpoint, calls `exit`
+    after the loop     the stage goes on, and saves what the loop has trained
 
 The process that sends the signal waits for about 20 s (`run.reaper`) before it kills: a longer step is lost.
 """
@@ -10,8 +10,6 @@ The process that sends the signal waits for about 20 s (`run.reaper`) before it 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -34,13 +32,11 @@ class StopRequest:
             if not self._deferred:
                 self.exit()
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Do not exit on a signal any more: the body checks `requested`, and must call `exit` soon after it
-        is true.
+    def defer(self) -> None:
+        """Do not exit on a signal any more: the loop that follows checks `requested`, and must call `exit`
+        soon after it is true.
         """
         self._deferred = True
-        yield
 
     def exit(self) -> NoReturn:
         """End the process with clean-up."""

@@ -97,23 +97,23 @@ def _follow_artifacts(file: Path) -> None:
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as database:
             query = "SELECT artifact_location FROM experiments WHERE experiment_id = 0"
             [location] = database.execute(query).fetchone() or [""]
+        address = str(location).removesuffix("/0")
+        before = Path(url2pathname(urlsplit(address).path))
+        if not address.startswith("file:///") or before.name != folder.name:
+            return
+        if before == folder or (before.exists() and before.samefile(folder)):  # the second through a link
+            return
+        with closing(sqlite3.connect(file, timeout=LOCK_SECONDS)) as database, database:
+            # MLflow's server writes paths in place of addresses.
+            for old, new in ((address, folder.as_uri()), (str(before), str(folder))):
+                for table, column in _ADDRESSES:
+                    database.execute(
+                        f"UPDATE {table} SET {column} = :new || substr({column}, length(:old) + 1)"
+                        f" WHERE {column} = :old OR substr({column}, 1, length(:old) + 1) = :old || '/'",
+                        {"old": old, "new": new},
+                    )
     except sqlite3.Error:
         return  # MLflow opens it next, and says what is wrong
-    address = str(location).removesuffix("/0")
-    before = Path(url2pathname(urlsplit(address).path))
-    if not address.startswith("file:///") or before.name != folder.name:
-        return
-    if before == folder or (before.exists() and before.samefile(folder)):  # the second through a link
-        return
-    with closing(sqlite3.connect(file, timeout=LOCK_SECONDS)) as database, database:
-        # MLflow's server writes paths in place of addresses.
-        for old, new in ((address, folder.as_uri()), (str(before), str(folder))):
-            for table, column in _ADDRESSES:
-                database.execute(
-                    f"UPDATE {table} SET {column} = :new || substr({column}, length(:old) + 1)"
-                    f" WHERE {column} = :old OR substr({column}, 1, length(:old) + 1) = :old || '/'",
-                    {"old": old, "new": new},
-                )
     log.warning("%s was moved: its artifacts are in %s now, and no longer in %s", file, folder, before)
 
 

@@ -80,12 +80,12 @@ def _all_are_asked_to_stop(rank: Any, context: StageContext | None) -> None:
     """The others leave; rank 0 still commits."""
     if context is None:
         raise SystemExit(EXIT_STOPPED)
-    with context.stop.deferred():
-        context.metrics.log_metrics({"in the loop": 1.0}, 0)
-        while not context.stop.requested:
-            time.sleep(0.1)
-        context.metrics.log_metrics({"committed": 1.0}, 1)
-        context.stop.exit()
+    context.stop.defer()
+    context.metrics.log_metrics({"in the loop": 1.0}, 0)
+    while not context.stop.requested:
+        time.sleep(0.1)
+    context.metrics.log_metrics({"committed": 1.0}, 1)
+    context.stop.exit()
 
 
 def _one_fails_during_a_commit(rank: Any, context: StageContext | None) -> None:

@@ -31,7 +31,7 @@ from tests.support.toy_stage import toy_environment
 
 REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
 WAITS = Waits(poll=0.1, status=0.5)
-UNTIL_ASKED = "with stop.deferred():\n    while not stop.requested:\n        time.sleep(0.05)\n"
+UNTIL_ASKED = "stop.defer()\nwhile not stop.requested:\n    time.sleep(0.05)\n"
 
 
 class Flow:
@@ -94,7 +94,7 @@ def test_ctrl_c_gives_the_stage_time_to_save(flow: Flow) -> None:
     def interrupt(event: dict[str, Any]) -> None:
         raise KeyboardInterrupt
 
-    body = f"events.send('checkpoint', step=1)\n{UNTIL_ASKED}    (folder / 'saved').touch()\n    stop.exit()"
+    body = f"events.send('checkpoint', step=1)\n{UNTIL_ASKED}(folder / 'saved').touch()\nstop.exit()"
     with pytest.raises(KeyboardInterrupt):
         flow(body, interrupt)
     assert (flow.folder / "saved").exists()
@@ -108,7 +108,7 @@ def test_a_job_that_is_evicted_is_a_failure(flow: Flow) -> None:
         [job] = [process for process in flow.processes() if process.cmdline()[1:4] == entry]
         job.send_signal(signal.SIGTERM)
 
-    body = f"events.send('checkpoint', step=1)\n{UNTIL_ASKED}    (folder / 'saved').touch()\n    stop.exit()"
+    body = f"events.send('checkpoint', step=1)\n{UNTIL_ASKED}(folder / 'saved').touch()\nstop.exit()"
     with pytest.raises(StageFailed, match="the job was asked to stop, or evicted"):
         flow(body, evict)
     assert (flow.folder / "saved").exists()

@@ -124,7 +124,7 @@ def test_where_all_of_the_store_is_old_a_person_gives_the_date(
     monkeypatch.setattr(store, "time", lambda: time.time() + 400 * DAY)  # both clocks are wrong
     command = pruning(store, mlflow, home, later=400)
     plan = command.plan()
-    with pytest.raises(InputError, match=r"newest entry of .* is then 400 days old; .*add --today"):
+    with pytest.raises(InputError, match=r"newest entry of .* is then 400\.0 days old; .*add --today"):
         command.check_clock(plan)
     later = datetime.fromtimestamp(time.time() + 400 * DAY).date()
     command.check_clock(plan, later)
@@ -135,12 +135,23 @@ def test_where_all_of_the_store_is_old_a_person_gives_the_date(
     assert parse_date("2026-11-29") == date(2026, 11, 29) and parse_date(None) is None
 
 
-def test_a_young_entry_shows_that_the_clock_is_right(
-    runs: OldRuns, store: ScriptedStore, home: Path, mlflow: Mlflow
+def test_the_newest_entry_shows_whether_the_clock_may_be_right(
+    runs: OldRuns, store: ScriptedStore, home: Path, mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.publish("old", "sft")
     command = pruning(store, mlflow, home, days=0, later=0)
     command.check_clock(command.plan())
+    # An entry of the future: its clock, or that of this machine, is wrong.
+    past = time.time() - 2 * DAY
+    monkeypatch.setattr(store, "time", lambda: past)
+    command = pruning(store, mlflow, home, days=0, later=-2)
+    with pytest.raises(InputError, match=r"newest entry of .* is then -2\.0 days old; .*add --today"):
+        command.check_clock(command.plan())
+    # A local store may have the clock of this machine.
+    monkeypatch.setattr(store, "time", lambda: time.time() + 85 * DAY)
+    command = pruning(store, mlflow, home, later=85)
+    with pytest.raises(InputError, match=r"newest entry of .* is then 85\.0 days old"):
+        command.check_clock(command.plan())
 
 
 def test_the_command_shows_and_then_deletes_what_no_version_needs(

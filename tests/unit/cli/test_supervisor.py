@@ -180,3 +180,25 @@ def test_failed_start_is_in_the_state_file(tmp_path: Path) -> None:
     state = ServersState.read(Home.of(tmp_path))
     assert state is not None
     assert (state.status, state.message) == ("failed", "Prefect's server did not come up; see the log")
+
+
+def test_unusable_ports_of_the_last_start_are_ignored(tmp_path: Path, own: Supervisor) -> None:
+    Home.of(tmp_path).servers_ports.write_text('{"prefect": "x", "mlflow": 70000}')
+    own._create_servers()
+    assert all(0 < server.port < 65536 for server in own.servers.values() if server.port is not None)
+
+
+def test_the_log_has_the_messages_of_flows_deploy(
+    own: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_file = Home.of(tmp_path).servers / "deploy.log"
+    log_file.write_text("flows.deploy: of an earlier start\n")
+
+    def call(*_: Any) -> int:
+        with log_file.open("a") as file:
+            file.write("flows.deploy: x/y: its parameters do not fit\noutput of Prefect\n")
+        return 0
+
+    monkeypatch.setattr(own, "_call", call)
+    own._deploy()
+    assert caplog.messages == ["flows.deploy: x/y: its parameters do not fit"]

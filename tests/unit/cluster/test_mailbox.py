@@ -89,11 +89,11 @@ def test_a_stop_request_is_deferred_while_rank_zero_is_in_its_loop(tmp_path: Pat
     context = replace(stage_context(tmp_path), stop=StopRequest())
 
     def work(remote: StageContext) -> None:
-        with remote.stop.deferred():
-            assert not remote.stop.requested
-            context.stop.on_signal(15, None)  # would exit if it were not deferred
-            remote.metrics.flush()
-            assert remote.stop.requested
+        remote.stop.defer()
+        assert not remote.stop.requested
+        context.stop.on_signal(15, None)  # would exit if it were not deferred
+        remote.metrics.flush()
+        assert remote.stop.requested
 
     served(context, work)
 

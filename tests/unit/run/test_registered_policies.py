@@ -69,8 +69,10 @@ def test_names_lead_to_the_registered_files(home: str, weights: list[str]) -> No
 
 def test_vllm_reads_the_tokenizer_without_the_config_of_the_model(home: str) -> None:
     """Beside the config.json of qwen2, transformers would use its own pre-tokenizer."""
-    model = open_policy(MODEL, home).files.model
-    folder = tokenizer_alone(model)
+    policy = open_policy(MODEL, home)
+    model, folder = policy.files.model, tokenizer_alone(policy, home)
+    assert tokenizer_alone(policy, home) == folder, "another start adds no folder"
+    assert (folder / "tokenizer.json").readlink().is_absolute()
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     assert not (folder / "config.json").exists()
 
@@ -253,10 +255,26 @@ def _change_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
 
 
+def _add_link_to_a_folder(folder: Path) -> None:
+    (folder / "more").symlink_to(folder.parent)
+
+
+def _add_dangling_link(folder: Path) -> None:
+    (folder / "gone").symlink_to(folder / "nothing")
+
+
+def _replace_config_by_a_looping_link(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
         (_add_program, "modeling.py"),
+        (_add_link_to_a_folder, "more"),
+        (_add_dangling_link, "gone"),
+        (_replace_config_by_a_looping_link, "config.json"),
         (_replace_config, "config.json"),
         (_delete_tokenizer, "tokenizer.json"),
         (_change_weights, "model.safetensors"),
@@ -275,6 +293,19 @@ def test_a_published_folder_with_a_changed_file_is_refused_by_its_name(
     with pytest.raises(
         InputError, match=rf"1 of its files differ from those of this policy: {name}; name an"
     ):
+        publish(policy, folder)
+
+
+def test_a_published_folder_cannot_be_a_link_and_its_card_is_a_file(home: str, tmp_path: Path) -> None:
+    policy, folder, link = open_policy(f"{MODEL}@1", home), tmp_path / "demo", tmp_path / "link"
+    (tmp_path / "empty").mkdir()
+    link.symlink_to(tmp_path / "empty")
+    with pytest.raises(InputError, match="link is a link; name a folder"):
+        publish(policy, link)
+    publish(policy, folder)
+    (folder / "README.md").unlink()
+    (folder / "README.md").mkdir()
+    with pytest.raises(InputError, match=r"demo cannot be written \(.*Is a directory"):
         publish(policy, folder)
 
 

@@ -122,7 +122,8 @@ def test_comments_docstrings_and_formatting_do_not_change_the_digest_of_the_code
 def test_code_that_cannot_change_numbers_does_not_change_the_digest(sources: Path, package: str) -> None:
     before = versions_module._code_digest()
     for file in (sources / package).rglob("*.py"):
-        file.write_text(SMALL.replace("+ 1", "+ 2"))
+        if file != sources / "system/environment.py":  # its variables select algorithms of libraries
+            file.write_text(SMALL.replace("+ 1", "+ 2"))
     assert versions_module._code_digest() == before
 
 
@@ -131,7 +132,7 @@ def test_code_that_cannot_change_numbers_does_not_change_the_digest(sources: Pat
     [
         "algo/kl.py", "cluster/ranks.py", "config/training.py", "data/examples.py", "engines/deepspeed.py",
         "evaluation/published.py", "models/score.py", "ppo/experience.py", "rewards/rules.py", "seeds.py",
-        "stages/sft.py", "types.py", "weight_sync/wire.py",
+        "stages/sft.py", "system/environment.py", "types.py", "weight_sync/wire.py",
     ],
 )  # fmt: skip
 def test_one_changed_number_of_code_that_computes_changes_the_digest(sources: Path, file: str) -> None:

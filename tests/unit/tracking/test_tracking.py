@@ -17,6 +17,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -381,6 +382,19 @@ def test_artifacts_follow_a_database_whose_folder_was_moved(
             new / "mlflow.db"
         )
     assert "was moved" not in caplog.text
+
+
+def test_a_moved_database_of_an_earlier_mlflow_is_left_to_mlflow(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "mlflow.db"
+    ensure_database(tmp_path / "old" / "mlflow.db")
+    (tmp_path / "old" / "mlartifacts").mkdir(exist_ok=True)
+    with closing(sqlite3.connect(tmp_path / "old" / "mlflow.db")) as database, database:
+        database.execute("ALTER TABLE logged_models RENAME TO other_models")
+    (tmp_path / "old").rename(tmp_path / "new")
+    ensure_database(file)
+    with closing(sqlite3.connect(file)) as database:
+        [address] = database.execute("SELECT artifact_location FROM experiments").fetchone()
+    assert address == f"{(tmp_path / 'old' / 'mlartifacts').as_uri()}/0"
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
