@@ -49,13 +49,15 @@ from tests.unit.data.data_samples import write_jsonl
 
 SMALL = {"sft_examples": 60, "pairs": 60, "prompts": 40}
 
+GENERATED = {name: [{"path": "synthetic"}] for name in ("sft", "preference", "prompts")}
+
 
 def configure(**sections: Any) -> PipelineConfig:
     return PipelineConfig.model_validate(sections, strict=False)
 
 
 def demo(run: dict[str, Any] | None = None, **data: Any) -> PipelineConfig:
-    return configure(data={"synthetic": SMALL, **data}, run=run or {})
+    return configure(data={"synthetic": SMALL, **GENERATED, **data}, run=run or {})
 
 
 def files(
@@ -282,7 +284,17 @@ def test_nothing_left_after_filtering_names_the_limit_to_raise(tmp_path: Path) -
         DataError, match=r"data\.sft: 0 of 12 rows left after filtering \(12 prompt longer than"
     ) as caught:
         prepared(files(tmp_path, pairs(12), max_prompt_tokens=2), tmp_path / "out")
-    assert caught.value.message.endswith("raise data.max_prompt_tokens (5 keeps 99 % of the rows, 5 all)")
+    assert caught.value.message.endswith(
+        "data.max_prompt_tokens: raise it: 5 keeps 99 % of the rows, 5 all; the model's context is 512"
+    )
+
+
+def test_a_given_limit_that_takes_the_context_is_the_one_to_lower(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        config = files(tmp_path, pairs(12))
+        ppo = config.ppo.model_copy(update={"max_new_tokens": 510})
+        prepared(config.model_copy(update={"ppo": ppo}), tmp_path / "out")
+    assert "leaves no more beside ppo.max_new_tokens=510; lower ppo.max_new_tokens:" in caught.value.message
 
 
 @pytest.mark.parametrize(("rows", "is_warned"), [(50, True), (200, False)])
@@ -353,7 +365,7 @@ def test_unusable_sets_are_refused(tmp_path: Path, rows: list[dict[str, Any]], m
 
 
 def test_a_single_prompt_cannot_be_split() -> None:
-    with pytest.raises(DataError, match=r"data\.sft: only 1 distinct prompt left"):
+    with pytest.raises(DataError, match=r"data\.sft: only 1 group of prompts left"):
         held_out(0, {"sft": ["a", "a", "a"]}, 0.1)
 
 
