@@ -42,7 +42,7 @@ def read_sets(config: PipelineConfig, data: Path, contents: Mapping[str, Content
     if not config.evaluate.regression:
         return {}
     contents = contents or regression_contents(config)
-    encoder = Encoder(load_tokenizer(str(data / "tokenizer")), config.data.template, "the data artifact")
+    encoder = load_encoder(config, data)
     limits = config.limits._replace(prompt=longest_prompt_of(data))
     sets: Sets = {}
     for index, each in enumerate(config.evaluate.regression):
@@ -111,3 +111,8 @@ def _require_scorable(prompts: Sequence[PromptExample], reward: AnyReward, field
                     f"{field}: type gold is the true reward of the demo's task, which has no prompt"
                     f" {prompt.prompt[:60]!r}; use another type"
                 )
+
+
+def load_encoder(config: PipelineConfig, data: Path) -> Encoder:
+    """Return the encoder of a data artifact's folder."""
+    return Encoder(load_tokenizer(str(data / "tokenizer")), config.data.template, "the data artifact")
