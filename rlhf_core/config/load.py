@@ -56,8 +56,8 @@ def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _in_order(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with that of `model.path` first: the default of the data depends on it."""
-    return sorted(overrides, key=lambda text: not text.strip().startswith("model.path"))
+    """Return the overrides with those of items of `data` last: their default depends on `model.path`."""
+    return sorted(overrides, key=lambda text: text.strip().startswith("data."))
 
 
 def config_from_tree(

@@ -404,18 +404,18 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _complete_data(self) -> Self:
-        """Refuse missing data with `model.path`, and fill the length limits of the demo.
+        """Fill the length limits of the demo, and refuse missing data of any other run.
 
         The sections are frozen, so they are replaced.
         """
         data, ppo = self.data, self.ppo
-        if self.model.path is not None:
+        if self.is_demo:
+            completed = self.with_limits(fitted_limits(self.given_limits, DEMO_LIMITS, 2**31))
+            data, ppo = completed.data, completed.ppo
+        else:
             self._require_data()
             if "preference" not in data.model_fields_set:
                 data = data.model_copy(update={"preference": ()})
-        elif self.is_demo:
-            completed = self.with_limits(fitted_limits(self.given_limits, DEMO_LIMITS, 2**31))
-            data, ppo = completed.data, completed.ppo
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "ppo", ppo)
         return self
@@ -431,7 +431,7 @@ class PipelineConfig(Section):
         if missing:
             fields = ", ".join(f"data.{name}" for name in missing)
             raise ValueError(
-                f"{fields}: missing; only the demo, which has no model.path, has generated data by default;"
+                f"{fields}: missing; only the demo, without model.path and own data, has data by default;"
                 f" give {', '.join(rows[name] for name in missing)}; to train on the generated task, write"
                 " path: synthetic"
             )

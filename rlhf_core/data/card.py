@@ -116,6 +116,12 @@ def limits_of(folder: Path) -> Limits:
     return Limits(**{name: found[name] for name in Limits._fields})
 
 
+def longest_prompt_of(folder: Path) -> int:
+    """Return the most tokens of a prompt that is not of the three sets, by the card of a data artifact."""
+    card = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))
+    return int(card["limits"]["longest_prompt"])
+
+
 def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:
     """Return percentiles of token counts over both splits, by part of the example."""
     parts: dict[str, list[int]] = {}
@@ -237,10 +243,10 @@ def group_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[st
     held = card["groups"]["prompts"]["eval"]
     if 2 * held["effective"] < held["prompts"]:
         yield (
-            "data.prompts: number of groups (the same first user message or `group`) of the"
-            f" {held['prompts']} held-out prompts: {held['groups']}, the largest with {held['largest']}."
-            " Outcomes within a group are not independent: a match counts each group once, and intervals can"
-            f" be as wide as with an effective number of {held['effective']:.0f} prompts; give prompts of"
+            f"data.prompts: the {held['prompts']} held-out prompts are {held['groups']} groups (the same"
+            f" first user message or `group`), the largest with {held['largest']} prompts. Outcomes within a"
+            " group are not independent: a match counts each group once, and intervals can be as wide as with"
+            f" an effective number of {held['effective']:.0f} prompts; give prompts of"
             " more groups"
         )
 

@@ -39,7 +39,7 @@ _ALL_ROWS_BYTES = 16 * 2**20
 
 
 _ASSUMED = Limits(prompt=1024, response=1024, text=2048, new=1024)
-"""Limits of checks and plans if no row can be read before the run."""
+"""Lengths of sources of which no row can be read before the run, for checks and plans."""
 _RIGHT_OR_WRONG = ("answer", "format")
 """Types of rewards that are 0 or 1."""
 
@@ -81,15 +81,19 @@ def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
             settings = ModelFolder(config.model.path).text_config
             context = min(length_limits(settings, config.model.attention).values(), default=context)
     lengths = Lengths(context)
+    unmeasured = Limits(1, 1, 1, 1)
     for name, _, source in config.data.sources():
+        records = 0
         # An estimate must not fail. `check_data` names what is wrong with a source.
         with suppress(Exception):
             for row in _first_rows(config, name, source):
                 record = to_record(row, source, name, "")
                 if not isinstance(record, BadRow):
-                    lengths.add(name, estimated_lengths(record.record))
-    needed = lengths.needed() if lengths.has_rows else _ASSUMED
-    return config.with_limits(fitted_limits(config.given_limits, needed, context))
+                    lengths.add(name, estimated_lengths(record.record, name))
+                    records += 1
+        if records == 0:
+            unmeasured = _ASSUMED
+    return config.with_limits(fitted_limits(config.given_limits, lengths.needed(unmeasured), context))
 
 
 def _first_rows(config: PipelineConfig, name: SetName, source: Source) -> Iterator[Row]:

@@ -307,7 +307,7 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
             raise RowError(
                 f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"
             )
-        group = own_group(record)
+        group = own_group(record, row.data, source.rename)
     except RowError as error:
         return BadRow(row.file, row.line, str(error), json.dumps(row.data, default=str)[:500])
     except RecursionError:
@@ -318,12 +318,14 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
 # -- groups --
 
 
-def own_group(record: Record) -> str:
+def own_group(record: Record, row: Mapping[str, Any], rename: Mapping[str, str]) -> str:
     """Return the key of the group of a row alone: its field `group`, or else its first user message.
 
     Raises RowError if the field is neither text nor a number.
     """
-    value = record.meta.get("group")
+    # `meta` also has what a field `meta` of the row contains.
+    is_field = "group" in rename.values() or ("group" in row and "group" not in rename)
+    value = record.meta.get("group") if is_field else None
     if value is None:
         return split_key(_until_first_question(record)[-1])
     if isinstance(value, float) and value.is_integer():
@@ -346,9 +348,10 @@ def _until_first_question(record: Record) -> list[str]:
 def join_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> dict[SetName, list[SourceRecord]]:
     """Return the records with the keys of joined groups, which do not depend on the order of rows and sets.
 
-    Two groups are joined if they have rows with the same prompt, as text, or with the same opening, which is
-    the first user message and the system message before it. A row that names no group joins all groups with
-    its first user message. The key is the smallest one that rows name, else the smallest first user message.
+    Two groups are joined if they have rows with the same prompt, as text. A row that names no group joins
+    all groups with its first user message, and those whose prompt is its opening, which is this message and
+    the system message before it. The key is the smallest one that rows name, else the smallest first user
+    message.
     """
     parents: dict[str, str] = {}
 
@@ -366,7 +369,10 @@ def join_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> dict[SetNa
     questions = {item.group for item in every if not item.group.startswith(_NAMED)}
     for item in every:
         opening = _until_first_question(item.record)
-        for text in {"\n\n".join(opening), item.record.prompt_text}:
+        texts = {item.record.prompt_text}
+        if not item.group.startswith(_NAMED):
+            texts.add("\n\n".join(opening))
+        for text in texts:
             join(item.group, _TEXT + prompt_id(split_key(text)))
         if (question := split_key(opening[-1])) in questions:
             join(item.group, question)
@@ -494,8 +500,6 @@ def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: L
     """
     record, group = item.record, item.group
     key = split_key(record.prompt_text)
-    if key == group:
-        key = group  # one object: texts can be long
     if record.text is not None:
         return _encoded_text(item, key, encoder, bounds.text)
     if name == "sft" and record.kind == "messages":
@@ -599,10 +603,12 @@ def _require_bound(encoder: Encoder, text: str, bound: int, limited_by: str) -> 
         raise RecordDropped(reason, {limited_by: estimated_tokens(text)})
 
 
-def estimated_lengths(record: Record) -> dict[str, int]:
-    """Return about what `EncodedRecord.lengths` will be, without a tokenizer."""
+def estimated_lengths(record: Record, name: SetName) -> dict[str, int]:
+    """Return about what `EncodedRecord.lengths` will be in the set `name`, without a tokenizer."""
     if record.text is not None:
         return {TEXT: estimated_tokens(record.text)}
+    if name == "sft" and record.kind == "messages":
+        return {TEXT: estimated_tokens(_plain_text(record))}
     prompt = estimated_tokens(record.prompt_text)
     responses = [text for text in (record.response, record.rejected) if text is not None]
     if not responses:
@@ -668,9 +674,9 @@ def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: floa
             distinct = sorted(set(keys), key=lambda key: (position[key], key))
             if len(distinct) < 2:
                 raise DataError(
-                    f"data.{name}: only {len(distinct)} distinct prompt left, because prompts with the same"
-                    " first user message or the same `group` count as one; at least 2 are needed, one of them"
-                    " for evaluation; give more rows, or give all rows a field `group` that separates them"
+                    f"data.{name}: only {len(distinct)} group of prompts left (the same first user message or"
+                    " `group`); at least 2 are needed, one of them for evaluation; give more rows, or give"
+                    " all rows a field `group` that separates them"
                 )
             if side == "train" and all(key in held for key in distinct):
                 held.discard(distinct[-1])
@@ -682,6 +688,6 @@ def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: floa
         # A group that was held out for one set can be the last one of another for training.
         if all(key in held for key in keys):
             raise DataError(
-                f"data.{name}: too few distinct prompts ({len(set(keys))}) to hold some out; give more rows"
+                f"data.{name}: too few groups of prompts ({len(set(keys))}) to hold some out; give more rows"
             )
     return frozenset(held)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core.config.data import SETS, SetName
-from rlhf_core.config.limits import PROMPT, RESPONSE, TEXT, GivenLimits, Limits
+from rlhf_core.config.limits import NEW, PROMPT, RESPONSE, TEXT, GivenLimits, Limits
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,9 @@ _OUTLIER = 2
 """A limit from the data keeps all rows of up to this multiple of the 99th percentile. A longer row would
 decide alone how much memory each batch needs.
 """
+_LEAST = Limits(1, 1, 1, 1)
+_SHARES_WITH = {PROMPT: (RESPONSE, NEW), RESPONSE: (PROMPT,), TEXT: ()}
+"""Limits that take room of the context from another one."""
 _WHAT = {
     PROMPT: "a prompt longer than {limit} and are left out",
     RESPONSE: "a response longer than {limit} and are left out",
@@ -64,12 +67,9 @@ class Lengths:
         for limited_by, tokens in lengths.items():
             self.of[limited_by][name].append(tokens)
 
-    @property
-    def has_rows(self) -> bool:
-        return any(lengths for of_set in self.of.values() for lengths in of_set.values())
-
-    def needed(self) -> Limits:
-        """Return the limits with which the sets keep all rows, except for outliers.
+    def needed(self, unmeasured: Limits = _LEAST) -> Limits:
+        """Return the limits with which the sets keep all rows, except for outliers, and those of `unmeasured`
+        for what no row has.
 
         Without any response, those of the policy may be as long as the texts.
         """
@@ -77,13 +77,20 @@ class Lengths:
             max((_needed(lengths) for lengths in self.of[name].values()), default=0) for name in _FIELDS
         )
         response = max(response, _needed(self.turns))
-        return Limits(prompt or 1, response or text or 1, text or 1, new=0)
+        return Limits(
+            prompt or unmeasured.prompt,
+            response or text or unmeasured.response,
+            text or unmeasured.text,
+            new=0,
+        )
 
     def table(self, given: GivenLimits, limits: Limits) -> list[dict[str, Any]]:
-        """Return one row for each limit, for the data card."""
+        """Return one row for each limit that is given or that rows have, for the data card."""
         rows = []
         for name, wanted, limit in zip(_FIELDS, given, limits, strict=False):
             lengths = sorted(tokens for of_set in self.of[name].values() for tokens in of_set)
+            if wanted is None and not lengths:
+                continue
             rows.append(
                 {
                     "field": name,
@@ -98,7 +105,7 @@ class Lengths:
 
     def say(self, given: GivenLimits, limits: Limits) -> None:
         """Log what the limits take away from each set: a warning from 1 % of its rows on."""
-        for name, wanted, limit in zip(_FIELDS, given, limits, strict=False):
+        for name, limit in zip(_FIELDS, limits, strict=False):
             for set_name, lengths in self.of[name].items():
                 longer = sum(tokens > limit for tokens in lengths)
                 if not longer:
@@ -113,23 +120,32 @@ class Lengths:
                     len(lengths),
                     100 * share,
                     _WHAT[name].format(limit=f"{name}={limit}"),
-                    self._why(name, set_name, limit, is_given=wanted is not None),
+                    self.why(name, set_name, given, limits),
                 )
 
-    def _why(self, name: str, set_name: SetName, limit: int, is_given: bool) -> str:
-        if is_given:
+    def why(self, name: str, set_name: SetName, given: GivenLimits, limits: Limits) -> str:
+        """Return why the limit `name` leaves rows of a set out, and what to change."""
+        of_field = dict(zip((*_FIELDS, NEW), given, strict=True))
+        limit = dict(zip(_FIELDS, limits, strict=False))[name]
+        if of_field[name] is not None:
             context = f"; the model's context is {self.context}" if self.context < 2**31 else ""
-            return f"raise it: {self.needed_for(name, set_name)}{context}"
+            return f"raise it: {self._needed_for(name, set_name)}{context}"
         lengths = self.of[name]
         if limit < max(map(_needed, lengths.values())):
-            reason = (
-                f"the model's context of {self.context} tokens leaves no more; use a model with a longer one"
-            )
+            reason = f"the model's context of {self.context} tokens leaves no more"
+            fix = "use a model with a longer one"
+            for other in _SHARES_WITH[name]:
+                taken = of_field[other]
+                if taken is not None and taken >= self.context - limit:
+                    reason += f" beside {other}={taken}"
+                    fix = f"lower {other}"
+                    break
+            reason = f"{reason}; {fix}"
         else:
             reason = "the longest rows are outliers; set the field to keep them"
-        return f"{reason}: {self.needed_for(name, set_name)}"
+        return f"{reason}: {self._needed_for(name, set_name)}"
 
-    def needed_for(self, name: str, set_name: SetName) -> str:
+    def _needed_for(self, name: str, set_name: SetName) -> str:
         """Return the values of the limit `name` that keep the rows of a set."""
         lengths = sorted(self.of[name][set_name])
         return f"{_percentile(lengths, 99)} keeps 99 % of the rows, {lengths[-1]} all"

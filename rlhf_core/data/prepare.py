@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import too_few_held_out
 from rlhf_core.config.data import SETS, SetName
-from rlhf_core.config.limits import Limits, fitted_limits
+from rlhf_core.config.limits import NEW, Limits, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import build_card, card_markdown, group_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
@@ -143,7 +143,12 @@ def prepare(
     require_unchanged(template_digests(config), digests, config)
     require_same_state(state, config, digests)
     card = build_card(config, digests, counts, splits, tokenizer)
-    card["limits"] = {**limits._asdict(), "rows": lengths.table(config.given_limits, limits)}
+    longest_prompt = limits.prompt
+    if config.given_limits.prompt is None:
+        # Prompts of regression sets are not measured: which ones there are must not change this artifact.
+        longest_prompt = max(longest_prompt, measured(config.given_limits, context).prompt - limits.new)
+    rows = lengths.table(config.given_limits, limits)
+    card["limits"] = {**limits._asdict(), "longest_prompt": longest_prompt, "rows": rows}
     near = card["overlap"]["near"]
     if near:
         by_set = ", ".join(f"{name} {number}" for name, number in card["overlap"]["near_by_set"].items())
@@ -224,7 +229,9 @@ def _limits(config: PipelineConfig, lengths: Lengths) -> Limits:
             f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({limits.new}, from the data); got"
             f" {overlong.buffer}; lower it, or set ppo.max_new_tokens"
         )
-    log.info("limits in tokens: %s", ", ".join(f"{name} {value}" for name, value in limits._asdict().items()))
+    shown = {row["field"]: row["tokens"] for row in lengths.table(config.given_limits, limits)}
+    shown[NEW] = limits.new
+    log.info("limits in tokens: %s", ", ".join(f"{name} {value}" for name, value in shown.items()))
     return limits
 
 
@@ -315,13 +322,13 @@ def _within(
                 kept[name].append(within(item, limits))
             except RecordDropped as dropped:
                 counts[name].dropped[str(dropped)] += 1
-        _check_enough(config, name, len(kept[name]), counts[name], lengths)
+        _check_enough(config, name, len(kept[name]), counts[name], lengths, limits)
     lengths.say(config.given_limits, limits)
     return kept
 
 
 def _check_enough(
-    config: PipelineConfig, name: SetName, usable: int, counts: SetCounts, lengths: Lengths
+    config: PipelineConfig, name: SetName, usable: int, counts: SetCounts, lengths: Lengths, limits: Limits
 ) -> None:
     """Raise DataError if too few rows of a set are left."""
     needed = max(config.data.min_rows, 1)
@@ -329,11 +336,13 @@ def _check_enough(
         return
     # The reasons of rows that a limit dropped have the name of its field.
     words = [word for reason in counts.dropped for word in reason.split() if word.startswith("data.")]
-    fixes = [f"raise {limit} ({lengths.needed_for(limit, name)})" for limit in dict.fromkeys(words)]
+    fixes = [
+        f"{field}: {lengths.why(field, name, config.given_limits, limits)}" for field in dict.fromkeys(words)
+    ]
     reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
     if counts.bad:
         reasons.append(f"{counts.bad} malformed (quarantine.jsonl)")
-    fix = " and ".join(fixes) or "give more rows"
+    fix = "; ".join(fixes) or "give more rows"
     raise DataError(
         f"data.{name}: {usable} of {counts.read} rows left after filtering"
         f" ({'; '.join(reasons) or 'nothing dropped'}), at least {needed} are needed (data.min_rows); {fix}"

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
+from rlhf_core.config.limits import Limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.regression import RegressionSet
 from rlhf_core.config.rewards import AnyReward, GoldReward
+from rlhf_core.data.card import longest_prompt_of
 from rlhf_core.data.dataset import require_answers
 from rlhf_core.data.examples import RecordDropped, SourceRecord, encode_record, to_record, within
 from rlhf_core.data.files import BadRow
@@ -26,30 +28,39 @@ Sets = dict[str, list[PromptExample]]
 """The prompts of each set by its name."""
 
 
-def read_sets(
-    config: PipelineConfig, encoder: Encoder, contents: Mapping[str, Contents] | None = None
-) -> Sets:
+def read_sets(config: PipelineConfig, data: Path, contents: Mapping[str, Contents] | None = None) -> Sets:
     """Return the prompts of all regression sets, each text once.
 
     Args:
         config: Configuration of the run.
-        encoder: Result of `load_encoder`.
+        data: Folder of the data artifact.
         contents: Expected contents of the sources, from `regression_contents`; None: those that they have.
 
     Raises:
         DataError: A row cannot be used, a set has none, or a file has changed.
     """
+    if not config.evaluate.regression:
+        return {}
     contents = contents or regression_contents(config)
+    encoder = load_encoder(config, data)
+    limits = config.limits._replace(prompt=longest_prompt_of(data))
     sets: Sets = {}
     for index, each in enumerate(config.evaluate.regression):
         field = f"evaluate.regression[{index}]"
         prompts: dict[str, PromptExample] = {}
         for item in _records(config, field, each, contents[field]):
-            example = _encoded(config, field, item, encoder)
+            example = _encoded(field, item, encoder, limits)
             prompts.setdefault(example.prompt_id, example)
         sets[each.name] = list(prompts.values())
         _require_scorable(sets[each.name], each.reward, f"{field}.reward")
     return sets
+
+
+def with_room(config: PipelineConfig, sets: Mapping[str, Sequence[PromptExample]]) -> PipelineConfig:
+    """Return the configuration with a limit of prompts that those of `sets` fit, for engines."""
+    lengths = [len(prompt.input_ids) for prompts in sets.values() for prompt in prompts]
+    limits = config.limits
+    return config.with_limits(limits._replace(prompt=max([limits.prompt, *lengths])))
 
 
 def check_rows(config: PipelineConfig, index: int) -> int:
@@ -79,9 +90,8 @@ def _records(
         raise DataError(f"{field}: {source.path} has 0 rows; give a source with rows")
 
 
-def _encoded(config: PipelineConfig, field: str, item: SourceRecord, encoder: Encoder) -> PromptExample:
+def _encoded(field: str, item: SourceRecord, encoder: Encoder, limits: Limits) -> PromptExample:
     try:
-        limits = config.limits
         example = within(encode_record(item, "prompts", encoder, limits), limits).example
     except (RecordDropped, EncodeError) as error:
         raise DataError(

@@ -17,6 +17,7 @@ from statistics import fmean
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.dataset import load_prompts
+from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, classified
 from rlhf_core.evaluation import generate, scoring
@@ -242,6 +243,7 @@ def _run_match(
     sets = {_HELD_OUT: prompts}
     if config.evaluate.regression:
         sets |= load_sets(config, context.inputs["evaluate"])
+        config = with_room(config, sets)
     interval = Intervals(config, *sets.values())
     by_set = _responses_of_both(config, context, sets, champion, device)
     pairs = list(zip(by_set["candidate"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))

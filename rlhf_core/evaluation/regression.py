@@ -20,7 +20,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.data.dataset import load_prompts, write
-from rlhf_core.data.prompt_sets import Sets, load_encoder, read_sets
+from rlhf_core.data.prompt_sets import Sets, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
 from rlhf_core.evaluation.policy_results import own_name
 from rlhf_core.evaluation.scoring import score_rules
@@ -46,9 +46,8 @@ def prepare_sets(config: PipelineConfig, context: StageContext) -> Sets:
     digests = {name: source.digest for name, source in contents.items()}
     require_unchanged(digests, context.sources, config)
     data = context.inputs["data"]
-    encoder = load_encoder(config, data)
     trained = TrainedPrompts.of([data])
-    sets = read_sets(config, encoder, contents)
+    sets = read_sets(config, data, contents)
     for index, (name, prompts) in enumerate(sets.items()):
         known = sum(prompt in trained for prompt in prompts)
         if known:

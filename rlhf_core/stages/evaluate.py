@@ -19,6 +19,7 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.register import POLICIES, PolicyStage
 from rlhf_core.data.dataset import load_prompts
+from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
@@ -86,6 +87,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     sources = [prompt.source or "unnamed" for prompt in prompts] * count
     pairs = load_chosen(config, context.inputs["data"], judge)
     regression_sets = prepare_sets(config, context)
+    config = with_room(config, regression_sets)
     sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
     interval = Intervals(config, prompts, pairs, *regression_sets.values())
     stage = scoring.MODEL_STAGES.get(judge)

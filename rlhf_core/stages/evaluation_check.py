@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.prompt_sets import load_encoder, read_sets
+from rlhf_core.data.prompt_sets import read_sets
 from rlhf_core.errors import RewardError
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import StageContext
@@ -29,8 +29,8 @@ def check_evaluation(config: PipelineConfig, context: StageContext) -> None:
     """
     executor = config.run.executor_of("data")
     # Other hosts can have other files, keys and networks.
-    if config.evaluate.regression and config.run.executor_of("evaluate") == executor:
-        read_sets(config, load_encoder(config, context.output))
+    if config.run.executor_of("evaluate") == executor:
+        read_sets(config, context.output)
     judge = config.evaluate.language_model
     judging_here = [stage for stage in config.judging_stages if config.run.executor_of(stage) == executor]
     if judge is None or not judging_here:

@@ -33,6 +33,9 @@ def jsonl(*rows: Any) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+DEMO = "sft: [{path: synthetic}], prompts: [{path: synthetic}]"
+
+
 def config_of(name: str, **fields: Any) -> str:
     """All three sets from one source."""
     source = [{"path": name, **fields.pop("source", {})}]
@@ -102,7 +105,7 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
 @pytest.mark.parametrize("title", FILES)
 def test_a_file_that_cannot_be_used_is_refused_before_the_start(command: Command, title: str) -> None:
     name, content, words = FILES[title]
-    bad = Bad(title, f"data: {{preference: [{{path: ./{name}}}]}}", words, files={name: content})
+    bad = Bad(title, f"data: {{{DEMO}, preference: [{{path: ./{name}}}]}}", words, files={name: content})
     assert command.complaint(bad).startswith("data.preference.0.path: ")
 
 
@@ -137,7 +140,7 @@ def test_a_path_that_leads_nowhere_is_refused_before_the_start(command: Command,
     (command.folder / "loop.jsonl").symlink_to("loop.jsonl")
     for pipe in ("pipe", "pipe.jsonl"):
         os.mkfifo(command.folder / pipe)
-    bad = Bad(path, f'data: {{preference: [{{path: "{path}"}}]}}', PATHS[path])
+    bad = Bad(path, f'data: {{{DEMO}, preference: [{{path: "{path}"}}]}}', PATHS[path])
     assert command.complaint(bad).startswith("data.preference.0.path: ")
 
 
@@ -307,7 +310,7 @@ SETS = (
         files={"r.jsonl": b"[\n" + b",\n".join(jsonl(row).strip() for row in GOOD) + b"\n]\n"}),
     Bad("one row", config_of("./r.jsonl"), ("1 of 1 rows left", "data.min_rows"),
         files={"r.jsonl": pairs(1)}),
-    Bad("one prompt", config_of("./r.jsonl", deduplicate=False), ("only 1 distinct prompt", "at least 2"),
+    Bad("one prompt", config_of("./r.jsonl", deduplicate=False), ("only 1 group of prompts", "at least 2"),
         files={"r.jsonl": pairs(9, prompt="a")}),
     Bad("one row many times", config_of("./r.jsonl"), ("1 of 60 rows left", "59 duplicate"),
         files={"r.jsonl": jsonl(*[GOOD[0]] * 60)}),

@@ -20,6 +20,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_independent_judge
 from rlhf_core.preflight import check
+from tests.support.demo_data import GENERATED
 
 PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "configs").glob("*.yaml"))
 TARGET = {"target": 6.0}
@@ -181,7 +182,7 @@ def test_the_reward_model_in_ppo_has_the_settings_of_the_critic() -> None:
 
 def warnings_of(ppo: dict[str, Any]) -> list[str]:
     # The demo holds out few prompts.
-    data = {"prompts": [{"path": "x.jsonl"}], "max_response_tokens": 64}
+    data = {**GENERATED, "prompts": [{"path": "x.jsonl"}], "max_response_tokens": 64}
     return list(
         unusual_settings(config_from_tree({"run": {"device": "cpu"}, "data": data, "ppo": ppo}, "test"))
     )
@@ -210,7 +211,10 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
             ("at most 120 prompts", "so 64 or more of those", "192 held-out prompts are enough"),
         ),
         (
-            {"ppo": {"stop_patience": 3}, "data": {"prompts": [{"path": "x.jsonl"}], "max_eval": 200}},
+            {
+                "ppo": {"stop_patience": 3},
+                "data": {**GENERATED, "prompts": [{"path": "x.jsonl"}], "max_eval": 200},
+            },
             ("at most 200 prompts", "so 56 or more of those"),
         ),
         (
@@ -254,7 +258,11 @@ def test_a_judge_that_refuses_every_policy_is_warned_of(
     tree: dict[str, Any], words: tuple[str, ...] | None
 ) -> None:
     register = {"independent_judge": True, **tree.pop("register", {})}
-    base = {"run": {"device": "cpu"}, "register": register, "data": {"prompts": [{"path": "x.jsonl"}]}}
+    base = {
+        "run": {"device": "cpu"},
+        "register": register,
+        "data": {**GENERATED, "prompts": [{"path": "x.jsonl"}]},
+    }
     found = list(check_independent_judge(config_from_tree({**base, **tree}, "test")))
     if words is None:
         assert found == []

@@ -272,7 +272,8 @@ def test_key_depends_on_content_and_not_on_path() -> None:
 
 def test_renamed_fields_count_whatever_their_names() -> None:
     renamed = [
-        _keys({"data": {"sft": [{"path": "x.jsonl", "rename": names}]}}) for names in ({"path": "prompt"}, {})
+        _keys(with_demo_data({"data": {"sft": [{"path": "x.jsonl", "rename": names}]}}))
+        for names in ({"path": "prompt"}, {})
     ]
     assert renamed[0]["data"] != renamed[1]["data"]
 

@@ -42,9 +42,17 @@ def test_limits_are_what_the_data_need_within_the_context(
 
 def test_only_a_run_on_generated_data_alone_has_the_limits_of_the_demo() -> None:
     assert PipelineConfig().limits == DEMO_LIMITS
-    own = config_from_tree({"data": {"sft": [{"path": "mine.jsonl"}], "max_text_tokens": 7}})
+    sets = {name: [{"path": "mine.jsonl"}] for name in ("sft", "preference", "prompts")}
+    own = config_from_tree({"data": {**sets, "max_text_tokens": 7}})
     assert own.given_limits == GivenLimits(None, None, 7, None)
     assert own.with_limits(Limits(1, 2, 3, 4)).limits == Limits(1, 2, 3, 4)
+
+
+def test_a_model_from_scratch_with_own_data_gets_no_generated_ones() -> None:
+    with pytest.raises(ConfigError, match=r"data\.prompts, data\.preference: missing"):
+        config_from_tree({"data": {"sft": [{"path": "a.jsonl"}]}})
+    with pytest.raises(ConfigError, match="path"):
+        config_from_tree({}, "test", ["data.sft.0.limit=5", "model={path: m}"])
 
 
 def test_with_a_base_model_missing_data_are_an_error_and_never_generated() -> None:

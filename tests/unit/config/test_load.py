@@ -144,6 +144,7 @@ def test_overrides_set_fields_lists_maps_and_items(tmp_path: Path) -> None:
             "sft.optimizer.betas=[0.5, 0.6]",
             "ppo.rewards.0.weight=2",
             "ppo.rewards.1={type: keywords, words: [sun, moon]}",
+            "data.prompts.0.path=synthetic",
             "data.sft.0.path=a=b.jsonl",
             "data.sft.0.rename={question: prompt}",
             "store.url=s3://bucket/prefix",

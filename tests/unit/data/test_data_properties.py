@@ -32,6 +32,7 @@ from rlhf_core.data.formats import Message, Record, RowError, normalise
 from rlhf_core.data.sources import read_rows, source_contents
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.errors import DataError, ModelError
+from tests.support.demo_data import GENERATED
 
 QUIET = settings(
     max_examples=60,
@@ -154,7 +155,7 @@ def test_every_row_of_a_set_is_kept_or_in_the_quarantine_with_line_and_reason(
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     source = {"path": str(tmp_path / "rows.jsonl")}
     config = PipelineConfig.model_validate(
-        {"data": {"preference": [source], "max_bad_rows": 1.0}}, strict=False
+        {"data": {**GENERATED, "preference": [source], "max_bad_rows": 1.0}}, strict=False
     )
     quarantine, counts = Quarantine(tmp_path / "quarantine.jsonl"), SetCounts()
     kept = read_records(config, "preference", quarantine, counts, source_contents(config))

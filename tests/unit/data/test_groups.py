@@ -2,8 +2,8 @@
 
 - the group of a row is its field `group`, or else its first user message; system messages and later turns do
   not matter
-- groups with the same prompt or the same opening are one, and so are all those of a first user message that a
-  row without a group has; neither the order of rows nor that of sets matters
+- groups with the same prompt are one, and so are all those of a first user message that a row without a group
+  has; neither the order of rows nor that of sets matters
 - what is held out stays held out when rows are added
 - prompts that look the same are the same prompt
 - artifacts of earlier versions have no groups
@@ -119,6 +119,13 @@ def test_rows_that_name_a_group_are_together() -> None:
     found = joined(*named, record("Question 9", "x", rename={"group": "origin"}))
     assert len(set(found[:4])) == 1 and len(set(found)) == 4
     assert found[-1] == "Question 9", "the field has another name"
+    nested = to_record(
+        Row("rows.jsonl", 1, {"prompt": "Question 9", "meta": {"group": "x"}}),
+        Source(path="rows.jsonl"),
+        "prompts",
+        "rows",
+    )
+    assert isinstance(nested, SourceRecord) and nested.group == "Question 9"
 
 
 @pytest.mark.parametrize("value", [True, [1], {"a": 1}, " "])
@@ -136,14 +143,16 @@ def test_a_row_without_a_group_is_of_all_groups_with_its_first_message() -> None
     assert set(joined(*named, alone)) == {min(item.group for item in named)}
 
 
-def test_groups_with_the_same_opening_are_one_and_others_stay_apart() -> None:
-    """A constant message of the user after a document is no relation, if the rows say so."""
+def test_rows_that_name_groups_are_apart_whatever_their_first_message() -> None:
+    """A constant message of the user, after a document or before examples, is no relation, if rows say so."""
     first, second = (record(turn("Sum it up.", system=f"Document {i}"), i) for i in range(2))
     assert len(set(joined(first, second))) == 2
     later = record(turn("Sum it up.", "Done.", "Shorter!", system="Document 0"), "later")
-    assert len(set(joined(first, second, later))) == 2
+    assert len(set(joined(first, second, later))) == 3
     plain = [record(turn("Sum it up.", *more), name) for name, more in (("a", ()), ("b", ("Done.", "More!")))]
-    assert len(set(joined(*plain))) == 1
+    assert len(set(joined(*plain))) == 2
+    same = [record(turn("Sum it up.", "Done.", "More!"), name) for name in "ab"]
+    assert len(set(joined(*same))) == 1
     without = [record(turn("Sum it up.", system=f"Document {i}")) for i in range(2)]
     assert set(joined(*without)) == {"Sum it up."}
 
@@ -273,6 +282,6 @@ def test_the_effective_number_of_prompts_is_that_of_the_mean_of_groups() -> None
     train = alone | {"prompts": 100}
     card = {"groups": {"prompts": {"train": train, "eval": held}}}
     [message] = group_warnings(card, 0.1)
-    assert "of the 8 held-out prompts: 3, the largest with 6." in message
+    assert "the 8 held-out prompts are 3 groups (" in message and "the largest with 6 prompts." in message
     assert "an effective number of 2 prompts" in message
     assert list(group_warnings({"groups": {"prompts": {"train": train, "eval": alone}}}, 0.1)) == []

@@ -44,7 +44,7 @@ from rlhf_core.errors import DataError, InputError
 from rlhf_core.stages.data import run
 from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.types import SFTExample
-from tests.support.demo_data import with_demo_data
+from tests.support.demo_data import GENERATED, with_demo_data
 from tests.unit.data.data_samples import write_jsonl
 
 SMALL = {"sft_examples": 60, "pairs": 60, "prompts": 40}
@@ -55,7 +55,7 @@ def configure(**sections: Any) -> PipelineConfig:
 
 
 def demo(run: dict[str, Any] | None = None, **data: Any) -> PipelineConfig:
-    return configure(data={"synthetic": SMALL, **data}, run=run or {})
+    return configure(data={"synthetic": SMALL, **GENERATED, **data}, run=run or {})
 
 
 def files(
@@ -146,7 +146,7 @@ def test_every_set_keeps_prompts_on_both_sides_or_gives_the_reason(
     try:
         held = held_out(seed, keys, fraction)
     except DataError as error:
-        assert "distinct prompt" in error.message
+        assert "group" in error.message
         assert min(len(set(some)) for some in keys.values()) < 4
         return
     for some in keys.values():
@@ -282,7 +282,17 @@ def test_nothing_left_after_filtering_names_the_limit_to_raise(tmp_path: Path) -
         DataError, match=r"data\.sft: 0 of 12 rows left after filtering \(12 prompt longer than"
     ) as caught:
         prepared(files(tmp_path, pairs(12), max_prompt_tokens=2), tmp_path / "out")
-    assert caught.value.message.endswith("raise data.max_prompt_tokens (5 keeps 99 % of the rows, 5 all)")
+    assert caught.value.message.endswith(
+        "data.max_prompt_tokens: raise it: 5 keeps 99 % of the rows, 5 all; the model's context is 256"
+    )
+
+
+def test_a_given_limit_that_takes_the_context_is_the_one_to_lower(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        config = files(tmp_path, pairs(12))
+        ppo = config.ppo.model_copy(update={"max_new_tokens": 252})
+        prepared(config.model_copy(update={"ppo": ppo}), tmp_path / "out")
+    assert "leaves no more beside ppo.max_new_tokens=252; lower ppo.max_new_tokens:" in caught.value.message
 
 
 @pytest.mark.parametrize(("rows", "is_warned"), [(50, True), (200, False)])
@@ -316,7 +326,7 @@ def test_without_limits_every_row_within_the_context_is_kept(tmp_path: Path) -> 
     response = limits["data.max_response_tokens"]
     assert response["from"] == "the data"
     assert response["tokens"] == response["longest"] > 64
-    assert [row["longer"] for row in limits.values()] == [0, 0, 0]
+    assert [row["longer"] for row in limits.values()] == [0, 0]
     assert card["limits"]["new"] == response["tokens"], "ppo.max_new_tokens follows"
     assert limits_of(tmp_path / "out")._asdict() == {
         name: card["limits"][name] for name in ("prompt", "response", "text", "new")
@@ -353,7 +363,7 @@ def test_unusable_sets_are_refused(tmp_path: Path, rows: list[dict[str, Any]], m
 
 
 def test_a_single_prompt_cannot_be_split() -> None:
-    with pytest.raises(DataError, match=r"data\.sft: only 1 distinct prompt left"):
+    with pytest.raises(DataError, match=r"data\.sft: only 1 group of prompts left"):
         held_out(0, {"sft": ["a", "a", "a"]}, 0.1)
 
 

@@ -46,7 +46,7 @@ from rlhf_core.data.sources import (
 )
 from rlhf_core.errors import DataError, ModelError
 from tests.conftest import S3Server
-from tests.support.demo_data import with_demo_data
+from tests.support.demo_data import GENERATED, with_demo_data
 
 ROWS = [{"prompt": 'ä, "b"', "completion": "c\nd"}, {"prompt": "e", "completion": "f"}]
 
@@ -513,7 +513,9 @@ def test_a_file_replaced_between_its_digest_and_its_rows_is_an_error(
     (tmp_path / "d").mkdir()
     first = write(tmp_path / "d" / "a.jsonl", as_jsonl(MANY[:10]))
     write(tmp_path / "d" / "b.jsonl", as_jsonl(MANY[10:20]))
-    config = PipelineConfig.model_validate({"data": {"sft": [{"path": str(tmp_path / "d")}]}}, strict=False)
+    config = PipelineConfig.model_validate(
+        {"data": {**GENERATED, "sft": [{"path": str(tmp_path / "d")}]}}, strict=False
+    )
     source, contents = config.data.sft[0], source_contents(config)["data.sft[0]"]
     assert contents.digest == source_digests(config)["data.sft[0]"]
     assert len(list(read_rows(source, contents=contents))) == 20
@@ -530,7 +532,7 @@ def test_a_source_that_no_longer_matches_the_key_is_named(tmp_path: Path) -> Non
     template = write(tmp_path / "t.jinja", "{{ messages }}")
     file = write(tmp_path / "a.jsonl", as_jsonl(MANY[:3]))
     config = PipelineConfig.model_validate(
-        {"data": {"sft": [{"path": str(file)}], "chat_template": str(template)}}, strict=False
+        {"data": {**GENERATED, "sft": [{"path": str(file)}], "chat_template": str(template)}}, strict=False
     )
     key = source_digests(config)
     require_unchanged(source_digests(config), key, config)

@@ -23,6 +23,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_key
 from rlhf_core.data.dataset import write
+from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.policy_results import regression_of
@@ -54,6 +55,7 @@ def rows_file(folder: Path, rows: list[Any]) -> Path:
 def context(tmp_path: Path) -> StageContext:
     train_tokenizer([row["prompt"] for row in ROWS], 300).save_pretrained(tmp_path / "data" / "tokenizer")
     write(tmp_path / "data", "prompts", "train", [PromptExample("other", "Another prompt", (1,))])
+    (tmp_path / "data" / "data_card.json").write_text(json.dumps({"limits": {"longest_prompt": 64}}))
     write(tmp_path / "data", "pairs", "train", [])
     write(tmp_path / "data", "sft", "train", [])
     return stage_context(tmp_path, inputs={"data": tmp_path / "data", "evaluate": tmp_path / "output"})
@@ -170,6 +172,17 @@ def test_every_row_must_be_usable(
     config = config_of(rows_file(tmp_path, [*ROWS, row]))
     with pytest.raises(DataError, match=message):
         prepare_sets(config, context)
+
+
+def test_a_prompt_may_be_longer_than_those_of_the_data_if_the_context_has_room(
+    context: StageContext, tmp_path: Path
+) -> None:
+    config = config_of(rows_file(tmp_path, ROWS))
+    config = config.with_limits(config.limits._replace(prompt=3))
+    sets = prepare_sets(config, context)
+    longest = max(len(prompt.input_ids) for prompt in sets["sums"])
+    assert longest > 3 and with_room(config, sets).limits == config.limits._replace(prompt=longest)
+    assert with_room(config, {}).limits == config.limits
 
 
 def test_a_file_that_changes_during_the_run_is_detected(context: StageContext, tmp_path: Path) -> None:
