@@ -15,6 +15,7 @@ from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import Row
 from rlhf_core.data.sources import read_rows, source_digests
 from rlhf_core.errors import DataError
+from tests.support.demo_data import GENERATED
 
 
 def texts(url: str, endpoint: str) -> list[str]:
@@ -34,7 +35,7 @@ def test_objects_and_prefixes_are_read_like_files_and_folders(s3_server) -> None
     assert texts(folder, s3_server.endpoint) == ["1", "2"]
 
     def digest() -> str:
-        config = {"store": {"endpoint": s3_server.endpoint}, "data": {"sft": [{"path": folder}]}}
+        config = {"store": {"endpoint": s3_server.endpoint}, "data": {**GENERATED, "sft": [{"path": folder}]}}
         return source_digests(PipelineConfig.model_validate(config, strict=False))["data.sft[0]"]
 
     before = digest()

@@ -12,6 +12,7 @@ from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.champions import WEIGHTS, Move, move_champion
 from rlhf_core.tracking.mlflow_client import Mlflow
+from tests.support.demo_data import GENERATED
 from tests.support.tiny_llama import save_tiny_llama
 
 EVALUATION = {
@@ -45,7 +46,9 @@ def register_policy(
         base: `model.path` of its run.
         positions: Context length in tokens.
     """
-    config = PipelineConfig.model_validate_json('{"data": {"sft": [{"path": "/rows/a|b.jsonl"}]}}')
+    config = PipelineConfig.model_validate_json(
+        json.dumps({"data": {**GENERATED, "sft": [{"path": "/rows/a|b.jsonl"}]}})
+    )
     made = config.model_dump(mode="json", by_alias=True)
     made["model"]["path"] = base
     artifacts = ArtifactStore(Store(store), work / "cache")

@@ -451,7 +451,7 @@ def test_the_digest_of_a_source_does_not_depend_on_the_spelling_of_its_path(
     monkeypatch.chdir(tmp_path)
 
     def digest(path: str) -> str:
-        config = PipelineConfig.model_validate({"data": {"sft": [{"path": path}]}}, strict=False)
+        config = PipelineConfig.model_validate({"data": {**GENERATED, "sft": [{"path": path}]}}, strict=False)
         return source_contents(config)["data.sft[0]"].digest
 
     for path, known in (("my data", "4dab8714d21f"), ("my data/old/a.jsonl", "e25cc1c12b68")):

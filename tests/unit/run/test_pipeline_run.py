@@ -46,7 +46,7 @@ from rlhf_core.tracking.champions import REVOKED, WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
-from tests.support.demo_data import with_demo_data
+from tests.support.demo_data import GENERATED, with_demo_data
 from tests.support.toy_stage import toy_environment
 
 
@@ -336,7 +336,7 @@ def test_flow_reuses_the_check_of_its_command(tmp_path: Path) -> None:
 def test_spec_contains_digests_of_external_inputs_and_the_last_stage(tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"text": "a"}\n')
-    run = pipeline(tmp_path, until="reward", data={"sft": [{"path": str(rows)}]})
+    run = pipeline(tmp_path, until="reward", data={**GENERATED, "sft": [{"path": str(rows)}]})
     run.spec("data", {}).write(tmp_path / "spec.json")
     spec = StageSpec.read(tmp_path / "spec.json")
     assert spec.sources == source_digests(run.config)

@@ -17,6 +17,7 @@ import yaml
 from rlhf_core.errors import InputError
 from rlhf_core.run.checks import load_and_check
 from rlhf_core.run.plan import as_json, make_plan
+from tests.support.demo_data import GENERATED
 from tests.support.model_folder import model_folder
 
 PAIR = {"prompt": "What is this? " * 4, "chosen": "It is this. " * 10, "rejected": "No."}
@@ -57,7 +58,9 @@ def written(tmp_path: Path, tree: dict[str, Any]) -> str:
     return str(path)
 
 
-MISSING_FILES = {"data": {"sft": [{"path": "./none.jsonl"}], "prompts": [{"path": "./no.jsonl"}]}}
+MISSING_FILES = {
+    "data": {**GENERATED, "sft": [{"path": "./none.jsonl"}], "prompts": [{"path": "./no.jsonl"}]}
+}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.tracking.champions import rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.types import ArtifactRef
-from tests.support.demo_data import config_with_demo_data
+from tests.support.demo_data import GENERATED, config_with_demo_data
 from tests.support.registered_policy import register_policy
 
 MODEL = "referenced-policy"
@@ -78,7 +78,7 @@ def with_judge(home: Path, text: str, **more: Any) -> PipelineConfig:
 
 
 def with_source(home: Path, text: str) -> PipelineConfig:
-    return config_of(home, data={"sft": [{"path": "synthetic"}, {"path": text}]})
+    return config_of(home, data={**GENERATED, "sft": [{"path": "synthetic"}, {"path": text}]})
 
 
 # -- models --
@@ -240,7 +240,7 @@ def test_a_file_in_a_bucket_is_an_s3_address(s3_server: Any, home: Path) -> None
     config = config_of(
         home,
         store={"url": url, "endpoint": s3_server.endpoint},
-        data={"sft": [{"path": f"artifact://sample/{KEY}/best.jsonl"}]},
+        data={**GENERATED, "sft": [{"path": f"artifact://sample/{KEY}/best.jsonl"}]},
         model={"path": f"artifact://sample/{KEY}/inner"},
         run={"home": str(home), "device": "cpu", "executor": "slurm"},
     )

@@ -34,6 +34,7 @@ from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.types import ArtifactRef
 from tests.conftest import S3Server
+from tests.support.demo_data import GENERATED
 from tests.support.opened_files import opened_files
 
 DIGEST = "a" * 64
@@ -60,7 +61,7 @@ def configured(database: Path, rows: Path, tmp_path: Path) -> Callable[[str], Pi
             "run": {"home": str(tmp_path / home), "name": tmp_path.name[-40:].strip("_-.").lower()},
             "store": {"url": str(tmp_path / "store")},
             "tracking": {"uri": f"sqlite:///{database}"},
-            "data": {"sft": [{"path": str(rows.parent)}]},
+            "data": {**GENERATED, "sft": [{"path": str(rows.parent)}]},
         }
         return PipelineConfig.model_validate_json(json.dumps(tree))
 

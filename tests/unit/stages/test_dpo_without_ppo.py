@@ -144,7 +144,7 @@ def test_an_evaluation_without_a_judge_is_an_error(sections: dict[str, Any], tmp
     prompts.write_text("".join(f'{{"prompt": "Question {number}"}}\n' for number in range(1000)))
     without: dict[str, Any] = {
         "run": {"device": "cpu", "home": str(tmp_path / "home")},
-        "data": {"prompts": [{"path": str(prompts)}]},
+        "data": {**GENERATED, "prompts": [{"path": str(prompts)}]},
         "reward": {"enabled": False},
     }
     with pytest.raises(ConfigError, match="auto finds no judge"):

@@ -481,7 +481,10 @@ def test_data_sets_are_inputs_of_the_run(tracking: Tracking, database: Path, tmp
     sources = [
         {"path": path} for path in (f"{tmp_path}/a.jsonl", "s3://bucket/b.parquet", "owner/name", "synthetic")
     ]
-    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "data": {"sft": tuple(sources)}})
+    data = {name: ({"path": "synthetic"},) for name in ("preference", "prompts")}
+    config = PipelineConfig.model_validate(
+        {"run": {"home": str(tmp_path)}, "data": {**data, "sft": tuple(sources)}}
+    )
     digests = {f"data.sft[{i}]": str(i) * 64 for i in (0, 1)} | {
         "data.sft[2]": "hub:owner/name@c",
         "data.sft[3]": "synthetic@1",
