@@ -29,6 +29,10 @@ _OFFLOAD_STAGES = {"optimizer": (1, 2, 3), "all": (3,)}
 """ZeRO stages that support each kind of offload."""
 
 
+LEAST_PROMPTS = 50
+"""Groups of held-out prompts for which the evaluation leaves out those that choose the policy. It is the
+default of `register.min_prompts`, and not its value, which is not part of the evaluation's key.
+"""
 _TESTS_OF_A_YEAR = 65
 """With weekly matches, a test has this part of `register.alpha` (`rlhf_core.evaluation.evidence`)."""
 
@@ -387,14 +391,24 @@ def too_few_held_out(config: PipelineConfig, count: int, where: str) -> Iterator
 
 
 def _shared_prompts(config: PipelineConfig, most: int) -> Iterator[str]:
-    """Warn of prompts that choose the policy and judge it as well, if at most `most` are held out."""
-    ppo, prompts = config.ppo, config.evaluate.prompts
+    """Warn of prompts that choose the policy and judge it as well, or of too few others for a champion, if at
+    most `most` are held out.
+    """
+    ppo, prompts, least = config.ppo, config.evaluate.prompts, config.register_.min_prompts
     shared = min(prompts, most) + min(ppo.evaluate_prompts, most) - most
-    if config.evaluations_choose and shared > 0:
+    others = most - ppo.evaluate_prompts
+    if config.evaluations_choose and others < min(LEAST_PROMPTS, prompts):
         yield (
             f"ppo.evaluate_prompts: at most {most} prompts are held out (data.max_eval, data.eval_fraction),"
             f" so {shared} or more of those that choose the policy also judge it, and results of evaluation"
             f" and match are slightly too high; {prompts + ppo.evaluate_prompts} held-out prompts are enough"
+        )
+    elif config.evaluations_choose and others < least <= min(prompts, most):
+        yield (
+            f"ppo.evaluate_prompts: {ppo.evaluate_prompts} of at most {most} held-out prompts choose the"
+            f" policy, so {others} judge it, fewer than register.min_prompts ({least}): no candidate can"
+            f" become champion; hold out {least + ppo.evaluate_prompts} (data.max_eval, data.eval_fraction),"
+            " or lower register.min_prompts"
         )
 
 

@@ -25,8 +25,9 @@ class EvaluateConfig(Section):
 
     prompts: PositiveInt = result(
         128,
-        "Held-out prompts, or all if there are fewer. The default on GPUs is 384: those of `data.max_eval`"
-        " that are not `ppo.evaluate_prompts`",
+        "Held-out prompts, or all if there are fewer. Those that choose PPO's policy are left out if at least"
+        " 50 others remain. The default on GPUs is 384: those of `data.max_eval` that are not"
+        " `ppo.evaluate_prompts`",
     )
     answers_per_prompt: PositiveInt = result(
         1,

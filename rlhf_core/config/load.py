@@ -228,8 +228,7 @@ def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
             wanted = prompts * samples // MINIBATCH
             divisors = [count for count in divisors_near(prompts * samples, wanted) if count <= wanted]
             ppo.setdefault("minibatches", max(divisors, default=1))
-    # k1 has no gradient in the loss.
-    if ppo.get("algorithm", "ppo") not in WITHOUT_GROUPS and _at(ppo, "kl", "estimator") != "k1":
+    if ppo.get("algorithm", "ppo") not in WITHOUT_GROUPS and _at(ppo, "kl", "estimator") is None:
         _fill(ppo, ("kl",), "place", "loss")
     if ppo.get("enabled", True) is True and _evaluations_choose(tree, ppo):
         ppo.setdefault("publish", "best")

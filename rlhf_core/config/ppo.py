@@ -200,14 +200,15 @@ class PPOConfig(PackedSection):
         " rollout/logprob_gap_alarm is set; null: half of the limit of the canary",
     )
     critic_warmup_steps: NonNegativeInt | None = result(
-        None, "First steps train the critic only; null: 0, see `critic_warmup_max_steps`"
+        None, "The first steps train the critic only. null: 0, see `critic_warmup_max_steps`"
     )
     critic_warmup_max_steps: PositiveInt | None = result(
         None,
         "After `critic_warmup_steps` the critic's warm-up continues until the explained variance of its"
-        " values is above 0, for at most this many steps in total; null: `critic_warmup_steps`. If that is"
-        " null too: a tenth of the steps if the critic starts from the reward model, whose scores of"
-        " unfinished responses mean little, and else 0, because its values start at 0",
+        " values is above 0, for at most this many steps in total. null, with `critic_warmup_steps`: that"
+        " number. null for both, and the critic starts from the reward model: a tenth of the steps, because"
+        " its scores of unfinished responses mean little. null for both, and it does not: 0, because its"
+        " values start at 0",
         later=True,
     )
     published_loss_limit: PositiveFloat = execution(

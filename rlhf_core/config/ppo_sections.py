@@ -34,9 +34,9 @@ class KLConfig(Section):
     )
     place: Literal["reward", "loss"] = result(
         "reward",
-        "Where the KL is applied: subtracted from each token's reward, or added to the policy loss, which is"
-        " the default of algorithms that compare the samples of a prompt: their advantages have no baseline"
-        " for the KL of a token",
+        "Where the KL is applied: subtracted from each token's reward, or added to the policy loss. The"
+        " loss is the default of algorithms that compare the samples of a prompt, if no `estimator` is set:"
+        " their advantages have no baseline for the KL of a token",
     )
     estimator: Literal["k1", "abs", "k2", "k3"] | None = result(
         None,

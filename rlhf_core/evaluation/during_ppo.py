@@ -15,9 +15,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlhf_core.algo.groups import effective_count
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.scoring import has_gold, score_gold
-from rlhf_core.evaluation.statistics import distinct_n, effective_count, group_of, preference
+from rlhf_core.evaluation.statistics import distinct_n, group_of, preference
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.divergence import CORRELATION, CORRELATION_ERROR, KL, correlation
 from rlhf_core.ppo.experience import shaped_scores
@@ -91,7 +92,7 @@ class HeldOutEvaluation:
             if name in columns:
                 metrics[f"eval/{name}_error"] = _standard_error(columns[name], self._groups)
         if "reward_model" in columns and "judge" in columns:
-            agreement = correlation(columns["reward_model"], columns["judge"])
+            agreement = correlation(columns["reward_model"], columns["judge"], self._groups)
             metrics[CORRELATION], metrics[CORRELATION_ERROR] = agreement
         wins = [
             math.nan if math.isnan(a + b) else preference(a, b)
@@ -109,7 +110,7 @@ class HeldOutEvaluation:
             name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)
         }
         objectives = [score - price * kl for score, kl in zip(scores, columns["kl"], strict=True)]
-        return HeldOutResult(metrics, objectives, columns)
+        return HeldOutResult(metrics, objectives, columns, self._groups)
 
     def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str], dict[str, float]]:
         """Return the columns of all measures, the texts of the responses, and what the rewards cost."""

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.evaluation.statistics import Interval, effective_count
+from rlhf_core.algo.groups import effective_count
+from rlhf_core.evaluation.statistics import Interval
 
 _ITERATIONS = 50
 _LIMIT = 30.0

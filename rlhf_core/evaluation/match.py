@@ -151,7 +151,7 @@ def _untrained_prompts(
     held_out = load_prompts(data, "eval")
     untrained = trained.untrained(held_out)
     # Equal prompts have equal ids, seeds and answers, so each id is asked once.
-    unique = {prompt.prompt_id: prompt for prompt in prompts_of_evaluation(config, untrained)}
+    unique = {prompt.prompt_id: prompt for prompt in prompts_of_evaluation(config, held_out, untrained)}
     if not unique:
         raise MatchSkipped("no held-out prompt is left that neither policy was trained on")
     groups = {group_of(prompt) for prompt in unique.values()}

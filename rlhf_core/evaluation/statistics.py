@@ -14,10 +14,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import NormalDist, fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from rlhf_core.algo.groups import by_group, effective_count, widening
 from rlhf_core.data.words import word_units
 from rlhf_core.errors import DataError, NonFiniteError
 from rlhf_core.types import PairExample, PromptExample, RewardInput
@@ -27,8 +28,6 @@ TIE = 1e-6
 
 _CHUNK = 2_000_000
 """Resampled values held in memory at once."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,6 @@ class Interval:
 def group_of(example: PromptExample | PairExample) -> str:
     """Return the group of a prompt or pair. Without one, all values of the same prompt are a group."""
     return example.group or example.prompt_id
-
-
-def by_group(values: Sequence[T], groups: Sequence[str] | None) -> list[list[T]]:
-    """Return the values (n,) of each group, in the order of their first values. None: each is its own."""
-    if groups is None:
-        return [[value] for value in values]
-    found: dict[str, list[T]] = {}
-    for value, group in zip(values, groups, strict=True):
-        found.setdefault(group, []).append(value)
-    return list(found.values())
 
 
 def units(groups: int, prompts: int, name: str = "prompts") -> str:
@@ -112,8 +101,9 @@ def bootstrap_mean(
         chunks.append(sums[indices].sum(axis=1) / sizes[indices].sum(axis=1))
     low, high = np.quantile(np.concatenate(chunks), [(1 - confidence) / 2, (1 + confidence) / 2])
     if sums.size < x.size:
-        widening = _widening(x.size, sums.size, confidence)
-        low, high = mean - (mean - low) * widening, mean + (high - mean) * widening
+        wider = widening(x.size, sums.size, confidence)
+        low = max(mean - (mean - low) * wider, x.min())
+        high = min(mean + (high - mean) * wider, x.max())
     return Interval(mean, float(low), float(high))
 
 
@@ -136,36 +126,6 @@ def win_rate(
     """
     share = fmean(preferences)
     return wilson(share, effective_count(preferences, groups, confidence), confidence)
-
-
-def effective_count(values: Sequence[float], groups: Sequence[str] | None, confidence: float = 0.95) -> float:
-    """Return the number of independent values whose mean is as exact as that of these: n divided by the
-    design effect (Kish 1965) and by the squared `_widening`. Equal values, or a single group, count once for
-    each group.
-
-    The design effect, at least 1, is the variance of the mean of the groups' sums over that of single values.
-    """
-    grouped = by_group(values, groups)
-    if len(grouped) == len(values):
-        return float(len(values))
-    mean = fmean(values)
-    single = sum((value - mean) ** 2 for value in values)
-    if len(grouped) == 1 or single == 0:
-        return float(len(grouped))
-    summed = sum((sum(group) - len(group) * mean) ** 2 for group in grouped)
-    widening = _widening(len(values), len(grouped), confidence)
-    return len(values) / max(1.0, summed / single) / widening**2
-
-
-def _widening(count: int, groups: int, confidence: float) -> float:
-    """Return the factor by which an interval over few groups is wider than one over as many values: the
-    variance has groups - 1 degrees of freedom in place of count - 1.
-    """
-    from scipy.special import stdtrit
-
-    quantile = (1 + confidence) / 2
-    unbiased = math.sqrt(groups * (count - 1) / ((groups - 1) * count))
-    return unbiased * float(stdtrit(groups - 1, quantile) / stdtrit(count - 1, quantile))
 
 
 def wilson(share: float, count: float, confidence: float) -> Interval:

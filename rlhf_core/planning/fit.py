@@ -113,7 +113,6 @@ def small_model_rates(config: PipelineConfig) -> Iterator[str]:
         yield (
             f"model.path: the model has {shape.parameters / 1e6:.1f} million parameters, but {names}: values"
             " for billions of parameters, with which a small model learns little; raise them"
-            " (deployments/configs/tinystories.yaml has 50 to 300 times as much for 0.4 million)"
         )
 
 

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_core.algo.groups import effective_count
+
 Evaluations = Mapping[int, Mapping[str, float]]
 """Metrics `eval/...` by policy version, in order."""
 
@@ -49,17 +51,28 @@ class Divergence:
     """KL of the version, in nats per response."""
 
 
-def correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return the Pearson correlation and its standard error (1 - r^2) / sqrt(n - 1). Points with a NaN are
+def correlation(
+    x: Sequence[float], y: Sequence[float], groups: Sequence[str] | None = None
+) -> tuple[float, float]:
+    """Return the Pearson correlation r and its standard error (1 - r^2) / sqrt(n - 1). Points with a NaN are
     left out. NaN with fewer than three points, or if all values of one side are equal.
+
+    With groups of points, the error is that of the effective number of influences u v - r (u^2 + v^2) / 2,
+    where u and v are the standardized values: r is their mean to first order.
     """
     points = np.asarray([x, y], dtype=np.float64)
-    points = points[:, np.isfinite(points).all(axis=0)]
+    known = np.isfinite(points).all(axis=0)
+    points = points[:, known]
     count = points.shape[1]
     if count < 3 or (np.ptp(points, axis=1) == 0).any():
         return math.nan, math.nan
     value = float(np.corrcoef(points)[0, 1])
-    return value, (1 - value**2) / math.sqrt(count - 1)
+    error = (1 - value**2) / math.sqrt(count - 1)
+    if groups is None:
+        return value, error
+    u, v = (points - points.mean(axis=1, keepdims=True)) / points.std(axis=1, keepdims=True)
+    influences = (u * v - value * (u**2 + v**2) / 2).tolist()
+    return value, error * math.sqrt(count / effective_count(influences, np.asarray(groups)[known].tolist()))
 
 
 def divergence(evaluations: Evaluations, ratio: float) -> Divergence | None:

@@ -104,8 +104,8 @@ class Guards:
         return failures
 
     def _check_first_responses(self, metrics: Mapping[str, float], step: int) -> None:
-        """Warn if the SFT model's responses never end. Without EOS in the first step, the condition of
-        `eos_loss`, which compares with it, never holds.
+        """Warn if the SFT model's responses never end. The condition of `eos_loss` does not show it: the
+        share of responses with EOS must fall, which it cannot do from 0.
         """
         problem = never_ends(metrics.get("rollout/eos_rate", 1.0), "the SFT model")
         if problem is not None and self._guards.eos_loss != "off":

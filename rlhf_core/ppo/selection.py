@@ -5,7 +5,7 @@
     objective    mean score of the judge if there is one, otherwise of the training reward with its penalties,
                  minus `ppo.kl.coef` x KL
     best         a candidate replaces the best one so far if its objective is higher by more than the standard
-                 error of the difference, over the same prompts
+                 error of the difference, over the same prompts. Related prompts count once (groups)
 
 The standard error counts because the highest of many noisy means is too late: under over-optimisation the
 objective hardly changes for many steps, and of equal policies the earlier one has the lower KL.
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.algo.groups import effective_count
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.divergence import KL, divergence
 from rlhf_core.system.files import write_jsonl
@@ -45,17 +46,22 @@ class HeldOutResult:
     """The objective of each prompt, whose mean is `eval/objective`."""
     columns: Mapping[str, Column] = field(default_factory=dict)
     """The measures of each prompt by name, whose means are `eval/<name>`."""
+    groups: Sequence[str] | None = None
+    """(prompts,) group of each prompt; None: each is its own."""
 
 
-def paired_change(before: Column, after: Column) -> tuple[float, float]:
+def paired_change(before: Column, after: Column, groups: Sequence[str] | None = None) -> tuple[float, float]:
     """Return the mean difference `after - before` over the prompts that have both values, and its standard
-    error; NaN with fewer than two such prompts.
+    error over their groups (None: each prompt is its own); NaN with fewer than two such prompts.
     """
     difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
-    difference = difference[np.isfinite(difference)]
+    known = np.isfinite(difference)
+    difference = difference[known]
     if len(difference) < 2:
         return math.nan, math.nan
-    return float(difference.mean()), float(difference.std(ddof=1) / math.sqrt(len(difference)))
+    of_known = None if groups is None else np.asarray(groups)[known].tolist()
+    count = effective_count(difference.tolist(), of_known)
+    return float(difference.mean()), float(difference.std(ddof=1) / math.sqrt(count))
 
 
 class Selection:
@@ -114,7 +120,7 @@ class Selection:
             name: [value if math.isfinite(value) else None for value in values]
             for name, values in found.columns.items()
         }
-        self._compare_with_highest(version, found.columns)
+        self._compare_with_highest(version, found)
         self._has_diverged |= divergence(self.evaluations, self._ppo.publish_min_agreement) is not None
         if version == 0:
             return False
@@ -126,12 +132,13 @@ class Selection:
             self._without_gain += 1
         return better
 
-    def _compare_with_highest(self, version: int, columns: Mapping[str, Column]) -> None:
+    def _compare_with_highest(self, version: int, found: HeldOutResult) -> None:
         """Add the standard error of the change of each independent measure since the version where it was
         highest.
         """
+        columns = found.columns
         for name, values in ((f"eval/{name}", columns[name]) for name in INDEPENDENT if name in columns):
-            change, error = paired_change(self._highest.get(name, values), values)
+            change, error = paired_change(self._highest.get(name, values), values, found.groups)
             if math.isfinite(error):
                 self.evaluations[version][f"{name}_change_error"] = error
             if name not in self._highest or change > 0:
@@ -146,7 +153,7 @@ class Selection:
             return True
         if self._has_diverged:
             return False
-        gain, error = paired_change(self._best_objectives, found.objectives)
+        gain, error = paired_change(self._best_objectives, found.objectives, found.groups)
         return gain > error
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -42,20 +43,21 @@ def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]
         if name != "accuracy" and not _OF_MEMBER.fullmatch(name):
             continue
         low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
-        if metrics[name] < limit:
-            reason = f"is below reward.min_accuracy={limit}; "
-        elif not low > 0.5:  # also NaN, without held-out pairs
-            reason = (
-                "is not significantly above chance (0.5); hold out more pairs (data.eval_fraction,"
-                " data.max_eval), set reward.min_accuracy=0 to continue without this check, "
-            )
-        else:
-            continue
         which = f" of {name.split('/')[0].replace('_', ' ')}" if "/" in name else ""
-        raise GateFailed(
-            f"{stage}: held-out accuracy{which} {metrics[name]:.3f} [{low:.3f}, {high:.3f}] {reason}train"
-            " longer, raise the learning rate, or check the pairs in the data card"
-        )
+        found = f"{stage}: held-out accuracy{which} {metrics[name]:.3f} [{low:.3f}, {high:.3f}]"
+        off = "set reward.min_accuracy=0 to continue without this check"
+        train = "train longer, raise the learning rate, or check the pairs in the data card"
+        if math.isnan(low):
+            raise GateFailed(
+                f"{stage}: no pair is held out to measure accuracy{which}; raise data.eval_fraction, or {off}"
+            )
+        if metrics[name] < limit:
+            raise GateFailed(f"{found} is below reward.min_accuracy={limit}; {train}")
+        if low <= 0.5:
+            raise GateFailed(
+                f"{found} is not significantly above chance (0.5); hold out more pairs (data.eval_fraction,"
+                f" data.max_eval). If that does not help, {train}. Or {off}"
+            )
 
 
 def _check_published(ppo: PPOConfig, metrics: Mapping[str, float]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.algo.groups import by_group
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
@@ -24,7 +25,6 @@ from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
 from rlhf_core.evaluation.policy_results import evaluation_of, metrics_of
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
-from rlhf_core.evaluation.statistics import by_group
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.stages.earlier_match import SAMPLES, keep_match, load_match, match_name
 from rlhf_core.storage.artifacts import open_artifacts

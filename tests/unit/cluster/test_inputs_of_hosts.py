@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> N
         home = tmp_path / host / "home"
         path = home / "cache" / name / "model"
         tree = with_demo_data({"model": {"path": str(path)}, "run": {"home": str(home)}})
-        return PipelineConfig.model_validate(tree, strict=False)
+        return PipelineConfig.model_validate_json(json.dumps(tree))
 
     driver = ArtifactStore(theirs, Home.of(tmp_path / "one" / "home").cache)
     folder = driver.address(ref, "model", local=True)
@@ -198,8 +199,8 @@ def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> N
     )
     assert BaseModel.of(config, "sft", {}) is None and BaseModel.of(config, "ppo", {"model": "d"}) is None
     (tmp_path / "work" / "scratch").mkdir(parents=True)
-    json = config_of("two").model_dump_json(by_alias=True)
-    agent = NodeAgent(json, tmp_path / "work", tmp_path / "stacks", "one", theirs)
+    theirs_as_json = config_of("two").model_dump_json(by_alias=True)
+    agent = NodeAgent(theirs_as_json, tmp_path / "work", tmp_path / "stacks", "one", theirs)
     with pytest.raises(ModelError, match="model path not found"):
         agent.fetch_base_model(BaseModel("sft", digest))
     agent.fetch_base_model(model)
@@ -226,9 +227,8 @@ class BaseOfJob:
         self.artifacts = ArtifactStore(self.store, Home.of(folder / "home").cache)
 
     def config_with(self, path: str) -> PipelineConfig:
-        return PipelineConfig.model_validate(
-            with_demo_data({"model": {"path": path}, "run": {"home": f"{self.folder}/home"}})
-        )
+        tree = with_demo_data({"model": {"path": path}, "run": {"home": f"{self.folder}/home"}})
+        return PipelineConfig.model_validate_json(json.dumps(tree))
 
     def fetch(self, *whole: str) -> Path:
         config = with_own_copies(self.config, self.copies, self.artifacts, whole)

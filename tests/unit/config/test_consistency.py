@@ -207,15 +207,19 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
             ("ppo.publish is best", "add reward.judge={}"),
         ),
         (
-            {"ppo": {"stop_patience": 3, "evaluate_prompts": 64}},
-            ("at most 120 prompts", "so 64 or more of those", "192 held-out prompts are enough"),
+            {"ppo": {"stop_patience": 3, "evaluate_prompts": 71}},
+            ("at most 120 prompts", "so 71 or more of those", "199 held-out prompts are enough"),
         ),
         (
             {
                 "ppo": {"stop_patience": 3},
-                "data": {**GENERATED, "prompts": [{"path": "x.jsonl"}], "max_eval": 200},
+                "data": {**GENERATED, "prompts": [{"path": "x.jsonl"}], "max_eval": 177},
             },
-            ("at most 200 prompts", "so 56 or more of those"),
+            ("at most 177 prompts", "so 79 or more of those"),
+        ),
+        (
+            {"ppo": {"stop_patience": 3, "evaluate_prompts": 64}, "register": {"min_prompts": 57}},
+            ("64 of at most 120 held-out prompts", "so 56 judge it", "hold out 121"),
         ),
         (
             {"data": {"synthetic": {"prompts": 490}}},

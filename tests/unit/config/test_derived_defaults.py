@@ -103,8 +103,8 @@ def test_group_algorithms_have_the_kl_in_the_loss() -> None:
     assert ppo().kl.place == ppo(algorithm="reinforce_pp").kl.place == "reward"
     assert (ppo(**GROUPS).kl.place, ppo(**GROUPS).kl.used_estimator) == ("loss", "k2")
     assert ppo(**GROUPS, kl={"place": "reward"}).kl.place == "reward"
-    # k1 has no gradient in the loss.
-    assert ppo(**GROUPS, kl={"estimator": "k1"}).kl.place == "reward"
+    for estimator in ("k1", "abs", "k2", "k3"):
+        assert ppo(**GROUPS, kl={"estimator": estimator}).kl.place == "reward"
 
 
 @pytest.mark.parametrize(

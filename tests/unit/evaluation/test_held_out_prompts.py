@@ -1,6 +1,7 @@
 """Held-out prompts: the first ones judge the policy, the last ones choose it.
 
 - with enough prompts both have none in common; otherwise their number is known
+- those that choose the policy are left out if enough others remain, also in a match
 - both parts have the sources in the same proportions, also if one source comes after the other in the data
 """
 
@@ -15,8 +16,12 @@ from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, prompts
 from rlhf_core.types import PromptExample
 
 
-def config_of(evaluation: int, ppo: int) -> PipelineConfig:
-    tree = {"evaluate": {"prompts": evaluation}, "ppo": {"evaluate_prompts": ppo}, "run": {"device": "cpu"}}
+def config_of(evaluation: int, ppo: int, publish: str = "last") -> PipelineConfig:
+    tree = {
+        "evaluate": {"prompts": evaluation},
+        "ppo": {"evaluate_prompts": ppo, "publish": publish},
+        "run": {"device": "cpu"},
+    }
     return config_from_tree(tree, "test")
 
 
@@ -35,6 +40,19 @@ def test_prompts_that_choose_the_policy_do_not_judge_it_if_there_are_enough() ->
         first, last = prompts_of_evaluation(config, prompts), prompts_of_ppo(config, prompts)
         assert (first, last) == (prompts[:6], prompts[-4:])
         assert shared_prompts(config, prompts) == shared == sum(prompt in last for prompt in first)
+
+
+def test_prompts_that_choose_the_policy_are_left_out_if_50_others_remain() -> None:
+    config = config_of(384, 128, "best")
+    for count, left in ((600, 384), (256, 128), (178, 50), (177, 177), (100, 100)):
+        prompts = held_out(count)
+        assert prompts_of_evaluation(config, prompts) == prompts[:left]
+        assert prompts_of_evaluation(config_of(384, 128), prompts) == prompts[:384]
+    prompts = held_out(256)
+    assert prompts_of_evaluation(config, prompts, prompts[50:]) == prompts[50:128], "a match"
+    related = [replace(prompt, group="related") for prompt in prompts[126:130]]
+    assert prompts_of_evaluation(config, prompts[:126] + related + prompts[130:]) == prompts[:126]
+    assert prompts_of_evaluation(config_of(12, 128, "best"), prompts[:140]) == prompts[:12]
 
 
 def test_prompts_of_a_group_that_chose_the_policy_are_counted_as_shared() -> None:

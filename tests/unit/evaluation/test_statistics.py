@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_core.algo.groups import effective_count
 from rlhf_core.errors import DataError, NonFiniteError
 from rlhf_core.evaluation.statistics import (
     Answer,
@@ -23,7 +24,6 @@ from rlhf_core.evaluation.statistics import (
     compare,
     difference_of_shares,
     distinct_n,
-    effective_count,
     wilson,
     win_rate,
 )
@@ -167,6 +167,12 @@ def test_one_group_says_nothing_about_others() -> None:
     assert mean_of(wins, groups=["a"] * 4) == Interval(0.75, 0.0, 1.0)
     assert win_rate(wins, confidence=0.95, groups=["a"] * 4) == wilson(0.75, 1, 0.95)
     assert win_rate([1.0] * 4, confidence=0.95, groups=list("aabb")) == wilson(1.0, 2, 0.95)
+
+
+def test_an_interval_over_few_groups_stays_in_the_range_of_the_values() -> None:
+    values, groups = [1.0] * 40 + [0.0] * 40 + [1.0] * 20 + [0.0] * 20, [str(i // 40) for i in range(120)]
+    found = mean_of(values, groups=groups)
+    assert (found.low, found.high) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(("groups", "size", "correlation", "rate"), [(32, 16, 0.3, 0.5), (16, 8, 0.3, 0.8)])

@@ -34,6 +34,16 @@ def test_the_correlation_has_the_value_worked_out_by_hand() -> None:
     assert error == pytest.approx((1 - 9 / 12) / math.sqrt(2))
 
 
+def test_related_points_count_once_in_the_error_of_a_correlation() -> None:
+    x, y = np.random.default_rng(5).normal(size=(2, 100)).tolist()
+    value, error = correlation(x, y)
+    assert correlation(x, y, [str(index) for index in range(100)]) == (value, error)
+    groups = [str(index // 8) for index in range(800)]
+    of_copies, error_of_copies = correlation(np.repeat(x, 8).tolist(), np.repeat(y, 8).tolist(), groups)
+    # Up to the correction of the intervals for few groups.
+    assert (of_copies, error_of_copies) == pytest.approx((value, error), rel=0.02)
+
+
 @pytest.mark.parametrize(("x", "y"), [([1.0, 2.0], [1.0, 2.0]), ([1.0] * 4, [1.0, 2.0, 3.0, 4.0]), ([], [])])
 def test_a_correlation_that_is_not_defined_is_nan(x: list[float], y: list[float]) -> None:
     assert all(math.isnan(value) for value in correlation(x, y))

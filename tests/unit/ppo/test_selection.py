@@ -126,6 +126,18 @@ def test_a_difference_is_over_the_prompts_that_both_versions_have() -> None:
     # Differences 1, 2 and 3: mean 2, standard deviation 1.
     assert paired_change([0.0, 0.0, 0.0, nan, 9.0], [1.0, 2.0, 3.0, 9.0, nan]) == (2.0, 1 / math.sqrt(3))
     assert all(math.isnan(value) for value in paired_change([0.0, nan], [1.0, 1.0]))
+    apart = paired_change([0.0, 0.0, 0.0, nan, 9.0], [1.0, 2.0, 3.0, 9.0, nan], list("abcde"))
+    assert apart == (2.0, 1 / math.sqrt(3))
+
+
+def test_a_gain_on_related_prompts_counts_once() -> None:
+    # Differences 4 and -1, eight times each: the error is 2.5 for two prompts, and 0.65 for 16 of them.
+    before, after = evaluation(0.0, noise=[0.0] * 16), evaluation(0.0, noise=[4.0] * 8 + [-1.0] * 8)
+    for groups, best in ((None, 4), (["a"] * 8 + ["b"] * 8, 2)):
+        chosen = selection(publish="best")
+        chosen.add(2, before)
+        chosen.add(4, replace(after, groups=groups))
+        assert chosen.best == best
 
 
 def test_a_version_whose_kl_is_not_known_is_not_the_best() -> None:
