@@ -149,9 +149,9 @@ class AnswerReward(RewardSource):
     )
     extract: Literal["auto", "final_number", "boxed"] = result(
         "auto",
-        "What the answer of a response is: `final_number`: the number on its last line of `####` and a"
-        " number, else after `answer is`, else the last one; `boxed`: its last \\boxed{}; `auto`: boxed if"
-        " there is one, else the number, formula, letter or text",
+        "What the answer of a response is: `final_number`: the number after the last `####`, if nothing else"
+        " is on that line, else after `answer is`, else the last one; `boxed`: its last \\boxed{}; `auto`:"
+        " boxed if there is one, else the number, formula, letter or text",
     )
 
 

@@ -21,7 +21,6 @@ from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.dataset import require_answers
 from rlhf_core.data.examples import estimated_lengths, to_record
 from rlhf_core.data.files import BEGINNING_ROWS, BadRow, Row, check_beginning, first_rows, list_files
-from rlhf_core.data.formats import field_value
 from rlhf_core.data.lengths import Lengths
 from rlhf_core.data.prompt_sets import check_rows
 from rlhf_core.data.sources import read_rows
@@ -35,9 +34,9 @@ from rlhf_core.types import PromptExample
 _FILES_OF_A_FOLDER = 3
 """Number of files of a folder whose beginnings are read."""
 _ALL_ROWS_BYTES = 16 * 2**20
-"""Maximum size of a regression set of which all rows are read, which takes up to about 5 s."""
-
-
+"""Maximum size of a regression set of which all rows are read. 400,000 short rows take about 20 s."""
+_ALL_ANSWERS_BYTES = 4 * 2**20
+"""Maximum size of prompts of which all answers are read: 100,000 short rows take about 5 s."""
 _ASSUMED = Limits(prompt=1024, response=1024, text=2048, new=1024)
 """Lengths of sources of which no row can be read before the run, for checks and plans."""
 _RIGHT_OR_WRONG = ("answer", "format")
@@ -121,7 +120,7 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
         is_whole = False
     else:
         files = list_files(address, source.split)
-        is_whole = sum(file.stat().st_size for file in files) <= _ALL_ROWS_BYTES
+        is_whole = sum(file.stat().st_size for file in files) <= _ALL_ANSWERS_BYTES
         if is_whole:
             samples = [[row for row in read_rows(source, config.store, None) if isinstance(row, Row)]]
         else:
@@ -135,9 +134,7 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
 def _answer_findings(
     field: str, source: Source, rewards: Sequence[AnswerReward], rows: Sequence[Row], most: float
 ) -> Iterator[Finding]:
-    """Yield an error for each wanted field that none of the rows has, as far as they are prompts, and what
-    there is to say about the answers of the others.
-    """
+    """Yield what there is to say about the answers of the rows, as far as they are prompts."""
     kept = [row for row in rows if not source.only_split or row.data.get("split") == source.split]
     records = [to_record(row, source, "prompts", "") for row in kept]
     prompts = [
@@ -146,17 +143,8 @@ def _answer_findings(
         if not isinstance(item, BadRow)
     ]
     for reward in {each.field: each for each in rewards}.values():
-        with_answer = [each for each in prompts if field_value(each.meta, reward.field) is not None]
-        if prompts and not with_answer:
-            own = ", ".join(sorted(prompts[0].meta)) or "none"
-            yield DataError(
-                f"{field}.path: the reward of type answer needs the field {reward.field!r} in every row, but"
-                f" the first rows of {kept[0].file} have none (fields of the first: {own}); add it, or set"
-                " `field` of the reward to the one that holds the answer"
-            )
-            continue
         try:
-            yield from require_answers(with_answer, [reward], f"{field}.path", most)
+            yield from require_answers(prompts, [reward], f"{field}.path", most)
         except DataError as error:
             yield error
 

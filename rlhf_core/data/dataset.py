@@ -107,10 +107,10 @@ def require_answers(
         prompts: Prompts with the fields of their rows.
         rewards: Rewards; those of another type are ignored.
         where: Field of the rewards.
-        most: Largest share of prompts, 0 to 1, whose answer no response can reach.
+        most: Largest share of prompts, 0 to 1, whose answer is missing or cannot be reached.
 
     Raises:
-        DataError: A prompt has no answer, or more than `most` of the answers cannot be reached.
+        DataError: No prompt has an answer, or more than `most` of them have none that can be reached.
     """
     warnings: list[str] = []
     for source in rewards:
@@ -125,7 +125,7 @@ def _answer_warnings(
     field, count = source.field, len(prompts)
     values = [field_value(prompt.meta, field) for prompt in prompts]
     without = [prompt for prompt, value in zip(prompts, values, strict=True) if value is None]
-    if without:
+    if without and (len(without) == count or len(without) > most * count):
         raise DataError(
             f"{where}: type answer needs the field {field!r} in every prompt row; {len(without)} of"
             f" {count} have none (the first: {without[0].prompt[:60]!r}, whose fields are"

@@ -14,7 +14,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -99,9 +99,13 @@ def is_data_file(path: str) -> bool:
     Hidden files, files in hidden folders such as `.ipynb_checkpoints`, and descriptions of a data set of the
     hub are not.
     """
-    names = path.split("/")
-    is_hidden = any(name.startswith(".") for name in names)
-    return suffix_of(path) is not None and not is_hidden and names[-1] not in _DESCRIPTIONS
+    return (
+        suffix_of(path) is not None and not _is_hidden(path) and PurePosixPath(path).name not in _DESCRIPTIONS
+    )
+
+
+def _is_hidden(path: str) -> bool:
+    return any(name.startswith(".") for name in path.split("/"))
 
 
 def files_of_split(names: Sequence[str], split: str) -> list[str]:
@@ -115,7 +119,10 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
     if others == [None]:
         return list(names)
     found = [name for name in names if splits[name] == _SPLITS.get(split, split)]
-    listed = ", ".join(f"{each} ({splits[each] or 'no split'})" for each in _first_of_each(splits))
+    first: dict[str | None, str] = {}
+    for name in names:
+        first.setdefault(splits[name], name)
+    listed = ", ".join(f"{name} ({each or 'no split'})" for each, name in first.items())
     if None in others:
         raise DataError(
             f"only some of the files are named by splits: {listed}; rename or move the others, or give each"
@@ -132,14 +139,6 @@ def files_of_split(names: Sequence[str], split: str) -> list[str]:
             f"its folders {', '.join(folders)} are data sets of their own; give one of them as `path`"
         )
     return found
-
-
-def _first_of_each(splits: Mapping[str, str | None]) -> list[str]:
-    """Return the first file of each split."""
-    first: dict[str | None, str] = {}
-    for name, split in splits.items():
-        first.setdefault(split, name)
-    return list(first.values())
 
 
 def _split_of(path: str) -> str | None:
@@ -184,11 +183,11 @@ def list_files(address: Address, split: str | None = None, most: int = MAX_FILES
     if len(entries) > most:
         raise DataError(f"{path} holds over {most} files; give the folder of the data alone")
     files = []
-    arrow = next((file for file in entries if file.suffix == ".arrow"), None)
-    if arrow is not None:
-        raise DataError(f"{arrow}: {_ARROW}")
     for file in entries:
-        if file.is_dir() or not is_data_file(file.relative_to(path).as_posix()):
+        name = file.relative_to(path).as_posix()
+        if file.suffix == ".arrow" and not _is_hidden(name):
+            raise DataError(f"{file}: {_ARROW}")
+        if file.is_dir() or not is_data_file(name):
             continue
         problem = unfit(file)
         if problem is not None:  # such as a link of DVC or git-annex to a file that was not downloaded

@@ -25,7 +25,7 @@ import json
 import re
 import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_core.config.data import Format
@@ -183,6 +183,8 @@ def normalise(
     read_inside = {theirs.split(".")[0] for theirs in rename or {}}
     for name, rule in _REFUSED.items():
         if name not in read_inside and not _is_empty(row.get(name)):
+            if name in ("instruction", "input") and kind != "messages" and row.get("prompt") is None:
+                rule = f"may be the prompt, which is missing: use `rename: {{{name}: prompt}}`"
             raise RowError(f"{name!r} {rule}, or name it in `ignore`")
     if kind == "messages":
         messages = _with_system(row, _messages(row, "messages", "a list of messages", weights=demonstration))
@@ -195,7 +197,7 @@ def normalise(
             raise RowError("the last of 'messages' must be the assistant's")
         return Record("prompt", prompt=messages, meta=meta)
     if kind == "preference":
-        return _preference(row, meta)
+        return replace(_preference(row, meta), marked_bad=bad)
     prompt = _prompt(row)
     if kind == "prompt":
         return Record("prompt", prompt=_with_system(row, prompt), meta=meta)
@@ -288,8 +290,18 @@ def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, 
     if not rename:
         return row
     kept = {name: value for name, value in row.items() if name not in rename}
-    new = {ours: field_value(row, theirs) for theirs, ours in rename.items()}
-    return {**kept, **{name: value for name, value in new.items() if value is not None}}
+    new = dict(kept)
+    for theirs, ours in rename.items():
+        value = field_value(row, theirs)
+        if value is None:
+            continue
+        if theirs.split(".")[0] != ours and not _is_empty(kept.get(ours)):
+            raise RowError(
+                f"the row has {ours!r} already, so {theirs!r} cannot be renamed to it; take it out of"
+                f" `rename`, or rename {ours!r} as well"
+            )
+        new[ours] = value
+    return new
 
 
 def _detect(row: Mapping[str, Any], *, demonstration: bool) -> Format:
@@ -395,7 +407,7 @@ def _messages(
     if weights:
         return messages
     if not messages[-1].trained and messages[-1].role == "assistant" and name != "messages":
-        raise RowError(f"the answer of {name!r} must not be trained (`weight` is 0, or `train` false)")
+        raise RowError(f"the answer of {name!r} is marked as not trained (`weight` is 0, or `train` false)")
     return tuple(Message(message.role, message.content) for message in messages)
 
 

@@ -75,7 +75,31 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
             model.dropout,
         )
         model.dropout = None
+    _add_bos(tokenizer, path, revision)
     return with_safe_specials(tokenizer, path)
+
+
+def _add_bos(tokenizer: Any, path: str, revision: str | None) -> None:
+    """Let the tokenizer put BOS before texts if `add_bos_token` of its tokenizer_config.json says so and its
+    tokenizer.json does not. Version 5 of transformers does not follow this setting.
+    """
+    from tokenizers import processors
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        path, "tokenizer_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    settings = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    bos, number = tokenizer.bos_token, tokenizer.bos_token_id
+    if settings.get("add_bos_token") is not True or number is None:
+        return
+    if tokenizer("a")["input_ids"][:1] == [number]:
+        return
+    steps = [processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, number)])]
+    backend = tokenizer.backend_tokenizer
+    if backend.post_processor is not None:
+        steps.insert(0, backend.post_processor)
+    backend.post_processor = processors.Sequence(steps)
 
 
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")

@@ -481,15 +481,15 @@ def test_prompts_without_the_answer_that_a_reward_needs_are_refused(tmp_path: Pa
         return config(data=data, ppo={"rewards": [{"type": "model"}, {"type": "answer"}]})
 
     message = refused(with_source(), DataError)
-    assert "data.prompts.0.path: the reward of type answer needs the field 'answer'" in message
-    assert f"{file} have none (fields of the first: result); add it, or set `field`" in message
+    assert "data.prompts.0.path: type answer needs the field 'answer' in every prompt row" in message
+    assert "have none" in message and "whose fields are result); add it, or set `field`" in message
     assert check(with_source(rename={"result": "answer"})) == []
     assert check(with_source(split="test", only_split=True)) == []  # the stage `data` reads more rows
 
 
 def test_the_demo_has_no_answers() -> None:
     answers = {"rewards": [{"type": "answer"}]}
-    assert "the field 'answer' in every row" in refused(config(ppo=answers), DataError)
+    assert "the field 'answer' in every prompt row" in refused(config(ppo=answers), DataError)
 
 
 def test_a_user_without_a_home_is_told_to_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,6 +540,25 @@ def test_the_share_of_answers_that_nothing_can_reach_is_named_before_a_run(tmp_p
     assert "6 of 100 prompts (6.0%)" in message and "data.max_bad_rows=0.05" in message
     assert "such as `reward_model.ground_truth`" in message
     assert len(check(with_answers(100, max_bad_rows=1.0))) == 1
+
+
+def test_missing_answers_count_as_answers_that_nothing_can_reach(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+
+    def without_answers(missing: int, unreachable: int) -> PipelineConfig:
+        answers = [None] * missing + [["2", "3"]] * unreachable + ["2"] * (100 - missing - unreachable)
+        rows = [{"prompt": f"What is {i} + 1?", "answer": each} for i, each in enumerate(answers)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return config(
+            data={"prompts": [{"path": str(file)}]}, ppo={"rewards": [{"type": "model"}, {"type": "answer"}]}
+        )
+
+    (warning,) = check(without_answers(2, 3))
+    assert "no response can get the reward for 5 of 100" in warning
+    assert "6 of 100 prompts (6.0%)" in refused(without_answers(3, 3), DataError)
+    assert "needs the field 'answer' in every prompt row; 6 of 100 have none" in refused(
+        without_answers(6, 0), DataError
+    )
 
 
 def test_a_dotted_field_and_lists_of_one_are_read_and_said(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_weight_and_train_say_which_answers_a_demonstration_trains(
         ),
         (
             {"prompt": "q", "completion": [{"role": A, "content": "a", "train": False}]},
-            "the answer of 'completion' must not be trained",
+            "the answer of 'completion' is marked as not trained",
         ),
     ],
 )
@@ -351,3 +351,26 @@ def test_numbers_that_are_not_finite_and_bytes_in_other_fields_do_not_cost_the_r
 def test_a_dotted_name_is_the_field_itself_or_a_path_into_nested_objects(name: str, value: Any) -> None:
     row = {"reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": 1, "a": {"b": 2}}
     assert field_value(row, name) == value
+
+
+def test_a_field_is_not_renamed_over_another_one() -> None:
+    row = {"question": "q", "prompt": "old", "completion": "a"}
+    with pytest.raises(RowError, match="the row has 'prompt' already, so 'question' cannot be renamed to it"):
+        normalise(row, rename={"question": "prompt"})
+    both = {"question": "prompt", "prompt": "first"}
+    assert normalise(row, rename=both).prompt_text == "q"
+    assert normalise({**row, "prompt": ""}, rename={"question": "prompt"}).prompt_text == "q"
+    assert normalise({"prompt": {"text": "q"}}, rename={"prompt.text": "prompt"}).prompt_text == "q"
+
+
+def test_a_pair_whose_prompt_is_named_input_is_told_the_rename() -> None:
+    row = {"system": "be brief", "input": "q", "chosen": "a", "rejected": "b"}
+    with pytest.raises(RowError, match=r"use `rename: \{input: prompt\}`"):
+        normalise(row)
+    assert normalise(row, rename={"input": "prompt"}).prompt_text == "be brief\n\nq"
+
+
+def test_a_pair_that_is_not_trained_is_no_demonstration() -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "weight": 0}
+    assert normalise(row, demonstration=True).marked_bad
+    assert not normalise(row).marked_bad

@@ -612,19 +612,20 @@ def test_a_reward_model_with_margins_of_rows_needs_one_in_every_row(tmp_path: Pa
         prepared(files(tmp_path, rows, reward={"margin": "field"}), tmp_path / "one without")
 
 
-def test_an_answer_that_a_reward_looks_for_must_be_in_every_prompt(tmp_path: Path) -> None:
+def test_an_answer_that_a_reward_looks_for_must_be_in_the_prompts(tmp_path: Path) -> None:
     def config(rows: list[dict[str, Any]]) -> PipelineConfig:
         rewards = {"rewards": [{"type": "answer", "field": "answer"}]}
         return files(tmp_path, rows).model_copy(update={"ppo": configure(ppo=rewards).ppo})
 
     rows = pairs(20)
     prepared(config(rows), tmp_path / "all")
-    rows[7]["result"] = rows[7].pop("answer")
+    for row in rows[7:9]:  # one is as many as data.max_bad_rows allows
+        row["result"] = row.pop("answer")
     with pytest.raises(
         DataError,
-        match=r"type answer needs the field 'answer' .* 1 of 20 have none .*question 7.* fields are result",
+        match=r"type answer needs the field 'answer' .* 2 of 20 have none .*question 7.* fields are result",
     ):
-        prepared(config(rows), tmp_path / "one without")
+        prepared(config(rows), tmp_path / "two without")
 
 
 def test_answers_that_no_response_can_reach_are_reported_or_end_the_stage(

@@ -244,6 +244,13 @@ def test_a_folder_of_save_to_disk_is_an_error_with_the_call_that_writes_parquet(
             read(path)
 
 
+def test_a_hidden_arrow_file_is_skipped_like_other_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x.arrow").touch()
+    file = write(tmp_path / "a.jsonl", '{"text": "a"}')
+    assert data_of(file.parent) == [{"text": "a"}]
+
+
 def test_the_index_column_of_pandas_is_left_out(tmp_path: Path) -> None:
     file = write(tmp_path / "a.csv", ",prompt,completion\n0,a,b\n1,c,d\n")
     assert data_of(file) == [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]

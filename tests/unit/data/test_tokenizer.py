@@ -8,6 +8,7 @@ Rules:
 - a tokenizer that is loaded and saved again keeps its digest; another one has another;
 - a tokenizer equals its tokenizer.json, whatever class the folder names;
 - a tokenizer whose file loses blanks, or whose settings change it, is refused;
+- `add_bos_token: true` puts BOS before a text exactly once, also after saving;
 - a saved tokenizer names a class of transformers 4, and is read as its file says;
 - other threads run while a response is decoded;
 - a tokenizer that makes long texts, or many tokens, of short texts is refused.
@@ -28,6 +29,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rlhf_core.config.address import is_hub_model
+from rlhf_core.data.formats import Message
+from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import (
     Decoder,
     load_tokenizer,
@@ -307,3 +310,33 @@ def test_a_saved_tokenizer_is_read_as_its_file_says(
     loaded = AutoTokenizer.from_pretrained(tmp_path / "saved").backend_tokenizer
     for text in TEXTS_OF_SCRIPTS:
         assert loaded.encode(text).ids == digits_apart.encode(text).ids
+
+
+@pytest.mark.parametrize("writes_bos", [True, False])
+@pytest.mark.parametrize("has_step", [True, False])
+def test_bos_is_put_once_if_only_the_settings_say_so(
+    tmp_path: Path, digits_apart: Tokenizer, writes_bos: bool, has_step: bool
+) -> None:
+    from tokenizers import processors
+
+    rules = Tokenizer.from_str(digits_apart.to_str())
+    if not has_step:
+        rules.post_processor = processors.ByteLevel(trim_offsets=False)
+    names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    folder = write_folder(tmp_path / "m", rules, "llama", "LlamaTokenizerFast", **names)
+    file = folder / "tokenizer_config.json"
+    start = "{{ bos_token }}" if writes_bos else ""
+    template = start + "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    settings = {**json.loads(file.read_text()), "add_bos_token": True, "chat_template": template}
+    file.write_text(json.dumps(settings))
+    loaded = load_tokenizer(str(folder))
+    save_tokenizer(loaded, tmp_path / "saved")
+    for tokenizer in (loaded, load_tokenizer(str(tmp_path / "saved"))):
+        for kind in ("plain", "chat"):
+            ids = Encoder(tokenizer, kind).prompt([Message("user", "a cat")])
+            assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+    if not has_step:
+        file.write_text(json.dumps({**settings, "add_bos_token": False}))
+        ids = Encoder(load_tokenizer(str(folder)), "plain").prompt([Message("user", "a cat")])
+        assert loaded.bos_token_id not in ids
