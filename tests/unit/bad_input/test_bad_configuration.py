@@ -195,7 +195,7 @@ def test_invalid_count_of_gpus_is_refused(command: Command, gpus: str) -> None:
 
 BROKEN_CHECKS = {
     "rlhf_core.data.check.parse_address": (
-        "data: {sft: [{path: ./a.jsonl}]}",
+        "data: {sft: [{path: ./a.jsonl}], preference: [{path: synthetic}], prompts: [{path: synthetic}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),
     "rlhf_core.config.base_models.is_hub_model": (

@@ -178,7 +178,10 @@ def test_the_plan_has_no_ppo_and_the_engines_of_the_evaluation() -> None:
     config = config_of(
         run={"device": "cuda"}, model={"path": "a/model"}, data={**GENERATED, **LIMITS},
         sft=sharded, reward=sharded, dpo={"enabled": True, **sharded},
-        ppo={"enabled": False, "engine": engine, "policy_deepspeed": {"ranks": 4, "dtype": "bfloat16"}},
+        ppo={
+            "enabled": False, "max_new_tokens": 64, "engine": engine,
+            "policy_deepspeed": {"ranks": 4, "dtype": "bfloat16"},
+        },
     )  # fmt: skip
     assert "ppo" not in dict(describe_batches(config))
     assert "ppo" not in {size.stage for size in checkpoint_sizes(config, shape, hardware)}
