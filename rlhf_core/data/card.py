@@ -116,12 +116,6 @@ def limits_of(folder: Path) -> Limits:
     return Limits(**{name: found[name] for name in Limits._fields})
 
 
-def longest_prompt_of(folder: Path) -> int:
-    """Return the most tokens of a prompt that is not of the three sets, by the card of a data artifact."""
-    card = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))
-    return int(card["limits"]["longest_prompt"])
-
-
 def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:
     """Return percentiles of token counts over both splits, by part of the example."""
     parts: dict[str, list[int]] = {}

@@ -125,13 +125,7 @@ def prepare(
     failpoint("data.encoded")
     splits = _split(config, encoded, counts)
     _warn_of_few_prompts(config, splits["prompts"])
-    held_out_pairs = len(splits["preference"]["eval"])
-    if config.reward.enabled and held_out_pairs < _FEW_PAIRS:
-        log.warning(
-            "data.preference: %d pairs are held out (data.eval_fraction): the accuracy of the reward model,"
-            " which reward.min_accuracy limits, will be uncertain; give more pairs, or raise the fraction",
-            held_out_pairs,
-        )
+    _warn_of_few_pairs(config, len(splits["preference"]["eval"]))
     for name in SETS:
         for split, items in splits[name].items():
             write(out, FILE_NAMES[name], split, [item.example for item in items])
@@ -347,6 +341,15 @@ def _check_enough(
         f"data.{name}: {usable} of {counts.read} rows left after filtering"
         f" ({'; '.join(reasons) or 'nothing dropped'}), at least {needed} are needed (data.min_rows); {fix}"
     )
+
+
+def _warn_of_few_pairs(config: PipelineConfig, held_out: int) -> None:
+    if config.reward.enabled and held_out < _FEW_PAIRS:
+        log.warning(
+            "data.preference: %d pairs are held out (data.eval_fraction): the accuracy of the reward model,"
+            " which reward.min_accuracy limits, will be uncertain; give more pairs, or raise the fraction",
+            held_out,
+        )
 
 
 def _warn_of_few_prompts(config: PipelineConfig, prompts: Mapping[Split, list[EncodedRecord]]) -> None:

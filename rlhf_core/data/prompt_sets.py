@@ -13,7 +13,6 @@ from rlhf_core.config.limits import Limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.regression import RegressionSet
 from rlhf_core.config.rewards import AnyReward, GoldReward
-from rlhf_core.data.card import longest_prompt_of
 from rlhf_core.data.dataset import require_answers
 from rlhf_core.data.examples import RecordDropped, SourceRecord, encode_record, to_record, within
 from rlhf_core.data.files import BadRow
@@ -22,6 +21,7 @@ from rlhf_core.data.synthetic import parse_prompt
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import DataError
+from rlhf_core.system.files import read_json
 from rlhf_core.types import PromptExample
 
 Sets = dict[str, list[PromptExample]]
@@ -43,7 +43,7 @@ def read_sets(config: PipelineConfig, data: Path, contents: Mapping[str, Content
         return {}
     contents = contents or regression_contents(config)
     encoder = load_encoder(config, data)
-    limits = config.limits._replace(prompt=longest_prompt_of(data))
+    limits = config.limits._replace(prompt=_longest_prompt(data, config))
     sets: Sets = {}
     for index, each in enumerate(config.evaluate.regression):
         field = f"evaluate.regression[{index}]"
@@ -54,6 +54,15 @@ def read_sets(config: PipelineConfig, data: Path, contents: Mapping[str, Content
         sets[each.name] = list(prompts.values())
         _require_scorable(sets[each.name], each.reward, f"{field}.reward")
     return sets
+
+
+def _longest_prompt(data: Path, config: PipelineConfig) -> int:
+    """Return the most tokens of a prompt of a regression set, by the card of a data artifact.
+
+    Without it, as in artifacts of earlier versions, it is the limit of the data.
+    """
+    card = read_json(data / "data_card.json") or {}
+    return int(card.get("limits", {}).get("longest_prompt", config.limits.prompt))
 
 
 def with_room(config: PipelineConfig, sets: Mapping[str, Sequence[PromptExample]]) -> PipelineConfig:

@@ -156,7 +156,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, default=12, help="default 12")
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/learning_with_trl.json"), help="file")
     args = parser.parse_args(arguments)
-    logging.getLogger("rlhf_core").setLevel(logging.WARNING)
     prompts = prompts_of(args.model, args.texts, BUDGET["prompt_tokens"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     runs: dict[str, dict[str, Any]] = {}
@@ -175,4 +174,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("rlhf_core").setLevel(logging.WARNING)
     main()
