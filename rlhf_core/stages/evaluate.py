@@ -144,11 +144,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     metrics |= agreement | ({} if language_model is None else language_model.metrics())
     write_evaluation(config, context, evaluation, samples, measured, metrics)
     attributes = {
-        "prompts": len(prompts),
-        "judge": scoring.judge_name(config, judge),
+        "prompts": len(prompts), "judge": scoring.judge_name(config, judge),
         own_name("judge_trained_on", policy): facts.trained_on,
         **_failed_regression_sets(regression, policies),
-    }
+    }  # fmt: skip
     return StageResult(metrics, attributes)
 
 
