@@ -100,7 +100,7 @@ class _Comparer:
             if reply:
                 decided: bool | None = json.loads(reply)
                 return decided
-            status = self._process.wait()
+            status = self._process.wait(timeout=60)  # it has closed its end of the socket
             self._start()
         if status != -signal.SIGPROF:
             raise InfrastructureError(

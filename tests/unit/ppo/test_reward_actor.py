@@ -35,7 +35,7 @@ import pytest
 from rlhf_core.cluster.rpc import Actor, Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError, InfrastructureError, RewardError, WorkerDied
+from rlhf_core.errors import ConfigError, DataError, InfrastructureError, RewardError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of
 from rlhf_core.ppo.model_scores import ModelScores
@@ -211,10 +211,10 @@ def test_failures_have_the_same_errors_and_warnings(
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_rule_that_cannot_score_a_response_names_its_prompt(nodes: int) -> None:
-    config = configuration([{"type": "answer", "field": "result"}], prompts_per_step=12)
-    with pytest.raises(RewardError) as alone:
+    config = configuration([{"type": "gold"}], prompts_per_step=12)
+    with pytest.raises(DataError) as alone:
         scored(config, nodes=None)
-    with pytest.raises(RewardError) as found:
+    with pytest.raises(DataError) as found:
         scored(config, nodes=nodes)
     assert found.value.message == alone.value.message
 
