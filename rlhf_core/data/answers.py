@@ -196,7 +196,7 @@ def _value(text: str) -> Fraction | None:
     if found is None:
         return None
     plain = found["plain"]
-    if "." in plain and len(plain) in (17, 18, 19):
+    if len(plain) in (17, 18, 19) and len(plain.partition(".")[2]) >= 12:
         plain = f"{float(plain):.15g}"  # 0.1 + 0.2 is 0.30000000000000004 in most programs
     value = Fraction(plain) * Fraction(10) ** int(found["e"] or 0)
     if found["by"]:
