@@ -26,10 +26,10 @@ from prefect.artifacts import (
 )
 
 from flows.isolated import EMBEDDED
+from rlhf_core.executors.spec import StageRecord
+from rlhf_core.ops.drift.compare import DriftReport
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.drift import DriftReport
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.spec import StageRecord
 from rlhf_core.run.summary import run_markdown, stage_markdown
 
 log = logging.getLogger(__name__)

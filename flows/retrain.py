@@ -14,7 +14,7 @@ from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import NonNegativeFloat, NonNegativeInt
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
-from rlhf_core.run.retraining import Retraining, RetrainingDecision
+from rlhf_core.ops.retraining import Retraining, RetrainingDecision
 
 
 @flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])

@@ -16,9 +16,9 @@ from flows.pages import flow_run_tags, publish_run, publish_tags, show_log_lines
 from flows.tasks import check_drift, run_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.errors import InputError
+from rlhf_core.ops.parameters import DEFAULT_CONFIG, overrides_of
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.checks import reuse_or_check, reuse_or_load
-from rlhf_core.run.parameters import DEFAULT_CONFIG, overrides_of
 from rlhf_core.run.pipeline_run import open_run
 
 File = Annotated[str, Field(min_length=1)]

@@ -34,8 +34,8 @@ from rlhf_cli.rounds import add_rounds_command
 from rlhf_cli.tune import add_tune_command
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
+from rlhf_core.logs import set_up_logging
 from rlhf_core.pipeline import STAGES
-from rlhf_core.run.logs import set_up_logging
 from rlhf_core.system.home import Home
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.plan import as_json, make_plan, show
+    from rlhf_core.ops.plan.plan import as_json, make_plan, show
 
     plan = make_plan(
         arguments.config,
@@ -326,7 +326,7 @@ def _raise_broken_pipe() -> NoReturn:
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.serve_reward import serve_reward
+    from rlhf_core.ops.serve_reward.serve_reward import serve_reward
 
     home = _home(arguments).make()
     set_up_logging(home)

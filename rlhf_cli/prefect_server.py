@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from flows.isolated import EMBEDDED
 from rlhf_core.errors import InputError, StageFailed
-from rlhf_core.run.logs import rotate_logs
+from rlhf_core.logs import rotate_logs
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import unfit, write_atomic
 from rlhf_core.system.home import Home

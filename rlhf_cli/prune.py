@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rlhf_core.config import PipelineConfig
-    from rlhf_core.run.prune import Plan
+    from rlhf_core.ops.prune.prune import Plan
 
 _HOME = ".rlhf"
 
@@ -58,7 +58,7 @@ def add_prune_command(commands: Any) -> None:
 def _prune(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from rlhf_core.run.prune import Pruning, parse_age, parse_date
+    from rlhf_core.ops.prune.prune import Pruning, parse_age, parse_date
     from rlhf_core.storage.bundles import readable_size
 
     age = parse_age(arguments.older_than)

@@ -50,7 +50,7 @@ TAG = "auto-recover"
 WORKER_LABEL = "prefect.worker.name"
 """Set by Prefect's worker on each run that it starts."""
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
-"""Set by Prefect for the process that runs a flow. `rlhf_core.run.environment` removes it for the stages."""
+"""Set by Prefect for the process that runs a flow. `executors.environment` removes it for the stages."""
 MAX_CONSECUTIVE_LOSSES = 5
 MAX_LOSSES = 50
 STABLE_SECONDS = 600.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rlhf_cli.arguments import add_command, add_config
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import EXIT_VOTES
-from rlhf_core.run.parameters import EndOfRound
+from rlhf_core.ops.parameters import EndOfRound
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,8 +40,8 @@ def add_rounds_command(commands: Any) -> None:
 
 def _rounds(arguments: argparse.Namespace) -> int:
     from rlhf_cli.with_prefect import with_prefect
-    from rlhf_core.run.logs import set_up_logging
-    from rlhf_core.run.rounds import check_rounds
+    from rlhf_core.logs import set_up_logging
+    from rlhf_core.ops.rounds.rounds import check_rounds
     from rlhf_core.system.home import Home
 
     check_rounds(arguments.rounds)
@@ -66,9 +66,9 @@ def check_first_round(path: str, overrides: Sequence[str], until: EndOfRound = "
     """
     from rlhf_core.config.load import load_config
     from rlhf_core.errors import checking
+    from rlhf_core.ops.rounds.rounds import round_overrides
     from rlhf_core.run.checks import load_and_check, remember_check
     from rlhf_core.run.kept_versions import resolve_kept
-    from rlhf_core.run.rounds import round_overrides
 
     config = load_config(path, overrides)
     with checking(path):
@@ -108,7 +108,7 @@ def print_rounds(summaries: Sequence[dict[str, Any]], labels: Sequence[int | Non
     """Print the table of the rounds, and where their reports are."""
     from rich.console import Console
 
-    from rlhf_core.run.rounds import rounds_table
+    from rlhf_core.ops.rounds.rounds import rounds_table
 
     Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(summaries, labels))
     for summary in summaries:

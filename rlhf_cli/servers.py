@@ -25,7 +25,7 @@ from rlhf_cli.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
 from rlhf_cli.server_addresses import external_mlflow_uri, external_prefect_url, prefect_responds
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
-from rlhf_core.run.environment import past_proxies
+from rlhf_core.executors.environment import past_proxies
 from rlhf_core.run.status import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home

@@ -50,8 +50,8 @@ from rlhf_cli.servers import (
 )
 from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
-from rlhf_core.run.environment import past_proxies
-from rlhf_core.run.logs import rotate_logs
+from rlhf_core.executors.environment import past_proxies
+from rlhf_core.logs import rotate_logs
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import read_json, write_atomic, write_json
 from rlhf_core.system.home import Home

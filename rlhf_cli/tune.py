@@ -12,7 +12,7 @@ from rlhf_cli.arguments import add_command, add_config
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlhf_core.run.tune import Tuned
+    from rlhf_core.ops.tune import Tuned
 
 
 def add_tune_command(commands: Any) -> None:
@@ -29,10 +29,10 @@ def add_tune_command(commands: Any) -> None:
 def _tune(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from rlhf_core.executors.environment import stage_environment
+    from rlhf_core.logs import set_up_logging
+    from rlhf_core.ops.tune import tune
     from rlhf_core.run.checks import load_and_check
-    from rlhf_core.run.environment import stage_environment
-    from rlhf_core.run.logs import set_up_logging
-    from rlhf_core.run.tune import tune
     from rlhf_core.system.home import Home
 
     config = load_and_check(arguments.config, arguments.overrides).config

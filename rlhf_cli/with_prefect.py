@@ -24,7 +24,7 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
     from rlhf_cli.prefect_server import EmbeddedPrefect
     from rlhf_cli.server_addresses import external_prefect_url, prefect_responds
     from rlhf_cli.servers import use_auth_string
-    from rlhf_core.run.environment import past_proxies
+    from rlhf_core.executors.environment import past_proxies
     from rlhf_core.system.environment import NO_TELEMETRY
 
     home = Home.of(config.run.home)

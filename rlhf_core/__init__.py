@@ -43,9 +43,9 @@ from rlhf_core.errors import (
 if TYPE_CHECKING:
     from rlhf_core.config import PipelineConfig
     from rlhf_core.config.load import load_config
-    from rlhf_core.run.api import run_pipeline, run_stage
-    from rlhf_core.run.plan import Plan, make_plan
-    from rlhf_core.run.rounds import run_rounds
+    from rlhf_core.ops.api import run_pipeline, run_stage
+    from rlhf_core.ops.plan.plan import Plan, make_plan
+    from rlhf_core.ops.rounds.rounds import run_rounds
     from rlhf_core.types import ArtifactRef
 
     __version__: str
@@ -88,12 +88,12 @@ __all__ = [
 _MODULES = {
     "ArtifactRef": "rlhf_core.types",
     "PipelineConfig": "rlhf_core.config",
-    "Plan": "rlhf_core.run.plan",
+    "Plan": "rlhf_core.ops.plan.plan",
     "load_config": "rlhf_core.config.load",
-    "make_plan": "rlhf_core.run.plan",
-    "run_pipeline": "rlhf_core.run.api",
-    "run_rounds": "rlhf_core.run.rounds",
-    "run_stage": "rlhf_core.run.api",
+    "make_plan": "rlhf_core.ops.plan.plan",
+    "run_pipeline": "rlhf_core.ops.api",
+    "run_rounds": "rlhf_core.ops.rounds.rounds",
+    "run_stage": "rlhf_core.ops.api",
 }
 
 

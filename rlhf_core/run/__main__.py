@@ -11,7 +11,7 @@ stage needs and waits for a line on that pipe. Then SPEC.json is complete.
 
 Exit codes: 0 a result was sent; 2 and 3 an error was sent (`rlhf_core.errors`); 143 asked to stop.
 The flow sets the environment (threads, telemetry) before this interpreter starts: see
-`rlhf_core/run/environment.py`.
+`rlhf_core/executors/environment.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from rlhf_core.errors import RLHFError
-from rlhf_core.run.events import (
+from rlhf_core.executors.events import (
     PARENT_VARIABLE,
     STOP_VARIABLE,
     SUSPEND_VARIABLE,
@@ -31,9 +31,9 @@ from rlhf_core.run.events import (
     Events,
     Warnings,
 )
-from rlhf_core.run.logs import log_to_stderr
+from rlhf_core.executors.spec import StageSpec
+from rlhf_core.logs import log_to_stderr
 from rlhf_core.run.reaper import fork_reaper
-from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
 from rlhf_core.tracking.mlflow_client import shorten_timeouts
 

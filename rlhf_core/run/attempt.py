@@ -34,12 +34,12 @@ from rlhf_core.errors import (
     Superseded,
     classified,
 )
+from rlhf_core.executors.events import Events
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_base
 from rlhf_core.models.shape import shape_from_config
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.checkpoints import checkpoint_bytes
-from rlhf_core.run.events import Events
-from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, acquire, renewed

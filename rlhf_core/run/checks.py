@@ -13,10 +13,10 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import checking
+from rlhf_core.executors.check import check_executors
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.preflight import Part, check
-from rlhf_core.run.executors.check import check_executors
 from rlhf_core.run.kept_versions import KeptVersions, resolve_kept
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home

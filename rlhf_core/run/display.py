@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from rlhf_core.run.spec import StageRecord
+    from rlhf_core.executors.spec import StageRecord
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.executors.child import StageProcess, start_child
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.child import StageProcess, start_child
-from rlhf_core.run.spec import StageSpec
 
 log = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import Superseded
+from rlhf_core.executors.child import OnEvent, StageProcess, run_child
+from rlhf_core.executors.choose import open_scheduler
+from rlhf_core.executors.environment import stage_environment
+from rlhf_core.executors.follow import run_remote
+from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.child import OnEvent, StageProcess, run_child
 from rlhf_core.run.display import current_display
-from rlhf_core.run.environment import stage_environment
-from rlhf_core.run.executors.choose import open_scheduler
-from rlhf_core.run.executors.follow import run_remote
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import RetryPolicy, retry_with
-from rlhf_core.run.spec import StageRecord, StageSpec
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.tracker import Status

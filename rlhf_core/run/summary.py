@@ -19,7 +19,7 @@ from rlhf_core.pipeline import STAGES, StageName
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlhf_core.run.spec import StageRecord
+    from rlhf_core.executors.spec import StageRecord
     from rlhf_core.types import ArtifactRef
 
 _INTERVAL = ("mean", "low", "high")

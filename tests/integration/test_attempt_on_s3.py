@@ -23,10 +23,10 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base_models import with_base_paths
 from rlhf_core.data.sources import model_digest
 from rlhf_core.errors import GateFailed, InputError
+from rlhf_core.executors.events import Events
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.attempt import run_attempt
-from rlhf_core.run.events import Events
-from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, open_artifacts
 from rlhf_core.storage.store import open_store
 from rlhf_core.testing.cluster import ScriptedCluster, node

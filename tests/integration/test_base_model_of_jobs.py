@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.load import load_config
+from rlhf_core.ops.api import run_stage
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.api import run_stage
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.types import ArtifactRef
 from tests.support.registered_policy import register_policy

@@ -29,9 +29,9 @@ from rlhf_core.errors import (
     Superseded,
     UnexpectedError,
 )
+from rlhf_core.executors.child import log_excerpt, run_child, start_child
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.child import log_excerpt, run_child, start_child
-from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.processes import ProcessId, wait_gone
 from rlhf_core.types import ArtifactRef
 from tests.support.toy_stage import toy_environment
@@ -220,8 +220,8 @@ def test_child_and_descendants_die_with_a_killed_flow(toy: Any, spec: StageSpec,
     )
     spec.write(tmp_path / "spec.json")
     script = (
-        "import os, sys; from pathlib import Path; from rlhf_core.run.child import run_child; from"
-        " rlhf_core.run.spec import StageSpec;run_child(StageSpec.read(Path(sys.argv[1])),"
+        "import os, sys; from pathlib import Path; from rlhf_core.executors.child import run_child; from"
+        " rlhf_core.executors.spec import StageSpec;run_child(StageSpec.read(Path(sys.argv[1])),"
         " Path(sys.argv[2]), os.environ, 600, print)"
     )
     flow = subprocess.Popen(

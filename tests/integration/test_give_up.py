@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 from rlhf_core.errors import WorkerStuck, from_record
-from rlhf_core.run.events import parse
+from rlhf_core.executors.events import parse
 from rlhf_core.system.processes import ProcessId
 
 STAGE = """
 import os, subprocess, sys, time
 from pathlib import Path
 from rlhf_core.system import heartbeat
-from rlhf_core.run.events import Events
+from rlhf_core.executors.events import Events
 from rlhf_core.run.attempt import _abort
 
 folder, events = Path(sys.argv[1]), Events(int(sys.argv[2]))

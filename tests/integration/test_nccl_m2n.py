@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.m2n_common import MAX_SOURCE_SHARDS
 from vllm.model_executor.model_loader import reload
 
 from rlhf_core.errors import ConfigError, WeightSyncError
-from rlhf_core.planning.speed import MAX_M2N_SENDERS
+from rlhf_core.ops.plan.speed import MAX_M2N_SENDERS
 from rlhf_core.weight_sync import receiver as _registers_the_backend  # noqa: F401
 from rlhf_core.weight_sync.sender import WeightSender
 from rlhf_core.weight_sync.transport import TransportConfig

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.executors.child import run_child, start_child
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.child import run_child, start_child
 from rlhf_core.run.next_stage import NextStage
-from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.processes import ProcessId, wait_gone
 from rlhf_core.types import ArtifactRef
 from tests.support.toy_stage import toy_environment

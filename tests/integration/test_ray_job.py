@@ -25,8 +25,8 @@ from packaging.requirements import Requirement
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
-from rlhf_core.run.api import run_stage
-from rlhf_core.run.executors.ray_job import RayJobs
+from rlhf_core.executors.ray_job import RayJobs
+from rlhf_core.ops.api import run_stage
 from rlhf_core.system.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ CLUSTER = ROOT / ".venv-cluster"
 FLOW = """
 import sys
 from rlhf_core.config.load import load_config
-from rlhf_core.run.api import run_stage
+from rlhf_core.ops.api import run_stage
 run_stage(load_config("tests/assets/tiny.yaml", sys.argv[1:]), "data")
 """
 

@@ -1,5 +1,5 @@
-"""A stage as a Slurm job, with real processes: the flow, the batch script, `rlhf_core.run.remote` and the
-stage. Slurm's commands are scripts.
+"""A stage as a Slurm job, with real processes: the flow, the batch script, `executors.remote` and the stage.
+Slurm's commands are scripts.
 
 - events, log and result come back through the store, and an error keeps its class
 - Ctrl-C asks the stage to stop, which has time to save
@@ -22,9 +22,9 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError, StageFailed
-from rlhf_core.run.executors.follow import Waits, run_remote
-from rlhf_core.run.executors.slurm import SlurmJobs
-from rlhf_core.run.spec import StageSpec
+from rlhf_core.executors.follow import Waits, run_remote
+from rlhf_core.executors.slurm import SlurmJobs
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.types import ArtifactRef
 from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.toy_stage import toy_environment
@@ -104,7 +104,7 @@ def test_ctrl_c_gives_the_stage_time_to_save(flow: Flow) -> None:
 
 def test_a_job_that_is_evicted_is_a_failure(flow: Flow) -> None:
     def evict(event: dict[str, Any]) -> None:
-        entry = ["-P", "-m", "rlhf_core.run.remote"]
+        entry = ["-P", "-m", "rlhf_core.executors.remote"]
         [job] = [process for process in flow.processes() if process.cmdline()[1:4] == entry]
         job.send_signal(signal.SIGTERM)
 

@@ -33,10 +33,10 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import ConfigError, DataError, RLHFError, StoreError, StoreUnavailable
+from rlhf_core.executors.child import TERM_SECONDS
+from rlhf_core.executors.events import PARENT_VARIABLE, STOP_VARIABLE, Events
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.run import attempt as run
-from rlhf_core.run.child import TERM_SECONDS
-from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, Events
-from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox

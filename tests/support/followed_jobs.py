@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_core.run.executors import base, follow
-from rlhf_core.run.executors.follow import Waits
-from rlhf_core.run.executors.job_files import JobFiles
-from rlhf_core.run.spec import StageSpec
+from rlhf_core.executors import base, follow
+from rlhf_core.executors.follow import Waits
+from rlhf_core.executors.job_files import JobFiles
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.store import Store
 from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
 from rlhf_core.system.overriding import override

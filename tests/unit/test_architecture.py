@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
     ("rlhf_core.errors", "rlhf_core.pipeline", "rlhf_core.system"),
-    ("rlhf_core.config", "rlhf_core.types", "rlhf_core.seeds"),
+    ("rlhf_core.config", "rlhf_core.types", "rlhf_core.seeds", "rlhf_core.logs"),
     ("rlhf_core.algo",),
     ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),
     ("rlhf_core.engines", "rlhf_core.planning", "rlhf_core.rewards"),
@@ -41,9 +41,11 @@ LAYERS = (
     ("rlhf_core.evaluation",),
     ("rlhf_core.tracking",),
     ("rlhf_core.stages",),
+    ("rlhf_core.executors",),
     ("rlhf_core.preflight",),
     ("rlhf_core.run",),
-    ("rlhf_core.testing", "flows"),
+    ("rlhf_core.ops", "rlhf_core.testing"),
+    ("flows",),
     ("rlhf_cli",),
 )
 """From the bottom up; an import goes down or stays level."""
@@ -52,7 +54,7 @@ HOMES = {
     "prefect": ("flows",),
     "vllm": ("rlhf_core.engines.vllm", "rlhf_core.weight_sync"),
     "deepspeed": ("rlhf_core.engines",),
-    "ray": ("rlhf_core.cluster", "rlhf_core.ppo", "rlhf_core.run.executors.ray_job"),
+    "ray": ("rlhf_core.cluster", "rlhf_core.ppo", "rlhf_core.executors.ray_job"),
     "mlflow": ("rlhf_core.tracking", "flows.application"),
 }
 

@@ -30,7 +30,7 @@ from kubernetes_validate import ValidationError, validate
 from prefect.utilities.templating import apply_values
 
 from rlhf_core.config.load import load_config
-from rlhf_core.run.executors.follow import Waits
+from rlhf_core.executors.follow import Waits
 from tests.support.deployment_schemas import (
     KUBERNETES,
     KUEUE,

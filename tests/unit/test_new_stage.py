@@ -51,7 +51,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.attempt import _params
 from rlhf_core.run.checks import load_and_check
-from rlhf_core.run.spec import StageSpec
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.stages import imports
 
 imported = []

@@ -44,7 +44,7 @@ from rlhf_cli.reconcile import (
     decide,
     processes_of_flow_runs,
 )
-from rlhf_core.run.executors.follow import Waits
+from rlhf_core.executors.follow import Waits
 from rlhf_core.system.processes import ProcessId
 
 OWN = ProcessId(os.getpid(), 0.0)

@@ -22,7 +22,7 @@ from flows.retrain import retrain, retrain_if_due
 from flows.rlhf import run_name
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import DataError, InputError
-from rlhf_core.run.retraining import Retraining
+from rlhf_core.ops.retraining import Retraining
 from rlhf_core.tracking.champions import WEIGHTS
 from tests.support.prefect_api import PrefectApi
 

@@ -20,14 +20,14 @@ from flows import tasks
 from flows.rlhf import rlhf
 from flows.tasks import stage_task
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.drift import Drift
-from rlhf_core.data.drift_page import Finding
 from rlhf_core.errors import DataDrifted, StageFailed
+from rlhf_core.executors.spec import StageRecord
+from rlhf_core.ops.drift.compare import DriftReport
+from rlhf_core.ops.drift.measures import Drift
+from rlhf_core.ops.drift.page import Finding
 from rlhf_core.pipeline import STAGES
-from rlhf_core.run.drift import DriftReport
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import RetryPolicy
-from rlhf_core.run.spec import StageRecord
 from rlhf_core.types import ArtifactRef
 from tests.support.prefect_api import PrefectApi
 

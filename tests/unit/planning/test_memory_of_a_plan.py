@@ -23,12 +23,12 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
+from rlhf_core.ops.plan.speed import optimizer_step_time
 from rlhf_core.pipeline import stages_between
 from rlhf_core.planning.fit import advise, check_memory, compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.memory import Model, engine_memory
-from rlhf_core.planning.speed import optimizer_step_time
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, config, eight_b, peak

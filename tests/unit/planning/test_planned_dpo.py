@@ -6,12 +6,12 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.known_shapes import known_shape
-from rlhf_core.planning.batches import describe_batches
+from rlhf_core.ops.plan.batches import describe_batches
+from rlhf_core.ops.plan.search import Split, fastest
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
-from rlhf_core.planning.search import Split, fastest
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 HARDWARE = parse_gpus("2xA100-40G")

@@ -7,11 +7,11 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.models.known_shapes import known_shape
-from rlhf_core.planning.batches import describe_batches
+from rlhf_core.ops.plan.batches import describe_batches
+from rlhf_core.ops.plan.speed import group_time
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.loads import group_loads, ppo_models
-from rlhf_core.planning.speed import group_time
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 HARDWARE = parse_gpus("8xH100-80G")

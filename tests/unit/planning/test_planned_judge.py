@@ -18,9 +18,9 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
+from rlhf_core.ops.plan.search import Split, fastest
 from rlhf_core.planning.fit import advise, compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
-from rlhf_core.planning.search import Split, fastest
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 SHAPES = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "shapes"

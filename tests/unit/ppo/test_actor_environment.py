@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import PlacementPlan, plan
+from rlhf_core.executors.environment import stage_environment
 from rlhf_core.ppo.actor_environment import actor_environment, environment_option
-from rlhf_core.run.environment import stage_environment
 
 
 def stage_of(

@@ -31,10 +31,10 @@ from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import WorkerDied
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.ops.plan.search import Split, fastest
+from rlhf_core.ops.plan.speed import step_time
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
-from rlhf_core.planning.search import Split, fastest
-from rlhf_core.planning.speed import step_time
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.engine_actor import EngineActor

@@ -22,12 +22,12 @@ import pytest
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
+from rlhf_core.executors.events import Events
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.shape import shape_from_config, tiny_shape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.run.attempt import run_attempt
-from rlhf_core.run.events import Events
-from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef, StageContext, StageResult

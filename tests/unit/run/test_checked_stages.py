@@ -11,8 +11,8 @@ from flows.rlhf import rlhf
 from rlhf_cli.main import main
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
+from rlhf_core.ops.api import run_pipeline
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.api import run_pipeline
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import YAML
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.executors.child import StageProcess
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.run import next_stage, stage_runner
-from rlhf_core.run.child import StageProcess
 from rlhf_core.run.next_stage import NextStage
-from rlhf_core.run.spec import StageSpec
 
 CONFIG = PipelineConfig()
 OTHER = PipelineConfig.model_validate({"run": {"seed": 1}})

@@ -16,10 +16,10 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import OutOfMemory
+from rlhf_core.executors.events import Events
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.attempt import run_attempt
-from rlhf_core.run.events import Events
-from rlhf_core.run.spec import StageSpec
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +56,8 @@ import sys, time
 from pathlib import Path
 from rlhf_core.errors import classified
 from rlhf_core.run.attempt import run_attempt
-from rlhf_core.run.events import Events
-from rlhf_core.run.spec import StageSpec
+from rlhf_core.executors.events import Events
+from rlhf_core.executors.spec import StageSpec
 
 def full(config, context):
     context.monitor.abort(classified(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")))

@@ -33,11 +33,11 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError, StageFailed, StageHeld, StoreUnavailable
+from rlhf_core.executors.spec import StageRecord, StageSpec
+from rlhf_core.ops.parameters import overrides_of
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check, reuse_or_check, reuse_or_load
-from rlhf_core.run.parameters import overrides_of
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
-from rlhf_core.run.spec import StageRecord, StageSpec
 from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store

@@ -24,12 +24,13 @@ from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import model_digests, source_digests
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.run import api, registered_policies, tune
+from rlhf_core.ops import api, tune
+from rlhf_core.ops.plan.plan import make_plan
+from rlhf_core.ops.retraining import Retraining
+from rlhf_core.run import registered_policies
 from rlhf_core.run.checks import CheckedConfig, load_and_check
 from rlhf_core.run.external_inputs import external_digests, external_marks
-from rlhf_core.run.plan import make_plan
 from rlhf_core.run.references import reference_marks, resolve
-from rlhf_core.run.retraining import Retraining
 from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 import pytest
 from rich.console import Console
 
+from rlhf_core.executors.spec import StageRecord
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.run.spec import StageRecord
 from rlhf_core.run.summary import (
     duration,
     result_table,

@@ -24,17 +24,17 @@ from rlhf_core.config.keys import pipeline_key, stage_inputs, stage_key, stages_
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_judge
+from rlhf_core.executors.spec import StageRecord
 from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.ops.plan.batches import describe_batches
+from rlhf_core.ops.plan.search import fastest
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import advise, compare_memory
 from rlhf_core.planning.hardware import parse_gpus
-from rlhf_core.planning.search import fastest
 from rlhf_core.preflight import check
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.spec import StageRecord
 from rlhf_core.run.summary import headline, results, summarize
 from rlhf_core.types import ArtifactRef
 from tests.support.demo_data import GENERATED, LIMITS

@@ -30,15 +30,15 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ConfigError, DataError, GateFailed, ModelError
 from rlhf_core.evaluation import scoring
+from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.shape import tiny_shape
+from rlhf_core.ops.plan.batches import describe_batches
+from rlhf_core.ops.plan.search import Split, fastest
 from rlhf_core.pipeline import STAGES
-from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.loads import device_loads
-from rlhf_core.planning.search import Split, fastest
 from rlhf_core.run.attempt import _params
 from rlhf_core.run.external_inputs import external_digests
-from rlhf_core.run.spec import StageSpec
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.pairs import training_pairs

@@ -1,0 +1,401 @@
+"""Runs a stage as a job of a cluster: submits it or finds the one that is running, and follows it.
+
+find       a job of this stage key that was submitted before and has not ended is followed: a flow that
+           was killed and is started again continues to wait for its job
+submit     `jobs/{key}/{number}/spec.json` is created once. The flow that created it submits the job, the
+           others wait for as long as `Waits.submit`, measured by their own clocks; if it was killed before
+           that, one of them submits the job
+follow     events and log come from the store, the state from the scheduler. A result, or a manifest in
+           the store, is a success; a job that ended without one is an error of rlhf_core.errors
+release    a job that has sent its outcome is cancelled if its scheduler keeps the resources of ended jobs.
+           After a success, the objects of all jobs of the stage key are deleted (job_files.py)
+stop       on Ctrl-C, SIGTERM or a cancellation the job is asked to stop through the store, which gives it
+           time to save a checkpoint, and is then cancelled. If the flow is killed, the job continues
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhf_core.config.redact import has_credentials
+from rlhf_core.config.resources import Executor
+from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
+from rlhf_core.executors.base import Job, JobStatus, Scheduler
+from rlhf_core.executors.child import TERM_SECONDS, OnEvent, log_excerpt
+from rlhf_core.executors.job_files import JobFiles, delete_jobs
+from rlhf_core.executors.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.s3 import ADDRESS_VARIABLES, s3_endpoint
+from rlhf_core.storage.store import open_store
+from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
+from rlhf_core.types import ArtifactRef
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_SHARED_VARIABLES = (*ADDRESS_VARIABLES, "MLFLOW_TRACKING_URI")
+"""Addresses that a job gets from the flow. Secrets come from the cluster."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Intervals and limits of following a job, in seconds."""
+
+    poll: float = 2.0
+    """Between two requests for events."""
+    status: float = 5.0
+    """Between two requests for the job's status."""
+    log: float = 30.0
+    """Between two reads of the job's log."""
+    unreachable: float = 300.0
+    """How long a scheduler may not answer."""
+    submit: float = 60.0
+    """How long a job that the scheduler does not list and that has written nothing may be about to be
+    submitted, from the first observation.
+    """
+    stop: float = TERM_SECONDS + 25.0
+    """Time for a job to see the request, save a checkpoint and end."""
+
+
+def run_remote(
+    scheduler: Scheduler,
+    spec: StageSpec,
+    log_file: Path,
+    timeout: float,
+    on_event: OnEvent,
+    waits: Waits = Waits(),
+    clock: Clock = SYSTEM_CLOCK,
+) -> ArtifactRef:
+    """Run the stage of `spec` as a job and return its artifact.
+
+    Args:
+        scheduler: Starts the job and returns its state.
+        spec: The stage.
+        log_file: Gets a copy of the end of the job's log.
+        timeout: Seconds, including the time in queues.
+        on_event: Receives the job's events.
+        waits: Intervals and limits.
+        clock: For all waits.
+
+    Raises:
+        RLHFError: The error that the stage sent, with its class.
+        ConfigError: The scheduler refused the job.
+        StageFailed: The job died, was evicted, stopped or deleted.
+        StageTimedOut: The job took over `timeout` seconds, or the scheduler ended it at its limit.
+        OutOfMemory: The scheduler reports it.
+        InfrastructureError: The scheduler or the store did not answer. The job continues.
+    """
+    return _Follower(scheduler, spec, log_file, timeout, on_event, waits, clock).run()
+
+
+def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the addresses in the environment that a job on another host needs too, without credentials."""
+    values = {name: environ[name] for name in _SHARED_VARIABLES if environ.get(name)}
+    return {name: value for name, value in values.items() if not has_credentials(value)}
+
+
+class _Follower:
+    """Submits the job of one stage, or finds the one that runs, and waits for its outcome."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        spec: StageSpec,
+        log_file: Path,
+        timeout: float,
+        on_event: OnEvent,
+        waits: Waits,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._scheduler = scheduler
+        self._spec = spec
+        self._log_file = log_file
+        self._clock = clock
+        self._deadline = clock.monotonic() + timeout
+        self._on_event = on_event
+        self._waits = waits
+        self._store = open_store(spec.config)
+        self._answered = self._clock.monotonic()
+        """When the scheduler answered last."""
+        self._next_number = 1
+        """The number of a job that this flow submits. Another flow may create it first."""
+        self._next_event = 1
+        self._progress: list[dict[str, Any]] = []
+        """The progress that was read last."""
+        self._outcome: ArtifactRef | RLHFError | None = None
+        self._reason = ""
+
+    def run(self) -> ArtifactRef:
+        files = self._find() or self._submit()
+        name = files.submission.job_name
+        try:
+            status = self._follow(files, name)
+        except StageTimedOut:
+            self._stop(files, name)
+            raise
+        except Exception:
+            raise  # the job continues, and the next attempt finds it
+        except BaseException:
+            self._stop(files, name)
+            raise
+        self._fetch_log(files, name)
+        outcome = self._outcome
+        if not isinstance(outcome, ArtifactRef):
+            # The manifest decides. A job can end after it has published, and before its last event.
+            artifacts = ArtifactStore(self._store, self._spec.home.cache)
+            outcome = artifacts.find(self._spec.stage, self._spec.key) or outcome
+        if outcome is None:
+            # The job is not deleted: `_find` would take it for one that is about to be submitted.
+            raise status.error(self._what(name), self._ends())
+        self._release(name)
+        if isinstance(outcome, ArtifactRef):
+            self._delete(lambda: delete_jobs(self._store, self._spec))
+            return outcome
+        raise outcome
+
+    def _find(self) -> JobFiles | None:
+        """Return the files of a job of this stage that has not ended."""
+        files = JobFiles.newest(self._store, self._spec.key)
+        if files is None:
+            return None
+        submission = files.read_submission()
+        if submission is None:
+            self._next_number = files.number + files.has_remains
+            return None
+        self._next_number = files.number + 1
+        if submission.executor != self._executor:
+            return None
+        written = files.count_events()
+        # A scheduler can report a job as active for a while after it has sent its outcome, its last event.
+        name = submission.job_name
+        if files.has_outcome(written):
+            self._release(name)  # a scheduler that has preempted it would start it again
+            return None
+        status = self._until_answered(name, lambda: self._scheduler.status(name))
+        if status.is_active:
+            message = f"{self._what(name)} is {status.state} already; following it"
+            self._on_event({"event": "warning", "message": message})
+            return files
+        # A job that has written events was submitted, and its scheduler has forgotten it.
+        if status.state == "missing" and not written and self._await_submission(files):
+            return files
+        return None
+
+    def _await_submission(self, files: JobFiles) -> bool:
+        """Wait for the flow that created these files to submit the job. Submit it if that does not happen.
+
+        Not all schedulers refuse a second job of the same name. Return False if another flow was to submit
+        it instead and has not done so either, if the job was cancelled or deleted, or if the files are of
+        other settings than those of this flow.
+        """
+        submission = files.read_submission()
+        if submission is None or files.is_asked_to_stop():
+            return False
+        name = submission.job_name
+        log.info("%s: waiting for the flow that began to submit it", self._what(name))
+        if self._appears(name):
+            return True
+        if not files.exists or files.is_asked_to_stop() or submission.spec.config != self._spec.config:
+            return False
+        if not files.take_over():
+            return self._appears(name)
+        self._start(files)
+        return True
+
+    def _appears(self, name: str) -> bool:
+        """Wait until the scheduler lists the job, and return False if it does not."""
+        deadline = self._clock.monotonic() + self._waits.submit
+        while self._clock.monotonic() < deadline:
+            self._check_deadline(name)
+            status = self._poll(name)
+            if status is None:
+                deadline = self._clock.monotonic() + self._waits.submit
+            elif status.state != "missing":
+                return True
+            self._clock.sleep(self._waits.poll)
+        return False
+
+    @property
+    def _executor(self) -> Executor:
+        return self._spec.config.run.executor_of(self._spec.stage)
+
+    def _submit(self) -> JobFiles:
+        while True:
+            files = JobFiles(self._store, self._spec.key, self._next_number)
+            left = max(0.0, self._deadline - self._clock.monotonic())
+            if files.create(self._spec, self._executor, left, shared_environment()):
+                self._start(files)
+                self._delete(files.delete_before_previous)
+                return files
+            if self._await_submission(files):
+                return files
+            self._next_number += 1
+
+    def _start(self, files: JobFiles) -> None:
+        config, stage = self._spec.config, self._spec.stage
+        endpoint = s3_endpoint(config.store.endpoint)
+        # Not sys.executable: the image or the batch script of the node has `python` on its PATH.
+        command = ["python", "-P", "-m", "rlhf_core.executors.remote", config.store_url, self._spec.key]
+        command += [str(files.number), *([endpoint] if endpoint else [])]
+        name = files.submission.job_name
+        job = Job(name, stage, command, config.run.resources.of(stage))
+        began = self._clock.monotonic()
+        while True:
+            try:
+                self._scheduler.submit(job)
+                break
+            except InfrastructureError as error:
+                if self._clock.monotonic() - began > self._waits.unreachable:
+                    raise
+                log.info("%s: %s", self._what(name), error.message)
+            # A request without an answer may have arrived, and Slurm can take a while to list the job. It
+            # would accept a second one of this name.
+            if self._appears(name):
+                break
+        log.info("%s: submitted", self._what(name))
+
+    def _follow(self, files: JobFiles, name: str) -> JobStatus:
+        """Return the last status of the job, which has ended or has sent its outcome."""
+        status, looked = JobStatus("pending"), 0.0
+        began = log_read = self._answered = self._clock.monotonic()
+        while True:
+            self._read_events(files)
+            now = self._clock.monotonic()
+            if self._outcome is not None:
+                return status
+            self._check_deadline(name)
+            if now - looked > self._waits.status:
+                looked = now
+                status = self._poll(name) or status
+            if not status.is_active:
+                self._read_events(files)  # what it wrote before it ended
+                return status
+            if status.state == "pending" and now - began > 2 * self._waits.log:
+                self._tell_reason(name, status.message)
+            if now - log_read > self._waits.log:
+                log_read = now
+                self._fetch_log(files, "")
+            self._clock.sleep(self._waits.poll)
+
+    def _poll(self, name: str) -> JobStatus | None:
+        """Return the status of the job, or None if the scheduler does not answer at present.
+
+        Raises InfrastructureError if it has not answered for a long time.
+        """
+        try:
+            status = self._scheduler.status(name)
+        except InfrastructureError as error:
+            self._no_answer(name, error)
+            return None
+        self._answered = self._clock.monotonic()
+        return status
+
+    def _until_answered(self, name: str, request: Callable[[], T]) -> T:
+        """Return the answer to a request, which is repeated while the scheduler does not answer.
+
+        Raises InfrastructureError if it has not answered for a long time.
+        """
+        while True:
+            try:
+                answer = request()
+            except InfrastructureError as error:
+                self._no_answer(name, error)
+            else:
+                self._answered = self._clock.monotonic()
+                return answer
+            self._check_deadline(name)
+            self._clock.sleep(self._waits.poll)
+
+    def _no_answer(self, name: str, error: InfrastructureError) -> None:
+        if self._clock.monotonic() - self._answered > self._waits.unreachable:
+            raise error
+        log.info("%s: %s", self._what(name), error.message)
+
+    def _check_deadline(self, name: str) -> None:
+        if self._clock.monotonic() > self._deadline:
+            limit = f"run.stage_timeout={self._spec.config.run.stage_timeout:g}"
+            raise StageTimedOut(f"{self._what(name)} is stopped: {limit} is over{self._ends()}")
+
+    def _read_events(self, files: JobFiles) -> None:
+        while (events := files.read_events(self._next_event)) is not None:
+            self._next_event += 1
+            for event in events:
+                if event["event"] == "result":
+                    self._outcome = ArtifactRef(**event["artifact"])
+                elif event["event"] == "error":
+                    self._outcome = from_record({"type": event["type"], "message": event["message"]})
+                else:
+                    # After an outcome, it is of a job that its scheduler has started again.
+                    self._outcome = None
+                    self._on_event(event)
+        # After the events: the job writes its progress before its outcome.
+        progress = files.read_progress()
+        for event in progress:
+            if event not in self._progress:
+                self._on_event(event)
+        self._progress = progress
+
+    def _tell_reason(self, name: str, reason: str) -> None:
+        if reason and reason != self._reason:
+            self._reason = reason
+            self._on_event({"event": "warning", "message": f"{self._what(name)} waits: {reason}"})
+
+    def _fetch_log(self, files: JobFiles, name: str) -> None:
+        """Write the end of the stage's log, or that of the job `name` if the stage has written none."""
+        tail = files.read_log()
+        if not tail and name:
+            try:
+                tail = self._scheduler.log_tail(name).encode()
+            except RLHFError as error:
+                log.info("%s: no log: %s", self._what(name), error.message)
+        if tail:
+            self._log_file.write_bytes(tail)
+
+    def _stop(self, files: JobFiles, name: str) -> None:
+        """Ask the job to stop, wait until it has, and cancel it; cancel it at once if this is interrupted."""
+        try:
+            log.info("%s: asked to stop", self._what(name))
+            files.ask_to_stop()
+            deadline = self._clock.monotonic() + self._waits.stop
+            while self._clock.monotonic() < deadline:
+                self._read_events(files)
+                # A job that still waits in a queue has nothing to save.
+                if self._outcome is not None or self._scheduler.status(name).state != "running":
+                    break
+                self._clock.sleep(self._waits.poll)
+            self._fetch_log(files, "")
+        except RLHFError as error:
+            log.warning("%s: %s", self._what(name), error.message)
+        finally:
+            try:
+                self._scheduler.cancel(name)
+            except RLHFError as error:
+                log.warning("%s may still run, cancel it by hand: %s", self._what(name), error.message)
+
+    def _delete(self, delete: Callable[[], None]) -> None:
+        """Call `delete`; nothing depends on it."""
+        try:
+            delete()
+        except RLHFError as error:
+            log.warning("stage %s: objects of old jobs remain: %s", self._spec.stage, error.message)
+
+    def _release(self, name: str) -> None:
+        """Cancel a job whose outcome is known, if it holds resources or waits to be resumed."""
+        try:
+            if self._scheduler.holds_resources or self._scheduler.status(name).state == "pending":
+                self._scheduler.cancel(name)
+        except RLHFError as error:
+            log.warning("%s: %s", self._what(name), error.message)
+
+    def _what(self, name: str) -> str:
+        return f"stage {self._spec.stage}, {self._scheduler.title} {name}"
+
+    def _ends(self) -> str:
+        words = log_excerpt(self._log_file)
+        return f"; log: {self._log_file}" + (f"; end of the log: {words}" if words else "")

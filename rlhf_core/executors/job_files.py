@@ -1,0 +1,207 @@
+"""The objects of a remote job in the store.
+
+    {store}/jobs/{stage key}/{number}/
+        spec.json         the job's input, created once by the flow that submits it
+        events/{n}.jsonl  its events (rlhf_core/executors/events.py), without progress: 1, 2, ...
+        progress.jsonl    the latest progress of each task, replaced about once per second
+        log.txt           the end of the stage's log
+        stop              a flow asks the job to stop
+        taken_over        the flow that created spec.json has not submitted the job, and another one has
+
+They carry the words of a run and not its results: what a stage has made is decided by the manifest of its
+artifact. The flow deletes all jobs of a stage key when the artifact exists. Until then the last job that
+failed is kept for people, also while the next one runs; earlier ones are deleted when another is submitted.
+`spec.json` is deleted first: without its events, a job would look as if it had not been submitted yet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.config.resources import Executor
+from rlhf_core.errors import ConfigError
+from rlhf_core.executors.events import parse
+from rlhf_core.executors.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import Store
+
+LOG_BYTES = 2**20
+"""Size of the part of a log that is kept in the store."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The content of `spec.json`."""
+
+    spec: StageSpec
+    job_name: str
+    executor: Executor
+    seconds: float
+    """Time that is left for the stage."""
+    environment: Mapping[str, str]
+    """Variables of the job, where its host does not set them."""
+    time: float
+    """Unix time on the clock of the flow's host. For people: clocks of two hosts are not compared."""
+
+
+class JobFiles:
+    """The objects of one job."""
+
+    def __init__(self, store: Store, stage_key: str, number: int) -> None:
+        self._store = store
+        self._stage_key = stage_key
+        self.folder = f"jobs/{stage_key}/{number:06d}"
+        self.number = number
+        self._submission: Submission | None = None
+
+    @classmethod
+    def newest(cls, store: Store, stage_key: str) -> JobFiles | None:
+        """Return the files of the job of `stage_key` that was submitted last; None if there is none.
+
+        It may not exist: it was deleted (`has_remains`), or in a local store is just being created.
+        """
+        numbers = _numbers(store, stage_key)
+        return cls(store, stage_key, numbers[-1]) if numbers else None
+
+    def delete_before_previous(self) -> None:
+        """Delete the jobs before the one that precedes this job, except those without an outcome, which may
+        still run.
+        """
+        for number in _numbers(self._store, self._stage_key):
+            job = JobFiles(self._store, self._stage_key, number)
+            if number < self.number - 1 and (job.has_outcome(job.count_events()) or not job.exists):
+                self._store.delete([f"{job.folder}/spec.json"])
+                self._store.delete_prefix(job.folder)
+
+    def create(
+        self, spec: StageSpec, executor: Executor, seconds: float, environment: Mapping[str, str]
+    ) -> bool:
+        """Create `spec.json` with a new name for the job. Return False if this number exists already.
+
+        Args:
+            spec: The stage.
+            executor: Executor of the job.
+            seconds: Time that is left for the stage.
+            environment: Variables of the job.
+        """
+        content = {
+            "spec": spec.to_json(),
+            # Random, because a job of another store can have the same stage and number.
+            "job_name": f"rlhf-{spec.stage}-{secrets.token_hex(6)}-{self.number}",
+            "executor": executor,
+            "seconds": seconds,
+            "environment": dict(environment),
+            "time": time.time(),
+        }
+        return self._store.put_if_absent(f"{self.folder}/spec.json", json.dumps(content).encode())
+
+    def take_over(self) -> bool:
+        """Take the place of the flow that created `spec.json` and did not submit the job. Return False if
+        another one has done so.
+        """
+        return self._store.put_if_absent(f"{self.folder}/taken_over", b"taken over\n")
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a `spec.json`."""
+        return self._store.read_bytes(f"{self.folder}/spec.json") is not None
+
+    @property
+    def has_remains(self) -> bool:
+        """Whether there are objects of a job without `spec.json`: its number must not be used again."""
+        return bool(self._store.list(self.folder))
+
+    @property
+    def submission(self) -> Submission:
+        """The content of `spec.json`, which is read once. Raises ConfigError if there is none."""
+        submission = self._submission or self.read_submission()
+        if submission is None:
+            raise ConfigError(
+                f"store.url: {self._store.uri(self.folder)} has no spec.json on this host; use a bucket, or a"
+                " folder that is mounted at the same path on every host"
+            )
+        return submission
+
+    def read_submission(self) -> Submission | None:
+        """Read `spec.json` and return its content; None if there is none at present."""
+        data = self._store.read_bytes(f"{self.folder}/spec.json")
+        if data is None:
+            return None
+        content = json.loads(data)
+        self._submission = Submission(**{**content, "spec": StageSpec.from_json(content["spec"])})
+        return self._submission
+
+    # -- written by the job --
+
+    def count_events(self) -> int:
+        """Return the number of the last object of events; 0 if there is none.
+
+        A scheduler that suspends a job and resumes it starts its command again.
+        """
+        names = [key.rsplit("/", 1)[-1] for key in self._store.list(f"{self.folder}/events")]
+        return max((int(name.partition(".")[0]) for name in names), default=0)
+
+    def write_events(self, number: int, events: Iterable[Mapping[str, Any]]) -> None:
+        """Create the object of events `number`: 1, 2, ..."""
+        self._store.put_bytes(f"{self.folder}/events/{number:06d}.jsonl", _lines(events))
+
+    def write_progress(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the latest progress of all tasks."""
+        self._store.put_bytes(f"{self.folder}/progress.jsonl", _lines(events))
+
+    def write_log(self, tail: bytes) -> None:
+        """Replace the end of the log."""
+        self._store.put_bytes(f"{self.folder}/log.txt", tail)
+
+    def is_asked_to_stop(self) -> bool:
+        """Return whether a flow asked the job to stop."""
+        return self._store.read_bytes(f"{self.folder}/stop") is not None
+
+    # -- written or read by a flow --
+
+    def read_events(self, number: int) -> list[dict[str, Any]] | None:
+        """Return the events of object `number`; None if it does not exist yet."""
+        data = self._store.read_bytes(f"{self.folder}/events/{number:06d}.jsonl")
+        return None if data is None else _events(data)
+
+    def has_outcome(self, number: int) -> bool:
+        """Return whether the result or the error of the job is in object `number`, the last one."""
+        return any(event["event"] in ("result", "error") for event in self.read_events(number) or ())
+
+    def read_progress(self) -> list[dict[str, Any]]:
+        """Return the latest progress of each task; empty if there is none."""
+        return _events(self._store.read_bytes(f"{self.folder}/progress.jsonl") or b"")
+
+    def read_log(self) -> bytes:
+        """Return the end of the log; empty if there is none."""
+        return self._store.read_bytes(f"{self.folder}/log.txt") or b""
+
+    def ask_to_stop(self) -> None:
+        """Have the job save a checkpoint, if it can, and end."""
+        self._store.put_bytes(f"{self.folder}/stop", b"stop\n")
+
+
+def delete_jobs(store: Store, spec: StageSpec) -> None:
+    """Delete all jobs of a stage key if its artifact exists."""
+    if ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key) is not None:
+        store.delete([f"jobs/{spec.key}/{number:06d}/spec.json" for number in _numbers(store, spec.key)])
+        store.delete_prefix(f"jobs/{spec.key}")
+
+
+def _numbers(store: Store, stage_key: str) -> list[int]:
+    names = store.folders(f"jobs/{stage_key}")
+    return sorted(int(name) for name in names if re.fullmatch("[0-9]{6}", name))
+
+
+def _lines(events: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(event, default=str) + "\n" for event in events).encode()
+
+
+def _events(data: bytes) -> list[dict[str, Any]]:
+    return [event for event in map(parse, data.splitlines()) if event is not None]

@@ -1,0 +1,84 @@
+"""The pipeline as a library: the same stages, keys and artifacts as the Prefect flow, without Prefect."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.ops.drift.compare import compare_with_champion
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.run.checks import CheckedConfig, check_and_prepare
+from rlhf_core.run.kept_versions import resolve_kept
+from rlhf_core.run.pipeline_run import PipelineRun, open_run
+from rlhf_core.run.stage_runner import run_with_retries
+from rlhf_core.system.clock import seconds_since_boot
+from rlhf_core.types import ArtifactRef
+
+
+def run_pipeline(
+    config: PipelineConfig,
+    *,
+    start: StageName = "data",
+    until: StageName = "register",
+    tags: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run the pipeline: reuse finished stages, continue interrupted ones, and run the rest in child
+    processes.
+
+    Args:
+        config: The configuration, as `load_config` returns it.
+        start: Stages before this one must have been made already.
+        until: The last stage.
+        tags: Tags of the MLflow run of the pipeline.
+
+    Returns the summary, which is also in `runs/<name>/summary.json` below `run.home`, unless that
+    file is of a longer run with the same artifacts.
+
+    Raises:
+        InputError: The configuration, the data or the model cannot be used. Raised before anything starts.
+        RLHFError: A stage failed, and its retries are used up or would not help. The same call continues it.
+    """
+    return _run(config, start, until, tags or {}).summary()
+
+
+def run_stage(
+    config: PipelineConfig, stage: StageName, *, tags: Mapping[str, str] | None = None
+) -> ArtifactRef:
+    """Run one stage and return its artifact. All stages that it reads must have been made already.
+
+    Args:
+        config: The configuration, as `load_config` returns it.
+        stage: Name of the stage.
+        tags: Tags of the MLflow run of the pipeline.
+
+    Raises:
+        InputError: The artifact of an earlier stage is missing, or this configuration does not have the
+            stage.
+        RLHFError: See `run_pipeline`.
+    """
+    return _run(config, stage, stage, tags or {}).artifact(stage)
+
+
+def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mapping[str, str]) -> PipelineRun:
+    started = seconds_since_boot()
+    # Names the origin of the run, as the configuration file does for `rlhf run`.
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    if script in ("", "-", "-c", "-m"):  # an interactive session, or code without a file
+        script = "python"
+    resolved, kept = resolve_kept(config)
+    warnings = tuple(check_and_prepare(resolved.config, "the configuration", start=start, until=until))
+    checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags, kept=kept)
+    with open_run(checked, start, until, tags, started) as run:
+        # Also stages before `start`: their artifacts are found, or `PipelineRun.find` raises.
+        for stage in STAGES:
+            if not run.includes(stage):
+                continue
+            record = run_with_retries(run, stage)
+            if stage == "data":
+                report = compare_with_champion(run, record.ref)
+                if report is not None:
+                    report.raise_stop()
+    return run

@@ -1,0 +1,243 @@
+"""Compares the data of a run with those of the champion, before anything is trained on them.
+
+The champion is the version of the registered model with that alias. A process of its own measures
+(`drift_process.py`); this module finds the artifacts and writes the page: `drift.md` in the run's folder and
+among the artifacts of its MLflow run.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.data.tokenizer import tokenizer_digest
+from rlhf_core.errors import CorruptArtifact, DataDrifted, GateFailed, StageFailed, StageTimedOut
+from rlhf_core.executors.child import log_excerpt
+from rlhf_core.executors.environment import stage_environment
+from rlhf_core.ops.drift.measures import from_json
+from rlhf_core.ops.drift.page import Finding, State, drift_markdown, findings
+from rlhf_core.ops.drift.process import DriftRequest
+from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.system.files import read_json, write_atomic
+from rlhf_core.system.launch import launch, python_module
+from rlhf_core.tracking.champions import CHAMPION, registry_errors
+from rlhf_core.tracking.mlflow_client import ModelVersion
+from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+PAGE, MEASURES = "drift.md", "drift.json"
+_TAG = "rlhf.drift"
+"""Tag of the MLflow run: the values above a limit, or why there are none."""
+_MLFLOW_SECONDS = 300.0
+"""An MLflow server that is started again has some minutes for it."""
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """The comparison with one champion."""
+
+    champion: str
+    """Model and version."""
+    findings: list[Finding]
+    markdown: str
+    page: Path
+    """File with the page."""
+
+    def above(self, *states: State) -> list[str]:
+        """Return the sentences of the values in these states."""
+        return [finding.sentence for finding in self.findings if finding.state in states]
+
+    def raise_stop(self) -> None:
+        """Raise DataDrifted if a value is above its limit `stop`."""
+        if above := self.above("stop"):
+            raise DataDrifted(
+                f"drift from the data of {self.champion}: {'; '.join(above)}; check data.sft, data.preference"
+                f" and data.prompts, or raise the limit; the page is {self.page} and {PAGE} in the MLflow run"
+            )
+
+
+def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | None:
+    """Compare the data of a run with those of the champion, and write the page. Warnings are logged.
+
+    Returns None if there is nothing to compare: no section `drift`, no champion, its data artifact is the
+    same one, or the SFT model of the data exists already. An existing SFT model may be that of another run,
+    so if `drift.stop` has a limit, it counts only after a comparison of this run that did not stop it.
+
+    If the comparison is not possible or fails, this is logged, and None is returned, unless `drift.stop` has
+    a limit.
+
+    Raises:
+        InfrastructureError: MLflow does not answer, or the comparison failed and `drift.stop` has a limit.
+        CorruptArtifact: The champion's data are damaged, and `drift.stop` has a limit.
+        GateFailed: The champion's data are not in this store, and `drift.stop` has a limit.
+    """
+    config = run.config
+    if config.drift is None:
+        return None
+    sft = run.artifacts.find("sft", run.spec("sft", {"data": data}).key)
+    if sft is not None and (not config.drift.can_stop or _has_passed(run)):
+        return None
+    champion = _champion(run)
+    if champion is None:
+        log.info("drift: %s has no champion to compare with", config.registered_model)
+        _record(run, "no champion")
+        return None
+    name = f"{config.registered_model} version {champion.version}"
+    before = run.artifacts.find_registered("data", champion.tags)
+    if before is None:
+        problem = f"drift is not measured: the data of {name} are not in this store"
+        if config.drift.can_stop:
+            raise GateFailed(
+                f"{problem} ({config.store.url}), and drift.stop has limits; use the store of its run, or set"
+                " drift=null once, until a champion has its data here"
+            )
+        log.warning("%s", problem)
+        return None
+    if before.digest == data.digest:
+        log.info("drift: the data are those of %s", name)
+        _record(run, "the data are those of the champion")
+        return None
+    measures = run.folder / MEASURES
+    try:
+        _measure(run, _request(run, champion, before, data, name, measures))
+    except (StageFailed, CorruptArtifact) as error:
+        if config.drift.can_stop:
+            raise
+        log.warning("drift is not measured: %s", error)
+        return None
+    content = read_json(measures)
+    if content is None:
+        raise StageFailed(f"the comparison with the data of {name} left no {measures}")
+    found = findings(from_json(content["measures"]), config.drift)
+    report = DriftReport(name, found, drift_markdown(found, name), run.folder / PAGE)
+    write_atomic(report.page, report.markdown)
+    _publish(run, report)
+    return report
+
+
+def _champion(run: PipelineRun) -> ModelVersion | None:
+    model = run.config.registered_model
+    run.tracking.wait(_MLFLOW_SECONDS)
+    mlflow = run.tracking.mlflow
+    with registry_errors(mlflow, f"name the champion of {model!r}"):
+        # `by_alias` raises an error for a model that does not exist.
+        if mlflow.model_tags(model) is None:
+            return None
+        return mlflow.by_alias(model, CHAMPION)
+
+
+def _has_passed(run: PipelineRun) -> bool:
+    """Return whether an earlier command compared the data of this run, and no value stopped it."""
+    run.tracking.wait(_MLFLOW_SECONDS)
+    run.ensure_parent()
+    if run.parent_run_id is None:
+        return False
+    mlflow = run.tracking.mlflow
+    with registry_errors(mlflow, "say whether drift was measured"):
+        found = mlflow.tags(run.parent_run_id).get(_TAG)
+    return found is not None and "drift.stop." not in found
+
+
+def _record(run: PipelineRun, result: str) -> None:
+    run.tracking.set_tags(run.parent_run_id, {_TAG: result})
+
+
+def _request(
+    run: PipelineRun,
+    champion: ModelVersion,
+    before: ArtifactRef,
+    data: ArtifactRef,
+    name: str,
+    result: Path,
+) -> DriftRequest:
+    """Return what the process measures. The artifacts are fetched.
+
+    Args:
+        run: The run.
+        champion: The version.
+        before: Its data artifact.
+        data: The new data artifact.
+        name: Name of the version, for people.
+        result: File for the measures.
+    """
+    made = run.artifacts.config(before)["data"]
+    old, new = run.artifacts.fetch(before), run.artifacts.fetch(data)
+    reward = run.artifacts.find_registered("reward", champion.tags)
+    same_tokens = tokenizer_digest(old / "tokenizer") == tokenizer_digest(new / "tokenizer")
+    note = ""
+    drift = run.config.drift
+    if drift is not None and drift.limits("agreement") == (None, None):
+        note = "drift.warn.agreement and drift.stop.agreement are null"
+    elif not run.config.reward.enabled:
+        note = "reward.enabled is false"
+    elif reward is None or "accuracy" not in reward.metrics:
+        note = "this store has no reward model of the champion"
+    elif not same_tokens or made["template"] != run.config.data.template:
+        note = "the champion has another tokenizer or template"
+    elif run.config.run.executor_of("reward") != "local" or on_cluster():
+        note = "models run on a cluster, and drift is measured on the host of the flow"
+    elif run.artifacts.config(reward)["reward"]["deepspeed"]["zero_stage"] == 3:
+        note = "the champion's reward model was trained with ZeRO-3, so one device may be too small for it"
+    measured = reward if not note else None
+    return DriftRequest(
+        config=run.config.model_dump(mode="json", by_alias=True),
+        champion=name,
+        champion_data=str(old),
+        champion_deduplicated=made["deduplicate"],
+        data=str(new),
+        reward_model=None if measured is None else str(run.artifacts.fetch(measured) / "model"),
+        accuracy=0.0 if measured is None else measured.metrics["accuracy"],
+        note=note,
+        result=str(result),
+    )
+
+
+def _measure(run: PipelineRun, request: DriftRequest) -> None:
+    """Run the comparison in a process of its own, which writes its measures to a file."""
+    run.logs.mkdir(parents=True, exist_ok=True)
+    log_file, file = run.logs / "drift.log", run.logs / MEASURES
+    request.write(file)
+    process = launch(
+        [*python_module("rlhf_core.ops.drift.process"), str(file)],
+        stage_environment(run.config),
+        log_file=log_file,
+        parent_death_signal=signal.SIGKILL,
+    )
+    try:
+        code = process.wait(timeout=run.config.run.stage_timeout)
+    except subprocess.TimeoutExpired:
+        raise StageTimedOut(
+            f"the comparison with the data of {request.champion} is stopped:"
+            f" run.stage_timeout={run.config.run.stage_timeout:g} is over; log: {log_file}"
+        ) from None
+    finally:
+        # For an interruption or the end of its time. A process that has ended is not signalled.
+        process.kill()
+    if code:
+        raise StageFailed(
+            f"the comparison with the data of {request.champion} ended with exit code {code}; log:"
+            f" {log_file}; end of the log: {log_excerpt(log_file)}; if it is the champion's reward model that"
+            " cannot be used here, set drift.warn.agreement and drift.stop.agreement to null"
+        )
+
+
+def _publish(run: PipelineRun, report: DriftReport) -> None:
+    values = {finding.drift.metric: finding.drift.value for finding in report.findings}
+    run.tracking.log_results(run.key, {name: value for name, value in values.items() if value is not None})
+    run.tracking.log_file(run.parent_run_id, report.page)
+    for finding in report.findings:
+        sentence = f"drift from the data of {report.champion}: {finding.sentence}"
+        if finding.state == "warn":
+            log.warning("%s; see %s", sentence, report.page)
+        elif finding.state == "not measured" and finding.stop is not None:
+            log.warning("%s; drift.stop.%s has no effect", sentence, finding.drift.measure)
+    # Those that stop come first: a long tag is cut.
+    unusual = [*report.above("stop"), *report.above("warn")]
+    if not unusual:
+        log.info("drift: no measure is above its limit; see %s", report.page)
+    _record(run, "; ".join(unusual) or "none")

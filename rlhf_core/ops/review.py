@@ -1,0 +1,387 @@
+"""`rlhf review`: answers of a run as a page for people, and what their votes say.
+
+{folder of the run}/review/  against-sft.html  votes-<digest>.json  preferences-<digest>.jsonl
+
+The page has samples of the evaluation or of the match, or pairs of answers of the stage `sample`. The digest
+is that of the file of votes, so that several people can vote and the same file counts once. `record_votes`
+writes the preference rows first. A file of votes without them, or with another digest than in its name, is
+not recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.dataset import load_prompts
+from rlhf_core.data.formats import Message
+from rlhf_core.data.prompt_sets import load_encoder
+from rlhf_core.errors import InputError
+from rlhf_core.evaluation.review import (
+    BlindPair,
+    Opponent,
+    ReviewResult,
+    Vote,
+    agreement_of_people,
+    count_votes,
+    load_blind_pairs,
+    load_sampled_pairs,
+    page_digest,
+    preference_rows,
+    read_votes,
+    render_page,
+    votes_by_pair,
+    win_rate_by_people,
+)
+from rlhf_core.evaluation.sampled_answers import ANSWERS
+from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
+from rlhf_core.executors.spec import config_from_json
+from rlhf_core.pipeline import StageName
+from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
+from rlhf_core.system.files import read_bounded, read_json, write_atomic, write_jsonl
+from rlhf_core.system.home import Home
+from rlhf_core.tracking.champions import registry_errors
+from rlhf_core.tracking.mlflow_client import Mlflow, Point
+from rlhf_core.tracking.tracker import open_tracking, public_uri
+from rlhf_core.types import ArtifactRef
+
+_SAMPLES: dict[Opponent, tuple[StageName, str]] = {
+    "sft": ("evaluate", "samples.jsonl"),
+    "champion": ("register", "match_samples.jsonl"),
+    "sample": ("sample", ANSWERS),
+}
+"""Stage and file of the samples."""
+_OPTIONS: dict[Opponent, str] = {"sft": "", "champion": " --against champion", "sample": " --of sample"}
+"""Options of `rlhf review` that choose the page."""
+_MISSING: dict[Opponent, str] = {
+    "sft": "no samples; run the configuration again",
+    "champion": "no samples of a match: there was none; use --against sft",
+    "sample": f"no {ANSWERS}: an earlier release made it; run the configuration again",
+}
+_PAIRS = 50
+"""Pairs on a page of the stage `sample`: ten minutes for a person."""
+
+
+@dataclass(frozen=True)
+class Review:
+    """Samples of a run, for people."""
+
+    name: str
+    """Name of the run."""
+    folder: Path
+    """Folder of the files of the review."""
+    opponent: Opponent
+    pairs: list[BlindPair]
+    """Pairs in the order of the page. With `sample`, a page has the first ones only."""
+    home: Home
+    summary: Mapping[str, Any]
+    config: PipelineConfig
+    """Configuration of the run."""
+    endpoint: str | None
+
+    def write_page(self, path: Path | None, pairs: int | None = None) -> tuple[Path, int]:
+        """Write the page, and return its path and the number of its pairs.
+
+        Args:
+            path: Default: a file in the folder.
+            pairs: Number of pairs with `sample`, or all if there are fewer. Default: 50.
+
+        Raises:
+            InputError: `pairs` is less than 1, or is given for another page, whose samples are all shown; or
+                the file cannot be written.
+        """
+        shown = self.pairs
+        if self.opponent == "sample":
+            if pairs is not None and pairs < 1:
+                raise InputError(f"--pairs: must be at least 1; got {pairs}; leave it out for {_PAIRS}")
+            shown = self.pairs[: pairs or _PAIRS]
+        elif pairs is not None:
+            raise InputError(
+                f"--pairs: is for --of sample; got {pairs} for another page, which has evaluate.samples"
+                " pairs; leave it out"
+            )
+        name = "of-sample" if self.opponent == "sample" else f"against-{self.opponent}"
+        path = path or self.folder / f"{name}.html"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, render_page(self.name, shown, _OPTIONS[self.opponent]))
+        except OSError as error:
+            raise InputError(
+                f"--output: the page {path} cannot be written ({error.strerror}); name another file"
+            ) from error
+        return path, len(shown)
+
+    def pairs_of(self, file: VoteFile) -> list[BlindPair]:
+        """Return the pairs of the page that saved a file of votes, if it was one of this run."""
+        return self.pairs[: len(file.choices)] if self.opponent == "sample" else self.pairs
+
+    def labels(self) -> list[dict[str, str]]:
+        """Return the recorded votes as rows for `data.preference`: of each pair one row with the answer that
+        more people preferred, in the order of the page. A pair that is tied has none.
+
+        Of several votes of one person on a pair the one that was saved last counts.
+
+        Raises InputError if a recorded file cannot be read.
+        """
+        by_pair = votes_by_pair(self._recorded(), self.pairs_of)
+        means = {pair: math.fsum(votes.values()) / len(votes) for pair, votes in by_pair.items()}
+        return preference_rows([Vote(pair, means[id(pair)]) for pair in self.pairs if id(pair) in means])
+
+    def everyone(self) -> Everyone:
+        """Return what all recorded votes say. Raises InputError if a recorded file cannot be read."""
+        files = list(self._recorded())
+        by_pair = votes_by_pair(files, self.pairs_of)
+        people = {person for votes in by_pair.values() for person in votes}
+        shared = sum(len(votes) > 1 for votes in by_pair.values())
+        rate = None
+        # Both answers of the stage `sample` are of the policy, so nobody wins.
+        if self.opponent != "sample":
+            rate = win_rate_by_people(files, self.pairs, confidence=self.config.evaluate.confidence)
+        return Everyone(
+            files=len(files),
+            people=len(people),
+            votes=sum(map(len, by_pair.values())),
+            win_rate=rate,
+            agreement=agreement_of_people(by_pair),
+            shared=shared,
+            saved=max((file.saved for file in files), default=0),
+        )
+
+    def _recorded(self) -> Iterator[VoteFile]:
+        """Yield the files of votes that `record_votes` has written for pages of these samples."""
+        for path in sorted(self.folder.glob("votes-*.json")):
+            if not _rows_beside(path).is_file():
+                continue
+            content = _read(path)
+            if path.name != _name(content):
+                continue  # such as a copy with the name of the download
+            file = parse_votes(content.decode("utf-8", "replace"), str(path))
+            if file.page == page_digest(self.pairs_of(file)):
+                yield file
+
+
+def _name(content: bytes) -> str:
+    """Return the name of a recorded file of votes."""
+    return f"votes-{hashlib.sha256(content).hexdigest()[:8]}.json"
+
+
+def _rows_beside(votes: Path) -> Path:
+    """Return the file with the preference rows of `votes-<digest>.json`."""
+    return votes.with_name(f"preferences-{votes.stem.removeprefix('votes-')}.jsonl")
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """What all recorded files of votes on one page say."""
+
+    files: int
+    people: int
+    votes: int
+    """Number of votes. If a person has several files, those of the last one count."""
+    win_rate: Mapping[str, float] | None
+    """`win_rate_by_people`; None for the stage `sample`."""
+    agreement: float | None
+    """`agreement_of_people`."""
+    shared: int
+    """Number of pairs with votes of two or more people."""
+    saved: int
+    """Time when the last file was saved, in milliseconds since 1970."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers for MLflow."""
+        numbers = {"people": float(self.people), "votes": float(self.votes)}
+        if self.agreement is not None:
+            numbers["agreement_of_people"] = self.agreement
+        for part in ("mean", "low", "high"):
+            if self.win_rate is not None:
+                numbers[f"win_rate/{part}"] = self.win_rate[part]
+        return numbers
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What `record_votes` did."""
+
+    result: ReviewResult
+    votes: int
+    rows: int
+    """Number of preference rows."""
+    left_out: int
+    """Votes without a row, because their prompt is more than one message."""
+    file: Path
+    """The preference rows."""
+    everyone: Everyone
+    """All recorded votes, with those of this file."""
+    mlflow_run_id: str | None
+    """The run in MLflow that has the votes; None if the pipeline ran without MLflow."""
+
+
+def votes_command(run: str, home: str, opponent: Opponent, endpoint: str | None) -> str:
+    """Return the command, for a shell, that records the votes of a page. Arguments as for `open_review`."""
+    words = ["rlhf", "review", run, "--home", home]
+    if endpoint is not None:
+        words += ["--endpoint", endpoint]
+    return f"{shlex.join(words)}{_OPTIONS[opponent]} --votes FILE"
+
+
+def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str | None = None) -> Review:
+    """Find the samples of a finished run.
+
+    Args:
+        run: Name of the run, or the path of its folder or of its `summary.json`.
+        home: Folder of the runs.
+        opponent: `sft`: samples of the evaluation; `champion`: those of the match; `sample`: pairs of answers
+            of the stage `sample`.
+        endpoint: URL of an S3-compatible server.
+
+    Raises:
+        InputError: There is no such run, or it has no evaluation, match or stage `sample`, or the stage has
+            no pair of different answers.
+        CorruptArtifact: The samples are damaged.
+    """
+    place = Home.of(home)
+    file = _summary(run, place)
+    summary = read_json(file)
+    stage, samples_name = _SAMPLES[opponent]
+    stages = (summary or {}).get("stages")
+    if summary is None or not isinstance(stages, dict) or stage not in stages:
+        fix = "run the configuration with a section sample" if stage == "sample" else "run it first"
+        raise InputError(f"{file} has no stage {stage}; {fix}")
+    artifacts, ref = _artifact(summary, stage, place, endpoint)
+    samples_file = artifacts.fetch(ref) / samples_name
+    if not samples_file.is_file():
+        raise InputError(f"{ref.uri} has {_MISSING[opponent]}")
+    if opponent == "sample":
+        pairs = load_sampled_pairs(samples_file)
+        if not pairs:
+            raise InputError(
+                f"{ref.uri} has no prompt with two different answers that can be data; raise sample.answers,"
+                " sample.temperature or ppo.max_new_tokens"
+            )
+    else:
+        # Earlier releases registered the policy of PPO only.
+        pairs = load_blind_pairs(samples_file, opponent, summary.get("policy", "ppo"))
+    config = config_from_json(artifacts.config(ref))
+    name = str(summary.get("run", file.parent.name))
+    return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
+
+
+def record_votes(review: Review, path: Path) -> Recorded:
+    """Count the votes of a file, keep them with the run, and write them as preference rows.
+
+    The same file again writes the same files and adds nothing to MLflow.
+
+    Raises InputError if the file has no votes of this run's page, and InfrastructureError if MLflow does not
+    accept them.
+    """
+    content = _read(path, "--votes: ")
+    file = parse_votes(content.decode("utf-8", "replace"), f"--votes: {path}")
+    votes = read_votes(file, review.pairs_of(file))
+    if not votes:
+        raise InputError(f"{file.name}: the file has no vote; vote on the page and save again")
+    result = count_votes(votes, confidence=review.config.evaluate.confidence)
+    usable = _with_one_message(review, votes)
+    rows = preference_rows(usable)
+    review.folder.mkdir(parents=True, exist_ok=True)
+    kept = review.folder / _name(content)
+    preferences = _rows_beside(kept)
+    write_jsonl(preferences, rows)
+    write_atomic(kept, content)  # last: votes without rows are not recorded
+    run_id = review.summary.get("mlflow_run_id")
+    left_out = len(votes) - len(usable)
+    done = Recorded(result, len(votes), len(rows), left_out, preferences, review.everyone(), run_id)
+    if run_id is not None:
+        _log(review, run_id, done, file.saved, [kept, preferences])
+    return done
+
+
+def _read(path: Path, option: str = "") -> bytes:
+    """Return the content of a file of votes. Raises InputError, whose message begins with `option`."""
+    try:
+        return read_bounded(path, MAX_BYTES)
+    except OSError as error:
+        raise InputError(f"{option}cannot read {path}: {error.strerror or error}") from error
+
+
+def _log(review: Review, run_id: str, done: Recorded, saved: int, files: list[Path]) -> None:
+    mlflow = _tracker(review)
+    prefix = "review/of_sample" if review.opponent == "sample" else f"review/against_{review.opponent}"
+    result, everyone = done.result, done.everyone
+    metrics = {f"{prefix}/votes": float(done.votes)}
+    if result.judge_agreement is not None:
+        metrics[f"{prefix}/judge_agreement"] = result.judge_agreement
+    # Both answers of the stage `sample` are of the policy, so nobody wins.
+    if review.opponent != "sample":
+        metrics |= {f"{prefix}/win_rate/{part}": value for part, value in result.win_rate.to_json().items()}
+    points = [Point(name, value, 0, saved) for name, value in metrics.items()]
+    # The number of files is the step, so that the last value is that of most files for any clock of a person.
+    points += [
+        Point(f"{prefix}/all/{name}", value, everyone.files, everyone.saved)
+        for name, value in everyone.metrics().items()
+    ]
+    with registry_errors(mlflow, f"record the votes in the run {run_id}"):
+        mlflow.log_points(run_id, points)
+        for file in files:
+            mlflow.log_file(run_id, file, "review")
+
+
+def _tracker(review: Review) -> Mlflow:
+    """Return the tracker of the run. A reused evaluation can be of a run that another tracker has."""
+    uri = review.config.tracking.uri  # for summaries of earlier releases
+    if "tracking_uri" in review.summary:
+        uri = review.summary["tracking_uri"] or f"sqlite:///{review.home.mlflow_database}"
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    if given and uri == public_uri(given):
+        uri = None  # the variable can have credentials, which the summary has not
+    tracking = {"uri": uri, "experiment": review.config.experiment}
+    tree = {"run": {"home": str(review.home.path)}, "tracking": tracking}
+    return open_tracking(PipelineConfig.model_validate(tree)).mlflow
+
+
+def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
+    """Return the votes whose prompt is a single message: samples have the text of a prompt only, which is not
+    the prompt of a conversation or of one with a system message. The stage `sample` has no others.
+    """
+    if review.config.data.template == "plain" or review.opponent == "sample":
+        return votes
+    artifacts, ref = _artifact(review.summary, "data", review.home, review.endpoint)
+    folder = artifacts.fetch(ref)
+    encoder = load_encoder(review.config, folder)
+    tokens = {prompt.prompt_id: prompt.input_ids for prompt in load_prompts(folder, "eval")}
+    return [
+        vote
+        for vote in votes
+        if tokens.get(vote.pair.sample["prompt_id"]) == encoder.prompt([Message("user", vote.pair.prompt)])
+    ]
+
+
+def _summary(run: str, home: Home) -> Path:
+    for path in (Path(run), Path(run) / "summary.json", home.run(run) / "summary.json"):
+        if path.is_file():
+            return path
+    names = sorted(file.parent.name for file in home.summaries())
+    raise InputError(
+        f"there is no finished run {run} in {home.runs}; it has {', '.join(names[-10:]) or 'none'}; name one,"
+        " or the path of its summary.json"
+    )
+
+
+def _artifact(
+    summary: Mapping[str, Any], stage: StageName, home: Home, endpoint: str | None
+) -> tuple[ArtifactStore, ArtifactRef]:
+    address = str(summary["stages"].get(stage, {}).get("artifact"))
+    found = parse_artifact_address(address)
+    if found is None:
+        raise InputError(f"the summary of the run has no artifact of the stage {stage}; got {address}")
+    artifacts = found.open_store(home, endpoint)
+    ref = artifacts.find(stage, found.key)
+    if ref is None:
+        raise InputError(f"{address} is not in its store any more; run the configuration again")
+    return artifacts, ref

@@ -1,0 +1,241 @@
+"""Submitting the job of a stage, with a real store and a scheduler that accepts a name twice.
+
+- of several flows one submits the job, also if the scheduler would accept it twice
+- no clock of another host is compared: a job that is about to be submitted is waited for
+- a scheduler that does not answer for a while changes nothing when the job is submitted or looked up
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import (
+    InfrastructureError,
+    StageTimedOut,
+)
+from rlhf_core.executors import base
+from rlhf_core.executors.follow import Waits, run_remote
+from rlhf_core.executors.job_files import JobFiles
+from rlhf_core.executors.kuberay import KubeRayJobs
+from rlhf_core.executors.spec import StageSpec
+from rlhf_core.storage.store import Store
+from rlhf_core.testing.clock import ManualClock
+from rlhf_core.types import ArtifactRef
+from tests.support.followed_jobs import FAST, KEY, REF, RESULT, Job, follower
+
+
+class AcceptsNamesTwice(KubeRayJobs):
+    """As Slurm: a second job of the same name is accepted, and a job is not seen at once."""
+
+    def __init__(self) -> None:
+        super().__init__(None, retry_wait=0.0)
+        self.submitted: list[str] = []
+
+    def submit(self, job: base.Job) -> None:
+        time.sleep(0.1)
+        self.submitted.append(job.name)
+
+    def status(self, name: str) -> base.JobStatus:
+        return base.JobStatus("running" if name in self.submitted else "missing")
+
+
+def test_two_flows_submit_one_job(spec: StageSpec, store: Store, tmp_path: Path) -> None:
+    scheduler = AcceptsNamesTwice()
+
+    def work(files: JobFiles) -> None:
+        time.sleep(0.5)
+        files.write_events(1, [RESULT])
+
+    Job(store, work)
+    results: list[ArtifactRef] = []
+    start = threading.Barrier(2)
+
+    def flow(log_file: Path) -> None:
+        start.wait()
+        results.append(run_remote(scheduler, spec, log_file, 20.0, lambda event: None, FAST))
+
+    flows = [threading.Thread(target=flow, args=[tmp_path / f"{name}.log"], daemon=True) for name in "ab"]
+    for each in flows:
+        each.start()
+    for each in flows:
+        each.join(timeout=20.0)
+    assert results == [REF, REF]
+    assert len(scheduler.submitted) == 1
+
+
+def test_of_several_waiting_flows_one_submits_for_the_killed_one(
+    spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    scheduler = AcceptsNamesTwice()
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    waits = replace(FAST, submit=0.2)
+    waiting = [follower(scheduler, spec, tmp_path / f"{name}.log", waits=waits) for name in "ab"]
+    threads = [threading.Thread(target=flow._await_submission, args=[files], daemon=True) for flow in waiting]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20.0)
+    assert scheduler.submitted == [files.submission.job_name]
+
+
+class Unsteady(AcceptsNamesTwice):
+    """Does not answer the first questions."""
+
+    def __init__(self, silent: int = 2) -> None:
+        super().__init__()
+        self.asked = 0
+        self._silent = silent
+
+    def status(self, name: str) -> base.JobStatus:
+        self.asked += 1
+        if self.asked <= self._silent:
+            raise InfrastructureError("the scheduler does not answer")
+        return super().status(name)
+
+
+def old_submission(store: Store, spec: StageSpec) -> JobFiles:
+    """Return the files that a flow with a slow clock has created just now."""
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    path = f"{files.folder}/spec.json"
+    content = json.loads(store.read_bytes(path) or b"")
+    store.put_bytes(path, json.dumps({**content, "time": content["time"] - 300.0}).encode())
+    return files
+
+
+def test_a_job_is_waited_for_whatever_the_clock_of_the_other_flow_says(
+    spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    files = old_submission(store, spec)
+    name = files.submission.job_name
+    scheduler, clock = AcceptsNamesTwice(), ManualClock()
+    clock.events.append((clock.now + 50.0, lambda: scheduler.submitted.append(name)))
+    found = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)._find()
+    assert found is not None and found.folder == files.folder
+    assert scheduler.submitted == [name]
+    assert 1050.0 <= clock.now < 1060.0
+
+
+def test_a_job_that_is_not_submitted_is_submitted_after_the_wait(
+    spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    files = old_submission(store, spec)
+    scheduler, clock = AcceptsNamesTwice(), ManualClock()
+    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
+    assert waiting._find() is not None
+    assert scheduler.submitted == [files.submission.job_name]
+    assert 1060.0 <= clock.now < 1070.0
+
+
+def test_other_settings_are_a_new_job_after_the_wait(spec: StageSpec, store: Store, tmp_path: Path) -> None:
+    run = spec.config.run.model_copy(update={"stage_timeout": 5.0})
+    old = spec.config.model_copy(update={"run": run})
+    files = old_submission(store, replace(spec, config=old))
+    scheduler, clock = AcceptsNamesTwice(), ManualClock()
+    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
+    assert waiting._find() is None
+    assert waiting._submit().number == 2
+    assert files.submission.job_name not in scheduler.submitted
+    assert 1060.0 <= clock.now < 1070.0
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_job_that_the_scheduler_has_forgotten_is_followed_by_another(
+    spec: StageSpec, store: Store, tmp_path: Path, has_begun: bool
+) -> None:
+    """Also if a second flow has taken the place of the first and was killed, too."""
+    files = old_submission(store, spec)
+    files.write_events(1, [{"event": "started"}]) if has_begun else files.take_over()
+    scheduler, clock = AcceptsNamesTwice(), ManualClock()
+    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
+    assert waiting._find() is None
+    assert clock.now < 1001.0 if has_begun else 1120.0 <= clock.now < 1130.0
+
+
+def test_waiting_for_another_flow_has_the_same_limits_as_following(
+    spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    scheduler = Unsteady()
+    scheduler.submitted.append(files.submission.job_name)
+    follower(scheduler, spec, tmp_path / "a.log")._await_submission(files)
+    assert scheduler.asked == 3
+    late = follower(Unsteady(), spec, tmp_path / "b.log", timeout=-1.0)
+    with pytest.raises(StageTimedOut, match=r"run\.stage_timeout"):
+        late._await_submission(files)
+
+
+class Refuses(Unsteady):
+    """Does not answer the first two submissions either. With `arrives`, the first one arrives nevertheless.
+
+    Like Slurm, it accepts a second job of the same name.
+    """
+
+    def __init__(self, arrives: bool) -> None:
+        super().__init__()
+        self.requests = 0
+        self._arrives = arrives
+
+    def submit(self, job: base.Job) -> None:
+        self.requests += 1
+        if self._arrives or self.requests > 2:
+            self.submitted.append(job.name)
+        if self.requests <= 2:
+            raise InfrastructureError("the scheduler does not answer")
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_job_is_submitted_when_the_scheduler_answers_again(
+    spec: StageSpec, store: Store, tmp_path: Path, arrives: bool
+) -> None:
+    scheduler = Refuses(arrives)
+
+    def work(files: JobFiles) -> None:
+        while not scheduler.submitted:
+            time.sleep(0.01)
+        files.write_events(1, [RESULT])
+
+    Job(store, work)
+    waits = replace(FAST, submit=0.05)
+    assert run_remote(scheduler, spec, tmp_path / "data-01.log", 20.0, lambda event: None, waits) == REF
+    assert len(scheduler.submitted) == 1
+
+
+def test_a_job_is_looked_up_until_the_scheduler_answers(
+    spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    scheduler = Unsteady()
+    scheduler.submitted.append(files.submission.job_name)
+    found = follower(scheduler, spec, tmp_path / "a.log")._find()
+    assert found is not None and found.folder == files.folder and scheduler.asked == 3
+    impatient = follower(Unsteady(), spec, tmp_path / "b.log", waits=replace(FAST, unreachable=0.0))
+    with pytest.raises(InfrastructureError, match="does not answer"):
+        impatient._find()
+
+
+def test_no_flow_takes_over_while_the_scheduler_does_not_answer(
+    spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    """The flow that began to submit the job tries it again, too."""
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    scheduler = Unsteady(silent=20)
+    waiting = follower(scheduler, spec, tmp_path / "a.log", waits=replace(FAST, submit=0.05))
+    thread = threading.Thread(target=waiting._await_submission, args=[files], daemon=True)
+    thread.start()
+    while scheduler.asked <= 20 and thread.is_alive():
+        time.sleep(0.001)
+    assert not store.exists(f"{files.folder}/taken_over")
+    scheduler.submitted.append(files.submission.job_name)
+    thread.join(timeout=20.0)
+    assert not store.exists(f"{files.folder}/taken_over")

@@ -1,0 +1,139 @@
+"""What a job on a cluster writes to the store.
+
+- a job that is started again by its scheduler continues the events of its first start
+- progress is one object, which later progress of the same task replaces, and is there before the outcome
+- the log ends with the last lines of a long one, without secrets, and is there before the final event
+- a log that was rotated is copied to the output from its beginning
+- an object of events that may have been read is not changed, and later events follow in the next one
+- the final event is sent although the log cannot be read or copied to the output
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import StoreError
+from rlhf_core.executors.job_files import LOG_BYTES, JobFiles
+from rlhf_core.executors.remote import _Reporter
+from rlhf_core.storage.store import Store
+from rlhf_core.testing.store import ScriptedStore
+
+KEY = "0" * 16
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> JobFiles:
+    return JobFiles(Store(tmp_path / "store"), KEY, 1)
+
+
+def test_a_job_that_is_started_again_continues_its_events(files: JobFiles, tmp_path: Path) -> None:
+    for step in (1, 2):
+        with _Reporter(files, tmp_path / "log") as reporter:
+            reporter.send({"event": "checkpoint", "step": step})
+    assert [files.read_events(number) for number in (1, 2, 3)] == [
+        [{"event": "checkpoint", "step": 1}],
+        [{"event": "checkpoint", "step": 2}],
+        None,
+    ]
+
+
+def test_progress_is_one_object_that_is_replaced(files: JobFiles, tmp_path: Path) -> None:
+    reporter = _Reporter(files, tmp_path / "log")
+    for done in range(50):
+        reporter.send({"event": "progress", "task": "sft", "done": done})
+        reporter.send({"event": "progress", "task": "samples", "done": -done})
+        reporter._write_events()
+    assert [event["done"] for event in files.read_progress()] == [49, -49]
+    assert files._store.list(files.folder) == [f"{files.folder}/progress.jsonl"]
+
+
+def test_progress_is_there_before_the_outcome(tmp_path: Path) -> None:
+    store = ScriptedStore(tmp_path / "store")
+    files = JobFiles(store, KEY, 1)
+    store.before("put_bytes", StoreError("503"), key="progress.jsonl")
+    reporter = _Reporter(files, tmp_path / "log")
+    reporter.send({"event": "result"})
+    reporter.send({"event": "progress", "task": "sft", "done": 5})
+    with pytest.raises(StoreError):
+        reporter._write_events()
+    assert files.read_events(1) is None
+    reporter._write_events()
+    assert [event["done"] for event in files.read_progress()] == [5]
+    assert files.read_events(1) == [{"event": "result"}]
+
+
+def test_the_end_of_the_log_is_kept_without_secrets(
+    files: JobFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
+    log = tmp_path / "log"
+    log.write_text("first\n" + "x" * LOG_BYTES + "\ntoken hf_abcdefghijklmnop\nlast\n")
+    with _Reporter(files, log) as reporter:
+        reporter.send({"event": "result"})
+    tail = files.read_log().decode()
+    assert tail.endswith("last\n")
+    assert "hf_abcdefghijklmnop" not in tail
+    assert "first" not in tail
+    keys = files._store.list(files.folder)
+    assert keys == [f"{files.folder}/events/000001.jsonl", f"{files.folder}/log.txt"]
+
+
+def test_a_rotated_log_is_copied_from_its_beginning(
+    files: JobFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    reporter = _Reporter(files, log)
+    for text in ("a long line before the rotation\n", "short\n"):
+        log.write_text(text)
+        reporter._echo()
+    assert capsys.readouterr().err == "a long line before the rotation\nshort\n"
+
+
+class LosesAnAnswer(JobFiles):
+    """The first object of events is written, but its writer gets an error."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, KEY, 1)
+        self._has_failed = False
+
+    def write_events(self, number: int, events: Iterable[Mapping[str, Any]]) -> None:
+        super().write_events(number, events)
+        if not self._has_failed:
+            self._has_failed = True
+            raise StoreError("no answer")
+
+
+def test_events_that_a_flow_may_have_read_are_not_changed(tmp_path: Path) -> None:
+    files = LosesAnAnswer(Store(tmp_path / "store"))
+    first, second = (
+        {"event": "checkpoint", "step": 1},
+        {"event": "error", "type": "DataError", "message": "x"},
+    )
+    reporter = _Reporter(files, tmp_path / "log")
+    reporter.send(first)
+    with pytest.raises(StoreError):
+        reporter._write_events()
+    reporter.send(second)
+    reporter._write_events()
+    assert [files.read_events(number) for number in (1, 2, 3)] == [[first], [second], None]
+
+
+@pytest.mark.parametrize("log_is_readable", [True, False])
+def test_the_final_event_does_not_depend_on_the_log(
+    files: JobFiles, tmp_path: Path, log_is_readable: bool
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("a line\n") if log_is_readable else log.mkdir()
+    with (
+        Path("/dev/full").open("wb", buffering=0) as full_disk,
+        redirect_stderr(io.TextIOWrapper(full_disk, write_through=True)),
+        _Reporter(files, log, last_seconds=0.0) as reporter,
+    ):
+        reporter.send_error(StoreError("the disk is full"))
+    assert [event["type"] for event in files.read_events(1) or ()] == ["StoreError"]

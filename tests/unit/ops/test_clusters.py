@@ -1,0 +1,573 @@
+"""Plans for several hosts, and the search for the fastest split.
+
+- `--gpus 2x8xH100-80G` are hosts, devices and a kind; several hosts need `--link`
+- devices are taken by the policy, the engines and the other groups in turn; an engine is inside one host
+- between hosts, ZeRO-3 is as slow as the network, hpZ gathers the backward pass inside a host, and a weight
+  sync uses one network adapter for each sender
+- a faster link is never slower; more ranks or hosts never need more memory on a device, and the fastest split
+  on more hosts is never slower
+- the fastest split fits, has the time that the plan gives for it, and no configuration of a grid is faster
+- what cannot fit is named, with how much is missing
+- checkpoints have 14 bytes for each parameter, and each host has the part of its ranks
+- known shapes have as many parameters as the published weights
+- the largest models of the page of the plan are the largest ones that fit
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shlex
+import time
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.main import main
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import load_config
+from rlhf_core.config.placement import plan as plan_placement
+from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.models.shape import ModelShape
+from rlhf_core.ops.plan.plan import make_plan
+from rlhf_core.ops.plan.search import NoSplit, Split, fastest
+from rlhf_core.ops.plan.speed import (
+    Seconds,
+    gather_time,
+    optimizer_step_time,
+    send_time,
+    step_time,
+)
+from rlhf_core.planning.checkpoints import checkpoint_bytes, checkpoint_sizes
+from rlhf_core.planning.fit import compare_memory
+from rlhf_core.planning.hardware import GIB, Device, Hardware, Network, parse_gpus, parse_link
+from rlhf_core.planning.layout import layout
+from rlhf_core.planning.loads import device_loads
+from rlhf_core.planning.memory import Model
+from tests.support.demo_data import config_with_demo_data as config_from_tree
+
+PRODUCTION = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "production.yaml"
+LINKS = ("1gbit", "10gbit", "100gbit", "400gbit", "2x400gbit", "8x400gbit")
+
+
+def shape(name: str) -> ModelShape:
+    found = known_shape(name)
+    assert found is not None
+    return found
+
+
+APART = (
+    "ppo.colocate=pairs", "ppo.policy_deepspeed.ranks=3", "ppo.critic_deepspeed.ranks=3",
+    "ppo.policy_deepspeed.gradient_checkpointing=true", "ppo.critic_deepspeed.gradient_checkpointing=true",
+    "ppo.micro_batch_tokens=8192", "ppo.engine.sleep_level=0",
+    "ppo.engine.count=2", "ppo.engine.gpu_memory_utilization=0.9", "ppo.weight_sync.backend=nccl",
+)  # fmt: skip
+
+
+def production(*overrides: str) -> PipelineConfig:
+    """Return the profile with devices of their own for policy, critic and engines."""
+    return load_config(PRODUCTION, (*APART, *overrides))
+
+
+def splits(config: PipelineConfig, model: ModelShape, hardware: Hardware) -> dict[str, Split | NoSplit]:
+    return {found.stage: found for found in fastest(config, model, hardware)}
+
+
+def changed(config: PipelineConfig, *found: Split | NoSplit) -> PipelineConfig:
+    """Return the configuration with the overrides of all splits."""
+    overrides = [
+        f"{name}={value}"
+        for split in found
+        if isinstance(split, Split)
+        for name, value in split.changes.items()
+    ]
+    return config_from_tree(config.model_dump(mode="json", by_alias=True), "test", overrides)
+
+
+# -- hosts and links --
+
+
+def test_hosts_devices_and_links_are_parsed() -> None:
+    found = parse_gpus("2x8xH100", "8x400gbit", 1024)
+    assert (found.hosts, found.count, found.per_host, found.device.name) == (2, 16, 8, "H100-80G")
+    assert found.network == Network(8, 50e9) and found.network.total == 400e9
+    assert found.host_memory == 1024 * GIB
+    assert str(found) == "2 hosts of 8 x H100-80G, 8 x 400 Gbit/s between them"
+    assert parse_gpus("1x8xH100") == parse_gpus("8xH100", "400gbit") == Hardware(8, found.device)
+    assert parse_link("200mbit").total == 25e6
+
+
+@pytest.mark.parametrize("text", ["2x0xH100", "2x8x8xH100", "x8xH100"])
+def test_other_numbers_of_hosts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gpus: must be .* 2x8xH100-80G; got"):
+        parse_gpus(text, "400gbit")
+
+
+@pytest.mark.parametrize("text", ["400", "0x400gbit", "0gbit", "fast", "1.2.3gbit"])
+def test_other_links_are_refused_and_several_hosts_need_one(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--link: must be the speed of a host's network"):
+        parse_gpus("2x8xH100", text)
+    with pytest.raises(ConfigError, match=r"--link: --gpus 2x8xH100 has several hosts"):
+        parse_gpus("2x8xH100")
+
+
+@pytest.mark.parametrize("memory", [-3.0, float("nan"), float("inf")])
+def test_other_memory_of_hosts_is_refused(memory: float) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--host-memory: must be a number of GiB, 0 or more; got {memory:g}"
+    ):
+        parse_gpus("8xH100", host_memory_gib=memory)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("link", "400gbit"), ("host_memory_gib", 2000.0), ("host_memory_gib", 0.0)]
+)
+def test_options_about_hosts_are_refused_without_gpus(option: str, value: Any) -> None:
+    name = {"link": "--link", "host_memory_gib": "--host-memory"}[option]
+    with pytest.raises(ConfigError, match=rf"{name}: is about the hosts of --gpus; got no --gpus; add it"):
+        make_plan(PRODUCTION.with_name("demo.yaml"), **{option: value})
+
+
+def test_engines_are_next_to_the_policy_and_inside_one_host() -> None:
+    def hosts(policy: int, critic: int, engines: int, ways: int) -> Any:
+        overrides = (f"ppo.policy_deepspeed.ranks={policy}", f"ppo.critic_deepspeed.ranks={critic}")
+        engine = (f"ppo.engine.count={engines}", f"ppo.engine.tensor_parallel={ways}")
+        found = layout(plan_placement(production(*overrides, *engine).ppo), parse_gpus("2x8xH100", "1gbit"))
+        return found and (*found.groups, found.engines)
+
+    assert hosts(4, 4, 8, 1) == ((0,), (1,), (0, 1)), "the engines come before the critic"
+    assert hosts(6, 8, 2, 1) == ((0,), (1,), (0,))
+    assert hosts(3, 3, 10, 1) == ((0,), (1,), (0, 1))
+    assert hosts(6, 6, 1, 4) == ((0,), (0, 1), (1,))
+    assert hosts(5, 5, 1, 8) is None, "6 devices are left on the second host"
+    assert hosts(8, 4, 2, 4) is None
+
+
+def test_an_engine_that_would_span_hosts_is_refused() -> None:
+    wanted = production("ppo.engine.count=1", "ppo.engine.tensor_parallel=16")
+    [problem] = compare_memory(wanted, shape("llama-3-8b"), parse_gpus("4x8xH200", "400gbit")).problems
+    assert problem.text.startswith("ppo: the 16 GPUs of an engine must be in one host of 8;")
+
+
+# -- time --
+
+TOY = Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11)
+WEIGHTS = 8_030_261_248
+
+
+@pytest.mark.parametrize("hpz", [1, 4])
+def test_sharding_over_hosts_is_as_slow_as_the_network(hpz: int) -> None:
+    hosts = Hardware(8, TOY, 2, Network(2, 1.25e9))
+    deepspeed = production("sft.deepspeed.ranks=8", f"sft.deepspeed.hpz={hpz}").sft.deepspeed
+    found = optimizer_step_time(Model(shape("llama-3-8b"), deepspeed), 64, 1024, 8192, hosts)
+    # 64 x 1024 tokens are one micro-batch of 8192 for each of 8 ranks: gradients are reduced once, weights
+    # are gathered twice, 7/8 of them from others, over 0.8 of both adapters. With hpZ, 3/4 of them come from
+    # the 4 ranks of the host in the second pass, over half of its link.
+    network, inside = 2 * WEIGHTS * 7 / 8 / (0.8 * 2.5e9), 2 * WEIGHTS * 3 / 4 / (1e11 / 2)
+    assert found.network == pytest.approx((3 if hpz == 1 else 2) * network)
+    assert found.link == pytest.approx(0 if hpz == 1 else inside)
+
+
+def test_a_sync_between_hosts_uses_an_adapter_for_each_sender() -> None:
+    hosts = Hardware(16, TOY, 2, Network(8, 1.25e9))
+    model = shape("llama-3-8b")
+
+    def sent(engines: tuple[int, ...], *overrides: str) -> Seconds:
+        wanted = production("ppo.policy_deepspeed.ranks=12", *overrides)
+        return send_time(wanted, model, hosts, (0, 1), engines)
+
+    gloo, one = "ppo.weight_sync.backend=gloo", 2 * WEIGHTS / (0.8 * 1.25e9)
+    own = sent((0, 1))
+    assert own == Seconds(link=own.link)
+    assert own.link == pytest.approx(2 * WEIGHTS / 5e10)
+    assert sent((2,)).network == pytest.approx(one), "NCCL has one sender"
+    assert sent((2,), gloo, "ppo.weight_sync.senders=3").network == pytest.approx(one / 3)
+    assert sent((2,), gloo).network == pytest.approx(one / 8), "a host receives through all of its adapters"
+    sharded = production("ppo.policy_deepspeed.ranks=12", gloo)
+    assert gather_time(sharded, model, hosts, spans=True).total == 0
+    assert gather_time(sharded, model, hosts, spans=False).total > 0
+    some = production("ppo.policy_deepspeed.ranks=12", gloo, "ppo.weight_sync.senders=3")
+    assert gather_time(some, model, hosts, spans=True).total > 0, "three of twelve ranks send"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count"),
+    [((), 12), (("ppo.policy_deepspeed.zero_stage=2",), 1), (("ppo.policy_deepspeed.ranks=17",), 1)],
+)
+def test_all_ranks_send_their_shards_with_nccl_m2n(overrides: tuple[str, ...], count: int) -> None:
+    hosts = Hardware(16, TOY, 2, Network(8, 1.25e9))
+    config = production("ppo.policy_deepspeed.ranks=12", "ppo.weight_sync.backend=nccl_m2n", *overrides)
+    found = send_time(config, shape("llama-3-8b"), hosts, (0, 1), (2,)).network
+    assert found == pytest.approx(2 * WEIGHTS / (0.8 * 1.25e9 * min(8, count)))
+    gathers = gather_time(config, shape("llama-3-8b"), hosts, spans=True).total > 0
+    assert gathers == (count == 1 and config.ppo.policy_deepspeed.zero_stage == 3)
+
+
+def test_offloaded_adam_takes_the_time_of_the_hosts_cpus() -> None:
+    def host(offload: str, hosts: int) -> float:
+        network = Network(1, 50e9) if hosts > 1 else None
+        deepspeed = production(f"sft.deepspeed.offload={offload}").sft.deepspeed
+        hardware = Hardware(8 * hosts, TOY, hosts, network)
+        return optimizer_step_time(Model(shape("llama-3-8b"), deepspeed), 64, 1024, 8192, hardware).host
+
+    # Two copies of 4 bytes for each of an eighth of the parameters, and 4e9 parameters a second on one host.
+    assert host("optimizer", 1) == pytest.approx(2 * 4 * WEIGHTS / 8 / 12e9 + WEIGHTS / 4e9)
+    assert host("none", 1) == 0
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
+def test_a_faster_link_is_never_slower(model: str) -> None:
+    generator, faster = random.Random(0), 0
+    for _ in range(12):
+        overrides = [
+            f"ppo.policy_deepspeed.ranks={generator.choice([4, 8, 12, 16])}",
+            f"ppo.critic_deepspeed.ranks={generator.choice([4, 8, 12, 16])}",
+            f"ppo.policy_deepspeed.zero_stage={generator.choice([0, 2, 3])}",
+            f"ppo.engine.count={generator.choice([1, 4, 8])}",
+            f"ppo.weight_sync.backend={generator.choice(['nccl', 'gloo'])}",
+        ]
+        wanted = production(*overrides)
+        times = [step_time(wanted, shape(model), parse_gpus("4x8xH100", link)).total for link in LINKS]
+        assert times == sorted(times, reverse=True), overrides
+        faster += times[0] > times[-1]
+    assert faster > 3
+
+
+def test_the_fastest_split_is_never_slower_on_a_faster_link_or_on_more_hosts() -> None:
+    model, wanted = shape("qwen3-4b"), production()
+    by_link = [
+        splits(wanted, model, parse_gpus("2x4xL40S", link)) for link in ("1gbit", "100gbit", "8x400gbit")
+    ]
+    by_hosts = [splits(wanted, model, parse_gpus(f"{hosts}x4xL40S", "25gbit")) for hosts in (1, 2, 3)]
+    for found in (by_link, by_hosts):
+        for stage in ("sft", "reward", "ppo"):
+            seconds = [split.seconds for each in found if isinstance(split := each[stage], Split)]
+            assert len(seconds) == 3 and seconds == sorted(seconds, reverse=True), stage
+            assert seconds[0] > seconds[-1]
+
+
+# -- memory --
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_more_hosts_never_need_more_memory_on_a_device(zero: int) -> None:
+    peaks = []
+    for hosts in (1, 2, 4, 8):
+        ranks = [f"{field}.ranks={4 * hosts}" for field in ("ppo.policy_deepspeed", "ppo.critic_deepspeed")]
+        ranks += [f"{field}.ranks={8 * hosts}" for field in ("sft.deepspeed", "reward.deepspeed")]
+        stages = [name.replace("ranks", "zero_stage").partition("=")[0] + f"={zero}" for name in ranks]
+        loads = device_loads(production(*ranks, *stages), shape("qwen2.5-32b"), parse_gpus("H100").device)
+        peaks.append([load.total for load in loads])
+    for fewer, more in pairwise(peaks):
+        assert all(after <= before for before, after in zip(fewer, more, strict=True))
+
+
+def test_zero_3_loads_shards_and_two_tensors() -> None:
+    loads = device_loads(production(), shape("llama-3-70b"), parse_gpus("H100").device)
+    load = next(load for load in loads if (load.stage, load.phase) == ("sft", "load"))
+    assert load.bytes.total == pytest.approx(2 * 70_553_706_496 / 8 + 2 * 2 * 8192 * 128256)
+
+
+def test_a_model_too_large_for_one_device_is_evaluated_on_several() -> None:
+    model, hardware = shape("llama-3-70b"), parse_gpus("4x8xH200", "400gbit")
+
+    def evaluation(*overrides: str) -> list[str]:
+        found = compare_memory(production(*overrides), model, hardware).problems
+        return [problem.text for problem in found if problem.stage == "evaluate"]
+
+    [alone] = evaluation()
+    assert alone.startswith("evaluate: policy needs ") and "on each device (score)" in alone
+    assert evaluation("evaluate.ranks=2") == []
+    whole = ("ppo.policy_deepspeed.zero_stage=2", "reward.deepspeed.zero_stage=2")
+    assert evaluation("evaluate.ranks=2", *whole) == [alone], "each rank has a copy"
+    assert evaluation("evaluate.ranks=33")[-1] == "evaluate: needs 33 devices; there are 32"
+    engines = ("evaluate.ranks=2", "evaluate.engines=9", "ppo.engine.tensor_parallel=4")
+    assert evaluation(*engines) == ["evaluate: needs 36 devices; there are 32"]
+
+
+def test_state_that_is_offloaded_must_fit_the_memory_of_a_host() -> None:
+    wanted = production("sft.deepspeed.offload=optimizer")
+    texts = [
+        [
+            problem.text
+            for problem in compare_memory(
+                wanted, shape("llama-3-8b"), parse_gpus("8xH100", None, gib)
+            ).problems
+        ]
+        for gib in (None, 64, 512)
+    ]
+    # 12 bytes of state, a gradient of 4 and weights of 2 for each parameter.
+    needed = 18 * WEIGHTS / GIB
+    assert texts[1] == [f"sft: offloaded state needs {needed:.0f} GiB of memory on each host; it has 64"]
+    assert texts[0] == texts[2] == []
+
+
+def test_a_checkpoint_has_14_bytes_for_each_parameter_in_parts_on_the_hosts_of_its_ranks() -> None:
+    wanted = production("ppo.policy_deepspeed.ranks=8", "ppo.critic_deepspeed.ranks=4")
+    sizes = {
+        size.stage: size
+        for size in checkpoint_sizes(wanted, shape("llama-3-8b"), parse_gpus("2x8xH100", "400gbit"))
+    }
+    critic = shape("llama-3-8b").score_parameters
+    assert sizes["sft"].bytes == sizes["sft"].per_host == pytest.approx(14 * WEIGHTS)
+    # With `publish: best`, 2 more for each parameter of the policy: the best weights so far.
+    assert sizes["ppo"].bytes == pytest.approx(16 * WEIGHTS + 14 * critic)
+    assert sizes["ppo"].per_host == pytest.approx(16 * WEIGHTS)
+    assert sizes["ppo"].hash_seconds == pytest.approx(16 * WEIGHTS / 1.5e9)
+    adapters = production("ppo.lora={r: 16}")
+    [*_, small] = checkpoint_sizes(adapters, shape("llama-3-8b"), parse_gpus("8xH100"))
+    assert small.bytes < sizes["ppo"].bytes / 50
+
+
+def test_rank_0_writes_what_is_not_sharded() -> None:
+    of_8b, hardware = shape("llama-3-8b"), parse_gpus("2x8xH100", "400gbit")
+    for zero_stage, alone in ((0, 14), (1, 2), (2, 2), (3, 0)):
+        sharding = f"{{ranks: 16, zero_stage: {zero_stage}, hpz: 1}}"
+        wanted = production(f"sft.deepspeed={sharding}", "sft.deepspeed.dtype=bfloat16")
+        size, unsharded = checkpoint_bytes(wanted, of_8b, "sft")
+        assert (size, unsharded) == (14 * of_8b.parameters, alone * of_8b.parameters)
+        [sft, *_] = checkpoint_sizes(wanted, of_8b, hardware)
+        assert (sft.bytes, sft.per_host) == (size, unsharded + (size - unsharded) / 2)
+    sizes = {size.stage: size.bytes for size in checkpoint_sizes(production(), of_8b, hardware)}
+    for stage in ("sft", "reward", "ppo"):
+        assert checkpoint_bytes(production(), of_8b, stage)[0] == sizes[stage]
+    # A judge without settings of its own has those of the reward model.
+    judged = production("reward.judge={}")
+    assert checkpoint_bytes(judged, of_8b, "judge") == checkpoint_bytes(judged, of_8b, "reward")
+    assert checkpoint_bytes(judged, of_8b, "evaluate") == (0, 0)
+
+
+# -- the fastest split --
+
+
+def small(gib: float) -> tuple[PipelineConfig, ModelShape, Hardware]:
+    """A space that can be tried as a whole, in which much does not fit."""
+    bfloat16 = {"dtype": "bfloat16"}
+    tree = {
+        "model": {"path": "Qwen/Qwen3-1.7B-Base"},
+        "data": {"max_prompt_tokens": 256, "max_response_tokens": 256},
+        "sft": {"deepspeed": bfloat16, "batch_size": 32},
+        "reward": {"deepspeed": bfloat16, "batch_size": 32},
+        "ppo": {
+            "policy_deepspeed": bfloat16,
+            "critic_deepspeed": bfloat16,
+            "engine": {"dtype": "bfloat16"},
+            "prompts_per_step": 64,
+            "max_new_tokens": 256,
+        },
+    }
+    device = Device("small", gib * GIB, flops=3e14, bandwidth=1e12, link=5e10)
+    return config_from_tree(tree, "test"), shape("qwen3-1.7b"), Hardware(6, device, 2, Network(1, 3e9))
+
+
+def test_no_training_stage_of_a_grid_is_faster_than_the_split_found() -> None:
+    config, model, hardware = small(26)
+    tree = config.model_dump(mode="json", by_alias=True)
+    found = splits(config, model, hardware)["sft"]
+    assert isinstance(found, Split)
+    fitting = 0
+    for ranks, zero, offload, checkpoints, tokens in product(
+        (1, 2, 3, 4, 6), (0, 1, 2, 3), ("none", "optimizer"), ("true", "false"), (512, 1024, 2048, 8192)
+    ):
+        overrides = (
+            f"sft.deepspeed.ranks={ranks}", f"sft.deepspeed.zero_stage={zero}",
+            f"sft.deepspeed.offload={offload}", f"sft.deepspeed.gradient_checkpointing={checkpoints}",
+            f"sft.micro_batch_tokens={tokens}",
+        )  # fmt: skip
+        try:
+            tried = config_from_tree(tree, "test", overrides)
+        except InputError:
+            continue
+        if any(problem.stage == "sft" for problem in compare_memory(tried, model, hardware).problems):
+            continue
+        fitting += 1
+        sharded = Model(model, tried.sft.deepspeed)
+        budget = min(tokens, math.ceil(32 / ranks) * 512)
+        seconds = optimizer_step_time(sharded, 32, 512, budget, hardware).total
+        assert found.seconds <= seconds * (1 + 1e-9), overrides
+    assert 20 < fitting < 300
+
+
+def test_no_ppo_step_of_a_grid_is_faster_than_the_split_found() -> None:
+    config, model, hardware = small(40)
+    tree = config.model_dump(mode="json", by_alias=True)
+    found = splits(config, model, hardware)["ppo"]
+    assert isinstance(found, Split)
+    grid = list(
+        product(
+            ("pairs", "all"), (1, 2, 3, 4), (1, 2, 3, 4), (2, 3), (0, 2, 3), (1, 2, 3), (1, 2),
+            ("true", "false"), (512, 2048, 8192),
+        )
+    )  # fmt: skip
+    fitting = []
+    for way, policy, critic, zero, critic_zero, engines, parallel, checkpoints, tokens in random.Random(
+        1
+    ).sample(grid, 700):
+        share = 0.3 if way == "all" else 0.85
+        overrides = (
+            f"ppo.colocate={way}",
+            f"ppo.policy_deepspeed.ranks={policy}", f"ppo.critic_deepspeed.ranks={critic}",
+            f"ppo.policy_deepspeed.zero_stage={zero}", f"ppo.critic_deepspeed.zero_stage={critic_zero}",
+            f"ppo.engine.count={engines}", f"ppo.engine.tensor_parallel={parallel}",
+            f"ppo.policy_deepspeed.gradient_checkpointing={checkpoints}",
+            f"ppo.critic_deepspeed.gradient_checkpointing={checkpoints}", f"ppo.micro_batch_tokens={tokens}",
+            f"ppo.engine.gpu_memory_utilization={share}",
+        )  # fmt: skip
+        try:
+            tried = config_from_tree(tree, "test", overrides)
+        except InputError:
+            continue
+        if not any(problem.stage == "ppo" for problem in compare_memory(tried, model, hardware).problems):
+            fitting.append(way)
+            assert found.seconds <= step_time(tried, model, hardware).total * (1 + 1e-9), overrides
+    assert fitting.count("pairs") > 30 and fitting.count("all") > 0 and len(fitting) < 200
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "fitting"),
+    [
+        ("llama-3-8b", "1x8xH100-80G", {"sft", "reward", "ppo"}),
+        ("llama-3-70b", "1x8xH100-80G", set()),
+        ("llama-3-70b", "4x8xH200-141G", {"sft", "reward", "ppo"}),
+    ],
+)
+def test_the_split_found_fits_in_the_time_that_it_states(model: str, gpus: str, fitting: set[str]) -> None:
+    # No memory for offload: what fits does so on the devices alone.
+    wanted, hardware = production(), parse_gpus(gpus, "8x400gbit", 0)
+    started = time.process_time()
+    found = splits(wanted, shape(model), hardware)
+    assert time.process_time() - started < 20, "seconds, also on a busy machine"
+    assert {stage for stage, split in found.items() if isinstance(split, Split)} == fitting
+    for stage, split in found.items():
+        if isinstance(split, NoSplit):
+            assert f"{stage}: " in split.reason and "too little" in split.reason
+    if not fitting:
+        return
+    pasted = changed(wanted, *found.values())
+    assert compare_memory(pasted, shape(model), hardware).problems == ()
+    assert isinstance(found["ppo"], Split)
+    assert step_time(pasted, shape(model), hardware).total == pytest.approx(found["ppo"].seconds)
+    assert found["ppo"].seconds == pytest.approx(sum(s.total for s in found["ppo"].phases.values()))
+
+
+def test_a_method_without_critic_splits_policy_and_reward_model() -> None:
+    wanted = production(
+        "ppo.algorithm=grpo",
+        "ppo.samples_per_prompt=4",
+        "ppo.critic_warmup_steps=0",
+        "ppo.critic_warmup_max_steps=null",
+    )
+    hardware = parse_gpus("8xH100-80G")
+    found = splits(wanted, shape("llama-3-8b"), hardware)["ppo"]
+    assert isinstance(found, Split)
+    assert compare_memory(changed(wanted, found), shape("llama-3-8b"), hardware).problems == ()
+
+
+def test_missing_memory_is_given_in_gigabytes() -> None:
+    found = splits(production(), shape("llama-3-70b"), parse_gpus("8xRTX4090-24G", None, 0))
+    sft = found["sft"]
+    assert isinstance(sft, NoSplit)
+    assert sft.reason.startswith("sft: policy needs at least ") and "RTX4090-24G has 23.5" in sft.reason
+    few = splits(production(), shape("llama-3-70b"), parse_gpus("2xH200", None, 0))["ppo"]
+    assert isinstance(few, NoSplit) and "ppo: policy+reference needs at least " in few.reason
+    engine = splits(production(), shape("llama-3-70b"), parse_gpus("2xRTX4090-24G", None, 0))["ppo"]
+    assert isinstance(engine, NoSplit) and "no room for one sequence of 1024 tokens" in engine.reason
+    together = splits(production(), shape("qwen2.5-14b"), parse_gpus("8xH100-80G", None, 0))["ppo"]
+    assert isinstance(together, NoSplit)
+    assert together.reason.startswith(
+        "ppo: the smallest split tried needs 9 devices (4 for policy + reference, "
+    )
+
+
+# -- shapes --
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-14B", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-4b", 4_022_468_096),
+        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("Qwen/Qwen3-32B", 32_762_123_264),
+    ],
+)
+def test_known_shapes_have_the_parameters_of_the_published_weights(name: str, parameters: int) -> None:
+    assert shape(name).parameters == parameters
+
+
+def test_other_names_are_not_known() -> None:
+    assert known_shape("qwen/qwen2.5-33b") is None and known_shape("70b") is None
+
+
+# -- the command --
+
+
+def test_the_command_shows_a_split_that_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(PRODUCTION), "--gpus", "2x8xH100-80G", "--link", "8x400gbit"]
+    command += ["--host-memory", "2000", "model.path=Qwen/Qwen2.5-14B"]
+    assert main(command) == 2
+    printed = capsys.readouterr().out
+    assert "fastest split found for 2 hosts of 8 x H100-80G, 8 x 400 Gbit/s between" in printed
+    assert printed.count("Bottleneck: ") == 3
+    [line] = [line for line in printed.splitlines() if line.startswith("fastest with: ")]
+    pasted = shlex.split(line.removeprefix("fastest with: "))
+    assert main([*command, *pasted, "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert known["hardware"] == {
+        "count": 16, "device": "H100-80G", "hosts": 2, "network": {"adapters": 8, "rate": 5e10}
+    }  # fmt: skip
+    assert [split["changes"] for split in known["fastest"]] == [{}, {}, {}], "nothing is faster"
+    assert known["fastest"][2]["seconds"] == pytest.approx(sum(known["ppo_step_seconds"].values()))
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(PRODUCTION), "--gpus", "8xH100", "--model-config", "llama-9"]) == 2
+    assert "--model-config: must be a readable config.json or a known model" in capsys.readouterr().err
+
+
+# -- the page --
+
+LARGEST = re.findall(
+    r"^\| (\d x 8 x \d+ GB) \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$",
+    (PRODUCTION.parents[2] / "docs" / "plan.md").read_text(),
+    re.MULTILINE,
+)
+SIZES = {"8B": "llama-3-8b", "14B": "qwen2.5-14b", "32B": "qwen2.5-32b", "70B": "llama-3-70b"}
+
+
+def largest(hosts: str) -> tuple[str, ...]:
+    """Return a row of the table of the largest models: without offload and with it, SFT and PPO."""
+    count, _, gigabytes = re.findall(r"\d+", hosts)
+    gpus = f"{count}x8x" + {"80": "H100-80G", "141": "H200-141G"}[gigabytes]
+    cells = []
+    for memory in (0, 2000):
+        hardware, fitting = parse_gpus(gpus, "8x400gbit", memory), {"sft": "", "reward": "", "ppo": ""}
+        for size, name in SIZES.items():
+            for stage, split in splits(production(), shape(name), hardware).items():
+                if isinstance(split, Split):
+                    fitting[stage] = size
+        assert fitting["sft"] == fitting["reward"]
+        cells.append((fitting["sft"], fitting["ppo"]))
+    return hosts, cells[0][0], cells[1][0], cells[0][1], cells[1][1]
+
+
+def test_the_page_has_a_row_of_the_largest_models_for_each_number_of_hosts() -> None:
+    assert [row[0] for row in LARGEST] == [f"{h} x 8 x {gib} GB" for gib in (80, 141) for h in (1, 2, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", LARGEST, ids=lambda row: row[0])
+def test_the_largest_models_on_the_page_are_the_largest_that_fit(row: tuple[str, ...]) -> None:
+    assert largest(row[0]) == row

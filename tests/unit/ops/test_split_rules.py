@@ -1,0 +1,253 @@
+"""Splits of PPO that the rules of the configuration restrict, and groups with different numbers of ranks.
+
+- a split found is a valid configuration with staleness, without critic, and with settings of the weight sync
+  that not every split can have
+- data types that need ZeRO also on one device are planned there, without offload
+- with engines on the devices of the ranks, ranks save memory for the engines also if other placements were
+  tried before
+- engines of several GPUs on the devices of ranks are on one host, have their part of the weights on each
+  device, and are found where they are faster
+- memory and time of a group depend on its own number of ranks
+- demonstrations (`ppo.ptx`) need memory of the policy alone, in micro-batches of PPO
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import plan
+from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.models.shape import ModelShape
+from rlhf_core.ops.plan.overrides import with_changes
+from rlhf_core.ops.plan.search import Split, fastest
+from rlhf_core.ops.plan.speed import group_time
+from rlhf_core.planning.fit import compare_memory
+from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
+from rlhf_core.planning.layout import layout
+from rlhf_core.planning.loads import device_loads
+from tests.support.demo_data import config_with_demo_data as config_from_tree
+
+RULES_ALONE = {"algorithm": "reinforce_pp", "rewards": [{"type": "repetition"}]}
+"""Neither critic nor reward model."""
+
+
+def shape(name: str) -> ModelShape:
+    found = known_shape(name)
+    assert found is not None
+    return found
+
+
+def config(**ppo: Any) -> PipelineConfig:
+    bfloat16 = {"dtype": "bfloat16"}
+    tree = {
+        "model": {"path": "a/model"},
+        "data": {"max_prompt_tokens": 256, "max_response_tokens": 256},
+        "reward": {"enabled": "rewards" not in ppo, "deepspeed": bfloat16},
+        "ppo": {
+            "policy_deepspeed": bfloat16,
+            "critic_deepspeed": bfloat16 | ppo.pop("critic_deepspeed", {}),
+            "engine": bfloat16 | ppo.pop("engine", {}),
+            "prompts_per_step": 512,
+            "max_new_tokens": 256,
+            **ppo,
+        },
+    }
+    return config_from_tree(tree, "test")
+
+
+@pytest.mark.parametrize(("model", "gpus", "layouts"), [("qwen3-0.6b", "H100", 1), ("qwen3-8b", "4xH100", 3)])
+def test_further_splits_fit_and_have_other_layouts_or_batches(model: str, gpus: str, layouts: int) -> None:
+    hardware = parse_gpus(gpus)
+    configured = config()
+    split = found_split(configured, model, hardware)
+    found, sizes = set(), set()
+    for each in (split, *split.others):
+        changed = with_changes(configured, each.changes)
+        problems = compare_memory(changed, shape(model), hardware).problems
+        assert not [problem.text for problem in problems if problem.stage == "ppo"]
+        ppo = changed.ppo
+        ranks = ppo.policy_deepspeed.ranks, ppo.critic_deepspeed.ranks, ppo.reward_ranks
+        engine = ppo.engine
+        layout = (ppo.colocate, *ranks, engine.count, engine.tensor_parallel, engine.sleep_level)
+        found.add(layout)
+        sizes.add((layout, ppo.micro_batch_tokens))
+        assert each.seconds >= split.seconds
+    assert len(found) == layouts
+    assert len(sizes) == 3
+
+
+def found_split(configured: PipelineConfig, model: str, hardware: Hardware) -> Split:
+    *_, split = fastest(configured, shape(model), hardware)
+    assert isinstance(split, Split), split.reason
+    changed = with_changes(configured, split.changes)
+    problems = compare_memory(changed, shape(model), hardware).problems
+    assert not [problem.text for problem in problems if problem.stage == "ppo"]
+    return split
+
+
+@pytest.mark.parametrize(
+    ("ppo", "model", "gpus", "changes"),
+    [
+        ({"staleness": 1, "max_new_tokens": 16}, "qwen3-0.6b", "4xH100-80G", {}),
+        (
+            {**RULES_ALONE, "critic_deepspeed": {"ranks": 3}},
+            "qwen3-8b",
+            "8xA100-80G",
+            {"ppo.colocate": "all"},
+        ),
+        (
+            {"weight_sync": {"backend": "nccl_m2n"}},
+            "qwen3-8b",
+            "2xH100-80G",
+            {"ppo.colocate": "all", "ppo.weight_sync.backend": "auto"},
+        ),
+        (
+            {
+                "weight_sync": {"backend": "gloo", "senders": 8},
+                "policy_deepspeed": {"dtype": "bfloat16", "ranks": 8},
+                "prompts_per_step": 32,
+            },
+            "qwen3-0.6b",
+            "4xH100-80G",
+            {"ppo.weight_sync.senders": "auto"},
+        ),
+    ],
+    ids=["staleness", "no critic", "nccl_m2n", "senders"],
+)
+def test_a_split_is_found_that_is_a_valid_configuration(
+    ppo: dict[str, Any], model: str, gpus: str, changes: dict[str, str]
+) -> None:
+    found = found_split(config(**ppo), model, parse_gpus(gpus)).changes
+    assert changes.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    "deepspeed",
+    [
+        {"dtype": "float16", "zero_stage": 1},
+        {"dtype": "bfloat16", "grad_accum_dtype": "float32", "zero_stage": 2},
+    ],
+    ids=["float16", "float32 sums"],
+)
+def test_data_types_that_need_zero_are_planned_on_one_device(deepspeed: dict[str, Any]) -> None:
+    sections = {name: {"deepspeed": deepspeed} for name in ("sft", "reward")}
+    ppo = {"policy_deepspeed": deepspeed, "critic_deepspeed": deepspeed}
+    configured = config_from_tree({**sections, "ppo": ppo}, "test")
+    for split in fastest(configured, shape("qwen3-0.6b"), parse_gpus("H100-80G", host_memory_gib=0)):
+        assert isinstance(split, Split), split.reason
+        changed = [field for field in split.changes if field.endswith((".zero_stage", ".offload"))]
+        assert not changed, "the configured stage is the lowest one"
+
+
+def test_a_reward_model_in_float16_has_ranks_of_its_own() -> None:
+    float16 = {"dtype": "float16", "zero_stage": 1}
+    without_critic = {"algorithm": "grpo", "samples_per_prompt": 2, "staleness": 1}
+    configured = config(policy_deepspeed=float16, critic_deepspeed=float16, **without_critic)
+    found = found_split(configured, "qwen3-0.6b", parse_gpus("3xH100-80G")).changes
+    assert with_changes(configured, found).ppo.reward_ranks == 1
+
+
+def test_with_one_device_more_the_fastest_split_is_not_slower() -> None:
+    # A minibatch has 8 responses, so 8 of 9 devices have ranks.
+    wanted = config(**RULES_ALONE, minibatches=64, max_new_tokens=2048, evaluate_every=1)
+    device = Device("small", 26 * GIB, flops=3e14, bandwidth=1e12, link=5e10)
+    eight, nine = (found_split(wanted, "qwen3-0.6b", Hardware(count, device)) for count in (8, 9))
+    assert eight.changes["ppo.colocate"] == "all"
+    assert nine.seconds <= eight.seconds
+
+
+def test_the_critic_has_the_same_memory_and_time_with_any_number_of_policy_ranks() -> None:
+    hardware, model = parse_gpus("16xH100-80G"), shape("qwen3-0.6b")
+
+    def critic(policy_ranks: int) -> tuple[Any, ...]:
+        policy = {"dtype": "bfloat16", "ranks": policy_ranks}
+        sharded = {"ranks": 2, "zero_stage": 3}
+        wanted = config(policy_deepspeed=policy, critic_deepspeed=sharded, minibatches=32)
+        _, group = plan(wanted.ppo).groups
+        loads = device_loads(wanted, model, hardware.device)
+        found = [load for load in loads if (load.stage, load.what) == ("ppo", group.name)]
+        return found, group_time(wanted, model, group, hardware, spans=False)
+
+    assert critic(8) == critic(2)
+
+
+def test_demonstrations_are_computed_by_the_policy_alone_in_micro_batches_of_ppo() -> None:
+    def backward(**ppo: Any) -> dict[str, float]:
+        configured = config(minibatches=256, colocate="none", **ppo)
+        loads = device_loads(configured, shape("qwen3-0.6b"), parse_gpus("4xH100-80G").device)
+        return {
+            load.what: load.trainer.total
+            for load in loads
+            if load.stage == "ppo" and load.phase == "backward"
+        }
+
+    alone = backward()  # a minibatch has 2 responses, 1024 tokens
+    more = backward(ptx={"coef": 1.0, "batch_size": 16})
+    limited = backward(ptx={"coef": 1.0, "batch_size": 16}, micro_batch_tokens=1024)
+    assert more["policy"] > 1.5 * alone["policy"] and more["critic"] == alone["critic"]
+    assert limited["policy"] == alone["policy"], "the limit is that of PPO, not that of SFT"
+
+
+HOSTS = parse_gpus("2x8xH100-80G", "8x400gbit")
+
+
+def colocated(ranks: int, engines: int, ways: int, **engine: Any) -> PipelineConfig:
+    sharded = {"dtype": "bfloat16", "ranks": ranks, "zero_stage": 3}
+    return config(
+        colocate="all",
+        policy_deepspeed=sharded,
+        critic_deepspeed=sharded,
+        engine={"count": engines, "tensor_parallel": ways, "gpu_memory_utilization": 0.3, **engine},
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "ways", "hosts"),
+    [
+        (16, 4, 4, (0, 1)),
+        (16, 2, 4, (0,)),
+        (12, 3, 4, (0, 1)),
+        (10, 5, 2, (0, 1)),
+        (12, 2, 6, None),  # the second host has 4 ranks
+        (16, 1, 16, None),
+    ],
+)
+def test_a_colocated_engine_is_on_ranks_of_one_host(
+    ranks: int, engines: int, ways: int, hosts: tuple[int, ...] | None
+) -> None:
+    wanted = colocated(ranks, engines, ways)
+    found = layout(plan(wanted.ppo), HOSTS)
+    assert (found and found.engines) == hosts
+    problems = [problem.text for problem in compare_memory(wanted, shape("qwen3-0.6b"), HOSTS).problems]
+    expected = (
+        f"ppo: the {ways} GPUs of an engine must be in one host of 8; the training ranks are on too few"
+    )
+    assert any(text.startswith(expected) for text in problems) == (hosts is None)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_colocated_engine_has_its_part_of_the_weights_on_each_device(level: int) -> None:
+    def weights(engines: int, ways: int) -> float:
+        wanted = colocated(8, engines, ways, dtype="bfloat16", sleep_level=level)
+        loads = device_loads(wanted, shape("qwen3-8b"), HOSTS.device)
+        return max(load.engine.weights for load in loads if load.stage == "ppo")
+
+    assert weights(2, 4) == weights(8, 1) / 4 == 2 * shape("qwen3-8b").parameters / 4
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "ways"), [("llama-3-70b", "4x8xH200-141G", 8), ("qwen3-0.6b", "8xH100-80G", 1)]
+)
+def test_engines_of_several_gpus_are_found_where_they_are_faster(model: str, gpus: str, ways: int) -> None:
+    hardware = parse_gpus(gpus, "8x400gbit")
+    found = found_split(config(), model, hardware)
+    changes = {"ppo.colocate": "all", "ppo.engine.tensor_parallel": str(ways)}
+    changed = with_changes(config(), found.changes)
+    assert found.changes.items() >= changes.items() if ways > 1 else changed.ppo.engine.tensor_parallel == 1
+    if ways > 1:
+        # With one GPU for each engine and the same ranks, the model has no room.
+        alone = {**found.changes, "ppo.engine.tensor_parallel": "1", "ppo.engine.count": "32"}
+        assert compare_memory(with_changes(config(), alone), shape(model), hardware).problems
