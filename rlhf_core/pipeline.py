@@ -191,8 +191,8 @@ _TABLE = (
         always_in_key=True,
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
-        imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet", "ray"),
-        preparation="rlhf_core.ppo.start_ray:start_ray",
+        imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet.fleet", "ray"),
+        preparation="rlhf_core.ppo.fleet.start_ray:start_ray",
     ),
     Stage(
         "sample",

@@ -13,7 +13,8 @@ Definitions:
 - *a PPO step crosses* the files that contain a function or class that the step methods of `PPOController` may
   reach. References are followed by name: functions and classes that a file imports or defines, methods and
   properties of classes in its own and its imported modules, and method names in strings, which older commits
-  passed to Ray actors. This is an upper bound, because a name can belong to several classes.
+  passed to Ray actors. This is an upper bound, because a name can belong to several classes. Packages are
+  those of the second level: the rooms of `rlhf_core.ppo` are one package.
 - *files that name a stage* have the stage's name as a string. They have to be read, and often changed, when a
   stage is added or renamed. `register` is the best indicator, because its name has no other use.
 - *comments* are lines with a comment, without directives (`type:`, `noqa`, `fmt:`, `pragma`).
@@ -70,7 +71,7 @@ def measure(root: Path) -> Measures:
         ),
         "import cycles: at import, with lazy imports": f"{len(at_import)}, {len(everywhere)}",
         "a PPO step crosses: files, packages": (
-            f"{len(step_files)}, {len({module.package for module in step_files})}"
+            f"{len(step_files)}, {len({_second_level(module) for module in step_files})}"
         ),
         "files that name the stage `register`": str(files_with_string(tree, "register")),
         "files that name a stage: median of the six": (
@@ -178,11 +179,16 @@ class _Definitions:
                     self.names[alias.asname or alias.name] = target
 
 
+def _second_level(module: Module) -> str:
+    """Return the package below the top level, such as `rlhf_core.ppo` for `rlhf_core.ppo.fleet.worker`."""
+    return ".".join(module.package.split(".")[:2])
+
+
 def files_of_ppo_step(tree: SourceTree) -> list[Module]:
     """Return the modules that a PPO step crosses, as the module's docstring defines it."""
     definitions = {name: _Definitions(tree, module) for name, module in tree.modules.items()}
     controller = next(name for name, part in definitions.items() if "PPOController" in part.methods)
-    package = tree.modules[controller].package
+    package = _second_level(tree.modules[controller])
     waiting = [
         (controller, function)
         for name, function in definitions[controller].methods["PPOController"].items()
@@ -211,7 +217,7 @@ def _references(
     The function is None for a class without methods, for example a dataclass.
     """
     classes_in_reach = [definitions[name] for name in {here.module.name, *here.imported}]
-    remote = [part for part in definitions.values() if part.module.package == package]
+    remote = [part for part in definitions.values() if _second_level(part.module) == package]
     called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
     for node in _without_annotations(function):
         if isinstance(node, ast.Name):

@@ -1,7 +1,7 @@
 """Rewards per token, and the advantages made of them.
 
 Axes: B sequences, T response tokens. Results are targets: they carry no gradient. Nothing here whitens: PPO
-does it with the statistics of the whole batch, see `rlhf_core.ppo.experience.Whitening`.
+does it with the statistics of the whole batch, see `rlhf_core.ppo.training.experience.Whitening`.
 """
 
 from __future__ import annotations

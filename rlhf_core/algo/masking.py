@@ -70,8 +70,8 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float =
     Same shape as `x`, no unit. mu and the unbiased variance are those of all valid tokens given.
 
     PPO does not call this function: no process holds the advantages of the whole batch.
-    `rlhf_core.ppo.experience.summarize` computes the same mean and variance from sums of each response, and a
-    test compares the results.
+    `rlhf_core.ppo.training.experience.summarize` computes the same mean and variance from sums of each
+    response, and a test compares the results.
     """
     wide = select(x, mask).double()
     mean = masked_mean(wide, mask)

@@ -1,7 +1,7 @@
 """One vLLM engine in this process: the only importer of vllm besides `weight_sync`.
 
 The processes of an engine are on one host: `tensor_parallel=1` uses vLLM's executor `uni`, more use `mp`.
-docs/clusters.md says what vLLM lacks for an engine over several hosts, which `ppo.placement` refuses.
+docs/clusters.md says what vLLM lacks for an engine over several hosts, which `ppo.fleet.placement` refuses.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from rlhf_core.algo.groups import effective_count
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.scoring import has_gold, score_gold
 from rlhf_core.evaluation.statistics import distinct_n, group_of, preference
-from rlhf_core.ppo.batch import RolloutBatch
-from rlhf_core.ppo.divergence import CORRELATION, CORRELATION_ERROR, KL, correlation
-from rlhf_core.ppo.experience import shaped_scores
-from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.rollouts import Collector, Composer, RewardInputs
-from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.sampling.rollouts import Collector, Composer, RewardInputs
+from rlhf_core.ppo.training.batch import RolloutBatch
+from rlhf_core.ppo.training.experience import shaped_scores
+from rlhf_core.ppo.watching.divergence import CORRELATION, CORRELATION_ERROR, KL, correlation
+from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import source_name, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import PromptExample

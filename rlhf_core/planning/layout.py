@@ -1,4 +1,4 @@
-"""Which hosts the processes of PPO are on, as `ppo.placement` assigns them.
+"""Which hosts the processes of PPO are on, as `ppo.fleet.placement` assigns them.
 
 Devices are taken in order, host by host: first by the policy's ranks, then by the engines, so that weights
 stay inside a host where that is possible, then by the other groups. Engines with several GPUs are inside one

@@ -12,8 +12,8 @@ weights that the previous step produced, so the policy version of every rollout 
 steps.
 
 With `ppo.staleness=n`, n at least 1, there is a sync after every n-th step, and the engines sample the n
-batches between two syncs without waiting (`rlhf_core.ppo.rollouts_ahead`). With n = 1 they sample the next
-step during scoring and training:
+batches between two syncs without waiting (`rlhf_core.ppo.sampling.rollouts_ahead`). With n = 1 they sample
+the next step during scoring and training:
 
     ranks    score and train step k  -> version k      | sync of version k | score and train step k + 1
     engines  sample step k + 1 from version k - 1      |                   | sample step k + 2 from version k
@@ -41,22 +41,22 @@ from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.placement import Role
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
-from rlhf_core.ppo.advice import Advice
-from rlhf_core.ppo.batch import RolloutBatch
-from rlhf_core.ppo.columns import FloatArray
 from rlhf_core.ppo.experience_calls import Experience, make_experience
-from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.guards import TRAINS_POLICY, check_divergence
-from rlhf_core.ppo.rollout_cache import RolloutCache
-from rlhf_core.ppo.rollouts import Collector, Composer, read_responses, reward_metrics
-from rlhf_core.ppo.rollouts_ahead import RolloutsAhead
-from rlhf_core.ppo.rollouts_kept import RolloutsKept
-from rlhf_core.ppo.selection import HeldOutResult, Selection
-from rlhf_core.ppo.step_checks import StepChecks
-from rlhf_core.ppo.sync_check import SyncCheck
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.fleet.worker import ModelWorker
+from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
+from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_responses, reward_metrics
+from rlhf_core.ppo.sampling.rollouts_ahead import RolloutsAhead
+from rlhf_core.ppo.sampling.rollouts_kept import RolloutsKept
+from rlhf_core.ppo.training.batch import RolloutBatch
+from rlhf_core.ppo.training.columns import FloatArray
 from rlhf_core.ppo.update import CriticWarmup, Updater
-from rlhf_core.ppo.utilisation import StepsSinceSync, Utilisation
-from rlhf_core.ppo.worker import ModelWorker
+from rlhf_core.ppo.watching.advice import Advice
+from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
+from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
+from rlhf_core.ppo.watching.step_checks import StepChecks
+from rlhf_core.ppo.watching.sync_check import SyncCheck
+from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext
@@ -270,8 +270,8 @@ class PPOController:
         self._compare_engines()
 
     def _utilisation_since_sync(self) -> Metrics:
-        """Return how busy the processes were since the last sync, for `ppo.advice`. To be called when no
-        process works.
+        """Return how busy the processes were since the last sync, for `ppo.watching.advice`. To be called
+        when no process works.
 
         Returns {} if the engines waited for an evaluation or a checkpoint in between.
         """

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 
 from rlhf_core.cluster.rpc import as_argument
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.batch import RankShare, RolloutBatch
-from rlhf_core.ppo.experience import (
+from rlhf_core.ppo.fleet.fleet import Fleet, Scattered
+from rlhf_core.ppo.fleet.routes import ObjectArguments
+from rlhf_core.ppo.fleet.worker import ModelWorker
+from rlhf_core.ppo.training.batch import RankShare, RolloutBatch
+from rlhf_core.ppo.training.experience import (
     ResponseSums,
     Whitening,
     response_advantages,
     shaped_scores,
     summarize,
 )
-from rlhf_core.ppo.fleet import Fleet, Scattered
-from rlhf_core.ppo.rank_rows import ExperienceInputs
-from rlhf_core.ppo.routes import ObjectArguments
-from rlhf_core.ppo.worker import ModelWorker
+from rlhf_core.ppo.training.rank_rows import ExperienceInputs
 
 
 @dataclass(frozen=True)

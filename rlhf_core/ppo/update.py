@@ -1,5 +1,5 @@
 """The update of one PPO step: from experience to the optimizer steps of each rank, and from the sums of the
-ranks to metrics. The controller distributes indices; the ranks exchange the rows (`ppo.rank_rows`).
+ranks to metrics. The controller distributes indices; the ranks exchange the rows (`ppo.training.rank_rows`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rlhf_core.cluster.rpc import Pending, as_argument
 from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.packing import plan_ranks
-from rlhf_core.ppo.batch import RolloutBatch
-from rlhf_core.ppo.columns import Indices
 from rlhf_core.ppo.experience_calls import Experience
-from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.loss_step import OptimizerStep
-from rlhf_core.ppo.rank_rows import CriticInputs, Exchange
-from rlhf_core.ppo.routes import ObjectArguments, places_of, reindex
-from rlhf_core.ppo.worker import ModelWorker
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.fleet.routes import ObjectArguments, places_of, reindex
+from rlhf_core.ppo.fleet.worker import ModelWorker
+from rlhf_core.ppo.training.batch import RolloutBatch
+from rlhf_core.ppo.training.columns import Indices
+from rlhf_core.ppo.training.loss_step import OptimizerStep
+from rlhf_core.ppo.training.rank_rows import CriticInputs, Exchange
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.types import SFTExample
 
@@ -223,7 +223,7 @@ class Updater:
 
 
 def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) -> Metrics:
-    """Return metrics from the sums of all ranks (see `ppo.loss_step`).
+    """Return metrics from the sums of all ranks (see `ppo.training.loss_step`).
 
     Args:
         prefix: "policy" or "value".

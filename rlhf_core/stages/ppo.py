@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rlhf_core.data.tokenizer import Decoder
     from rlhf_core.evaluation.published import TrainedPolicy
     from rlhf_core.ppo.controller import PPOController
-    from rlhf_core.ppo.fleet import Fleet
+    from rlhf_core.ppo.fleet.fleet import Fleet
 
 
 def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id: int) -> Fleet:
     """Return the processes of the stage, which are not started yet."""
-    from rlhf_core.ppo.fleet import Fleet
+    from rlhf_core.ppo.fleet.fleet import Fleet
 
     folders = _folders(config, context)
     return Fleet(config, plan(config.ppo), device, folders, pad_id, context.monitor, context.nodes)
@@ -88,7 +88,7 @@ def _started(
     from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
     from rlhf_core.evaluation.held_out_prompts import prompts_of_ppo
     from rlhf_core.ppo.controller import PPOController
-    from rlhf_core.ppo.reward_actor import RewardSettings, open_rewards
+    from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
     from rlhf_core.rewards.compose import code_digests
 
     data, ppo = context.inputs["data"], config.ppo

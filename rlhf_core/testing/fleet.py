@@ -22,15 +22,15 @@ from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import Group, Role, plan
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import RLHFError, WorkerDied
-from rlhf_core.ppo.columns import RolloutColumns
-from rlhf_core.ppo.engine_actor import EngineActor
-from rlhf_core.ppo.engine_pool import EnginePool
-from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.kept_requests import KeptRequests
-from rlhf_core.ppo.placement import Placement, assign
-from rlhf_core.ppo.prompt_queue import PromptQueue
-from rlhf_core.ppo.reward_actor import RewardActor
-from rlhf_core.ppo.worker import ModelWorker
+from rlhf_core.ppo.fleet.engine_actor import EngineActor
+from rlhf_core.ppo.fleet.engine_pool import EnginePool
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.fleet.kept_requests import KeptRequests
+from rlhf_core.ppo.fleet.placement import Placement, assign
+from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
+from rlhf_core.ppo.fleet.worker import ModelWorker
+from rlhf_core.ppo.sampling.reward_actor import RewardActor
+from rlhf_core.ppo.training.columns import RolloutColumns
 from rlhf_core.system.heartbeat import Monitor, Participant, State
 from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId

@@ -41,7 +41,7 @@ import numpy as np
 
 from rlhf_core.config.load import load_config
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.divergence import (
+from rlhf_core.ppo.watching.divergence import (
     CORRELATION,
     CORRELATION_ERROR,
     KL,
@@ -49,7 +49,7 @@ from rlhf_core.ppo.divergence import (
     divergence,
     divergence_of_last,
 )
-from rlhf_core.ppo.selection import HeldOutResult, Selection, paired_change
+from rlhf_core.ppo.watching.selection import HeldOutResult, Selection, paired_change
 from tests.support.arguments import positive
 
 CONFIG = Path(__file__).parents[2] / "deployments" / "configs" / "demo.yaml"

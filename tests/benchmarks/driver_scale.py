@@ -43,15 +43,15 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import plan
-from rlhf_core.ppo.batch import SentShare
-from rlhf_core.ppo.columns import RolloutHeader
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.experience import ResponseSums
-from rlhf_core.ppo.fleet import Fleet, WorkerGroup
-from rlhf_core.ppo.loss_step import OptimizerStep
-from rlhf_core.ppo.model_scores import ModelScores
-from rlhf_core.ppo.rank_rows import ExperienceInputs
-from rlhf_core.ppo.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
+from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
+from rlhf_core.ppo.sampling.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
+from rlhf_core.ppo.training.batch import SentShare
+from rlhf_core.ppo.training.columns import RolloutHeader
+from rlhf_core.ppo.training.experience import ResponseSums
+from rlhf_core.ppo.training.loss_step import OptimizerStep
+from rlhf_core.ppo.training.model_scores import ModelScores
+from rlhf_core.ppo.training.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardBatch, source_name
 from rlhf_core.system.heartbeat import Monitor, Participant, register
 from rlhf_core.system.overriding import override

@@ -27,7 +27,7 @@ from rlhf_core.cluster.rpc import process_usage
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample

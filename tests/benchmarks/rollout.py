@@ -27,8 +27,8 @@ from rich.table import Table
 
 from rlhf_core.cluster.rpc import Pending, fetch
 from rlhf_core.config.placement import plan
-from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.rollouts import Collector, assign
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.sampling.rollouts import Collector, assign
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model

@@ -40,7 +40,7 @@ from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
-from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
+from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
 from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
 from rlhf_core.types import PairExample

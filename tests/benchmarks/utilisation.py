@@ -34,7 +34,7 @@ from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.policy import load_policy
 from rlhf_core.planning.hardware import visible_hardware
-from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_policy
+from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, update_policy
 from rlhf_core.stages.sft import train_step
 from tests.support.arguments import positive
 from tests.support.tiny_llama import save_tiny_llama

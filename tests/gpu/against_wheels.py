@@ -45,7 +45,7 @@ PACKAGES = {"torch", "vllm", "deepspeed", "ray", "transformers", "peft", "safete
 OPTIONAL = {"kubernetes"}
 """Extras that the lock for GPUs does not have: they submit jobs, and do not run in them."""
 VLLM = "rlhf_core/engines/vllm.py"
-ACTOR = "rlhf_core/ppo/engine_actor.py"
+ACTOR = "rlhf_core/ppo/fleet/engine_actor.py"
 LLM = ("vllm", "LLM")
 TRAINER = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 OBJECTS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.testing import stage_context
 from tests.support.small_ppo import ROLES, save_small_model, small_config, small_prompts

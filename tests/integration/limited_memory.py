@@ -30,8 +30,8 @@ from rlhf_core.models import policy, saving, score
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import Batches, sequence_logprobs, sequence_scores, sequence_values
-from rlhf_core.ppo import worker
-from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
+from rlhf_core.ppo.fleet import worker
+from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
 from rlhf_core.stages import reward, sft
 from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, limit_gathered_parameters, torchrun_rank

@@ -24,8 +24,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store

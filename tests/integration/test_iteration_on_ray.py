@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.fleet.fleet import Fleet
 from tests.benchmarks import driver_scale, ppo_iteration, rollout
 from tests.support.tiny_llama import save_tiny_benchmark_model
 

@@ -29,7 +29,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from tests.support import secret_search
-from tests.unit.ppo.test_guards import FAILURES
+from tests.unit.ppo.watching.test_guards import FAILURES
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TRAJECTORIES = ("trajectory.json", "trajectory_avx2.json")

@@ -17,10 +17,10 @@ import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role, plan
-from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.reward_actor import RewardSettings, open_rewards
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
+from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store

@@ -27,7 +27,7 @@ class Module:
     """One source file."""
 
     name: str
-    """Full name, for example `rlhf_core.ppo.fleet`. A package has the name of its folder."""
+    """Full name, for example `rlhf_core.ppo.fleet.fleet`. A package has the name of its folder."""
     path: Path
 
     @cached_property
@@ -44,7 +44,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """`rlhf_core.ppo` for `rlhf_core.ppo.fleet`, and for that package itself."""
+        """`rlhf_core.ppo` for `rlhf_core.ppo.fleet.fleet`, and for that package itself."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

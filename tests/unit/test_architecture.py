@@ -2,7 +2,7 @@
 
 Rules:
 - imports go one way, from `rlhf_cli` down to `rlhf_core.errors` (`LAYERS`), and packages do not import each
-  other in a circle;
+  other in a circle; the same holds for the rooms of `rlhf_core.ppo` (`ROOMS`);
 - prefect, vllm, deepspeed, ray and mlflow each have their home and are imported nowhere else;
 - configuration, types and algorithms start without any of them;
 - every shipped configuration loads;
@@ -49,6 +49,9 @@ LAYERS = (
     ("rlhf_cli",),
 )
 """From the bottom up; an import goes down or stays level."""
+
+ROOMS = ("training", "fleet", "sampling", "watching")
+"""The rooms of `rlhf_core.ppo` from the bottom up, below the modules of the package itself."""
 
 HOMES = {
     "prefect": ("flows",),
@@ -147,6 +150,21 @@ def test_packages_do_not_import_each_other_in_a_circle() -> None:
         return False
 
     assert [part for part in arrows if reaches(part, part, set())] == []
+
+
+def test_no_room_of_ppo_imports_from_one_above_it() -> None:
+    def floor(module: str) -> int:
+        room = module.removeprefix("rlhf_core.ppo.").split(".")[0]
+        return ROOMS.index(room) if room in ROOMS else len(ROOMS)
+
+    wrong = []
+    tree = SourceTree(ROOT)
+    for name, module in tree.modules.items():
+        if name.startswith("rlhf_core.ppo."):
+            for entry in tree.imports(module):
+                if entry.target.startswith("rlhf_core.ppo.") and floor(entry.target) > floor(name):
+                    wrong.append(f"{name}:{entry.line} imports {entry.target}")
+    assert wrong == []
 
 
 def test_modules_have_no_import_cycles() -> None:

@@ -28,7 +28,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from tests.gpu import parts, resumable

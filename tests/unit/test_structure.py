@@ -28,7 +28,7 @@ FILES = {
     "rlhf_core/__init__.py": "",
     "rlhf_core/ppo/__init__.py": "",
     "rlhf_core/ppo/controller.py": (
-        "from rlhf_core.ppo.fleet import Fleet\n"
+        "from rlhf_core.ppo.fleet.fleet import Fleet\n"
         "from rlhf_core import losses\n"
         "class PPOController:\n"
         "    def iterate(self, fleet: Fleet):\n"
@@ -38,13 +38,13 @@ FILES = {
         "        from rlhf_core.unused import save\n"
         "        save()\n"
     ),
-    "rlhf_core/ppo/fleet.py": (
+    "rlhf_core/ppo/fleet/fleet.py": (
         "class Fleet:\n"
         "    def update(self):  # why\n"
         "        self.submit('train')  # noqa: S1\n"
         "    def submit(self, name): ...\n"
     ),
-    "rlhf_core/ppo/worker.py": "class Worker:\n    def train(self):\n        return 'register'\n",
+    "rlhf_core/ppo/fleet/worker.py": "class Worker:\n    def train(self):\n        return 'register'\n",
     "rlhf_core/losses.py": "def clip():\n    from rlhf_core import ratio\n",
     "rlhf_core/ratio.py": "from rlhf_core import losses\n",
     "rlhf_core/unused.py": "def save(): ...\n",
@@ -72,14 +72,14 @@ def test_ppo_step_follows_calls_and_remote_method_names(tmp_path: Path) -> None:
     assert names == [
         "rlhf_core.losses",
         "rlhf_core.ppo.controller",
-        "rlhf_core.ppo.fleet",
-        "rlhf_core.ppo.worker",
+        "rlhf_core.ppo.fleet.fleet",
+        "rlhf_core.ppo.fleet.worker",
     ]
 
 
 def test_comments_and_stage_names_are_counted(tmp_path: Path) -> None:
     source = tree(tmp_path)
-    assert comment_lines(source.modules["rlhf_core.ppo.fleet"]) == 1
+    assert comment_lines(source.modules["rlhf_core.ppo.fleet.fleet"]) == 1
     assert files_with_string(source, "register") == 1
 
 
@@ -102,13 +102,13 @@ def test_public_functions_with_many_parameters_have_args() -> None:
 
 def test_code_is_counted_without_blank_lines_comments_and_docstrings(tmp_path: Path) -> None:
     source = tree(tmp_path)
-    module = source.modules["rlhf_core.ppo.fleet"]
+    module = source.modules["rlhf_core.ppo.fleet.fleet"]
     assert code_lines(module) == 4
-    (tmp_path / "rlhf_core/ppo/fleet.py").write_text(
+    (tmp_path / "rlhf_core/ppo/fleet/fleet.py").write_text(
         '"""A module\nof two lines."""\n\n# why\nTEXT = """\n\ntext\n"""\n"""A field."""\n'
         "x = f(\n    1,  # one\n)\n"
     )
-    assert code_lines(SourceTree(tmp_path).modules["rlhf_core.ppo.fleet"]) == 4 + 3
+    assert code_lines(SourceTree(tmp_path).modules["rlhf_core.ppo.fleet.fleet"]) == 4 + 3
 
 
 @pytest.mark.parametrize(("argument", "code", "message"), [("--help", 0, "usage"), ("nothing", 2, "nothing")])

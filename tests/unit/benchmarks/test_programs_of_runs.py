@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rlhf_core.config.load import load_config
-from rlhf_core.ppo.selection import HeldOutResult, Selection
+from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import write_jsonl

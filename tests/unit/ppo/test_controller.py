@@ -27,11 +27,11 @@ import torch
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, NonFiniteError
-from rlhf_core.ppo.batch import RolloutBatch
-from rlhf_core.ppo.columns import Places, columns_of, header_of
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.rollouts import reward_metrics
-from rlhf_core.ppo.selection import OBJECTIVE, HeldOutResult
+from rlhf_core.ppo.sampling.rollouts import reward_metrics
+from rlhf_core.ppo.training.batch import RolloutBatch
+from rlhf_core.ppo.training.columns import Places, columns_of, header_of
+from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
@@ -42,7 +42,7 @@ from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, Scripted
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.checkpoints import keep
-from tests.unit.ppo.test_step_checks import GOOD
+from tests.unit.ppo.watching.test_step_checks import GOOD
 
 
 def batch_of(count: int) -> RolloutBatch:

@@ -1,0 +1,362 @@
+"""A vLLM engine as a Ray actor, and the client through which policy rank 0 updates the weights of all
+engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
+
+from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
+from rlhf_core.config import PipelineConfig
+from rlhf_core.engines.vllm import SamplingOptions
+from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
+from rlhf_core.ppo.fleet.kept_requests import KeptRequests
+from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
+from rlhf_core.ppo.training.columns import RolloutColumns, RolloutHeader, columns_of, header_of
+from rlhf_core.seeds import derive_seed
+from rlhf_core.system.failpoints import failpoint
+from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.weight_sync.wire import Acknowledgement
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class EngineActor(Actor):
+    """Engine number `index`. `load` is not part of the constructor, so that its errors keep their class."""
+
+    def __init__(
+        self,
+        participant: ParticipantSpec,
+        index: int,
+        config_json: str,
+        model: str,
+        device: str,
+        backend: str,
+    ) -> None:
+        """Remember the settings.
+
+        Args:
+            participant: Registration with the heartbeat monitor.
+            index: 0 .. engines - 1.
+            config_json: The whole configuration.
+            model: Folder of the model in Hugging Face layout.
+            device: "cpu" or "cuda".
+            backend: Backend of the weight sync: "gloo", "nccl", "ipc" or "nccl_m2n".
+        """
+        super().__init__(participant)
+        self._index = index
+        self._config = PipelineConfig.model_validate_json(config_json)
+        self._model = Path(model)
+        self._device = device
+        self._backend = backend
+        self._version = -1
+        """Policy version that was acknowledged last; -1 before the first sync."""
+        self._adapter_config: dict[str, Any] | None = None
+        self._kept: KeptRequests | None = None
+
+    @rpc("start")
+    def load(self) -> None:
+        """Start the engine."""
+        from rlhf_core.engines.vllm import Engine
+
+        config = self._config
+        lora = config.ppo.lora if config.ppo.syncs_adapter else None
+        self._engine = Engine(
+            self._model,
+            config.ppo.engine,
+            device=self._device,
+            max_model_len=config.max_sequence_tokens,
+            seed=derive_seed(config.run.seed, "ppo", "engine"),
+            weight_transfer=self._backend,
+            adapter_rank=None if lora is None else lora.r,
+            head_dtype=config.model.head_dtype,
+            sleep_level=config.ppo.engine.sleep_level,
+        )
+        if config.ppo.weight_sync.keep_requests:
+            self._kept = KeptRequests(self._engine, config.ppo.engine.max_num_seqs)
+        # Two tokens now, so that lazy initialization does not slow down the first rollout.
+        prompt = PromptExample("warm-up", "", (0,))
+        self._engine.generate([prompt], n=1, max_new_tokens=2, temperature=1.0, seeds=[0], policy_version=-1)
+
+    @rpc()
+    def sample(
+        self,
+        chunks: Sequence[Sequence[PromptExample]],
+        *,
+        seeds: Sequence[int],
+        **options: Unpack[SamplingOptions],
+    ) -> tuple[RolloutHeader, *tuple[RolloutColumns, ...]]:
+        """Sample responses to each prompt with the weights of the last sync.
+
+        Args:
+            chunks: Prompts. All are sampled at the same time.
+            seeds: One for each prompt of all chunks.
+            options: See `SamplingOptions`.
+
+        Returns:
+            A `RolloutHeader` of all responses, and `RolloutColumns` for each chunk.
+        """
+        failpoint("engine.generate")
+        rollouts = self._engine.generate(
+            [prompt for chunk in chunks for prompt in chunk],
+            seeds=seeds,
+            policy_version=self._version,
+            adapter=self._adapter,
+            **options,
+        )
+        self.counters["decode_steps"] = self._engine.steps
+        return header_of(rollouts), *_columns(rollouts, [len(chunk) for chunk in chunks], options["n"])
+
+    @rpc()
+    def sample_from(
+        self,
+        queue: RemoteActor[PromptQueue],
+        batch: int,
+        parts: int,
+        prompts: Sequence[PromptExample],
+        *,
+        seeds: Sequence[int],
+        **options: Unpack[SamplingOptions],
+    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
+        """Sample responses to each prompt that this engine takes from a queue.
+
+        Args:
+            queue: Gives indices of `prompts`.
+            batch: Number of the batch in the queue.
+            parts: Number of chunks.
+            prompts: All prompts of the batch.
+            seeds: One for each prompt.
+            options: See `SamplingOptions`.
+
+        Returns:
+            The indices of the prompts of each chunk with a `RolloutHeader` of all responses, and
+            `RolloutColumns` for each chunk.
+        """
+        failpoint("engine.generate")
+        taken: list[int] = []
+
+        def take(most: int) -> list[tuple[PromptExample, int]]:
+            indices = self._ask(queue.call(PromptQueue.take, batch, most))
+            taken.extend(indices)
+            return [(prompts[i], seeds[i]) for i in indices]
+
+        groups = self._engine.generate_from(
+            take,
+            policy_version=self._version,
+            adapter=self._adapter,
+            **options,
+        )
+        self.counters["decode_steps"] = self._engine.steps
+        return _in_parts(taken, groups, parts, options["n"])
+
+    @property
+    def _adapter(self) -> int | None:
+        """Number of the adapter that the requests use; None without one."""
+        return None if self._adapter_config is None else _adapter_number(self._version)
+
+    @rpc()
+    def open_batch(
+        self, batch: int, prompts: Sequence[PromptExample], seeds: Sequence[int], oldest: int
+    ) -> None:
+        """Hold the prompts of a batch, from which `sample_kept` takes. Batches before `oldest` are over."""
+        assert self._kept is not None, "ppo.weight_sync.keep_requests"
+        self._kept.open(batch, prompts, seeds, oldest)
+
+    @rpc()
+    def sample_kept(
+        self,
+        queue: RemoteActor[PromptQueue],
+        batch: int,
+        parts: int,
+        **options: Unpack[SamplingOptions],
+    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
+        """Sample the prompts of a batch that this engine takes from a queue, until they are finished or the
+        queue is paused (`rlhf_core.ppo.fleet.kept_requests`).
+
+        Args:
+            queue: Gives numbers of the prompts of all batches that are open.
+            batch: Number of the batch.
+            parts: Number of chunks.
+            options: See `SamplingOptions`.
+
+        Returns:
+            As `sample_from`, of the prompts of this batch that are finished and were not returned before.
+        """
+        failpoint("engine.generate")
+        assert self._kept is not None, "ppo.weight_sync.keep_requests"
+        finished = self._kept.sample(
+            batch,
+            lambda most: self._ask(queue.call(PromptQueue.give, self._index, most)),
+            **options,
+        )
+        self.counters["decode_steps"] = self._engine.steps
+        return _in_parts(list(finished), list(finished.values()), parts, options["n"])
+
+    def _ask(self, call: Pending[R]) -> R:
+        """Return the answer of the queue."""
+        try:
+            return self._fetch(call)
+        except (TimeoutError, WorkerDied) as error:
+            # Not WorkerDied: the pool would replace this engine.
+            raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
+
+    def _fetch(self, call: Pending[R]) -> R:
+        (result,) = fetch([call], self._config.run.timeouts.sync)
+        return result
+
+    # -- sleep --
+
+    @rpc("start")
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache to the trainers."""
+        self._engine.sleep()
+
+    @rpc("start")
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take the memory of a part back."""
+        self._engine.wake(part)
+
+    # -- weight sync --
+
+    @rpc("start")
+    def init_weight_transfer_engine(self, init_info: dict[str, Any], position: int) -> None:
+        """Connect to the sender. `position` is the place of this engine among those that receive."""
+        # The ranks of the workers follow from the position of their engine and not from its index, because
+        # engines that were given up have no ranks.
+        offset = init_info.get("rank_offset")
+        if self._backend == "gloo":
+            init_info = {**init_info, "routes": [paths[position] for paths in init_info["routes"]]}
+        elif self._backend == "nccl_m2n":
+            init_info = {**init_info, "position": position}
+        elif offset is not None:
+            workers_before = position * self._config.ppo.engine.tensor_parallel
+            init_info = {**init_info, "rank_offset": offset + workers_before}
+        self._engine.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    @rpc("sync")
+    def expect_adapter(self, config: dict[str, Any]) -> None:
+        """Announce that the updates contain an adapter and not the whole model. `config` is PEFT's."""
+        self._adapter_config = config
+
+    @rpc("sync")
+    def start_weight_update(self) -> None:
+        """Prepare the model for new weights."""
+        if self._kept is not None:
+            self._engine.pause()
+        self._engine.llm.start_weight_update()
+
+    @rpc("sync")
+    def update_weights(self, update_info: Any) -> None:
+        """Receive the weights."""
+        failpoint("engine.receive")
+        self._engine.llm.update_weights({"update_info": update_info})
+
+    @rpc("sync")
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        """Use the received weights."""
+        llm = self._engine.llm
+        self._engine.forget_prefixes()
+        if self._adapter_config is None:
+            llm.finish_weight_update(weight_version)
+            if self._kept is not None:
+                self._engine.resume()
+            return
+        # This removes all adapters from the engine, so the version must be set after the new one is loaded.
+        llm.finish_weight_update()
+        number = _adapter_number(int(str(weight_version)))
+        llm.collective_rpc("load_adapter", args=(number, self._adapter_config))
+        llm.update_weight_version(weight_version)
+
+    @rpc()
+    def forget_prefixes(self) -> None:
+        """Forget the KV cache of prompts. No request may be alive."""
+        self._engine.forget_prefixes()
+
+    @rpc("sync")
+    def acknowledge(self) -> Acknowledgement:
+        """Return the version and the checksums of what arrived."""
+        self._version = int(self._engine.llm.get_weight_version())
+        return Acknowledgement(self._index, self._version, self._engine.received_checksums())
+
+
+def _adapter_number(version: int) -> int:
+    """Return vLLM's number of the adapter of a policy version. Numbers begin at 1, and versions at 0."""
+    return version + 1
+
+
+def _columns(rollouts: Sequence[Rollout], prompts: Sequence[int], n: int) -> list[RolloutColumns]:
+    """Cut the rollouts into chunks of these numbers of prompts."""
+    columns = []
+    start = 0
+    for count in prompts:
+        end = start + count * n
+        columns.append(columns_of(rollouts[start:end], n))
+        start = end
+    return columns
+
+
+def _in_parts(
+    taken: Sequence[int], groups: Sequence[Sequence[Rollout]], parts: int, n: int
+) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
+    """Return the responses to the prompts `taken` in `parts` chunks.
+
+    Ray needs the number of results before the call, so some can be empty.
+    """
+    rollouts = [rollout for group in groups for rollout in group]
+    size = math.ceil(len(taken) / parts)
+    chunks = [list(taken[part * size : (part + 1) * size]) for part in range(parts)]
+    columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
+    return (chunks, header_of(rollouts)), *columns
+
+
+class RayEngineClient:
+    """A `weight_sync.transport.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
+
+    def __init__(
+        self, engines: Sequence[RemoteActor[EngineActor]], hosts: Sequence[str], timeout: float
+    ) -> None:
+        self._engines = engines
+        self._hosts = hosts
+        self._timeout = timeout
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        calls = [
+            engine.call(EngineActor.init_weight_transfer_engine, init_info, position)
+            for position, engine in enumerate(self._engines)
+        ]
+        self._wait(calls, "init_weight_transfer_engine")
+
+    def expect_adapter(self, config: dict[str, Any]) -> None:
+        self._call_all(EngineActor.expect_adapter, config)
+
+    def start_weight_update(self) -> None:
+        self._call_all(EngineActor.start_weight_update)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call_all(EngineActor.update_weights, update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call_all(EngineActor.finish_weight_update, weight_version)
+
+    def acknowledge(self) -> list[Acknowledgement]:
+        return self._call_all(EngineActor.acknowledge)
+
+    def _call_all(
+        self, method: Callable[Concatenate[EngineActor, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        calls = [engine.call(method, *args, **kwargs) for engine in self._engines]
+        return self._wait(calls, method.__name__)
+
+    def _wait(self, calls: list[Pending[R]], name: str) -> list[R]:
+        try:
+            return fetch(calls, self._timeout)
+        except TimeoutError as error:
+            silent = [host for host, ended in zip(self._hosts, ready(calls, 0), strict=True) if not ended]
+            raise WorkerStuck(
+                f"{len(silent)} of {len(calls)} engines (on {', '.join(sorted(set(silent)))}) did not answer"
+                f" {name} within {self._timeout:g} s (run.timeouts.sync)"
+            ) from error

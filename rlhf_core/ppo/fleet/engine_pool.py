@@ -1,0 +1,222 @@
+"""The engines of a fleet. Engines that die or stall are replaced.
+
+                                         +----------- mark_dead -----------+
+                                         |                                 v
+    start --> stale -- confirm_weights --> serving ---- mark_dead ----> dead
+                ^                                                         |
+                +------------------------ restart ------------------------+
+
+Only a serving engine gets requests: one that was restarted holds old weights until the next complete sync.
+The count of restarts of an engine is reset by each answer. An engine without restarts left is
+removed, and the stage fails if fewer engines than `ppo.engine.min_count` remain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from rlhf_core.cluster.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor
+from rlhf_core.config.engine import EngineConfig
+from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied
+from rlhf_core.ppo.fleet.engine_actor import EngineActor
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+@dataclass
+class _PoolMember:
+    index: int
+    actor: RemoteActor[EngineActor]
+    state: Literal["stale", "serving", "dead"] = "stale"
+    starts: int = 1
+    restarts: int = 0
+    """Since its last answer."""
+    given_up: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.index}"
+
+
+class EnginePool:
+    """Engines 0 .. `config.count` - 1.
+
+    Args:
+        start: `start(index, starts)` returns a new actor for an engine that was started `starts` times
+            before.
+        config: Section `ppo.engine`.
+        client: Waits for the engines, and ends those that are lost.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, int], RemoteActor[EngineActor]],
+        config: EngineConfig,
+        client: ActorClient,
+    ) -> None:
+        self._start = start
+        self._config = config
+        self._client = client
+        self._engines = [_PoolMember(index, start(index, 0)) for index in range(config.count)]
+
+    @property
+    def actors(self) -> list[RemoteActor[EngineActor]]:
+        """The actors of all engines that are not given up, in order."""
+        return [engine.actor for engine in self._engines if not engine.given_up]
+
+    @property
+    def serving(self) -> list[int]:
+        """Indices of the engines that hold confirmed weights."""
+        return [engine.index for engine in self._engines if engine.state == "serving"]
+
+    def actor(self, index: int) -> RemoteActor[EngineActor]:
+        """Return the present actor of an engine."""
+        return self._engines[index].actor
+
+    def confirm_weights(self) -> None:
+        """Let all engines serve after a complete sync."""
+        for engine in self._engines:
+            if not engine.given_up:
+                engine.state = "serving"
+
+    def collect(self, pending: Mapping[int, Pending[R]], what: str) -> dict[int, R]:
+        """Wait for calls of engines, and return the results of those that answered, by index.
+
+        An engine that dies, stalls or never begins is marked dead and has no result. Raises the error of an
+        engine, and WorkerDied if too few engines remain.
+        """
+        client = self._client
+        remaining = dict(pending)
+        results: dict[int, R] = {}
+        suspended: set[int] = set()
+        last_progress = client.clock()
+        while remaining:
+            ended = client.ready(list(remaining.values()), POLL_SECONDS)
+            answered = [index for index, has_ended in zip(remaining, ended, strict=True) if has_ended]
+            for index in answered:
+                call = remaining.pop(index)
+                try:
+                    (results[index],) = client.fetch([call], POLL_SECONDS)
+                    self._engines[index].restarts = 0
+                except TimeoutError:  # Ray has evicted the answer
+                    remaining[index] = call
+                except (WorkerDied, OutOfMemory) as error:
+                    self._mark_dead(self._engines[index], f"while waiting for {what}: {error.message}")
+            # An answer that was evicted is in `remaining` again, and is no progress.
+            if set(answered) - set(remaining) or client.monitor.busy():
+                last_progress = client.clock()
+            # The monitor does not see an engine as stalled if the call never reached it.
+            waited = client.clock() - last_progress
+            never_began = waited > client.start_seconds
+            for index in list(remaining):
+                engine = self._engines[index]
+                if never_began:
+                    self._mark_dead(engine, f"{what} did not begin within {waited:.0f} s")
+                    del remaining[index]
+                elif self._is_stalled(engine, what, suspended):
+                    del remaining[index]
+        return results
+
+    def mark_dead(self, reason: str, *, after_error: bool) -> list[int]:
+        """Mark all engines dead that died or stalled, and return their indices.
+
+        `after_error`: a call has failed. Then suspended engines count too, and those that only Ray reports.
+        """
+        dead = [
+            engine
+            for engine in self._engines
+            if engine.state != "dead" and self._is_unhealthy(engine, after_error=after_error)
+        ]
+        for engine in dead:
+            self._mark_dead(engine, reason)
+        return [engine.index for engine in dead]
+
+    def mark_all_dead(self, reason: str) -> None:
+        """Mark every engine dead."""
+        for engine in self._engines:
+            if engine.state != "dead":
+                self._mark_dead(engine, reason)
+
+    def restart(self) -> None:
+        """Restart the dead engines. Engines without restarts left are given up."""
+        dead = [engine for engine in self._engines if engine.state == "dead" and not engine.given_up]
+        while dead:
+            for engine in dead:
+                if not self._can_restart(engine):
+                    engine.given_up = True
+                    names = [other.name for other in self._remaining()]
+                    log.error("%s has no restarts left; the run continues with %s", engine.name, names)
+                    continue
+                engine.actor = self._start(engine.index, engine.starts)
+                engine.state = "stale"
+                engine.starts += 1
+                engine.restarts += 1
+            # Those that did not load are dead again.
+            dead = [engine for engine in dead if not engine.given_up and not self._load(engine)]
+
+    # -- one engine --
+
+    def _load(self, engine: _PoolMember) -> bool:
+        """Return whether a restarted engine has loaded its model."""
+        try:
+            self._client.wait([engine.actor.call(EngineActor.load)], f"{engine.name} to be restarted")
+        except InfrastructureError as error:
+            if not self._is_unhealthy(engine, after_error=True):
+                raise
+            self._mark_dead(engine, error.message)
+            return False
+        log.info("%s has been restarted, restart %d", engine.name, engine.starts - 1)
+        return True
+
+    def _can_restart(self, engine: _PoolMember) -> bool:
+        return engine.restarts < self._config.max_restarts
+
+    def _remaining(self) -> list[_PoolMember]:
+        """Return the engines that live or can be restarted."""
+        return [engine for engine in self._engines if engine.state != "dead" or self._can_restart(engine)]
+
+    def _is_stalled(self, engine: _PoolMember, what: str, suspended: set[int]) -> bool:
+        """Mark the engine dead if it is stalled.
+
+        A suspended engine is only logged until its limit has passed.
+        """
+        monitor = self._client.monitor
+        participant = monitor.participant(engine.name)
+        if participant is None:
+            return False
+        if participant.stalled:
+            reason = f"{participant.describe()}, while waiting for {what}; stacks: {monitor.folder}"
+            self._mark_dead(engine, reason)
+            return True
+        if participant.state == "suspended" and engine.index not in suspended:
+            suspended.add(engine.index)
+            log.warning("%s; the timeout is %g s", participant.describe(), participant.stall_after)
+        return False
+
+    def _is_unhealthy(self, engine: _PoolMember, *, after_error: bool) -> bool:
+        participant = self._client.monitor.participant(engine.name)
+        if participant is not None:
+            if participant.state == "dead" or participant.stalled:
+                return True
+            if after_error and participant.state == "suspended":
+                return True
+        return after_error and bool(self._client.dead_actors([engine.actor]))
+
+    def _mark_dead(self, engine: _PoolMember, reason: str) -> None:
+        """Kill what is left of an engine. Raises WorkerDied if too few engines remain."""
+        if engine.state == "dead":
+            return  # With `ppo.staleness` of more than 1, an engine has calls of several steps.
+        log.warning("%s is lost: %s", engine.name, reason)
+        self._client.kill({engine.name: engine.actor})
+        engine.state = "dead"
+        remaining = len(self._remaining())
+        if remaining < self._config.needed:
+            raise WorkerDied(
+                f"{engine.name} is lost after {engine.restarts} restarts: {remaining} of {len(self._engines)}"
+                f" remain, {self._config.needed} are needed; at last: {reason}"
+            )

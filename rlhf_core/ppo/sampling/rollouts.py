@@ -1,0 +1,568 @@
+"""Rollouts of a PPO step, with their rewards where these decide which prompts are used.
+
+    prompts -> engines -> rollouts                                        default
+    prompts -> engines -> rollouts -> rewards -> groups that differ   dynamic filtering: rounds of new prompts
+                 ^                                   | too few
+                 +-----------------------------------+
+
+Consumes the prompts of the data artifact; produces a `RolloutBatch`, which always has the same size. Waits
+for all engines, and with filtering for the reward workers. Between `start` and `finish` the engines sample,
+and the controller can do something else.
+
+The tokens stay in chunks (`ppo.training.columns`), to which the batch has references. They are fetched one
+chunk at a time, and only for held-out evaluations, tables of samples and the cache of rollouts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar, overload
+
+import numpy as np
+
+from rlhf_core.cluster.rpc import Pending, RemoteActor
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.engines.vllm import SamplingOptions
+from rlhf_core.errors import WeightSyncError, WorkerDied
+from rlhf_core.ppo.fleet.engine_actor import EngineActor
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
+from rlhf_core.ppo.training.batch import RolloutBatch
+from rlhf_core.ppo.training.columns import FloatArray, Places, RolloutColumns, RolloutHeader
+from rlhf_core.ppo.training.experience import shaped_scores, uniform_groups
+from rlhf_core.ppo.training.model_scores import ModelScores
+from rlhf_core.rewards.compose import RewardBatch, clipped_share, reward_input, weighted_sum
+from rlhf_core.seeds import derive_seed, permutation
+from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Chunk = tuple[int, ...]
+"""Indices of prompts whose responses form one chunk."""
+Answer = RolloutHeader | tuple[list[list[int]], RolloutHeader]
+"""What `EngineActor.sample` or `EngineActor.sample_from` return before the chunks."""
+
+_CHUNK_ROWS = 64
+"""Largest number of responses in a chunk, if a prompt does not have more samples."""
+_CHUNKS_PER_RANK = 8
+"""Chunks are smaller if there would be fewer for each rank, because a chunk is never divided."""
+
+
+# -- which engine samples which prompt --
+
+
+def prompts_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
+    """Return the indices of the prompts of PPO step `step` (1-based).
+
+    The steps go through one permutation of all `count` prompts after another.
+    """
+    indices = []
+    start = (step - 1) * per_step
+    for position in range(start, start + per_step):
+        epoch, offset = divmod(position, count)
+        indices.append(permutation(count, derive_seed(seed, "prompts", epoch))[offset])
+    return indices
+
+
+def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:
+    """Return the prompt indices of each engine, ascending.
+
+    The longest prompt goes first, each to the engine with the fewest tokens.
+    """
+    shares: list[list[int]] = [[] for _ in range(engines)]
+    loads = [(0, engine) for engine in range(engines)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, engine = loads[0]
+        shares[engine].append(i)
+        heapq.heapreplace(loads, (load + lengths[i], engine))
+    return [sorted(share) for share in shares]
+
+
+def reassign(shares: Mapping[int, Sequence[T]], serving: Sequence[int]) -> dict[int, list[T]]:
+    """Return the engine for each share that must be sampled again.
+
+    A share is a list of chunks. It stays with its engine. The share of an engine that does not serve any more
+    moves as a whole to the engine with the fewest chunks, because the same batch gives the same tokens.
+    """
+    kept = {engine: list(share) for engine, share in shares.items() if engine in serving}
+    for engine, share in shares.items():
+        if engine not in serving:
+            target = min(serving, key=lambda e: (len(kept.get(e, ())), e))
+            kept[target] = kept.get(target, []) + list(share)
+    return kept
+
+
+def longest_first(prompts: Sequence[PromptExample], indices: Collection[int]) -> list[int]:
+    """Return the indices of prompts in the order in which engines take them."""
+    return sorted(indices, key=lambda i: (-len(prompts[i].input_ids), i))
+
+
+def cut(share: Sequence[int], samples: int, rows: int) -> list[Chunk]:
+    """Cut the prompts of an engine into chunks of about `rows` responses, `samples` to each prompt."""
+    size = max(1, rows // samples)
+    return [tuple(share[start : start + size]) for start in range(0, len(share), size)]
+
+
+# -- sampling --
+
+
+@dataclass
+class Sampling:
+    """Responses that the engines are sampling."""
+
+    step: int
+    prompts: Sequence[PromptExample]
+    seeds: Sequence[int]
+    version: int
+    """Policy version of the engines."""
+    ahead: bool
+    """Whether the policy is trained in the meantime, so that its weights cannot be sent again."""
+    remaining: dict[int, list[Chunk]] = field(default_factory=dict)
+    """Chunks of each engine that are not sampled yet, with `ppo.engine.dispatch=fixed`."""
+    order: list[int] = field(default_factory=list)
+    """The prompts that the engines take, with `ppo.engine.dispatch=queue`."""
+    calls: dict[int, Pending[Answer]] = field(default_factory=dict)
+    tokens: dict[int, list[Pending[RolloutColumns]]] = field(default_factory=dict)
+    sampled: dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]] = field(default_factory=dict)
+    """Tokens and header of each chunk that is sampled."""
+
+    @property
+    def done(self) -> set[int]:
+        """The prompts that are sampled."""
+        return {i for chunk in self.sampled for i in chunk}
+
+    def chunks_of(self, engine: int, answer: Answer) -> tuple[list[Chunk], RolloutHeader]:
+        """Return the chunks that an engine has sampled, and the header of all their responses."""
+        if isinstance(answer, RolloutHeader):
+            return self.remaining.pop(engine), answer
+        taken, header = answer
+        return [tuple(self.order[i] for i in part) for part in taken], header
+
+
+class Composer(Protocol):
+    """Scores batches: `RewardComposer`, or `RewardActors`, which does it in other processes."""
+
+    def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch: ...
+
+    def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]: ...
+
+
+class Collector:
+    """Samples and scores rollouts with a started fleet.
+
+    Args:
+        ppo: Section `ppo`.
+        fleet: Engines and reward workers.
+        prompts: All prompts.
+        decode: Converts token ids of a response to text.
+        composer: Combines the sources of rewards.
+        seed: Seed of the stage.
+    """
+
+    def __init__(
+        self,
+        ppo: PPOConfig,
+        fleet: Fleet,
+        prompts: Sequence[PromptExample],
+        decode: Callable[[Sequence[int]], str],
+        composer: Composer,
+        seed: int,
+    ) -> None:
+        self._ppo = ppo
+        self._fleet = fleet
+        self._prompts = prompts
+        self._decode = decode
+        self._composer = composer
+        self._seed = seed
+        self._queue: RemoteActor[PromptQueue] | None = None
+        self._batches = 0
+        """Batches that the queue has had."""
+
+    def collect(self, step: int, version: int) -> RolloutBatch:
+        """Return the rollout batch of a step, sampled by policy `version`."""
+        return self.finish(self.start(step, version))
+
+    def start(self, step: int, version: int, *, ahead: bool = False) -> Sampling:
+        """Let the engines sample the responses of a step.
+
+        Args:
+            step: Number of the step.
+            version: Policy version that the engines have.
+            ahead: Whether the policy is trained before `finish` is called.
+        """
+        prompts = [self._prompts[i] for i in self._drawn(step)]
+        return self._start(prompts, step, 0, version, ahead=ahead)
+
+    def prepare(self, step: int, version: int) -> Sampling:
+        """Return what `start` would let the engines sample, in the order in which engines take prompts."""
+        prompts = [self._prompts[i] for i in self._drawn(step)]
+        sampling = self._sampling(prompts, step, 0, version, ahead=True)
+        sampling.order = longest_first(prompts, range(len(prompts)))
+        return sampling
+
+    def _drawn(self, step: int) -> list[int]:
+        """Return the indices of the prompts of a step."""
+        return prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
+
+    def finish(self, sampling: Sampling) -> RolloutBatch:
+        """Wait for the responses of a step. With filtering, score them and replace groups.
+
+        Raises:
+            WeightSyncError: An engine sampled from another policy version.
+            WorkerDied: Too few engines are left, or none that has the weights of `Sampling.version`.
+        """
+        ppo, step, version = self._ppo, sampling.step, sampling.version
+        batch = self._finish(sampling)
+        filtering = ppo.dynamic_filtering
+        if filtering is None:
+            return batch
+        used = self._drawn(step)
+        batch.rewards = self.rewards(batch)
+        first_scores_B = shaped_scores(batch.lengths_B, batch.finished_B, batch.rewards.total, ppo)
+        batch.scores_before = first_scores_B.nanmean().item()
+        for round_ in range(1, filtering.max_rounds + 1):
+            scores_B = shaped_scores(batch.lengths_B, batch.finished_B, batch.rewards.total, ppo)
+            uniform = uniform_groups(scores_B, ppo)
+            replacements = self._replacements(step, round_, len(uniform), used)
+            if not replacements:
+                break
+            used += replacements
+            prompts = [self._prompts[i] for i in replacements]
+            # The engines still have this version: the sync comes after `finish`.
+            new = self._finish(self._start(prompts, step, round_, version, ahead=sampling.ahead))
+            new.rewards = self.rewards(new)
+            self._replace(batch, uniform[: len(replacements)], new)
+        return batch
+
+    def rewards(self, batch: RolloutBatch, model_scores: ModelScores | None = None) -> RewardBatch:
+        """Return the composed scores.
+
+        `model_scores` are the scores of the reward model. If it is used and they are None, it is called here.
+        """
+        if model_scores is None and "reward" in self._fleet.groups:
+            model_scores = self._fleet.retry_after_restart(
+                lambda: self._fleet.scores(batch).gather(), "the scoring"
+            )
+        inputs = RewardInputs(self._fleet, batch, self._decode)
+        if model_scores is None:
+            return self._composer.score(inputs, None)
+        rewards = self._composer.score(inputs, model_scores.values)
+        return replace(rewards, ensemble_std=model_scores.deviations)
+
+    def sample(self, prompts: Sequence[PromptExample], step: int, round_: int, version: int) -> RolloutBatch:
+        """Sample `samples_per_prompt` responses to each prompt on all engines at the same time.
+
+        Raises:
+            WeightSyncError: An engine sampled from another policy version.
+        """
+        return self._finish(self._start(prompts, step, round_, version, ahead=False))
+
+    def _start(
+        self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
+    ) -> Sampling:
+        """Let the engines sample the responses to these prompts."""
+        sampling = self._sampling(prompts, step, round_, version, ahead=ahead)
+        if self._ppo.engine.dispatch == "queue":
+            self._send_queue(sampling, range(len(prompts)))
+            return sampling
+        serving = self._fleet.engines.serving
+        shares = assign([len(p.input_ids) for p in prompts], len(serving))
+        for engine, share in zip(serving, shares, strict=True):
+            # With more engines than prompts, some have none.
+            if share:
+                sampling.remaining[engine] = cut(
+                    share, self._ppo.samples_per_prompt, self._chunk_rows(len(prompts))
+                )
+        self._send(sampling)
+        return sampling
+
+    def _sampling(
+        self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
+    ) -> Sampling:
+        # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
+        path = (step,) if round_ == 0 else (step, "round", round_)
+        seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
+        return Sampling(step, prompts, seeds, version, ahead)
+
+    def _chunk_rows(self, prompts: int) -> int:
+        """Return the number of responses in a chunk of a batch of `prompts` prompts."""
+        ranks = self._fleet.most_ranks
+        if ranks == 1:
+            return _CHUNK_ROWS
+        return min(_CHUNK_ROWS, prompts * self._ppo.samples_per_prompt // (_CHUNKS_PER_RANK * ranks))
+
+    def _send(self, sampling: Sampling) -> None:
+        """Send the remaining chunks to their engines."""
+        prompts = sampling.prompts
+        sampling.calls.clear()
+        for engine, chunks in sampling.remaining.items():
+            call, tokens = self._fleet.engines.actor(engine).call_parts(
+                1 + len(chunks),
+                EngineActor.sample,
+                [[prompts[i] for i in chunk] for chunk in chunks],
+                seeds=[sampling.seeds[i] for chunk in chunks for i in chunk],
+                **self.options,
+            )
+            sampling.calls[engine] = call
+            sampling.tokens[engine] = tokens
+
+    def _send_queue(self, sampling: Sampling, prompts: Collection[int]) -> None:
+        """Let all engines take these prompts, the longest first."""
+        if self._queue is None:
+            self._queue = self._fleet.start_queue()
+        serving = self._fleet.engines.serving
+        # Answers refer to the order of their round. `collect` has waited for all answers of the round before.
+        sampling.order = longest_first(sampling.prompts, prompts)
+        self._batches += 1
+        opened = self._queue.call(PromptQueue.open, self._batches, len(prompts), len(serving))
+        self._fleet.wait([opened], "the queue of prompts")
+        parts = self.parts(len(prompts), len(serving))
+        sampling.calls.clear()
+        for engine in serving:
+            sampling.calls[engine], sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
+                1 + parts,
+                EngineActor.sample_from,
+                self._queue,
+                self._batches,
+                parts,
+                [sampling.prompts[i] for i in sampling.order],
+                seeds=[sampling.seeds[i] for i in sampling.order],
+                **self.options,
+            )
+
+    def parts(self, prompts: int, engines: int) -> int:
+        """Return the number of chunks of an equal share. Those of an engine that takes more are larger."""
+        size = max(1, self._chunk_rows(prompts) // self._ppo.samples_per_prompt)
+        return math.ceil(prompts / (size * engines))
+
+    @property
+    def options(self) -> SamplingOptions:
+        ppo = self._ppo
+        return {
+            "n": ppo.samples_per_prompt,
+            "max_new_tokens": ppo.response_limit,
+            "temperature": ppo.temperature,
+        }
+
+    def _finish(self, sampling: Sampling) -> RolloutBatch:
+        """Wait for the responses. Raises WeightSyncError if an engine sampled from another policy version."""
+        self._receive(sampling)
+        return self.batch_of(sampling, {sampling.version})
+
+    def batch_of(self, sampling: Sampling, allowed: Collection[int]) -> RolloutBatch:
+        """Return the responses, all of which are sampled.
+
+        Raises:
+            WeightSyncError: An engine sampled from a policy version that is not allowed.
+        """
+        step, sampled, n = sampling.step, sampling.sampled, self._ppo.samples_per_prompt
+        # In the order of their prompts, so that the distribution over ranks does not depend on which engine
+        # answered first.
+        chunks = sorted(sampled)
+        header = _in_order(chunks, [sampled[chunk][1] for chunk in chunks], n)
+        wrong = header.all_versions - set(allowed)
+        if wrong:
+            expected = " or ".join(str(version) for version in sorted(allowed))
+            raise WeightSyncError(
+                f"step {step} was sampled from policy version {sorted(wrong)}, not {expected}"
+            )
+        return RolloutBatch(
+            [sampled[chunk][0] for chunk in chunks],
+            _places(chunks, n),
+            header.lengths,
+            header.finished,
+            [p for p in sampling.prompts for _ in range(n)],
+            version=int(header.versions.min()),
+            versions_B=header.versions,
+            spans=header.spans,
+        )
+
+    def receive(self, sampling: Sampling) -> None:
+        """Wait for the calls of the engines, and add what they have sampled. A lost engine adds nothing."""
+        n, what = self._ppo.samples_per_prompt, f"the rollouts of step {sampling.step}"
+        for engine, answer in self._fleet.engines.collect(sampling.calls, what).items():
+            chunks, header = sampling.chunks_of(engine, answer)
+            start = 0
+            for chunk, pending in zip(chunks, sampling.tokens[engine], strict=True):
+                end = start + len(chunk) * n
+                # From a queue, some are empty.
+                if chunk:
+                    sampling.sampled[chunk] = (pending, header.rows(start, end))
+                start = end
+
+    def _receive(self, sampling: Sampling) -> None:
+        """Wait until all responses are sampled.
+
+        The share of an engine that is lost is sampled again as one batch, if possible by the engine that
+        replaces it, so that the result is the same. From a queue, all engines take what it had taken.
+        """
+        engines = self._fleet.engines
+        while True:
+            self.receive(sampling)
+            if len(sampling.done) == len(sampling.prompts):
+                return
+            if not sampling.ahead:
+                # Restarts the lost engines. The policy still has the weights of this version.
+                self._fleet.sync(sampling.version)
+            elif not engines.serving:
+                # An engine that is restarted would get the weights of the next version.
+                raise WorkerDied(
+                    f"no engine is left with the weights of policy version {sampling.version}, from which"
+                    f" step {sampling.step} is sampled (ppo.staleness={self._ppo.staleness})"
+                )
+            if self._ppo.engine.dispatch == "queue":
+                self._send_queue(sampling, set(range(len(sampling.prompts))) - sampling.done)
+            else:
+                sampling.remaining = reassign(sampling.remaining, engines.serving)
+                self._send(sampling)
+
+    def _replacements(self, step: int, round_: int, count: int, used: Sequence[int]) -> list[int]:
+        """Return the indices of up to `count` prompts that are not in `used`, the prompts of this step so
+        far.
+        """
+        order = permutation(len(self._prompts), derive_seed(self._seed, "replacements", step, round_))
+        excluded = set(used)
+        return [i for i in order if i not in excluded][:count]
+
+    def _replace(self, batch: RolloutBatch, groups: list[int], new: RolloutBatch) -> None:
+        """Replace the given groups of `batch` by the groups of `new`, in order."""
+        assert batch.rewards is not None and new.rewards is not None
+        n = self._ppo.samples_per_prompt
+        batch.forget_distribution()
+        new_objects = new.places.objects + len(batch.chunks)
+        batch.chunks += new.chunks
+        for source, target in enumerate(groups):
+            old_rows, new_rows = slice(target * n, (target + 1) * n), slice(source * n, (source + 1) * n)
+            # Can be written: `_places` and `_in_order` have copied what Ray returned, which is read-only.
+            batch.places.objects[old_rows] = new_objects[new_rows]
+            batch.places.rows[old_rows] = new.places.rows[new_rows]
+            batch.lengths_B[old_rows] = new.lengths_B[new_rows]
+            batch.finished_B[old_rows] = new.finished_B[new_rows]
+            batch.prompts[old_rows] = new.prompts[new_rows]
+            for name, values in batch.rewards.by_source.items():
+                values[old_rows] = new.rewards.by_source[name][new_rows]
+            batch.rewards.ensemble_std[old_rows] = new.rewards.ensemble_std[new_rows]
+        batch.rewards.add_usage(new.rewards)
+        # All scores change if a source is normalized over the batch.
+        batch.rewards.total[:] = self._composer.total(batch.rewards.by_source, len(batch))
+        batch.replaced += len(groups)
+
+
+def _places(chunks: Sequence[Chunk], samples: int) -> Places:
+    """Return chunk and row of each response, in the order of the prompts."""
+    prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
+    sizes = [len(chunk) for chunk in chunks]
+    objects = np.repeat(np.arange(len(chunks)), sizes)
+    rows = np.concatenate([np.arange(size) for size in sizes])
+    order = np.argsort(prompts)
+    return Places(
+        np.repeat(objects[order], samples),
+        (rows[order, None] * samples + np.arange(samples)).reshape(-1),
+    )
+
+
+def _in_order(chunks: Sequence[Chunk], headers: Sequence[RolloutHeader], samples: int) -> RolloutHeader:
+    """Return the headers of chunks as one header in the order of the prompts."""
+    prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
+    first_rows = np.argsort(prompts) * samples
+    order = (first_rows[:, None] + np.arange(samples)).reshape(-1)
+    spans = [header.spans.get(row, ()) for header in headers for row in range(len(header.lengths))]
+    return RolloutHeader(
+        np.concatenate([header.lengths for header in headers])[order],
+        np.concatenate([header.finished for header in headers])[order],
+        np.concatenate([header.versions for header in headers])[order],
+        {row: spans[old] for row, old in enumerate(order.tolist()) if spans[old]},
+    )
+
+
+# -- tokens, where they are needed --
+
+
+def read_responses(fleet: Fleet, batch: RolloutBatch, rows: Sequence[int]) -> list[PromptAndResponse]:
+    """Return the token ids of some responses of a batch and of their prompts. Each chunk is fetched once."""
+    objects, places = batch.places.objects.tolist(), batch.places.rows.tolist()
+    by_row: dict[int, PromptAndResponse] = {}
+    for number in sorted({objects[row] for row in rows}):
+        (columns,) = fleet.wait([batch.chunks[number]], "rollouts")
+        for row in rows:
+            if objects[row] == number:
+                response = columns.response(places[row]).tolist()
+                by_row[row] = (batch.prompts[row].input_ids, tuple(response))
+    return [by_row[row] for row in rows]
+
+
+def read_rollout_logprobs(fleet: Fleet, batch: RolloutBatch) -> list[FloatArray]:
+    """Return the engines' log-probabilities (T,) of each response of a batch."""
+    chunks = fleet.wait(batch.chunks, "rollouts")
+    places = zip(batch.places.objects.tolist(), batch.places.rows.tolist(), strict=True)
+    return [chunks[number].rollout_logprobs(row) for number, row in places]
+
+
+class RewardInputs(Sequence[RewardInput]):
+    """The input of the reward sources for each response of a batch.
+
+    Responses are fetched and decoded when the first one is read. The reward model reads none, and
+    `RewardActors` passes references to them.
+    """
+
+    def __init__(self, fleet: Fleet, batch: RolloutBatch, decode: Callable[[Sequence[int]], str]) -> None:
+        self._fleet = fleet
+        self.batch = batch
+        self._decode = decode
+        self._inputs: list[RewardInput] | None = None
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    @overload
+    def __getitem__(self, index: int) -> RewardInput: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RewardInput]: ...
+    def __getitem__(self, index: int | slice) -> RewardInput | list[RewardInput]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[RewardInput]:
+        return iter(self._all())
+
+    def _all(self) -> list[RewardInput]:
+        if self._inputs is None:
+            batch = self.batch
+            responses = read_responses(self._fleet, batch, range(len(batch)))
+            self._inputs = [
+                reward_input(prompt, response_ids, bool(finished), self._decode)
+                for prompt, (_, response_ids), finished in zip(
+                    batch.prompts, responses, batch.finished_B, strict=True
+                )
+            ]
+        return self._inputs
+
+
+def reward_metrics(ppo: PPOConfig, batch: RolloutBatch, rewards: RewardBatch, kl: float) -> dict[str, float]:
+    """Return the metrics of the rewards of a batch, and `objective/net_score`.
+
+    Args:
+        ppo: Section `ppo`.
+        batch: The responses.
+        rewards: Rewards of these responses.
+        kl: Their mean KL to the reference, in nats per response.
+    """
+    metrics = {f"rewards/{name}": value for name, value in rewards.metrics().items()}
+    clipped = clipped_share(ppo.rewards, rewards.by_source, ppo.score_clip)
+    if clipped is not None:
+        metrics["objective/score_clipfrac"] = clipped
+    if ppo.dynamic_filtering is not None:
+        metrics["rollout/replaced_prompts"] = float(batch.replaced)
+        if batch.scores_before is not None:
+            metrics["objective/scores_before_filtering"] = batch.scores_before
+    # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over the
+    # batch, and the KL counts with the configured coefficient for every `kl.place`.
+    scores = weighted_sum(ppo.rewards, rewards.by_source, len(batch), ppo.score_clip, normalized=False)
+    mean_score = shaped_scores(batch.lengths_B, batch.finished_B, scores, ppo).nanmean().item()
+    metrics["objective/net_score"] = mean_score - ppo.kl.coef * kl
+    return metrics

@@ -1,0 +1,112 @@
+"""Rollouts that the engines sample while models score and train (`ppo.staleness`).
+
+With n = `ppo.staleness`, the engines get new weights after every n-th step. Between two syncs they sample n
+batches, one directly after the other. k is a multiple of n:
+
+    ranks    step k + 1 | step k + 2 | ... | step k + n            | sync of version k + n
+    engines  batch k + 2 | batch k + 3 | ... | batch k + n + 1     |
+             all of them from version k
+
+The sync waits for both. Batch s > 1 is trained on by step s, so it is from version n * ((s - 2) // n) and 1
+to n versions behind. Within the n steps neither waits for the other, except a step for its own batch, and an
+engine that has finished its share of a batch begins with the next one.
+
+Consumes batches of `Collector`. Produces the batch of each step from the second on. Waits for the engines
+where a batch is needed: for its step, and all of them for a sync and a checkpoint, which contains them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import CorruptArtifact
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
+from rlhf_core.ppo.sampling.rollouts import Collector, Sampling
+from rlhf_core.ppo.training.batch import RolloutBatch
+from rlhf_core.types import PromptExample
+
+
+class RolloutsAhead:
+    """The batches of the next steps; none with `ppo.staleness=0`.
+
+    Args:
+        ppo: Section `ppo`.
+        fleet: Holds the chunks.
+        prompts: All prompts, in the same order in each attempt.
+        collector: Samples the batches.
+    """
+
+    def __init__(
+        self, ppo: PPOConfig, fleet: Fleet, prompts: Sequence[PromptExample], collector: Collector
+    ) -> None:
+        self._ppo = ppo
+        self._fleet = fleet
+        self._prompts = prompts
+        self._collector = collector
+        self._batches: dict[int, Sampling | RolloutBatch] = {}
+        """Samplings or finished batches by step, ascending."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a batch was not waited for."""
+        return any(isinstance(batch, Sampling) for batch in self._batches.values())
+
+    @property
+    def finished(self) -> list[RolloutBatch]:
+        """The batches that were waited for, in the order of their steps."""
+        return [batch for batch in self._batches.values() if isinstance(batch, RolloutBatch)]
+
+    def start(self, completed: int) -> None:
+        """After a sync of version `completed`, let the engines sample all batches up to the next sync."""
+        if not self._ppo.staleness or completed % self._ppo.sync_every:
+            return
+        last = min(completed + self._ppo.sync_every + 1, self._ppo.steps)
+        for step in range(completed + 2, last + 1):
+            self._batches[step] = self._collector.start(step, completed, ahead=True)
+
+    def take(self, step: int) -> RolloutBatch | None:
+        """Wait for the batch of `step` and remove it; None if no batch was sampled ahead."""
+        batch = self._batches.pop(step, None)
+        return self._collector.finish(batch) if isinstance(batch, Sampling) else batch
+
+    def finish(self) -> None:
+        """Wait for all batches."""
+        for step, batch in self._batches.items():
+            if isinstance(batch, Sampling):
+                self._batches[step] = self._collector.finish(batch)
+
+    # -- checkpoints --
+
+    def save(self, folder: Path, completed: int) -> None:
+        """Store all batches, which were waited for, in the checkpoint of step `completed`."""
+        for step, batch in zip(self._batches, self.finished, strict=True):
+            self._cache(folder, step - completed).write(step, batch)
+
+    def restore(self, folder: Path, completed: int) -> None:
+        """Read the batches of the checkpoint of step `completed`.
+
+        Raises:
+            CorruptArtifact: A batch is missing or damaged.
+        """
+        if not self._ppo.staleness:
+            return
+        every = self._ppo.sync_every
+        next_sync = math.ceil(completed / every) * every
+        for step in range(completed + 1, min(next_sync + 1, self._ppo.steps) + 1):
+            batch = self._cache(folder, step - completed).read(step)
+            if batch is None:
+                raise CorruptArtifact(
+                    f"the checkpoint {folder} has no readable rollouts of step {step}, which"
+                    f" ppo.staleness={self._ppo.staleness} needs; remove this checkpoint to continue from an"
+                    " earlier one"
+                )
+            self._batches[step] = batch
+
+    def _cache(self, folder: Path, number: int) -> RolloutCache:
+        """Return the place of the batch of the next step (`number` 1) or of a later one in a checkpoint."""
+        folder = folder if number == 1 else folder / f"ahead-{number}"
+        return RolloutCache(folder, self._prompts, self._fleet)

@@ -1,0 +1,266 @@
+"""The PPO update of one rank. Policy and critic run it at the same time, in different processes.
+
+The losses of the micro-batches of an optimizer step are summed. Their common denominator counts the whole
+step on all ranks. The metrics are returned as sums over the tokens of this rank; divided by the tokens of all
+ranks they are the means that the loss uses.
+
+Axes: `S` sequences of a micro-batch, `T` longest response among them, `N` response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss, value_loss
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, to_device
+from rlhf_core.ppo.training.columns import FloatArray
+from rlhf_core.ppo.training.experience import padded
+
+
+def _nothing() -> FloatArray:
+    return np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One response with everything that the update of a model needs."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    old_logprobs: FloatArray = field(default_factory=_nothing)
+    """(T,) by the policy before the update."""
+    advantages: FloatArray = field(default_factory=_nothing)
+    """(T,) whitened if configured."""
+    ref_logprobs: FloatArray = field(default_factory=_nothing)
+    """(T,) by the reference."""
+    returns: FloatArray = field(default_factory=_nothing)
+    """(T,) from unwhitened advantages, for the critic."""
+    old_values: FloatArray = field(default_factory=_nothing)
+    """(T,) by the critic before the update, for the critic."""
+    weights: FloatArray = field(default_factory=_nothing)
+    """(T,) importance weights for the gap between engine and trainer; ones if none."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The part of one rank in one optimizer step."""
+
+    micro_batches: list[list[int]]
+    """Indices into the rank's samples.
+
+    Every rank has the same number of micro-batches, so some may be empty.
+    """
+    denominator: float
+    """Tokens or sequences of the WHOLE step, over all ranks (see `losses.step_denominator`)."""
+    ptx_micro_batches: list[list[int]] = field(default_factory=list)
+    """Indices into the rank's demonstrations in the same form; empty without a pretraining loss."""
+    ptx_targets: int = 0
+    """Target tokens among the demonstrations of the whole step."""
+
+
+def update_policy(
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    steps: Sequence[OptimizerStep],
+    ppo: PPOConfig,
+    pad_id: int,
+    *,
+    kl_coef: float = 0.0,
+    demonstrations: Sequence[TokenSequence] = (),
+) -> dict[str, float]:
+    """Train the policy with the clipped surrogate, and the terms that are configured: entropy bonus, KL loss
+    and pretraining loss.
+
+    Args:
+        engine: The policy.
+        samples: Samples of this rank.
+        steps: Optimizer steps with indices into `samples` and `demonstrations`.
+        ppo: Section `ppo`.
+        pad_id: Padding token.
+        kl_coef: Coefficient of the KL loss, used with `kl.place: loss`.
+        demonstrations: Demonstrations for the pretraining loss.
+
+    Returns:
+        The sums `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped` and `grad_nonfinite` (skipped steps
+        that no loss scale explains), and `kl_loss` and `ptx_loss` if these losses exist.
+    """
+    sums = _Sums()
+
+    def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
+        for micro_batch in step.micro_batches:
+            yield _policy_part(engine, samples, micro_batch, step.denominator, ppo, pad_id, kl_coef, sums)
+        for micro_batch in step.ptx_micro_batches:
+            assert ppo.ptx is not None
+            batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=ppo.packs)
+            # At temperature 1, as in SFT: demonstrations are not samples of the policy.
+            logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
+            loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
+            sums.add("ptx_loss", loss)
+            yield ppo.ptx.coef * loss
+
+    for step in steps:
+        sums.end_step(engine, engine.train_step(losses(step), ppo.policy_optimizer_steps))
+    return dict(sums.values)
+
+
+def _policy_part(
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    micro_batch: list[int],
+    denominator: float,
+    ppo: PPOConfig,
+    pad_id: int,
+    kl_coef: float,
+    sums: _Sums,
+) -> torch.Tensor:
+    """Return the loss of one micro-batch, and add its metrics to `sums`."""
+    batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
+    output = engine(batch, ppo.temperature, ppo.entropy_coef > 0)
+    if not micro_batch:
+        # Every rank must take part in the collectives of the backward pass.
+        zero: torch.Tensor = 0.0 * output.logprobs_N.sum()
+        return zero
+    mask_ST = _mask(chosen, batch)
+    logprobs_ST = _rows(output.logprobs_N, batch)
+    mean: dict[str, Any] = {"aggregation": ppo.loss_sum, "denominator": denominator}
+    result = policy_loss(
+        logprobs_ST,
+        _stack([s.old_logprobs for s in chosen], batch),
+        _stack([s.advantages for s in chosen], batch),
+        mask_ST,
+        clip_low=ppo.clip_low,
+        clip_high=ppo.clip_high,
+        dual_clip=ppo.dual_clip,
+        weights=_stack([s.weights for s in chosen], batch),
+        **mean,
+    )
+    tokens = _tokens(chosen)
+    sums.add("loss", result.loss)
+    sums.add("clipped", result.clip_fraction, tokens)
+    sums.add("approx_kl", result.approx_kl, tokens)
+    loss = result.loss
+    if ppo.entropy_coef > 0:
+        loss = loss - ppo.entropy_coef * entropy_bonus(_rows(output.entropy_N, batch), mask_ST, **mean)
+    if ppo.kl.place == "loss":
+        ref_ST = _stack([s.ref_logprobs for s in chosen], batch)
+        kl = kl_loss(logprobs_ST, ref_ST, mask_ST, ppo.kl.used_estimator, **mean)
+        sums.add("kl_loss", kl)
+        loss = loss + kl_coef * kl
+    return loss
+
+
+def update_critic(
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    steps: Sequence[OptimizerStep],
+    ppo: PPOConfig,
+    pad_id: int,
+    *,
+    clip_values: bool = True,
+) -> dict[str, float]:
+    """Train the critic with the squared error.
+
+    Args:
+        engine: The critic.
+        samples: Experience of this rank.
+        steps: Optimizer steps, each with micro-batches of indices into `samples`.
+        ppo: Settings of the loss.
+        pad_id: The token that fills rows.
+        clip_values: Whether a change of the value is clipped by `ppo.value_clip`.
+
+    Returns:
+        The sums `loss`, `clipped`, `grad_norm`, `skipped` and `grad_nonfinite`.
+    """
+    sums = _Sums()
+
+    def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
+        for micro_batch in step.micro_batches:
+            batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
+            values_N = engine(batch, "tokens")
+            if not micro_batch:
+                # As in `_policy_part`.
+                yield 0.0 * values_N.sum()
+                continue
+            mask_ST = _mask(chosen, batch)
+            result = value_loss(
+                _rows(values_N, batch),
+                _stack([s.old_values for s in chosen], batch),
+                _stack([s.returns for s in chosen], batch),
+                mask_ST,
+                clip=ppo.value_clip if clip_values else None,
+                aggregation=ppo.loss_sum,
+                denominator=step.denominator,
+            )
+            sums.add("loss", result.loss)
+            sums.add("clipped", result.clip_fraction, _tokens(chosen))
+            yield result.loss
+
+    for step in steps:
+        sums.end_step(engine, engine.train_step(losses(step), ppo.critic_optimizer_steps))
+    return dict(sums.values)
+
+
+class _Sums:
+    """Sums of metrics. Reading a number waits for the GPU, so those of the micro-batches are read at the end
+    of the optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self.values: defaultdict[str, float] = defaultdict(float)
+        self._unread: list[tuple[str, torch.Tensor, int]] = []
+
+    def add(self, name: str, value: torch.Tensor, factor: int = 1) -> None:
+        """Add a scalar of a micro-batch, times `factor`."""
+        self._unread.append((name, value.detach(), factor))
+
+    def end_step(self, engine: TrainingEngine, norm: float) -> None:
+        """Add what the micro-batches gave, in their order, and the gradient norm, or count a skipped step."""
+        if self._unread:
+            names, scalars, factors = zip(*self._unread, strict=True)
+            for name, value, factor in zip(names, torch.stack(scalars).tolist(), factors, strict=True):
+                self.values[name] += value * factor
+        self._unread.clear()
+        if math.isfinite(norm):
+            self.values["grad_norm"] += norm
+        else:
+            self.values["skipped"] += 1
+            self.values["grad_nonfinite"] += engine.grad_nonfinite
+
+
+def _batch(
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    micro_batch: list[int],
+    ppo: PPOConfig,
+    pad_id: int,
+) -> tuple[TokenBatch, list[TrainSample]]:
+    chosen = [samples[i] for i in micro_batch]
+    sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen]
+    return collate(sequences, pad_id=pad_id, pack=ppo.packs).to(engine.rank.torch_device), chosen
+
+
+def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Reshape (N,) to (S, T), with zeros after each response."""
+    return pad_sequence(batch.split(values_N), batch_first=True)
+
+
+def _stack(arrays: Sequence[Any], batch: TokenBatch) -> torch.Tensor:
+    return to_device(padded(arrays), batch.input_ids_BL.device)
+
+
+def _tokens(chosen: Sequence[TrainSample]) -> int:
+    return sum(len(sample.response_ids) for sample in chosen)
+
+
+def _mask(chosen: Sequence[TrainSample], batch: TokenBatch) -> torch.Tensor:
+    return _stack([np.ones(len(s.response_ids)) for s in chosen], batch).bool()

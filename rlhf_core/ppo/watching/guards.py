@@ -1,0 +1,185 @@
+"""Detection of failing training runs, as configured in `ppo.guards`.
+
+    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>`
+                                                                 = 1, and with `stop` the end of the run
+
+Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
+are sampled from the SFT model. docs/guards.md lists all guards with an example of a failure for each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core.config.guards import GuardsConfig
+from rlhf_core.config.limits import never_ends
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.watching.divergence import Evaluations, divergence
+
+log = logging.getLogger(__name__)
+
+TRAINS_POLICY = "ppo/trains_policy"
+"""1 in steps that train the policy, 0 in those that train the critic only and in skipped ones."""
+_INITIAL_METRICS = ("rollout/eos_rate", "policy/entropy", "rollout/length")
+NAMES = (
+    "eos_loss",
+    "entropy_collapse",
+    "entropy_explosion",
+    "negative_kl",
+    "length_drift",
+    "loops",
+    "score_length",
+    "blind_critic",
+    "score_clip",
+)
+
+
+def alarm(name: str, text: str) -> None:
+    """Log one warning, which appears on the terminal and in Prefect. Its name becomes a tag of the MLflow
+    run.
+    """
+    log.warning("%s", text, extra={"guard": name})
+
+
+def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
+    """Check the guard `overoptimization` after an evaluation. `divergence` looks at two of them, so it has no
+    counter.
+
+    Adds `guards/overoptimization` to `metrics`. Returns a sentence if the guard must end the run.
+    """
+    if guards.overoptimization == "off":
+        return None
+    found = divergence(evaluations, guards.overoptimization_ratio)
+    metrics["guards/overoptimization"] = float(found is not None)
+    if found is None:
+        return None
+    text = (
+        f"step {found.version}: the scores of reward model and judge have a correlation of"
+        f" {found.correlation:.2f} over the responses to the held-out prompts, and {found.initial:.2f} over"
+        f" the SFT model's, and the policy still moves away from it (KL {found.kl:.1f}): the reward model is"
+        " over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
+    )
+    alarm("overoptimization", text)
+    return text if guards.overoptimization == "stop" else None
+
+
+class Guards:
+    """The guards with their counters, which are stored in the checkpoint."""
+
+    def __init__(self, ppo: PPOConfig) -> None:
+        self._ppo = ppo
+        self._guards = ppo.guards
+        self._initial: dict[str, float] = {}
+        self._in_a_row: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at_first": dict(self._initial), "in_a_row": dict(self._in_a_row)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._initial = {name: float(value) for name, value in state["at_first"].items()}
+        self._in_a_row = {name: int(count) for name, count in state["in_a_row"].items()}
+
+    def check(self, metrics: dict[str, float], step: int) -> list[str]:
+        """Add `guards/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
+        # A step that is skipped is not checked, so these metrics are finite.
+        if not self._initial:
+            self._initial = {name: metrics[name] for name in _INITIAL_METRICS if name in metrics}
+            self._check_first_responses(metrics, step)
+        conditions = self._conditions(metrics)
+        failures = []
+        for name in NAMES:
+            action = getattr(self._guards, name)
+            if action == "off":
+                continue
+            count = self._in_a_row.get(name, 0) + 1 if name in conditions else 0
+            self._in_a_row[name] = count
+            needed = self._guards.blind_critic_steps if name == "blind_critic" else self._guards.patience
+            metrics[f"guards/{name}"] = float(count >= needed)
+            if count == needed:
+                alarm(name, f"step {step}: guard {name}: {conditions[name]}")
+            if count >= needed and action == "stop":
+                failures.append(f"guard {name}: {conditions[name]}")
+        return failures
+
+    def _check_first_responses(self, metrics: Mapping[str, float], step: int) -> None:
+        """Warn if the SFT model's responses never end. The condition of `eos_loss` does not show it: the
+        share of responses with EOS must fall, which it cannot do from 0.
+        """
+        problem = never_ends(metrics.get("rollout/eos_rate", 1.0), "the SFT model")
+        if problem is not None and self._guards.eos_loss != "off":
+            alarm("eos_loss", f"step {step}: guard eos_loss: {problem}")
+
+    def _conditions(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return a description of each condition that is met, by the name of the guard."""
+        guards, initial = self._guards, self._initial
+        met: dict[str, str] = {}
+
+        eos, initial_eos = metrics.get("rollout/eos_rate", 1.0), initial.get("rollout/eos_rate", 0.0)
+        if eos < guards.eos_loss_ratio * initial_eos:
+            met["eos_loss"] = (
+                f"{eos:.1%} of the responses end with EOS, initially {initial_eos:.1%};"
+                " raise ppo.missing_eos_penalty or ppo.kl.coef"
+            )
+
+        entropy, initial_entropy = metrics.get("policy/entropy", 0.0), initial.get("policy/entropy", 0.0)
+        if entropy < guards.entropy_collapse_ratio * initial_entropy:
+            met["entropy_collapse"] = (
+                f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g};"
+                " raise ppo.kl.coef or ppo.entropy_coef, or lower ppo.policy.learning_rate"
+            )
+        if entropy > guards.entropy_explosion_ratio * initial_entropy:
+            met["entropy_explosion"] = (
+                f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g};"
+                " lower ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef"
+            )
+
+        kl = metrics.get("objective/kl", 0.0)
+        if kl < -guards.negative_kl_limit:
+            met["negative_kl"] = (
+                f"the KL to the reference is {kl:.3g} nats per response, which is impossible for"
+                " responses of the trained policy; check rollout/logprob_gap_mean and the sampling"
+                " settings"
+            )
+
+        length, initial_length = metrics.get("rollout/length", 0.0), initial.get("rollout/length", 0.0)
+        ratio = guards.length_drift_ratio
+        if length > ratio * initial_length or length < initial_length / ratio:
+            met["length_drift"] = (
+                f"responses have {length:.0f} tokens on average, initially {initial_length:.0f}; check"
+                " whether the reward depends on the length, or raise ppo.kl.coef"
+            )
+
+        share = metrics.get("rollout/repeating_rate", 0.0)
+        if share >= guards.loops_share > 0:
+            met["loops"] = (
+                f"{share:.0%} of the responses contain loops; raise ppo.kl.coef, or add a reward of type"
+                " repetition"
+            )
+
+        correlation = metrics.get("rollout/score_length_correlation", 0.0)
+        if abs(correlation) >= guards.score_length_correlation:
+            met["score_length"] = (
+                f"scores and lengths of the responses have a correlation of {correlation:.2f}, so the"
+                " reward mostly depends on the length; check the reward model's length bias"
+            )
+
+        # With equal scores, the returns only contain the KL and the critic's own values, and say nothing
+        # about the critic. The critic's warm-up has a warning of its own.
+        is_judged = metrics.get("objective/scores_std", 1.0) > 0 and metrics.get(TRAINS_POLICY, 1.0) > 0
+        explained = metrics.get("value/explained_variance", 1.0)
+        if explained <= 0 and is_judged:
+            met["blind_critic"] = (
+                f"the critic does not predict the returns (explained variance {explained:.2g}); raise"
+                " ppo.critic.learning_rate, ppo.critic_warmup_steps or ppo.critic_warmup_max_steps"
+            )
+
+        clipped = metrics.get("objective/score_clipfrac", 0.0)
+        if clipped > guards.score_clip_share:
+            met["score_clip"] = (
+                f"{clipped:.1%} of the reward model's scores are beyond"
+                f" ppo.score_clip={self._ppo.score_clip:g} and are clipped; raise it, or check the"
+                " responses with these scores"
+            )
+        return met

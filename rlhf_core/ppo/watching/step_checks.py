@@ -1,0 +1,179 @@
+"""Checks of each PPO step before it is used for training.
+
+is_finite   returns False   metrics are not finite: the step is skipped; the third one in a row ends the run
+verify      raises          engines have other weights, the KL is above its limit for three steps, or nearly
+                            all responses are empty
+            warns           a gap to the engines, empty responses, equal scores, and the conditions of
+                            `guards.py`, which end the run if `ppo.guards` is set to `stop`
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import GateFailed, NonFiniteError, StoreError, WeightSyncError
+from rlhf_core.ppo.watching.guards import Guards, alarm
+
+log = logging.getLogger(__name__)
+
+WATCHED = (
+    "objective/kl",
+    "objective/rlhf_reward",
+    "policy/entropy",
+    "value/mean",
+    "rollout/logprob_gap_mean",
+)
+"""Each is not finite as soon as one log-probability or value of a response with a score is not finite. A NaN
+score only masks its own response.
+"""
+_BAD_STEPS = 3
+"""Bad steps in a row that end the run."""
+
+
+class StepChecks:
+    """The checks with their counters, which are part of the checkpoint, so that a restart does not reset
+    them.
+
+    `best_checkpoint` returns the address of the best checkpoint, for error messages.
+    """
+
+    def __init__(self, ppo: PPOConfig, best_checkpoint: Callable[[], str | None]) -> None:
+        self._ppo = ppo
+        self._best_checkpoint = best_checkpoint
+        self._measured_by = "the reward of its own responses minus ppo.kl.coef x their KL"
+        if ppo.evaluation_interval is not None:
+            self._measured_by = "its score on held-out prompts minus ppo.kl.coef x their KL"
+        self._high_kl = 0
+        self._nonfinite = 0
+        self._uniform = False
+        """Whether the previous step had only equal scores. The warning is logged once per series."""
+        self._guards = Guards(ppo)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters of consecutive bad steps and the metrics of the first step."""
+        return {
+            "high_kl": self._high_kl,
+            "unusable": self._nonfinite,
+            "uniform": self._uniform,
+            "alarms": self._guards.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counters."""
+        self._high_kl, self._nonfinite = int(state["high_kl"]), int(state["unusable"])
+        self._uniform = bool(state["uniform"])
+        self._guards.load_state_dict(state["alarms"])
+
+    def is_finite(self, metrics: Mapping[str, float], responses: int, step: int) -> bool:
+        """Return False if the step must be skipped. Raises NonFiniteError for the third such step in a row.
+
+        Args:
+            metrics: Metrics of the experience.
+            responses: Number of responses of the step.
+            step: Number of the step.
+        """
+        # Without a critic there is no `value/mean`.
+        bad = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
+        if metrics["rollout/unscored"] == responses:
+            bad.append("every score")
+        self._nonfinite = self._nonfinite + 1 if bad else 0
+        if self._nonfinite >= _BAD_STEPS:
+            raise NonFiniteError(
+                f"ppo steps {step - _BAD_STEPS + 1} to {step} had to be skipped: {', '.join(bad)} not finite;"
+                " see the tables `skipped/` of the run for their samples"
+            )
+        if bad:
+            log.warning("step %d is skipped: %s not finite", step, ", ".join(bad))
+        return not bad
+
+    def verify(self, metrics: dict[str, float], step: int) -> None:
+        """Warn of a failing policy and of engines with other weights, or raise an error before they train.
+
+        Adds `rollout/logprob_gap_alarm` and `guards/*` to `metrics`. Raises WeightSyncError or GateFailed.
+        """
+        self._check_gap(metrics, step)
+        self._check_text(metrics, step)
+        self._check_scores(metrics, step)
+        failures = self._guards.check(metrics, step)
+        if failures:
+            raise GateFailed(
+                f"ppo step {step}: {'; '.join(failures)}; ppo.guards is set to stop, which ends the"
+                f" run{self.best_hint()}"
+            )
+        limit = self._ppo.kl_limit
+        self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > limit else 0
+        if self._high_kl >= _BAD_STEPS:
+            raise GateFailed(
+                f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
+                f"{limit:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
+                f"ppo.max_kl to continue from the last checkpoint{self.best_hint()}"
+            )
+
+    def _check_gap(self, metrics: dict[str, float], step: int) -> None:
+        if metrics.get("rollout/staleness", 0.0) > 0:
+            return  # The trainer has other weights than the engines had; see `ppo.watching.sync_check`.
+        far = self.compare(metrics["rollout/logprob_gap_mean"], step)
+        metrics["rollout/logprob_gap_alarm"] = metrics["guards/engine_gap"] = float(far)
+
+    def compare(self, gap: float, step: int) -> bool:
+        """Return whether engines and trainer, which have the same version, differ by so much that it is
+        logged. Raises WeightSyncError if the weights must be different ones.
+
+        Args:
+            gap: Mean absolute difference of log-probabilities.
+            step: Number of the step.
+        """
+        sync = self._ppo.weight_sync
+        exact = self._ppo.engine.dtype == self._ppo.policy_deepspeed.dtype == "float32"
+        # Kernels in low precision differ by more than a stale weight would in float32.
+        limit = sync.canary_tolerance if exact else max(sync.canary_tolerance, 0.05)
+        if sync.canary and gap > limit:
+            raise WeightSyncError(
+                f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the"
+                f" same weights (ppo.weight_sync.canary_tolerance allows {limit:g}); either the engines hold"
+                " other weights, or both round differently: float32 for ppo.engine.dtype and"
+                " ppo.policy_deepspeed.dtype tells which; raise the tolerance if it is rounding"
+            )
+        far = gap > (self._ppo.logprob_gap_limit or limit / 2)
+        if far:
+            alarm(
+                "engine_gap",
+                f"step {step}: engine and trainer log-probabilities differ by {gap:.3g} on average",
+            )
+        return far
+
+    def _check_text(self, metrics: dict[str, float], step: int) -> None:
+        empty = metrics["rollout/empty_rate"]
+        if empty >= 0.9:
+            raise GateFailed(
+                f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise"
+                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self.best_hint()}"
+            )
+        metrics["guards/empty"] = float(empty >= 0.2)
+        if empty >= 0.2:
+            alarm("empty", f"step {step}: {100 * empty:.0f} % of the responses are empty")
+
+    def _check_scores(self, metrics: dict[str, float], step: int) -> None:
+        # Other algorithms learn from differences between prompts as well.
+        groups = metrics.get("rollout/zero_variance_groups", 0.0) if self._ppo.by_group else 0.0
+        uniform = groups >= 0.9 or metrics["objective/scores_std"] == 0.0
+        metrics["guards/uniform_scores"] = float(uniform)
+        if uniform and not self._uniform:
+            alarm(
+                "uniform_scores",
+                f"step {step}: nearly all scores that are compared with each other are equal, so nothing is"
+                " learned from them; check the reward, or raise ppo.samples_per_prompt or ppo.temperature",
+            )
+        self._uniform = uniform
+
+    def best_hint(self) -> str:
+        """Return the address of the best checkpoint as the end of a message."""
+        best = None
+        with suppress(StoreError):  # would replace the error that is about to be raised
+            best = self._best_checkpoint()
+        return f"; the best checkpoint, by {self._measured_by}, is kept: {best}" if best else ""

@@ -1,0 +1,298 @@
+"""How busy the processes of PPO are, computed from scripted counters.
+
+- shares of idle time, tokens per second, the latency of a token and the time without any call, by hand
+- engines that take prompts from a queue have a rate of tokens too
+- the time in which memory moves between devices and host is a share of its own: it is neither idle nor wait
+- a process that was replaced counts from 0; without all counters, and if an engine was given up, there are no
+  metrics
+- cores that other programs use are not idle
+- the figures of GPUs are shares of phases and of roles; the rate of a sync is a share of the link's where
+  the GPUs are known
+- padded rows cost what their longest row costs; packed rows cost nothing
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.cluster.rpc import Usage
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import Group
+from rlhf_core.ppo.fleet.fleet import ENGINES, WorkerGroup
+from rlhf_core.ppo.fleet.routes import route
+from rlhf_core.ppo.training.batch import RolloutBatch
+from rlhf_core.ppo.training.columns import Places
+from rlhf_core.ppo.watching.utilisation import (
+    CoreTimes,
+    StepsSinceSync,
+    Utilisation,
+    idle_cores,
+    link_speed,
+    padding_share,
+)
+from rlhf_core.system.overriding import override
+from rlhf_core.testing.fleet import ScriptedFleet
+from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from rlhf_core.types import PromptExample
+from rlhf_core.weight_sync.sender import SyncReport
+
+
+def batch_of(lengths: list[int], prompt: int) -> RolloutBatch:
+    """Return responses of these lengths to prompts of one length, in one chunk."""
+    numbers = np.arange(len(lengths))
+    chunk: Any = SimpleNamespace()
+    return RolloutBatch(
+        [chunk],
+        Places(0 * numbers, numbers),
+        np.array(lengths, np.int32),
+        np.ones(len(lengths), np.bool_),
+        [PromptExample("p", "", (1,) * prompt)] * len(lengths),
+    )
+
+
+BATCH = batch_of([60, 40], prompt=50)  # 100 tokens of responses, 200 in all
+ENGINE = {"seconds/sample": 2.0, "decode_steps": 100.0, "seconds/update_weights": 1.0}
+POLICY = {"seconds/logprobs": 2.0, "seconds/make_experience": 0.5, "seconds/update_policy": 2.0}
+CRITIC = {"seconds/values": 0.5, "seconds/scores": 0.5, "seconds/update_critic": 4.0}
+TIMINGS = {"timing/rollout": 2.5, "timing/scoring": 3.0, "timing/training": 4.0, "timing/sync": 1.0}
+
+
+def times(counters: Mapping[str, float], factor: float) -> dict[str, float]:
+    return {name: value * factor for name, value in counters.items()}
+
+
+class Fleet(ScriptedFleet):
+    """Two engines, the second of which samples for half the time, and two pairs of roles.
+
+    Args:
+        device: "cpu" or "cuda".
+        engine: Counters of an engine in a step.
+        policy: Counters of the policy's rank in a step.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        engine: Mapping[str, float] = ENGINE,
+        policy: Mapping[str, float] = POLICY,
+    ) -> None:
+        super().__init__(device=device)
+        self._engine_counters, self._policy_counters = engine, policy
+        for pair in (("policy", "reference"), ("critic", "reward")):
+            self.groups |= dict.fromkeys(pair, WorkerGroup(Group(pair, 1), ()))
+        self.steps = 0
+        self.lost = False
+        self.engine_starts = 0
+        self.first_engine = 0
+
+    @override
+    def usage_by_group(self) -> dict[str, list[Usage]] | None:
+        """Return the usage after each step."""
+        self.steps += 1
+        if self.lost:
+            return None
+        first = self._engine_counters
+        second = {**first, "seconds/sample": 1.0}
+        of_engines = [times(first, self.steps), times(second, self.steps - self.engine_starts)]
+        counters = {
+            ENGINES: of_engines[self.first_engine :],
+            "policy+reference": [times(self._policy_counters, self.steps) | {"seconds/load": 30.0}],
+            "critic+reward": [times(CRITIC, self.steps) | {"seconds/save_checkpoint": 9.0 * self.steps}],
+        }
+        return {name: [Usage(0.0, 0, each) for each in group] for name, group in counters.items()}
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def measured(utilisation: Utilisation) -> dict[str, float]:
+    return utilisation.measure(StepsSinceSync(TIMINGS | {"timing/step": 10.0}, [BATCH]), [BATCH])
+
+
+def test_metrics_of_a_step_are_those_computed_by_hand(fleet: Fleet) -> None:
+    utilisation = Utilisation(config_from_tree({"ppo": {"epochs": 2}}, "test"), fleet)
+    assert measured(utilisation) == {}, "the first step is the base"
+    assert measured(utilisation) == pytest.approx(
+        {
+            "idle/engines": 1 - (3.0 + 2.0) / 2 / 10,
+            "idle/policy": 0.55,
+            "idle/reference": 0.55,
+            "idle/critic": 0.5,  # without the checkpoint
+            "idle/reward": 0.5,
+            "tokens_per_s/engines": 100 / 2.0,
+            "tokens_per_s/policy": 2 * 200 / 2.0,
+            "tokens_per_s/reference": 2 * 200 / 2.0,  # 200 by each of two models
+            "tokens_per_s/critic": 2 * 200 / 4.0,
+            "tokens_per_s/reward": 200 / 0.5,
+            "rollout/token_latency": 3.0 / 200,
+            "rollout/decode_steps": 100.0,
+            "rollout/engine_balance": 0.75,
+            "padding/share": 0.0,
+            # Rollout 2.5 - 2, scoring 3 - 2.5, training 4 - 4, sync 1 - 1.
+            "data_wait/share": 0.1,
+            "tokens/minibatch": 200 / 4,
+        }
+    )
+
+
+class GpuFleet(Fleet):
+    """A fleet whose processes have sampled their GPUs."""
+
+    @override
+    def usage_by_group(self) -> dict[str, list[Usage]] | None:
+        found = super().usage_by_group()
+        assert found is not None
+        memory: dict[str, list[float | None]] = {
+            ENGINES: [0.9, 0.85],
+            "policy+reference": [0.5],
+            "critic+reward": [None],
+        }
+        gpu = {
+            "policy+reference": {"gpu_samples/update_policy": 8.0, "gpu_busy/update_policy": 2.0},
+            "critic+reward": {
+                "gpu_samples/update_critic": 12.0, "gpu_busy/update_critic": 10.0,
+                "gpu_samples/save_checkpoint": 9.0,
+            },
+        }  # fmt: skip
+        return {
+            name: [
+                Usage(0.0, 0, {**each.counters, **times(gpu.get(name, {}), self.steps)}, share)
+                for each, share in zip(usages, memory[name], strict=True)
+            ]
+            for name, usages in found.items()
+        }
+
+
+def test_gpus_are_counted_by_phase_and_role() -> None:
+    utilisation = Utilisation(config_from_tree({}, "test"), GpuFleet())
+    measured(utilisation)
+    found = {name: value for name, value in measured(utilisation).items() if name.startswith("gpu/")}
+    assert found == {
+        "gpu/utilisation/training": 12 / 20,
+        "gpu/memory/engines": 0.9,
+        "gpu/memory/policy": 0.5,
+        "gpu/memory/reference": 0.5,
+    }
+
+
+def test_a_sync_is_compared_with_the_link_of_known_gpus() -> None:
+    report = SyncReport(version=1, tensors=2, bytes=9_000_000_000, seconds=0.5)
+    rates = {"sync/bytes": 9e9, "sync/seconds": 0.5, "sync/gb_per_s": 18.0}
+
+    def metrics(gpu: str, device: str) -> dict[str, float]:
+        with on_machine(ScriptedMachine(gpus=[gpu])):
+            fleet = ScriptedFleet(device=device)
+            return Utilisation(config_from_tree({}, "test"), fleet).sync_metrics(report)
+
+    assert metrics("NVIDIA H100 80GB HBM3", device="cpu") == rates
+    assert metrics("Another GPU", device="cuda") == rates
+    # 450 GB/s from GPU to GPU; 3350 GB/s within one.
+    assert metrics("NVIDIA H100 80GB HBM3", device="cuda") == rates | {"sync/link_share": 0.04}
+    assert link_speed("cuda", "ipc") is None
+    with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"])):
+        assert link_speed("cuda", "ipc") == 3.35e12
+
+
+def test_engines_with_a_queue_have_a_rate() -> None:
+    engine = {name: seconds for name, seconds in ENGINE.items() if name != "seconds/sample"}
+    engine["seconds/sample_from"] = ENGINE["seconds/sample"]
+    utilisation = Utilisation(config_from_tree({}, "test"), Fleet(engine=engine))
+    measured(utilisation)
+    found = measured(utilisation)
+    assert found["tokens_per_s/engines"] == pytest.approx(100 / 3.0)  # the second engine has both calls
+    assert found["rollout/token_latency"] == pytest.approx(5.0 / 200)
+
+
+def test_moving_memory_is_neither_idle_nor_wait() -> None:
+    engine = ENGINE | {"seconds/sleep": 0.5, "seconds/wake": 1.0}
+    policy = POLICY | {"seconds/offload_states": 0.25, "seconds/reload_states": 0.25}
+    utilisation = Utilisation(config_from_tree({}, "test"), Fleet(engine=engine, policy=policy))
+    more = {"timing/rollout": 4.0, "timing/sync": 1.5, "timing/step": 12.0}  # 2 s more
+    steps = StepsSinceSync(TIMINGS | more, [BATCH])
+    utilisation.measure(steps, [BATCH])
+    found = utilisation.measure(steps, [BATCH])
+    assert found["moving/share"] == pytest.approx(2.0 / 12)
+    assert found["data_wait/share"] == pytest.approx(1.0 / 12), "as without"
+    assert found["idle/policy"] == pytest.approx(1 - (4.5 + 0.5) / 12)
+    assert found["idle/engines"] == pytest.approx(1 - (2.5 + 1.5) / 12)
+
+
+def test_a_replaced_engine_counts_from_zero(fleet: Fleet) -> None:
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    measured(utilisation)
+    measured(utilisation)
+    fleet.engine_starts = 2
+    assert measured(utilisation)["idle/engines"] == pytest.approx(1 - (3.0 + 2.0) / 2 / 10)
+
+
+def test_an_evaluation_between_steps_does_not_count(fleet: Fleet) -> None:
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    utilisation.begin()
+    assert measured(utilisation) == {}
+    fleet.usage_by_group()  # what a step costs, here for an evaluation
+    utilisation.begin()
+    assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
+
+
+def test_without_all_counters_there_are_no_metrics(fleet: Fleet) -> None:
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    measured(utilisation)
+    fleet.lost = True
+    assert measured(utilisation) == {}
+    fleet.lost = False
+    assert measured(utilisation) == {}, "the counters before are not known"
+    assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
+
+
+def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> None:
+    """The engine after it has another position in the next usage."""
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    measured(utilisation)
+    fleet.first_engine = 1
+    assert measured(utilisation) == {}
+    assert measured(utilisation)["idle/engines"] == pytest.approx(1 - 2.0 / 10)
+
+
+def test_idle_cores_are_those_that_neither_this_run_nor_others_use() -> None:
+    before, after = CoreTimes(5.0, 100.0, 3.0), CoreTimes(15.0, 114.0, 4.0)
+    # 10 s of two cores: 14 s of them idle, 5 s used by ranks and engines and 1 s by the controller.
+    assert idle_cores(before, after, used=5.0, cores=2, threads=2) == pytest.approx(0.7)
+    assert idle_cores(before, after, used=9.0, cores=2, threads=2) == pytest.approx(0.5), "used by this run"
+    assert idle_cores(before, after, used=5.0, cores=2, threads=1) == pytest.approx(0.4)
+    assert idle_cores(before, after, used=99.0, cores=2, threads=2) == 0.0
+
+
+def test_cores_that_others_use_are_not_idle() -> None:
+    busy = CoreTimes(15.0, 100.0, 3.0)
+    assert idle_cores(CoreTimes(5.0, 100.0, 3.0), busy, used=0.0, cores=2, threads=2) == 0.0
+
+
+def test_the_cores_of_this_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    utilisation = Utilisation(config_from_tree({}, "test"), Fleet("cpu"))
+    assert "idle/cores" not in measured(utilisation)
+    deadline = time.monotonic() + 0.1
+    while time.monotonic() < deadline:
+        pass  # uses a core
+    assert 0.0 <= measured(utilisation)["idle/cores"] < 1.0
+    on_gpus = Utilisation(config_from_tree({}, "test"), Fleet("cuda"))
+    measured(on_gpus)
+    assert "idle/cores" not in measured(on_gpus)
+
+
+def test_padding_share_is_the_one_computed_by_hand() -> None:
+    batch = batch_of([10, 2, 6, 6], prompt=4)
+    batch.routes[1] = route(batch, 1, 28, pack=False)
+    # Rows of 14 and 10 tokens, then 10 and 6: 2 x 14 + 2 x 10 computed, 40 needed.
+    assert padding_share([batch]) == pytest.approx(1 - 40 / 48)
+    batch.routes[1] = route(batch, 1, 14, pack=False)
+    assert padding_share([batch]) == pytest.approx(0.0)
+    assert padding_share([batch_of([3], prompt=1)]) == 0.0
