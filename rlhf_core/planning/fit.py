@@ -26,8 +26,10 @@ from rlhf_core.planning.loads import (
     JUDGE,
     DeviceLoad,
     device_loads,
+    evaluating_stages,
     judge_memory,
     largest_pass,
+    stages_on_evaluation_ranks,
 )
 from rlhf_core.planning.memory import engine_memory
 
@@ -174,12 +176,10 @@ def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[str] 
 def _stages_with(problem: Problem, config: PipelineConfig) -> set[str]:
     """Return the stages that have the problem, which names one of them."""
     if problem.key == ("ppo", "engine"):
-        return {"ppo", "sample", "evaluate"}  # all have engines of `ppo.engine`
+        return {"ppo", *evaluating_stages()}  # all have engines of `ppo.engine`
     if problem.stage != "evaluate" or problem.what == JUDGE:
         return {problem.stage}
-    # At its end, PPO loads the files of an adapter on the ranks of the evaluation.
-    is_measured = problem.what == "policy" and config.ppo.lora is not None
-    return {"sample", "evaluate", "ppo"} if is_measured else {"sample", "evaluate"}
+    return set(stages_on_evaluation_ranks(config) if problem.what == "policy" else evaluating_stages())
 
 
 def _known_shape(config: PipelineConfig) -> ModelShape | None:
@@ -204,8 +204,8 @@ def _in_shared_memory(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iter
     memory, peaks = hardware.device.memory, _peaks(loads)
     for stage in dict.fromkeys(load.stage for load in peaks):
         parts = [load.total * load.devices for load in peaks if load.stage == stage]
-        # The models of the evaluation are in memory one after the other.
-        total = max(parts) if stage == "evaluate" else sum(parts)
+        # The models of an evaluation are in memory one after the other.
+        total = max(parts) if STAGES[stage].samples else sum(parts)
         if total > memory:
             text = f"{stage}: all processes need {total / GIB:.1f} GiB; this machine has {memory / GIB:.1f}"
             yield Problem(stage, "memory", text)
@@ -371,9 +371,9 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
     """
     if problem.stage in config.training_sections:
         return _moves_of_training(config, problem.stage, problem.what)
-    if problem.stage in ("sample", "evaluate"):
-        return _moves_of_evaluation(config, problem)
-    return _moves_of_ppo(config, problem)
+    if problem.stage == "ppo":
+        return _moves_of_ppo(config, problem)
+    return _moves_of_evaluation(config, problem)
 
 
 def _moves_of_training(

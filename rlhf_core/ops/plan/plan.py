@@ -38,7 +38,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
 from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import DeviceLoad, largest_pass, trained_model
+from rlhf_core.planning.loads import DeviceLoad, largest_pass, sequences_of_step, trained_model
 from rlhf_core.preflight import Part, check
 from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
@@ -236,12 +236,10 @@ def _hardware(
 def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> dict[str, Seconds]:
     seconds: dict[str, Seconds] = {}
     for stage, section in config.training_sections.items():
-        # The other stages train on pairs.
-        sequences = 1 if stage == "sft" else 2
         model = trained_model(config, shape, stage, section.deepspeed)
         batch = largest_pass(config, stage)
         seconds[stage] = optimizer_step_time(
-            model, sequences * section.batch_size, batch.longest, batch.tokens, hardware
+            model, sequences_of_step(section), batch.longest, batch.tokens, hardware
         )
     return seconds
 
@@ -451,6 +449,7 @@ def _show_splits(plan: Plan, console: Console) -> None:
         now["ppo"] = plan.time.total
     unfit = {problem.stage for problem in plan.verdict.problems}
     say(f"fastest split found for {plan.hardware}:")
+    say("computed times: the one PPO step measured, on one GPU, took four times as long")
     for split in plan.splits:
         if isinstance(split, NoSplit):
             say(f"- no split fits: {split.reason}")

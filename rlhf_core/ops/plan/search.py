@@ -49,7 +49,9 @@ from rlhf_core.planning.loads import (
     DeviceLoad,
     group_loads,
     largest_pass,
+    largest_pass_of_ppo,
     ppo_models,
+    sequences_of_step,
     stage_loads,
     trained_model,
 )
@@ -113,9 +115,9 @@ def _training(
 ) -> Split | NoSplit:
     """Return the fastest split of a stage that trains one model, or why none fits."""
     section = config.training_sections[stage]
-    sequences = section.batch_size * (1 if stage == "sft" else 2)
+    sequences = sequences_of_step(section)
     longest = largest_pass(config, stage).longest
-    smallest = longest if stage == "sft" else 2 * longest
+    smallest = longest * sequences // section.batch_size
     best: tuple[Seconds, Changes, float] | None = None
     closest: DeviceLoad | None = None
     for ranks in rank_counts(min(hardware.count, section.batch_size), hardware.per_host):
@@ -434,7 +436,7 @@ class _PPOSearch:
         ppo = self._config.ppo
         update = {"colocate": colocate, "micro_batch_tokens": tokens}
         sized = self._config.model_copy(update={"ppo": ppo.model_copy(update=update)})
-        passes = [largest_pass(sized, "ppo", update=training, ranks=ranks) for training in (True, False)]
+        passes = [largest_pass_of_ppo(sized, update=training, ranks=ranks) for training in (True, False)]
         key = (colocate, roles, ranks, spans, *passes)
         if key in self._options:
             return self._options[key]
