@@ -42,27 +42,54 @@ def changed_fields(config: PipelineConfig, fields: Changes) -> Changes:
 def with_changes(config: PipelineConfig, changes: Changes) -> PipelineConfig:
     """Return the configuration with these fields changed. Raises ConfigError."""
     tree = config.model_dump(mode="json", by_alias=True)
-    return config_from_tree(tree, "plan", [f"{name}={value}" for name, value in changes.items()])
+    return config_from_tree(tree, "plan", as_overrides(changes))
 
 
-def advise(config: PipelineConfig, compare: Callable[[PipelineConfig], FitVerdict]) -> tuple[str, ...] | None:
+def as_overrides(changes: Changes) -> tuple[str, ...]:
+    """Return the changes as they are pasted on a command line."""
+    return tuple(f"{field}={value}" for field, value in changes.items())
+
+
+def advise(
+    config: PipelineConfig, compare: Callable[[PipelineConfig], FitVerdict], split: Changes | None = None
+) -> tuple[str, ...] | None:
     """Return overrides with which the configuration fits, or None if none of those tried is enough.
 
-    The problems are solved one after the other, each by the cheapest changes (`_moves`) that solve it and add
-    no other problem. At the end, every override that is not needed is left out.
+    They are the cheapest changes, or those of `split` where no cheap ones are found. Every override that is
+    not needed is left out.
     """
-    tree = config.model_dump(mode="json", by_alias=True)
 
     def changed(changes: Changes) -> tuple[PipelineConfig, FitVerdict] | None:
-        overrides = [f"{field}={value}" for field, value in changes.items()]
         try:
-            candidate = config_from_tree(tree, "plan", overrides)
+            candidate = with_changes(config, changes)
         except InputError:
             return None
         return candidate, compare(candidate)
 
+    changes = _cheapest(config, compare(config), changed) or split
+    result = changed(changes) if changes else None
+    if changes is None or result is None or not result[1].fits:
+        return None
+    for field in list(changes):
+        fewer = {name: value for name, value in changes.items() if name != field}
+        result = changed(fewer)
+        if result is not None and result[1].fits:
+            changes = fewer
+    return as_overrides(changes | _adapter_rates(config, changes))
+
+
+def _cheapest(
+    config: PipelineConfig,
+    verdict: FitVerdict,
+    changed: Callable[[Changes], tuple[PipelineConfig, FitVerdict] | None],
+) -> Changes | None:
+    """Return cheap changes with which the configuration fits, or None if none are found.
+
+    The problems are solved one after the other, each by the cheapest changes (`_moves`) that solve it and add
+    no other problem.
+    """
     changes: Changes = {}
-    now = (config, compare(config))
+    now = (config, verdict)
     while now[1].problems:
         more = _solve(changes, now, changed)
         if more is None:
@@ -71,13 +98,7 @@ def advise(config: PipelineConfig, compare: Callable[[PipelineConfig], FitVerdic
         result = changed(changes)
         assert result is not None, "a change that was tried is valid"
         now = result
-    for field in list(changes):
-        fewer = {name: value for name, value in changes.items() if name != field}
-        result = changed(fewer)
-        if result is not None and result[1].fits:
-            changes = fewer
-    changes |= _adapter_rates(config, changes)
-    return tuple(f"{field}={value}" for field, value in changes.items())
+    return changes
 
 
 def _adapter_rates(config: PipelineConfig, changes: Changes) -> Changes:
