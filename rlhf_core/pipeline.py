@@ -88,6 +88,11 @@ class Stage:
     stage, after its imports.
     """
 
+    @property
+    def uses_engines(self) -> bool:
+        """Whether vLLM samples for it, in its own process or in others that it starts."""
+        return self.samples or not set(_ENGINE_MEMORY).isdisjoint(self.memory_fields)
+
     def load(self) -> Callable[..., Any]:
         """Import and return the stage's function."""
         return _load(self.function)

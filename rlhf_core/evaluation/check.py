@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.errors import ConfigError, Finding, ModelError
+from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
 from rlhf_core.evaluation.questions import FIELD, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.rewards.check import check_chat_service
+
+
+def check_evaluation(
+    config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)
+) -> Iterator[Finding]:
+    """Check the judges, and the votes of people."""
+    yield from guarded("evaluate.language_model", check_language_model(config))
+    yield from guarded("evaluate.judge", check_judge(config, stages))
+    yield from guarded("register.votes", check_votes(config))
+    yield from guarded("register.independent_judge", check_independent_judge(config))
 
 
 def check_votes(config: PipelineConfig) -> Iterator[Finding]:

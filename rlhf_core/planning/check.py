@@ -1,26 +1,34 @@
-"""Check of a configuration against the GPUs, cores and disk of this machine, without importing torch."""
+"""Checks of a configuration against GPUs, memory, cores and disk, without importing torch."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rlhf_core.config.consistency import deepspeed_sections
+from rlhf_core.config.consistency import deepspeed_sections, learning_rates
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.pipeline import PipelineConfig, section_of
+from rlhf_core.config.pipeline import PipelineConfig, TrainingStage, section_of
 from rlhf_core.config.placement import TRAINED
 from rlhf_core.config.placement import plan as plan_placement
-from rlhf_core.errors import ConfigError, Finding
-from rlhf_core.models.folder import ModelFolder
-from rlhf_core.models.shape import tiny_shape
+from rlhf_core.errors import ConfigError, Finding, ModelError
+from rlhf_core.models.folder import ModelFolder, base_model_shape
+from rlhf_core.models.shape import ModelShape, tiny_shape
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.planning.advice import advise
 from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
+from rlhf_core.planning.fit import FitVerdict, Problem, compare_memory
+from rlhf_core.planning.hardware import Hardware, cpu_hardware, visible_hardware
+from rlhf_core.planning.loads import JUDGE, evaluating_stages, stages_on_evaluation_ranks
 from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 
+_SMALL_MODEL = 100_000_000
+"""Models with fewer parameters learn little with the default learning rates."""
 _MIN_FREE_BYTES = 30_000_000
 """Space for databases and logs alone."""
 _NCCL_OF_M2N = (2, 30, 5)
@@ -68,56 +76,47 @@ def check_gpu_counts(
 
     Too few for other stages than `stages` are a warning.
     """
-    for field, ranks in _ranks_outside_ppo(config):
+    for field, ranks, users in _ranks_outside_ppo(config):
         if ranks > gpus:
             error = f"{field}.ranks: must be at most the {gpus} {which} GPUs; got {ranks}; use {gpus}"
-            yield _for_stages(config, field, error, stages)
+            yield _for_stages(users, error, stages)
     engines, each = config.evaluate.engines, config.ppo.engine.tensor_parallel
     if engines * each > gpus:
         error = (
             f"evaluate.engines: {engines} engines with {each} GPUs each (ppo.engine.tensor_parallel) must"
             f" have at most the {gpus} {which} GPUs; got {engines * each}; use {max(1, gpus // each)}"
         )
-        yield _for_stages(config, "evaluate.engines", error, stages)
+        yield _for_stages(evaluating_stages(), error, stages)
     placement = plan_placement(config.ppo)
     if config.ppo.enabled and placement.devices > gpus:
         error = (
             f"ppo: needs {placement.devices} GPUs ({placement.describe()}; colocate={config.ppo.colocate});"
             f" got {gpus} {which}; lower ranks or ppo.engine.count, or use ppo.colocate=all"
         )
-        yield _for_stages(config, "ppo", error, stages)
+        yield _for_stages(["ppo"], error, stages)
 
 
-def _for_stages(config: PipelineConfig, field: str, problem: str, stages: Collection[StageName]) -> Finding:
-    """Return an error if one of `stages` reads a field about devices, otherwise a warning."""
-    if not set(_readers(config, field)).isdisjoint(stages):
+def _for_stages(users: Collection[StageName], problem: str, stages: Collection[StageName]) -> Finding:
+    """Return an error if one of `stages` is among those that have the problem, otherwise a warning."""
+    if not set(users).isdisjoint(stages):
         return ConfigError(problem)
     return f"{problem}; only stages that this run has passed, or does not come to, need it"
 
 
-def _readers(config: PipelineConfig, field: str) -> list[StageName]:
-    """Return the stages that read a field about devices."""
-    scoring: list[StageName] = ["sample", "evaluate", "register"]
-    if field.startswith("evaluate"):
-        # At its end, PPO loads the files of an adapter on the ranks of the evaluation.
-        return ["ppo", *scoring] if field == "evaluate" and config.ppo.lora is not None else scoring
-    section = field.removesuffix(".dtype").removesuffix(".deepspeed")
-    readers: list[StageName] = [stage for stage in config.training_sections if section_of(stage) == section]
-    if section == "reward" and "judge" not in config.training_sections:
-        readers.append("judge")
-    if section.startswith("ppo"):
-        readers.append("ppo")
-    # They load the policy and the reward model in the precision of their training.
-    if field in ("ppo.policy_deepspeed.dtype", "reward.deepspeed.dtype"):
-        readers += scoring
-    return readers
+def _training_with(config: PipelineConfig, stage: TrainingStage) -> list[StageName]:
+    """Return the stages that train with the section of `stage`. A judge without settings of its own has those
+    of the reward model.
+    """
+    if stage == "reward" and "judge" not in config.training_sections:
+        return ["reward", "judge"]
+    return [stage]
 
 
-def _ranks_outside_ppo(config: PipelineConfig) -> list[tuple[str, int]]:
-    """Return the ranks of the other stages, with the section that sets them."""
-    sections = config.training_sections.items()
-    trained = [(f"{section_of(stage)}.deepspeed", section.deepspeed.ranks) for stage, section in sections]
-    return [*trained, ("evaluate", config.evaluate.ranks)]
+def _ranks_outside_ppo(config: PipelineConfig) -> Iterator[tuple[str, int, list[StageName]]]:
+    """Yield the ranks of the other stages, with the section that sets them and the stages that use them."""
+    for stage, section in config.training_sections.items():
+        yield f"{section_of(stage)}.deepspeed", section.deepspeed.ranks, _training_with(config, stage)
+    yield "evaluate", config.evaluate.ranks, stages_on_evaluation_ranks(config)
 
 
 def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
@@ -148,37 +147,41 @@ def _nccl_extensions(config: PipelineConfig, stages: Collection[StageName]) -> I
             "ppo.weight_sync.backend: nccl_m2n needs the package nccl-extensions, which is not installed;"
             " install it, or use nccl"
         )
-        yield _for_stages(config, "ppo.weight_sync", error, stages)
+        yield _for_stages(["ppo"], error, stages)
     version = gpu_versions(machine()).get("nccl")
     if version is not None and tuple(map(int, version.split(".")[:3])) < _NCCL_OF_M2N:
         error = (
             f"ppo.weight_sync.backend: nccl_m2n needs NCCL {'.'.join(map(str, _NCCL_OF_M2N))} or newer; got"
             f" {version}, the version that torch asks for; install a newer one over it, or use nccl"
         )
-        yield _for_stages(config, "ppo.weight_sync", error, stages)
+        yield _for_stages(["ppo"], error, stages)
 
 
 def _cpu_settings(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
     backend = config.ppo.weight_sync.backend
     if backend in ("nccl", "ipc", "nccl_m2n"):
         error = f"ppo.weight_sync.backend: {backend} needs GPUs; got 0 visible; use auto or gloo"
-        yield _for_stages(config, "ppo.weight_sync", error, stages)
+        yield _for_stages(["ppo"], error, stages)
     if config.model.attention == "flash_attention_2":
         yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")
     level = config.ppo.engine.sleep_level
     if level > 0:
         error = f"ppo.engine.sleep_level: {level} needs GPUs; got 0 visible; use 0"
-        yield _for_stages(config, "ppo.engine", error, stages)
+        yield _for_stages(["ppo"], error, stages)
+    trained = {f"{section_of(stage)}.deepspeed": stage for stage in config.training_sections}
     for field, deepspeed in deepspeed_sections(config):
+        users: list[StageName] = _training_with(config, trained[field]) if field in trained else ["ppo"]
         if deepspeed.offload != "none":
             error = (
                 f"{field}.offload: {deepspeed.offload} needs a GPU to offload from; got 0 visible; use none"
             )
-            yield _for_stages(config, field, error, stages)
+            yield _for_stages(users, error, stages)
         if deepspeed.dtype == "float16":
-            field = f"{field}.dtype"
-            error = f"{field}: float16 needs a GPU; got 0 visible; use float32 or bfloat16"
-            yield _for_stages(config, field, error, stages)
+            # An evaluation loads the policy and the reward model in the precision of their training.
+            if field in ("ppo.policy_deepspeed", "reward.deepspeed"):
+                users += evaluating_stages()
+            error = f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16"
+            yield _for_stages(users, error, stages)
 
 
 def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
@@ -197,7 +200,7 @@ def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
 def _cpu_limits(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
     """Yield settings that need more cores or memory than this machine has, for a run on CPUs."""
     cores, placement = machine().cores(), plan_placement(config.ppo)
-    for field, ranks in _ranks_outside_ppo(config):
+    for field, ranks, _ in _ranks_outside_ppo(config):
         if ranks > cores:
             yield (
                 f"{field}.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each"
@@ -215,20 +218,123 @@ def _cpu_limits(config: PipelineConfig, stages: Collection[StageName]) -> Iterat
         )
     each = config.ppo.engine.kv_cache_gib
     total = machine().memory() / 2**30
-    counts = {"evaluate.engines": config.evaluate.engines}
+    engines = [("evaluate.engines", config.evaluate.engines, evaluating_stages())]
     if config.ppo.enabled:
-        counts = {"ppo.engine.count": config.ppo.engine.count} | counts
-    for field in sorted(counts, key=counts.__getitem__, reverse=True):
-        memory = counts[field] * each
+        engines.insert(0, ("ppo.engine.count", config.ppo.engine.count, ["ppo"]))
+    for field, count, users in sorted(engines, key=lambda entry: entry[1], reverse=True):
+        memory = count * each
         if memory > total:
             error = (
-                f"ppo.engine.kv_cache_gib: {counts[field]} engines ({field}) x {each:g} GiB = {memory:g} GiB"
+                f"ppo.engine.kv_cache_gib: {count} engines ({field}) x {each:g} GiB = {memory:g} GiB"
                 f" must fit in memory; got {total:.0f} GiB; lower one of them"
             )
-            finding = _for_stages(config, field, error, stages)
+            finding = _for_stages(users, error, stages)
             yield finding
             if isinstance(finding, ConfigError):
                 return  # the other field has the same problem, and the same fix
+
+
+def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> Iterator[Finding]:
+    """Check in the preflight that the GPUs of this machine, or its memory without GPUs, are enough.
+
+    Too small for one of `stages` is an error, and for others a warning. No network requests are made. If the
+    GPUs or the shape of the model are unknown on this machine, nothing is checked.
+    """
+    if config.run.is_remote or os.environ.get("RAY_ADDRESS"):
+        return  # other machines: `check_cluster_memory` compares their GPUs
+    hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
+    if hardware is None:
+        return
+    if problem := _misfit(config, hardware, stages):
+        yield ConfigError(problem)
+    elif found := _other_problems(config, hardware):
+        yield (
+            f"stages that this run has passed, or does not come to, do not fit: {found}; `rlhf plan` shows a"
+            " fix"
+        )
+
+
+def small_model_rates(config: PipelineConfig) -> Iterator[str]:
+    """Warn about default learning rates, which are those of billions of parameters, for a small model."""
+    shape = None if config.model.path is None else _known_shape(config)
+    low = [each for each in learning_rates(config) if not each.adapters and each.rate <= each.default]
+    if low and shape is not None and shape.parameters < _SMALL_MODEL:
+        names = ", ".join(f"{each.field} ({each.rate:g})" for each in low)
+        yield (
+            f"model.path: the model has {shape.parameters / 1e6:.1f} million parameters, but {names}: values"
+            " for billions of parameters, with which a small model learns little; raise them"
+        )
+
+
+def check_cluster_memory(
+    config: PipelineConfig, hardware: Hardware, stages: Collection[StageName]
+) -> Finding | None:
+    """Compare the GPUs of a cluster with the needs of all stages.
+
+    Returns an error with the sentences of the preflight if one of `stages` does not fit. If only others do
+    not fit, it is a warning, for which numbers and layouts of GPUs are not compared: these stages may get
+    other GPUs. None if everything fits or the shape of the model is unknown on this machine.
+
+    Args:
+        config: Configuration of the pipeline.
+        hardware: GPUs of all nodes.
+        stages: The stages that will run on this cluster.
+    """
+    if problem := _misfit(config, hardware, stages):
+        return ConfigError(f"RAY_ADDRESS: not all stages fit on its GPUs: {problem}")
+    found = _other_problems(config, hardware)
+    if not found:
+        return None
+    return f"not all stages fit on GPUs like those of this cluster: {found}; `rlhf plan --gpus` shows a fix"
+
+
+def _other_problems(config: PipelineConfig, hardware: Hardware) -> str:
+    """Return what does not fit, without numbers and layouts of GPUs."""
+    shape = _known_shape(config)
+    problems = () if shape is None else compare_memory(config, shape, hardware).problems
+    return "\n".join(problem.text for problem in problems if problem.what not in ("devices", "engine layout"))
+
+
+def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[str] = tuple(STAGES)) -> str:
+    """Return what of `stages` does not fit, and a fix; empty if they fit or the shape of the model is
+    unknown.
+    """
+    shape = _known_shape(config)
+    if shape is None:
+        return ""
+
+    def compare(changed: PipelineConfig) -> FitVerdict:
+        verdict = compare_memory(changed, shape, hardware)
+        problems = [each for each in verdict.problems if not _stages_with(each, config).isdisjoint(stages)]
+        return replace(verdict, problems=tuple(problems))
+
+    verdict = compare(config)
+    if verdict.fits:
+        return ""
+    changes = None
+    # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no setting
+    # helps.
+    if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
+        changes = advise(config, compare)
+    other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
+    fix = f"it fits with {shlex.join(changes)}" if changes else other
+    return "\n".join(problem.text for problem in verdict.problems) + f"; {fix}"
+
+
+def _stages_with(problem: Problem, config: PipelineConfig) -> set[str]:
+    """Return the stages that have the problem, which names one of them."""
+    if problem.key == ("ppo", "engine"):
+        return {"ppo", *evaluating_stages()}  # all have engines of `ppo.engine`
+    if problem.stage != "evaluate" or problem.what == JUDGE:
+        return {problem.stage}
+    return set(stages_on_evaluation_ranks(config) if problem.what == "policy" else evaluating_stages())
+
+
+def _known_shape(config: PipelineConfig) -> ModelShape | None:
+    try:
+        return base_model_shape(config, local_only=True)
+    except ModelError:
+        return None
 
 
 def check_disk(config: PipelineConfig) -> Iterator[Finding]:

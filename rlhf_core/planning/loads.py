@@ -23,11 +23,11 @@ from rlhf_core.config.base_models import base_of
 from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import TRAINED, Group
 from rlhf_core.config.placement import plan as plan_placement
-from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, Packing, RewardConfig, SFTConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.folder import ModelFolder, config_of_base
 from rlhf_core.models.shape import ModelShape, shape_from_config
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.hardware import GIB, Device
 from rlhf_core.planning.memory import (
     ENGINE_CONTEXT,
@@ -87,6 +87,23 @@ class DeviceLoad:
         return self.trainer.total * slack + contexts + self.engine.total
 
 
+def evaluating_stages() -> list[StageName]:
+    """Return the stages that sample with `evaluate.engines`. Their loads are those of `evaluate`."""
+    return [name for name, stage in STAGES.items() if stage.uses_engines and name != "ppo"]
+
+
+def stages_on_evaluation_ranks(config: PipelineConfig) -> list[StageName]:
+    """Return the stages that compute on `evaluate.ranks`. At its end, PPO loads the files of an adapter
+    there.
+    """
+    return evaluating_stages() if config.ppo.lora is None else [*evaluating_stages(), "ppo"]
+
+
+def sequences_of_step(section: SFTConfig | RewardConfig | DPOConfig) -> int:
+    """Return the sequences of one optimizer step: those of SFT, and two of each pair otherwise."""
+    return section.batch_size if isinstance(section, SFTConfig) else 2 * section.batch_size
+
+
 def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> tuple[DeviceLoad, ...]:
     """Return the memory on each device in each phase of all stages."""
     kind = "cpu" if device.is_cpu else "cuda"
@@ -102,52 +119,46 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
     return (*loads, *_judging(config, device))
 
 
-def largest_pass(
-    config: PipelineConfig, stage: str, *, update: bool = True, ranks: int | None = None
-) -> ForwardPass:
-    """Return the largest micro-batch of one rank.
+def largest_pass(config: PipelineConfig, stage: TrainingStage) -> ForwardPass:
+    """Return the largest micro-batch of one rank in a stage that trains one model.
 
     It has the configured number of tokens, more if one sequence (or a pair) is longer, and fewer if the
     rank's part of the batch is smaller.
+    """
+    section = config.training_sections[stage]
+    if isinstance(section, SFTConfig):
+        longest, budget = _longest_demonstration(config), section.micro_batch_tokens
+    else:
+        longest = config.limits.prompt + config.limits.response
+        budget = max(section.micro_batch_tokens, 2 * longest)  # of a pair
+    return _pass(config, longest, sequences_of_step(section) / section.deepspeed.ranks, budget, section.pack)
+
+
+def largest_pass_of_ppo(
+    config: PipelineConfig, *, update: bool = True, ranks: int | None = None
+) -> ForwardPass:
+    """Return the largest micro-batch of one rank of PPO.
 
     Args:
         config: Configuration of the pipeline.
-        stage: Name of a stage that trains, or `ptx` for the demonstrations of PPO's policy.
-        update: False for PPO's scoring.
-        ranks: Number of ranks of a group of PPO; by default that of the policy.
+        update: False for scoring.
+        ranks: Number of ranks of the group; by default that of the policy.
     """
-    limits, ppo = config.limits, config.ppo
-    longest_demonstration = max(limits.prompt + limits.response, limits.text)
-    if stage == "sft":
-        longest = longest_demonstration
-        count = config.sft.batch_size
-        ranks = config.sft.deepspeed.ranks
-        budget = config.sft.micro_batch_tokens
-        # `auto` counts as packed, which needs more memory (`Model._layer`).
-        packed = config.sft.pack is not False
-    elif stage in ("reward", "judge", "dpo"):
-        of_pairs = config.reward.of_judge if stage == "judge" else config.reward
-        section = config.dpo if stage == "dpo" else of_pairs
-        longest = limits.prompt + limits.response
-        count = 2 * section.batch_size
-        ranks = section.deepspeed.ranks
-        budget = max(section.micro_batch_tokens, 2 * longest)
-        packed = section.pack is not False
-    elif stage == "ptx":
-        assert ppo.ptx is not None
-        longest = longest_demonstration
-        count = ppo.ptx.batch_size
-        ranks = ppo.policy_deepspeed.ranks
-        budget = ppo.micro_batch_tokens
-        packed = ppo.pack is not False
-    else:
-        longest = config.max_sequence_tokens
-        count = ppo.minibatch_size if update else ppo.rollout_batch_size
-        ranks = ranks or ppo.policy_deepspeed.ranks
-        budget = ppo.micro_batch_tokens
-        packed = ppo.pack is not False
-    tokens = max(longest, min(budget, math.ceil(count / ranks) * longest))
-    return ForwardPass(tokens, longest, packed, config.model.attention)
+    ppo = config.ppo
+    count = ppo.minibatch_size if update else ppo.rollout_batch_size
+    share = count / (ranks or ppo.policy_deepspeed.ranks)
+    return _pass(config, config.max_sequence_tokens, share, ppo.micro_batch_tokens, ppo.pack)
+
+
+def _longest_demonstration(config: PipelineConfig) -> int:
+    return max(config.limits.prompt + config.limits.response, config.limits.text)
+
+
+def _pass(config: PipelineConfig, longest: int, share: float, budget: int, pack: Packing) -> ForwardPass:
+    """Return a micro-batch of at most `budget` tokens, and no more sequences than the rank's `share`."""
+    tokens = max(longest, min(budget, math.ceil(share) * longest))
+    # `auto` counts as packed, which needs more memory (`Model._layer`).
+    return ForwardPass(tokens, longest, pack is not False, config.model.attention)
 
 
 def trained_model(
@@ -166,11 +177,12 @@ def trained_model(
         deepspeed: How the model is sharded.
         kind: "cuda" or "cpu".
     """
+    section = config.training_sections[stage]
     return Model(
         shape_of_stage(config, stage, shape),
         deepspeed,
-        scores=stage in ("reward", "judge"),
-        lora=config.training_sections[stage].lora,
+        scores=isinstance(section, RewardConfig),
+        lora=section.lora,
         device=kind,
         head=config.model.head_dtype,
     )
@@ -352,11 +364,15 @@ def _phases(config: PipelineConfig, models: dict[str, Model], ranks: int) -> dic
     for model in models.values():
         loading = max(loading, resting + model.loading, key=lambda load: load.total)
         resting = resting + model.state
-    scoring = largest_pass(config, "ppo", update=False, ranks=ranks)
-    update = largest_pass(config, "ppo", ranks=ranks)
+    scoring = largest_pass_of_ppo(config, update=False, ranks=ranks)
+    update = largest_pass_of_ppo(config, ranks=ranks)
     updates = dict.fromkeys(models, update)
-    if config.ppo.ptx is not None and "policy" in models:
-        updates["policy"] = max(update, largest_pass(config, "ptx"), key=lambda batch: batch.tokens)
+    ppo = config.ppo
+    if ppo.ptx is not None and "policy" in models:
+        share = ppo.ptx.batch_size / ppo.policy_deepspeed.ranks
+        longest = _longest_demonstration(config)
+        demonstrations = _pass(config, longest, share, ppo.micro_batch_tokens, ppo.pack)
+        updates["policy"] = max(update, demonstrations, key=lambda batch: batch.tokens)
     trained = {role: model for role, model in models.items() if model.trained}
     computing = {
         "score": [model.scoring(scoring) for model in models.values()],

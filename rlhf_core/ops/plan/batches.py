@@ -6,46 +6,45 @@ import math
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
-from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, RewardConfig
-from rlhf_core.planning.loads import largest_pass
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, RewardConfig, SFTConfig
+from rlhf_core.planning.loads import largest_pass, largest_pass_of_ppo
+from rlhf_core.planning.memory import ForwardPass
 
 
 def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
     """Return (stage, description) for every training stage of the run."""
-    descriptions = [("sft", _sft(config))]
-    if config.reward.enabled:
-        members = config.reward.members
-        several = f"; {members} models one after the other" if members > 1 else ""
-        descriptions.append(("reward", _pairs(config, "reward", config.reward) + several))
-    if "judge" in config.training_sections:
-        descriptions.append(("judge", _pairs(config, "judge", config.reward.of_judge)))
-    if config.dpo.enabled:
-        descriptions.append(("dpo", _pairs(config, "dpo", config.dpo)))
+    descriptions = []
+    for stage, section in config.training_sections.items():
+        batch = largest_pass(config, stage)
+        text = _sft(config, batch) if isinstance(section, SFTConfig) else _pairs(config, section, batch)
+        if stage == "reward" and config.reward.members > 1:
+            text += f"; {config.reward.members} models one after the other"
+        descriptions.append((str(stage), text))
     if config.ppo.enabled:
         descriptions.append(("ppo", _ppo(config)))
     return descriptions
 
 
-def _sft(config: PipelineConfig) -> str:
+def _sft(config: PipelineConfig, batch: ForwardPass) -> str:
     sft, synthetic = config.sft, config.data.synthetic
     examples = synthetic.sft_examples if _is_synthetic(config, "sft") else None
     ranks = sft.deepspeed.ranks
     return (
-        f"{_plural(sft.batch_size, 'sequence')} of at most {largest_pass(config, 'sft').longest} tokens an"
+        f"{_plural(sft.batch_size, 'sequence')} of at most {batch.longest} tokens an"
         f" optimizer step, {_share(sft.batch_size, ranks)};"
-        f" {_passes(config, 'sft', math.ceil(sft.batch_size / ranks))};"
+        f" {_passes(batch, math.ceil(sft.batch_size / ranks))};"
         f" {_steps(config, examples, sft.batch_size, sft.epochs, 'demonstrations')};"
         f" {_training(sft.deepspeed, sft.lora)}"
     )
 
 
-def _pairs(config: PipelineConfig, stage: str, section: RewardConfig | DPOConfig) -> str:
+def _pairs(config: PipelineConfig, section: RewardConfig | DPOConfig, batch: ForwardPass) -> str:
     examples = config.data.synthetic.pairs if _is_synthetic(config, "preference") else None
     ranks = section.deepspeed.ranks
     return (
-        f"{_plural(section.batch_size, 'pair')} of at most 2 x {largest_pass(config, stage).longest} tokens"
+        f"{_plural(section.batch_size, 'pair')} of at most 2 x {batch.longest} tokens"
         f" an optimizer step, {_share(section.batch_size, ranks)};"
-        f" {_passes(config, stage, 2 * math.ceil(section.batch_size / ranks))};"
+        f" {_passes(batch, 2 * math.ceil(section.batch_size / ranks))};"
         f" {_steps(config, examples, section.batch_size, section.epochs, 'pairs')};"
         f" {_training(section.deepspeed, section.lora)}"
     )
@@ -70,7 +69,7 @@ def _ppo(config: PipelineConfig) -> str:
         ),
         (
             f"policy: {_share(ppo.minibatch_size, ranks)};"
-            f" {_passes(config, 'ppo', math.ceil(ppo.minibatch_size / ranks))};"
+            f" {_passes(largest_pass_of_ppo(config), math.ceil(ppo.minibatch_size / ranks))};"
             f" {_training(ppo.policy_deepspeed, ppo.lora)}"
         ),
     ]
@@ -92,9 +91,8 @@ def _share(count: int, ranks: int) -> str:
     return f"{math.ceil(count / ranks)} on each of {ranks} ranks" if ranks > 1 else "on one rank"
 
 
-def _passes(config: PipelineConfig, stage: str, sequences: int) -> str:
+def _passes(batch: ForwardPass, sequences: int) -> str:
     """Describe the micro-batches of one rank in one optimizer step, which has `sequences`."""
-    batch = largest_pass(config, stage)
     count = math.ceil(sequences / max(1, batch.tokens // batch.longest))
     return f"at most {_plural(count, 'micro-batch')} of {batch.tokens} tokens"
 

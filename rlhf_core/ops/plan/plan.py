@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,10 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config
 from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, checking
-from rlhf_core.executors.check import check_executors
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.known_shapes import NAMES, known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.ops.plan.batches import describe_batches
-from rlhf_core.ops.plan.overrides import with_changes
 from rlhf_core.ops.plan.search import NoSplit, Split, fastest
 from rlhf_core.ops.plan.speed import (
     DECODE_BANDWIDTH,
@@ -35,11 +34,12 @@ from rlhf_core.ops.plan.speed import (
     step_time,
 )
 from rlhf_core.pipeline import StageName
+from rlhf_core.planning.advice import Changes, advise, as_overrides
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
-from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory
+from rlhf_core.planning.fit import FitVerdict, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import DeviceLoad, largest_pass, trained_model
-from rlhf_core.preflight import Part, check
+from rlhf_core.planning.loads import DeviceLoad, largest_pass, sequences_of_step, trained_model
+from rlhf_core.preflight import check
 from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
 
@@ -76,7 +76,7 @@ class Plan:
     hardware: Hardware
     verdict: FitVerdict
     changes: tuple[str, ...] | None
-    """Overrides that make it fit: the smallest changes found, or else those of `splits`.
+    """Overrides that make it fit: the smallest changes found, or else those of `splits` that are needed.
 
     None if it fits, or if none were found.
     """
@@ -137,9 +137,8 @@ def make_plan(
         splits = fastest(config, shape, hardware)
     changes = None
     if not verdict.fits:
-        changes = advise(config, lambda changed: compare_memory(changed, shape, hardware))
-        if changes is None and _fits_with(config, _changes(splits), shape, hardware):
-            changes = _overrides(_changes(splits))
+        compare = partial(compare_memory, shape=shape, hardware=hardware)
+        changes = advise(config, compare, _changes(splits))
     return Plan(
         config,
         shape,
@@ -171,34 +170,18 @@ def _checked(
         yield from ()
 
     try:
-        further: list[Part] = [("run.executor", check_executors)] if this_machine else []
-        further.append((model_config or "model.path", read_shape))
-        return tuple(check(config, *further, this_machine=this_machine))
+        return tuple(check(config, this_machine=this_machine, memory=read_shape))
     except InputError as error:
         raise type(error)("\n".join([error.message, *misfits])) from error
 
 
-def _fits_with(
-    config: PipelineConfig, changes: dict[str, str], shape: ModelShape, hardware: Hardware
-) -> bool:
-    """Return whether everything fits after these changes of fields."""
-    try:
-        return compare_memory(with_changes(config, changes), shape, hardware).fits
-    except ConfigError:
-        return False
-
-
-def _changes(splits: Sequence[Split | NoSplit]) -> dict[str, str]:
+def _changes(splits: Sequence[Split | NoSplit]) -> Changes:
     """Return the values of the fields that all splits change, by their names."""
-    changes: dict[str, str] = {}
+    changes: Changes = {}
     for split in splits:
         if isinstance(split, Split):
             changes |= split.changes
     return changes
-
-
-def _overrides(changes: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{name}={value}" for name, value in changes.items())
 
 
 def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
@@ -236,12 +219,10 @@ def _hardware(
 def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> dict[str, Seconds]:
     seconds: dict[str, Seconds] = {}
     for stage, section in config.training_sections.items():
-        # The other stages train on pairs.
-        sequences = 1 if stage == "sft" else 2
         model = trained_model(config, shape, stage, section.deepspeed)
         batch = largest_pass(config, stage)
         seconds[stage] = optimizer_step_time(
-            model, sequences * section.batch_size, batch.longest, batch.tokens, hardware
+            model, sequences_of_step(section), batch.longest, batch.tokens, hardware
         )
     return seconds
 
@@ -451,6 +432,7 @@ def _show_splits(plan: Plan, console: Console) -> None:
         now["ppo"] = plan.time.total
     unfit = {problem.stage for problem in plan.verdict.problems}
     say(f"fastest split found for {plan.hardware}:")
+    say("computed times: the one PPO step measured, on one GPU, took four times as long")
     for split in plan.splits:
         if isinstance(split, NoSplit):
             say(f"- no split fits: {split.reason}")
@@ -470,7 +452,7 @@ def _show_splits(plan: Plan, console: Console) -> None:
             f"- {split.stage}: {what} {duration(split.seconds)}{parts} (as configured{before}). Bottleneck:"
             f" {bottleneck}{host}"
         )
-    if overrides := _overrides(_changes(plan.splits)):
+    if overrides := as_overrides(_changes(plan.splits)):
         say(f"fastest with: {shlex.join(overrides)}\n", soft_wrap=True)
     else:
         say("")

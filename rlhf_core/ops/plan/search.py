@@ -22,11 +22,10 @@ from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.errors import InputError
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.ops.plan.options import lowest_stage, micro_batches, rank_counts, shardings
-from rlhf_core.ops.plan.overrides import changed_fields, with_changes, with_section
 from rlhf_core.ops.plan.speed import (
     PHASES,
     Seconds,
@@ -39,7 +38,8 @@ from rlhf_core.ops.plan.speed import (
     step_time,
     turn_time,
 )
-from rlhf_core.planning.fit import Changes, compare_memory, host_memory
+from rlhf_core.planning.advice import Changes, changed_fields, with_changes
+from rlhf_core.planning.fit import compare_memory, host_memory
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import Layout, arrange, colocated_engines
 from rlhf_core.planning.loads import (
@@ -49,7 +49,9 @@ from rlhf_core.planning.loads import (
     DeviceLoad,
     group_loads,
     largest_pass,
+    largest_pass_of_ppo,
     ppo_models,
+    sequences_of_step,
     stage_loads,
     trained_model,
 )
@@ -113,9 +115,9 @@ def _training(
 ) -> Split | NoSplit:
     """Return the fastest split of a stage that trains one model, or why none fits."""
     section = config.training_sections[stage]
-    sequences = section.batch_size * (1 if stage == "sft" else 2)
+    sequences = sequences_of_step(section)
     longest = largest_pass(config, stage).longest
-    smallest = longest if stage == "sft" else 2 * longest
+    smallest = longest * sequences // section.batch_size
     best: tuple[Seconds, Changes, float] | None = None
     closest: DeviceLoad | None = None
     for ranks in rank_counts(min(hardware.count, section.batch_size), hardware.per_host):
@@ -124,7 +126,7 @@ def _training(
             model = trained_model(config, shape, stage, sharding)
             for tokens in micro_batches(section.micro_batch_tokens, smallest, largest):
                 candidate = section.model_copy(update={"deepspeed": sharding, "micro_batch_tokens": tokens})
-                changed = with_section(config, stage, candidate)
+                changed = _with_section(config, stage, candidate)
                 peak = max(stage_loads(changed, shape, stage, "cuda"), key=lambda load: load.total)
                 if not _fits_hosts([peak], hardware):
                     continue
@@ -146,6 +148,18 @@ def _training(
         return NoSplit(stage, _missing(closest, hardware))
     seconds, fields, host = best
     return Split(stage, changed_fields(config, fields), seconds.total, {"step": seconds}, host)
+
+
+def _with_section(
+    config: PipelineConfig, stage: TrainingStage, section: SFTConfig | RewardConfig | DPOConfig
+) -> PipelineConfig:
+    """Return the configuration with other settings of a stage that trains one model."""
+    if stage != "judge":
+        return config.model_copy(update={stage: section})
+    assert config.reward.judge is not None
+    own = {"deepspeed": section.deepspeed, "micro_batch_tokens": section.micro_batch_tokens}
+    judge = config.reward.judge.model_copy(update=own)
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"judge": judge})})
 
 
 def _fits_hosts(loads: list[DeviceLoad], hardware: Hardware) -> bool:
@@ -434,7 +448,7 @@ class _PPOSearch:
         ppo = self._config.ppo
         update = {"colocate": colocate, "micro_batch_tokens": tokens}
         sized = self._config.model_copy(update={"ppo": ppo.model_copy(update=update)})
-        passes = [largest_pass(sized, "ppo", update=training, ranks=ranks) for training in (True, False)]
+        passes = [largest_pass_of_ppo(sized, update=training, ranks=ranks) for training in (True, False)]
         key = (colocate, roles, ranks, spans, *passes)
         if key in self._options:
             return self._options[key]

@@ -25,7 +25,7 @@ from rlhf_core.config.placement import Group, plan
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import Layout, layout
-from rlhf_core.planning.loads import largest_pass, ppo_models
+from rlhf_core.planning.loads import largest_pass_of_ppo, ppo_models
 from rlhf_core.planning.memory import Model, dtype_bytes, engine_memory
 
 TRAINING_MFU = 0.35
@@ -194,7 +194,7 @@ def group_time(
     """
     ppo, length = config.ppo, config.max_sequence_tokens
     count, optimizer_steps = ppo.rollout_batch_size, ppo.epochs * ppo.minibatches
-    budget = largest_pass(config, "ppo", ranks=group.ranks).tokens
+    budget = largest_pass_of_ppo(config, ranks=group.ranks).tokens
     models = ppo_models(config, shape, group)
     # With adapters, a role without a model of its own also makes a forward pass.
     model = models.get("policy") or next(iter(models.values()))
