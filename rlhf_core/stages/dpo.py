@@ -32,7 +32,6 @@ from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.pairs import (
     accuracy_interval,
     is_correct,
@@ -41,6 +40,7 @@ from rlhf_core.stages.pairs import (
     table_row,
     training_pairs,
 )
+from rlhf_core.stages.training import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, StageContext, StageResult

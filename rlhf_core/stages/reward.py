@@ -49,7 +49,6 @@ from rlhf_core.models.score import ScoreModel, ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, Metrics, train_members
 from rlhf_core.stages.pairs import (
@@ -60,6 +59,7 @@ from rlhf_core.stages.pairs import (
     table_row,
     training_pairs,
 )
+from rlhf_core.stages.training import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult

@@ -37,7 +37,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
+from rlhf_core.stages.training import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, StageContext, StageResult
 

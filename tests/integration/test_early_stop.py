@@ -22,7 +22,7 @@ import pytest
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models.batching import TokenSequence
-from rlhf_core.stages.epochs import Training
+from rlhf_core.stages.training import Training
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import free_port

@@ -22,7 +22,6 @@ from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import epoch_batches
-from rlhf_core.stages.early_stopping import EarlyStopping
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import StageContext
 
@@ -62,6 +61,32 @@ class Trained:
         """`tokens_per_s`, and `best_step` with `early_stop`."""
         metrics = {"tokens_per_s": self.tokens_per_s}
         return metrics if self.best_step is None else {**metrics, "best_step": float(self.best_step)}
+
+
+@dataclass
+class EarlyStopping:
+    """The evaluation with the lowest held-out loss; the earliest of equal ones."""
+
+    step: int = 0
+    """Optimizer steps before it; 0 for none yet."""
+    loss: float | None = None
+    evaluations_since: int = 0
+    """All of them without a lower loss."""
+
+    def add(self, step: int, loss: float) -> bool:
+        """Return True if this is the best so far; a loss that is not finite never is."""
+        better = math.isfinite(loss) and (self.loss is None or loss < self.loss)
+        if better:
+            self.step, self.loss, self.evaluations_since = step, loss, 0
+        else:
+            self.evaluations_since += 1
+        return better
+
+    def is_final(self, config: EarlyStopConfig | None) -> bool:
+        """Return whether early stopping ends the training: no better evaluation for `patience` times."""
+        if config is None or config.patience is None:
+            return False
+        return self.evaluations_since >= config.patience
 
 
 def train_on_ranks(
