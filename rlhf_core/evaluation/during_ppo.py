@@ -3,7 +3,7 @@
     held-out prompts -> engines -> one response each -> reward, judge, true reward; KL to the SFT model
 
 The prompts are the last `ppo.evaluate_prompts` held-out ones, because those of the evaluation and the match
-must not choose the policy (`evaluation.held_out_prompts`). The seed of a response depends on `run.seed`, the
+must not choose the policy (`evaluation.prompts`). The seed of a response depends on `run.seed`, the
 policy version and the prompt, so evaluations do not change the training, and an attempt that repeats one gets
 the same numbers.
 """

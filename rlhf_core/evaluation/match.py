@@ -21,7 +21,6 @@ from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, classified
 from rlhf_core.evaluation import generate, scoring
-from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.policy_files import (
@@ -31,6 +30,7 @@ from rlhf_core.evaluation.policy_files import (
     policy_stage,
     trained_files,
 )
+from rlhf_core.evaluation.prompts import TrainedPrompts, data_of_ancestors, prompts_of_evaluation
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, load_sets
 from rlhf_core.evaluation.statistics import (
@@ -42,7 +42,6 @@ from rlhf_core.evaluation.statistics import (
     units,
 )
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.evaluation.trained_prompts import TrainedPrompts, data_of_ancestors
 from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts

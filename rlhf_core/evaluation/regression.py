@@ -23,10 +23,10 @@ from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.prompt_sets import Sets, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
 from rlhf_core.evaluation.policy_results import own_name
+from rlhf_core.evaluation.prompts import TrainedPrompts
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.statistics import units
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.evaluation.trained_prompts import TrainedPrompts
 from rlhf_core.rewards.compose import source_name
 from rlhf_core.types import RewardInput, StageContext
 

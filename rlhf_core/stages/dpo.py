@@ -26,13 +26,10 @@ from rlhf_core.config.training import DPOConfig
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
-from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.pairs import (
     accuracy_interval,
     is_correct,
@@ -40,6 +37,14 @@ from rlhf_core.stages.pairs import (
     pair_tokens,
     table_row,
     training_pairs,
+)
+from rlhf_core.stages.training import (
+    Objective,
+    StageModel,
+    Training,
+    step_metrics,
+    train_epochs,
+    train_on_ranks,
 )
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import heartbeat
@@ -98,19 +103,16 @@ def _train(
         head_dtype=config.model.head_dtype,
         shards=shards_of(dpo.deepspeed),
     )
-    dpo = dpo.model_copy(update={"pack": all_ranks_pack(policy, dpo.pack, rank, "dpo.pack")})
-    pad_id = load_decoder(data).pad
-    add_adapter(policy, dpo.lora)
-    engine = TrainingEngine(policy, dpo.deepspeed, dpo.optimizer, rank, keep_best=dpo.early_stop is not None)
+    model = StageModel(rank, policy, dpo, "dpo", context)
+    del policy
     train, held_out = training_pairs(config, data, "dpo"), load_pairs(data, "eval")
-    training = Training("dpo", derive_seed(config.run.seed, "dpo"), pad_id, work, context)
-    metrics = train_dpo(engine, train, held_out, dpo, training)
+    training = Training("dpo", derive_seed(config.run.seed, "dpo"), load_decoder(data).pad, work, context)
+    metrics = train_dpo(model.engine, train, held_out, model.settings, training)
+    base = f"{context.artifact_name('sft')}/model" if context is not None else ""
     # Rounding a merged adapter would lose a part of a small update, as in PPO.
-    engine.save_model(out / "policy", policy.save, dtype=None if dpo.lora is None else torch.float32)
-    engine.save_adapter(
-        out / "adapter", f"{context.artifact_name('sft')}/model" if context is not None else ""
-    )
-    engine.close()
+    precision = None if dpo.lora is None else torch.float32
+    model.save(out / "policy", out / "adapter", base, dtype=precision)
+    model.close()
     return metrics
 
 
@@ -124,9 +126,7 @@ def train_dpo(
     config: DPOConfig,
     training: Training,
 ) -> dict[str, float]:
-    """Train to the end, from the last checkpoint if there is one.
-
-    With `early_stop`, the engine has its best weights at the end. It must have been created with `keep_best`.
+    """Train to the end (`train_epochs`), and evaluate.
 
     Args:
         engine: The SFT model with its optimizer.
@@ -144,18 +144,7 @@ def train_dpo(
     # Before a checkpoint is loaded: the engine still is the reference.
     referenced = with_reference(engine, train, config, pad_id)
     held_out_referenced = with_reference(engine, held_out, config, pad_id)
-    trained = train_epochs(
-        engine,
-        referenced,
-        config,
-        training,
-        make_step=lambda batch, total: train_step(engine, batch, config, total, pad_id),
-        evaluate=lambda: evaluate_dpo(engine, held_out_referenced, config, pad_id),
-        evaluate_every=config.eval_every,
-        count_tokens=lambda row: pair_tokens(row.pair),
-        table_row=lambda row: table_row(row.pair),
-        early_stop=config.early_stop,
-    )
+    trained = train_epochs(engine, referenced, held_out_referenced, config, training, OBJECTIVE)
     final = evaluate_dpo(engine, held_out_referenced, config, pad_id)
     if training.context is not None:
         training.context.metrics.log_metrics(final, trained.steps)
@@ -277,3 +266,11 @@ def _forward(
     parts = batch.split(engine(batch).logprobs_N.double())
     # Without pairs, the batch is one token that no part of the result depends on, but the graph does.
     return torch.stack([part.sum() for part in parts])[: len(sequences)].view(len(pairs), 2)
+
+
+OBJECTIVE = Objective(
+    train_step,
+    evaluate_dpo,
+    count_tokens=lambda row: pair_tokens(row.pair),
+    table_row=lambda row: table_row(row.pair),
+)

@@ -31,10 +31,10 @@ from rlhf_core.evaluation.chosen_answers import (
     prompts_to_answer,
 )
 from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
-from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
 from rlhf_core.evaluation.policy_results import main_policy, own_name, regression_of
+from rlhf_core.evaluation.prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
 from rlhf_core.evaluation.statistics import Comparison, failed_sets, regression_differences
@@ -52,9 +52,8 @@ from rlhf_core.evaluation.summary import (
     without_masked,
 )
 from rlhf_core.rewards.compose import code_digests
+from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.stages.evaluation_files import write_evaluation
-from rlhf_core.stages.judges import load_checked_judge
-from rlhf_core.stages.reward_agreement import check_language_model_rewards
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.evaluation.held_out_prompts import shared_prompts
 from rlhf_core.evaluation.measures import MODELS, endless_models
 from rlhf_core.evaluation.policy_results import main_policy, own_name
+from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import StageContext

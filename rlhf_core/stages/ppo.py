@@ -44,7 +44,7 @@ def run(
     from rlhf_core.data.tokenizer import load_decoder
     from rlhf_core.engines.distributed import resolve_device
     from rlhf_core.evaluation.published import measure_published
-    from rlhf_core.stages.reward_agreement import check_language_model_rewards
+    from rlhf_core.stages.agreement import check_language_model_rewards
     from rlhf_core.storage.bundles import weights_sha256
 
     agreement = check_language_model_rewards(config, context)
@@ -86,7 +86,7 @@ def _started(
     """Start the fleet, and yield its controller."""
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
-    from rlhf_core.evaluation.held_out_prompts import prompts_of_ppo
+    from rlhf_core.evaluation.prompts import prompts_of_ppo
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
     from rlhf_core.rewards.compose import code_digests

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,14 @@ from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
 from rlhf_core.evaluation.policy_results import evaluation_of, metrics_of
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
+from rlhf_core.evaluation.scoring import MODEL_STAGES
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
-from rlhf_core.stages.earlier_match import SAMPLES, keep_match, load_match, match_name
-from rlhf_core.storage.artifacts import open_artifacts
+from rlhf_core.pipeline import STAGES
+from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import write_json, write_jsonl
-from rlhf_core.tracking.champions import BASE, REFERENCE, WEIGHTS, registry_errors
+from rlhf_core.tracking.champions import BASE, POLICY, REFERENCE, WEIGHTS, registry_errors
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
 from rlhf_core.tracking.mlflow_client import Mlflow, clean_name
 from rlhf_core.tracking.registry import Candidate, Registration, register
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 
 TRACKER_SECONDS = 300.0
 """An MLflow server that is started again has some minutes for it."""
+_SAMPLES = "match_samples.jsonl"
+"""Pairs of answers of the match, for people."""
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -212,8 +216,8 @@ class _VotesOfPeople:
 def _find_or_run_match(
     config: PipelineConfig, context: StageContext, champion: Mapping[str, str], votes: _VotesOfPeople
 ) -> Match | NoMatch:
-    name, samples = match_name(config, context, champion), context.output / SAMPLES
-    match = load_match(config, name, context.output)
+    name, samples = match_name(config, context, champion), context.output / _SAMPLES
+    match = _load_match(config, name, context.output)
     if match is None:
         try:
             result = run_match(config, context, champion)
@@ -222,7 +226,7 @@ def _find_or_run_match(
             return NoMatch(str(reason))
         write_jsonl(samples, result.samples)
         match = match_record(result)
-    keep_match(context.output, name, match)
+    _keep_match(context.output, name, match)
     return replace(match, votes=votes.win_rate(samples, "champion"))
 
 
@@ -265,6 +269,68 @@ def match_record(result: MatchResult) -> Match:
 def _outcomes(preferences: Sequence[float]) -> list[float]:
     """Return 1 for each win, 0 for a tie and -1 for a loss, and means of these for mean preferences."""
     return [2 * preference - 1 for preference in preferences]
+
+
+# -- the match of an earlier registration, which is used again with `register.votes` --
+
+# Votes of people are about the answers of one match. On GPUs, the same seeds can give other answers: then the
+# votes fit no later match, and each of them is another test, which spends its own level.
+
+
+def match_name(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> str:
+    """Return the name of the file with the match of the candidate in `context` against a champion.
+
+    It contains a digest of what decides the match: the inputs of the stage, among them the candidate's
+    judge, the champion, and its judge if that is a trained model which the store has now.
+    """
+    inputs = context.lineage.inputs if context.lineage else {}
+    identity = {
+        "version": STAGES["register"].version,
+        "inputs": {stage: ref.digest for stage, ref in inputs.items()},
+        "sources": {name: it for name, it in context.sources.items() if not name.startswith("register.")},
+        "champion": [champion.get(POLICY), champion.get("eval.judge")],
+        "judges_of_champion": _judges(open_artifacts(config), champion),
+    }
+    return f"match-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]}.json"
+
+
+def _judges(artifacts: ArtifactStore, champion: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the digests of trained models that can be the champion's judge; None for a missing one."""
+    own = champion.get("eval.judge")
+    stages = [stage for judge, stage in MODEL_STAGES.items() if own in (judge, None)]
+    found = {stage: artifacts.find_registered(stage, champion) for stage in stages}
+    return {stage: None if ref is None else ref.digest for stage, ref in found.items()}
+
+
+def _keep_match(output: Path, name: str, match: Match) -> None:
+    """Write the match, without its votes, to the output of the stage. Its samples are there already."""
+    for other in output.glob("match-*.json"):  # against a champion that was replaced during the match
+        other.unlink()
+    content = match.record() | {"votes": None, "outcomes": match.outcomes}
+    (output / name).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _load_match(config: PipelineConfig, name: str, output: Path) -> Match | None:
+    """Return the match with this name that an earlier registration kept, and copy its samples to `output`;
+    None if there is none.
+    """
+    artifacts = open_artifacts(config)
+    ref = artifacts.find_file("register", name)
+    if ref is None:
+        return None
+    try:
+        folder = artifacts.fetch(ref)
+    except CorruptArtifact as error:
+        log.warning("the match is run again: %s", error.message)
+        return None
+    content = json.loads((folder / name).read_text(encoding="utf-8"))
+    shutil.copyfile(folder / _SAMPLES, output / _SAMPLES)
+    log.info("the match against the champion is that of the artifact register/%s", ref.key)
+    match = Match(**content)
+    return replace(match, outcomes=tuple(match.outcomes))
+
+
+# -- what is recorded --
 
 
 def _read_evaluation(folder: Path) -> Mapping[str, Any]:

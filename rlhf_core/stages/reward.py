@@ -37,11 +37,9 @@ from rlhf_core.data.sources import (
 )
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.evaluation.exchanged_prompts import exchange_pairs
 from rlhf_core.evaluation.statistics import group_of
-from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders
 from rlhf_core.models.packing import plan_ranks
@@ -49,9 +47,8 @@ from rlhf_core.models.score import ScoreModel, ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.stages.members import Member, Metrics, train_members
+from rlhf_core.stages.members import Member, train_members
 from rlhf_core.stages.pairs import (
     accuracy_interval,
     is_correct,
@@ -59,6 +56,15 @@ from rlhf_core.stages.pairs import (
     pair_tokens,
     table_row,
     training_pairs,
+)
+from rlhf_core.stages.training import (
+    Metrics,
+    Objective,
+    StageModel,
+    Training,
+    step_metrics,
+    train_epochs,
+    train_on_ranks,
 )
 from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
@@ -208,49 +214,36 @@ def _train_member(
     rank: Any, inputs: _Inputs, number: int, work: Path, out: Path, context: StageContext | None
 ) -> Member:
     """Train, evaluate and save one model."""
-    config, reward = inputs.config, _settings(inputs.config, inputs.stage)
-    held_out = inputs.held_out
+    config, held_out = inputs.config, inputs.held_out
     folder = member_folder(out / "model", number)
-    model = _load_base(rank, inputs, number)
+    loaded = _load_base(rank, inputs, number)
     if context is not None and inputs.state is not None:
         # Again, because a file may have changed while the ranks loaded it.
         require_same_state(inputs.state, config, context.sources, work, inputs.stage)
-    # Each rank plans the micro-batches of all ranks, so all must use the same layout.
-    reward = reward.model_copy(update={"pack": all_ranks_pack(model, reward.pack, rank, "reward.pack")})
-    pad_id = load_decoder(inputs.data).pad
-    add_adapter(model, reward.lora)
-    engine = TrainingEngine(
-        model, reward.deepspeed, reward.optimizer, rank, keep_best=reward.early_stop is not None
-    )
+    model = StageModel(rank, loaded, _settings(config, inputs.stage), "reward", context)
+    del loaded
+    pad_id, engine, reward = load_decoder(inputs.data).pad, model.engine, model.settings
     training = Training(inputs.stage, inputs.seed(number), pad_id, work, context)
-    train_metrics = train_reward(engine, inputs.train, held_out, reward, training)
+    train_metrics = train_epochs(engine, inputs.train, held_out, reward, training, OBJECTIVE).metrics
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
     # Before the model is saved, which writes them to its folder.
-    statistics = model.statistics = ScoreStatistics.of(scores)
+    statistics = model.loaded.statistics = ScoreStatistics.of(scores)
     exchanged = exchange_pairs(held_out)
     of_exchanged = {} if exchanged is None else evaluate_reward(engine, exchanged, reward, pad_id)[0]
-    # Before `merge_adapter`: saving merges by itself, and would add the adapter a second time.
-    engine.save_model(folder, model.save)
-    engine.save_adapter(
+    model.save(
+        folder,
         member_folder(out / "adapter", number),
         _name_of_base(inputs, context) if context is not None else "",
         None if inputs.own_base is None else inputs.own_base.revision,
     )
     steps_done = engine.steps_done
     evaluated = [held_out] if exchanged is None else [held_out, exchanged]
-    as_saved: list[tuple[Metrics, torch.Tensor]] = []
-    if reward.lora is not None and reward.lora.quantize is None:
-        engine.merge_adapter()
-        with adapter_off(engine.module):
-            as_saved = [evaluate_sequences(engine, pairs, reward, pad_id) for pairs in evaluated]
-    del model
-    engine.close()  # rank 0 may go on with another copy of the model
-    if reward.lora is not None and reward.lora.quantize is not None and context is not None:
-        device = rank.torch_device
-        as_saved = [evaluate_saved(config, folder, pairs, pad_id, device) for pairs in evaluated]
-    if as_saved:
-        # Later stages load the merged model, rounded to `dtype`, so the reported numbers must be those of
-        # that model.
+    as_saved = model.close_and_evaluate(
+        lambda: [evaluate_sequences(engine, pairs, reward, pad_id) for pairs in evaluated],
+        lambda: [evaluate_saved(config, folder, pairs, pad_id, rank.torch_device) for pairs in evaluated],
+    )
+    if as_saved is not None:
+        # The reported numbers are those of the model that later stages load.
         trained_scores = scores
         evaluation, scores = as_saved[0]
         if exchanged is not None:
@@ -368,43 +361,6 @@ def _table(data: Path, pairs: Sequence[PairExample], scores: Any) -> list[dict[s
 
 
 # -- the loop --
-
-
-def train_reward(
-    engine: TrainingEngine,
-    train: Sequence[PairExample],
-    held_out: Sequence[PairExample],
-    config: RewardConfig,
-    training: Training,
-) -> dict[str, float]:
-    """Train to the end, from the last checkpoint if there is one.
-
-    With `early_stop`, the engine has its best weights at the end. It must have been created with `keep_best`.
-
-    Args:
-        engine: The model with its optimizer.
-        train: The training set.
-        held_out: The set that is evaluated on.
-        config: Settings of the stage.
-        training: Stage, seed, padding, folder and context.
-
-    Returns:
-        `tokens_per_s`, and `best_step` with `early_stop`.
-    """
-    pad_id = training.pad_id
-    trained = train_epochs(
-        engine,
-        train,
-        config,
-        training,
-        make_step=lambda batch, total: train_step(engine, batch, config, total, pad_id),
-        evaluate=lambda: evaluate_reward(engine, held_out, config, pad_id)[0],
-        evaluate_every=None,
-        count_tokens=pair_tokens,
-        table_row=table_row,
-        early_stop=config.early_stop,
-    )
-    return trained.metrics
 
 
 def train_step(
@@ -561,3 +517,11 @@ def _forward(
     if not pairs:
         return scores, scores[:0]
     return scores[: len(pairs)], scores[len(pairs) :]
+
+
+OBJECTIVE = Objective(
+    train_step,
+    evaluate=lambda *arguments: evaluate_reward(*arguments)[0],
+    count_tokens=pair_tokens,
+    table_row=table_row,
+)

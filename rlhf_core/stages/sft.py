@@ -26,18 +26,24 @@ from rlhf_core.config.limits import never_ends
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data.dataset import load_prompts, load_sft
 from rlhf_core.data.sources import ModelState, require_same_state
-from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import classified
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.models.adapters import adapter_off, add_adapter, check_targets
+from rlhf_core.models.adapters import check_targets
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.epochs import Training, step_metrics, train_epochs, train_on_ranks
+from rlhf_core.stages.training import (
+    Objective,
+    StageModel,
+    Training,
+    step_metrics,
+    train_epochs,
+    train_on_ranks,
+)
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, StageContext, StageResult
 
@@ -106,59 +112,54 @@ def _train(
     context: StageContext | None,
 ) -> dict[str, float]:
     """Train, save and measure the policy on each rank, and return the metrics."""
-    sft = config.sft
     folder, revision = base_model(config, data)
     torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))  # of a model from scratch, and of adapters
     policy = load_policy(
         folder,
-        dtype=sft.deepspeed.dtype,
+        dtype=config.sft.deepspeed.dtype,
         attention=config.model.attention,
         device=rank.torch_device,
         revision=revision,
-        quantize=None if sft.lora is None else sft.lora.quantize,
-        pack=sft.pack,
+        quantize=None if config.sft.lora is None else config.sft.lora.quantize,
+        pack=config.sft.pack,
         head_dtype=config.model.head_dtype,
-        shards=shards_of(sft.deepspeed),
+        shards=shards_of(config.sft.deepspeed),
     )
     check_targets(policy.lm, config)
     if context is not None:
         # Again, because a file may have changed while the ranks loaded it.
         require_same_state(state, config, context.sources, work)
-    # Each rank plans the micro-batches of all ranks, so all must use the same layout.
-    sft = sft.model_copy(update={"pack": all_ranks_pack(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
-    # The engines end a response at the `eos_token_id` of config.json, so it must be that of the data.
-    policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos})
-    if ids.bos is not None:  # Qwen's config.json has one, although its tokenizer has none
-        policy.lm.config.bos_token_id = ids.bos
-    # Sampling settings of the base model (top_p, repetition_penalty) would change samples and reach the
-    # registered policy.
-    policy.lm.generation_config = GenerationConfig(
-        pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=policy.lm.config.bos_token_id
-    )
-    add_adapter(policy, sft.lora)
-    engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank, keep_best=sft.early_stop is not None)
+    _set_special_tokens(policy.lm, ids)
+    model = StageModel(rank, policy, config.sft, "sft", context)
+    del policy
     held_out = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")]
     train = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")]
-    training = Training("sft", derive_seed(config.run.seed, "sft"), ids.pad, work, context)
+    pad_id, engine, sft = ids.pad, model.engine, model.settings
+    training = Training("sft", derive_seed(config.run.seed, "sft"), pad_id, work, context)
     metrics = train_sft(engine, train, held_out, sft, training)
-    # Before `merge_adapter`: saving merges by itself, and would add the adapter a second time.
-    engine.save_model(out / "model", policy.save)
-    engine.save_adapter(out / "adapter", str(folder), revision)
-    saved: dict[str, float] | None = None
-    if sft.lora is not None and sft.lora.quantize is None:
-        # Later stages load the merge, rounded to `dtype`: the metrics are those of that model.
-        engine.merge_adapter()
-        with adapter_off(engine.module):
-            saved = evaluate_sft(engine, held_out, sft, ids.pad)
-    del policy
-    engine.close()  # rank 0 continues with another copy of the model
-    if sft.lora is not None and sft.lora.quantize is not None and context is not None:
-        saved = evaluate_saved(config, out / "model", held_out, ids.pad, rank.torch_device)
+    model.save(out / "model", out / "adapter", str(folder), revision)
+    saved = model.close_and_evaluate(
+        lambda: evaluate_sft(engine, held_out, sft, pad_id),
+        lambda: evaluate_saved(config, out / "model", held_out, pad_id, rank.torch_device),
+    )
     if saved is not None:
         gap = saved["eval/loss"] - metrics["eval_loss"]
         metrics |= {"eval_loss": saved["eval/loss"], "perplexity": saved["eval/perplexity"], "merge_gap": gap}
     return metrics
+
+
+def _set_special_tokens(lm: Any, ids: Decoder) -> None:
+    """Give the model the special tokens of the data, and no other sampling settings."""
+    # The engines end a response at the `eos_token_id` of config.json, so it must be that of the data.
+    lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos})
+    if ids.bos is not None:  # Qwen's config.json has one, although its tokenizer has none
+        lm.config.bos_token_id = ids.bos
+    # Sampling settings of the base model (top_p, repetition_penalty) would change samples and reach the
+    # registered policy.
+    lm.generation_config = GenerationConfig(
+        pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=lm.config.bos_token_id
+    )
 
 
 def _samples(config: PipelineConfig, context: StageContext, device: str) -> list[dict[str, Any]]:
@@ -247,9 +248,7 @@ def train_sft(
     config: SFTConfig,
     training: Training,
 ) -> dict[str, float]:
-    """Train to the end, from the last checkpoint if there is one.
-
-    With `early_stop`, the engine has its best weights at the end. It must have been created with `keep_best`.
+    """Train to the end (`train_epochs`), and evaluate.
 
     Args:
         engine: The model with its optimizer.
@@ -261,20 +260,8 @@ def train_sft(
     Returns:
         `eval_loss`, `perplexity`, `tokens_per_s`, and `best_step` with `early_stop`.
     """
-    pad_id = training.pad_id
-    trained = train_epochs(
-        engine,
-        train,
-        config,
-        training,
-        make_step=lambda batch, total: train_step(engine, batch, config, total, pad_id),
-        evaluate=lambda: evaluate_sft(engine, held_out, config, pad_id),
-        evaluate_every=config.eval_every,
-        count_tokens=len,
-        table_row=_table_row,
-        early_stop=config.early_stop,
-    )
-    final = evaluate_sft(engine, held_out, config, pad_id)
+    trained = train_epochs(engine, train, held_out, config, training, OBJECTIVE)
+    final = evaluate_sft(engine, held_out, config, training.pad_id)
     if training.context is not None:
         training.context.metrics.log_metrics(final, trained.steps)
     return {"eval_loss": final["eval/loss"], "perplexity": final["eval/perplexity"], **trained.metrics}
@@ -392,3 +379,6 @@ def _my_micro_batches(engine: TrainingEngine, batch: Sequence[Any], config: SFTC
     rank = engine.rank
     lengths = [len(sequence) for sequence in batch]
     return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
+
+
+OBJECTIVE = Objective(train_step, evaluate_sft, count_tokens=len, table_row=_table_row)

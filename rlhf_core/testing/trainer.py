@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +34,6 @@ from rlhf_core.engines.distributed import Rank
 from rlhf_core.system.overriding import override
 
 _FILE = "scripted_trainer.json"
-_STAGES = ("dpo", "reward", "sft")
-"""Stages that train with one engine in their own process."""
 
 
 class ScriptedTrainer(TrainingEngine):
@@ -160,9 +158,7 @@ def scripted_trainers(kind: type[ScriptedTrainer] = ScriptedTrainer) -> Iterator
         started.append(kind(*args, **options))
         return started[-1]
 
-    with ExitStack() as stack:
-        for stage in _STAGES:
-            stack.enter_context(mock.patch(f"rlhf_core.stages.{stage}.TrainingEngine", start))
+    with mock.patch("rlhf_core.stages.training.TrainingEngine", start):
         yield started
 
 

@@ -22,7 +22,7 @@ import pytest
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models.batching import TokenSequence
-from rlhf_core.stages.epochs import Training
+from rlhf_core.stages.training import Training, train_epochs
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import free_port
@@ -106,7 +106,8 @@ def train(rank: Rank, kind: str, stage: int, folder: Path, dies_after: int | Non
     with contextlib.suppress(_Killed):
         training = Training("reward" if kind == "reward" else "sft", 0, 0, folder, context)
         if kind == "reward":
-            metrics = reward.train_reward(engine, pairs(24, 0), pairs(24, 1), REWARD, training)
+            trained = train_epochs(engine, pairs(24, 0), pairs(24, 1), REWARD, training, reward.OBJECTIVE)
+            metrics = trained.metrics
         else:
             metrics = sft.train_sft(engine, sequences(24, 0), sequences(24, 1), SFT, training)
     best = metrics.get("best_step")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.data.examples import split_key, split_position
-from rlhf_core.evaluation.held_out_prompts import prompts_of_evaluation, prompts_of_ppo, shared_prompts
+from rlhf_core.evaluation.prompts import prompts_of_evaluation, prompts_of_ppo, shared_prompts
 from rlhf_core.types import PromptExample
 
 

@@ -20,7 +20,7 @@ from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.models.batching import TokenBatch, TokenSequence
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages import reward, sft
-from rlhf_core.stages.epochs import Training
+from rlhf_core.stages.training import Training, train_epochs
 from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
@@ -77,7 +77,7 @@ def test_score_is_the_negative_held_out_loss(stage: str, tmp_path: Path) -> None
         else:
             pairs = [PairExample("", "", (1,), (2,), (3,))] * 6
             training = Training("reward", 0, 0, context.scratch, context)
-            reward.train_reward(trainer, pairs, pairs, REWARD, training)
+            train_epochs(trainer, pairs, pairs, REWARD, training, reward.OBJECTIVE)
     # Six steps with an evaluation after every second one. The last step has no checkpoint.
     assert checkpoints.scores == pytest.approx({1: None, 2: -0.9, 3: None, 4: -0.4, 5: None})
 
@@ -91,7 +91,7 @@ def test_progress_and_failpoints_of_the_judge_have_its_name(
     pairs = [PairExample("", "", (1,), (2,), (3,))] * 2
     with single_rank():
         training = Training("judge", 0, 0, context.scratch, context)
-        reward.train_reward(Trainer({2: 0.5}), pairs, pairs, REWARD, training)
+        train_epochs(Trainer({2: 0.5}), pairs, pairs, REWARD, training, reward.OBJECTIVE)
     passes = (tmp_path / "passes").read_text().splitlines()
     assert [line.split()[2] for line in passes] == ["judge.step", "checkpoint.written", "judge.step"]
     assert [report[:3] for report in progress.reports] == [("judge", 1, 2), ("judge", 2, 2)]

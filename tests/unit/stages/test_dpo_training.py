@@ -30,7 +30,7 @@ from rlhf_core.evaluation.statistics import wilson
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages.dpo import ReferencedPair, evaluate_dpo, train_dpo, train_step, with_reference
-from rlhf_core.stages.epochs import Training
+from rlhf_core.stages.training import Training
 from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank

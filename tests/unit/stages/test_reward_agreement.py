@@ -20,7 +20,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import DataError, GateFailed, RewardError
 from rlhf_core.evaluation.language_model import LanguageModelJudge, held_out_pairs_of_people
-from rlhf_core.stages.reward_agreement import check_language_model_rewards
+from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.types import PairExample, StageContext

@@ -19,8 +19,8 @@ import torch
 
 from rlhf_core.config.training import EarlyStopConfig, RewardConfig
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.stages.early_stopping import EarlyStopping
 from rlhf_core.stages.reward import evaluate_reward, pair_loss, train_step
+from rlhf_core.stages.training import EarlyStopping
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
 

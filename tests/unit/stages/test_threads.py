@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
-from rlhf_core.stages.epochs import train_on_ranks
+from rlhf_core.stages.training import train_on_ranks
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.ranks import scripted_ranks
 

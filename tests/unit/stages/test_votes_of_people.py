@@ -28,7 +28,7 @@ from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.stages import register
-from rlhf_core.stages.earlier_match import match_name
+from rlhf_core.stages.register import match_name
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import open_store
 from rlhf_core.testing import stage_context

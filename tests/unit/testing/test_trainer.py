@@ -19,8 +19,8 @@ from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.batching import TokenBatch, TokenSequence
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.models.saving import WeightStream
-from rlhf_core.stages.epochs import Training
 from rlhf_core.stages.sft import train_sft
+from rlhf_core.stages.training import Training
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine, scripted_engines
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank

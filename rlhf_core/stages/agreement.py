@@ -1,4 +1,4 @@
-"""Agreement of language models that are reward sources with people, before they are used."""
+"""Agreement of language models with people, before they judge or are reward sources."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Literal
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
 from rlhf_core.errors import RewardError
-from rlhf_core.evaluation.language_model import held_out_pairs_of_people
+from rlhf_core.evaluation.language_model import LanguageModelJudge, held_out_pairs_of_people
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests, source_name
 from rlhf_core.rewards.failures import resolve_failures
 from rlhf_core.rewards.language_model import LanguageModelGrades
@@ -22,6 +23,28 @@ log = logging.getLogger(__name__)
 
 _PAIRS = 100
 """Largest number of pairs. Each costs two questions."""
+
+
+def load_checked_judge(
+    config: PipelineConfig, context: StageContext, stage: StageName, prefix: str, device: str
+) -> LanguageModelJudge:
+    """Return `evaluate.language_model` after its agreement with held-out pairs was measured.
+
+    Args:
+        config: Configuration of the run.
+        context: Context of the stage.
+        stage: The stage that asks it, for the message.
+        prefix: Prefix of the metrics in the tracker.
+        device: Device of a model that is run here.
+
+    Raises:
+        GateFailed: It agrees too little with people.
+    """
+    judge = LanguageModelJudge(config, context, device)
+    metrics = judge.measure_agreement()
+    context.metrics.log_metrics({f"{prefix}/{name}": value for name, value in metrics.items()}, 0)
+    check_gate(config, stage, metrics)
+    return judge
 
 
 def check_language_model_rewards(

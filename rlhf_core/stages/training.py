@@ -1,5 +1,12 @@
-"""The training of `sft`, `reward` and `dpo`: the start of the ranks, and the loop with epochs of shuffled
-batches, evaluations and checkpoints.
+"""The training of `sft`, `reward`, `judge` and `dpo`.
+
+    train_on_ranks            starts the ranks of a stage; on each of them:
+      StageModel              adds the adapter and starts the engine
+        train_epochs          epochs of shuffled batches, with evaluations and checkpoints
+        .save                 writes the model and the adapter
+        .close_and_evaluate   measures the model that was saved
+
+A stage provides the model and the rows. Its `Objective` has the loss and the measures.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -20,15 +27,34 @@ from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, 
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import Rank, all_ranks_pack
+from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import epoch_batches
-from rlhf_core.stages.early_stopping import EarlyStopping
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import StageContext
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Row = TypeVar("Row")
+Settings = TypeVar("Settings", SFTConfig, RewardConfig, DPOConfig)
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Objective(Generic[Row, Settings]):
+    """What a stage computes with its rows. `Settings` is the section of the stage."""
+
+    train_step: Callable[[TrainingEngine, Sequence[Row], Settings, int, int], Metrics]
+    """Makes one optimizer step with a batch, the total number of steps and the padding token."""
+    evaluate: Callable[[TrainingEngine, Sequence[Row], Settings, int], Metrics]
+    """Returns metrics of the held-out rows, with the padding token. One of them is `eval/loss`."""
+    count_tokens: Callable[[Row], int]
+    """Returns the number of tokens of a row."""
+    table_row: Callable[[Row], dict[str, Any]]
+    """Converts a row for the table of a skipped batch."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +88,32 @@ class Trained:
         """`tokens_per_s`, and `best_step` with `early_stop`."""
         metrics = {"tokens_per_s": self.tokens_per_s}
         return metrics if self.best_step is None else {**metrics, "best_step": float(self.best_step)}
+
+
+@dataclass
+class EarlyStopping:
+    """The evaluation with the lowest held-out loss; the earliest of equal ones."""
+
+    step: int = 0
+    """Optimizer steps before it; 0 for none yet."""
+    loss: float | None = None
+    evaluations_since: int = 0
+    """All of them without a lower loss."""
+
+    def add(self, step: int, loss: float) -> bool:
+        """Return True if this is the best so far; a loss that is not finite never is."""
+        better = math.isfinite(loss) and (self.loss is None or loss < self.loss)
+        if better:
+            self.step, self.loss, self.evaluations_since = step, loss, 0
+        else:
+            self.evaluations_since += 1
+        return better
+
+    def is_final(self, config: EarlyStopConfig | None) -> bool:
+        """Return whether early stopping ends the training: no better evaluation for `patience` times."""
+        if config is None or config.patience is None:
+            return False
+        return self.evaluations_since >= config.patience
 
 
 def train_on_ranks(
@@ -119,18 +171,87 @@ def train_with_threads(rank: Any, train: Callable[..., T], threads: int | None, 
         torch.set_num_threads(before)
 
 
+class StageModel(Generic[Settings]):
+    """The model that a stage trains, on each rank. All methods are collective operations.
+
+    The caller keeps no reference to the model, so that `close` frees its memory.
+
+    Args:
+        rank: This rank.
+        model: The loaded `Policy` or `ScoreModel`. It gets the adapter of the settings; seed torch first.
+        settings: Settings of the stage.
+        section: Section of the configuration with the settings, for the log.
+        context: The stage's context on rank 0, otherwise None.
+    """
+
+    def __init__(
+        self, rank: Rank, model: Any, settings: Settings, section: str, context: StageContext | None
+    ) -> None:
+        # Each rank plans the micro-batches of all ranks, so all must use the same layout.
+        pack = all_ranks_pack(model, settings.pack, rank, f"{section}.pack")
+        self.settings: Settings = settings.model_copy(update={"pack": pack})
+        self.loaded = add_adapter(model, settings.lora)
+        self._context = context
+        self.engine = TrainingEngine(
+            model, settings.deepspeed, settings.optimizer, rank, keep_best=settings.early_stop is not None
+        )
+
+    def save(
+        self,
+        folder: Path,
+        adapter: Path,
+        base: str,
+        revision: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Save the model, with the adapter merged into it, and the adapter.
+
+        Args:
+            folder: Folder of the model.
+            adapter: Folder of the adapter, if there is one.
+            base, revision: The model that the adapter belongs to.
+            dtype: Precision of the merge, if it is not that of the model.
+        """
+        self.engine.save_model(folder, self.loaded.save, dtype=dtype)
+        self.engine.save_adapter(adapter, base, revision)
+
+    def close_and_evaluate(self, merged: Callable[[], T], from_files: Callable[[], T]) -> T | None:
+        """Free the model, and return the measures of the saved one if they differ: later stages load the
+        merge of weights and adapter, rounded to `dtype`.
+
+        Call it after `save`, which merges by itself and would add the adapter a second time.
+
+        Args:
+            merged: Measures the engine, whose weights are those of the saved model.
+            from_files: Measures the saved files on one device. Quantized weights cannot take an adapter.
+
+        Returns:
+            None without an adapter, and for quantized weights on all ranks but 0.
+        """
+        lora, found = self.settings.lora, None
+        if lora is not None and lora.quantize is None:
+            self.engine.merge_adapter()
+            with adapter_off(self.engine.module):
+                found = merged()
+        self.close()
+        if lora is not None and lora.quantize is not None and self._context is not None:
+            found = from_files()
+        return found
+
+    def close(self) -> None:
+        """Free the memory of the model: rank 0 can go on with another copy."""
+        del self.loaded
+        self.engine.close()
+
+
 def train_epochs(
     engine: TrainingEngine,
-    rows: Sequence[T],
-    config: SFTConfig | RewardConfig | DPOConfig,
+    train: Sequence[Row],
+    held_out: Sequence[Row],
+    config: Settings,
     training: Training,
-    *,
-    make_step: Callable[[Sequence[T], int], dict[str, float]],
-    evaluate: Callable[[], dict[str, float]],
-    evaluate_every: int | None,
-    count_tokens: Callable[[T], int],
-    table_row: Callable[[T], dict[str, Any]],
-    early_stop: EarlyStopConfig | None = None,
+    objective: Objective[Row, Settings],
 ) -> Trained:
     """Train to the end, from the last checkpoint if there is one.
 
@@ -138,36 +259,35 @@ def train_epochs(
 
     Args:
         engine: The model with its optimizer.
-        rows: The training set.
+        train: The training set.
+        held_out: The set that is evaluated on. The finite metrics are logged.
         config: Settings of the stage.
-        training: Stage, seed, folder and context.
-        make_step: Makes one optimizer step with a batch and the total number of steps. Returns its metrics.
-        evaluate: Returns metrics of the held-out set with `eval/loss`. The finite ones are logged.
-        evaluate_every: Optimizer steps between evaluations, if there is no `early_stop`; None for no
-            evaluation. The caller evaluates the weights at the end.
-        count_tokens: Returns the number of tokens of a row.
-        table_row: Converts a row for the table of a skipped batch.
-        early_stop: When the training ends early; None for the last weights of all epochs.
+        training: Stage, seed, padding, folder and context.
+        objective: The loss and the measures.
     """
     context = training.context
-    per_epoch = math.ceil(len(rows) / config.batch_size)
+    early_stop = config.early_stop
+    per_epoch = math.ceil(len(train) / config.batch_size)
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
     best = EarlyStopping(**state.get("best", {}))
-    every = evaluate_every if early_stop is None else early_stop.every
+    # The reward model is evaluated at its end, and where early stopping needs it.
+    every = None if isinstance(config, RewardConfig) else config.eval_every
+    if early_stop is not None:
+        every = early_stop.every
     if context is not None:  # a stop request waits for the next `after_step`
         context.stop.defer()
     while step < total and not best.is_final(early_stop):
         started = time.monotonic()
         epoch, index = divmod(step, per_epoch)
-        batches = epoch_batches(len(rows), config.batch_size, training.seed, epoch)
-        batch = [rows[i] for i in batches[index]]
-        with log_skipped_batch(engine, context, step + 1, batch, table_row):
-            metrics = make_step(batch, total)
+        batches = epoch_batches(len(train), config.batch_size, training.seed, epoch)
+        batch = [train[i] for i in batches[index]]
+        with log_skipped_batch(engine, context, step + 1, batch, objective.table_row):
+            metrics = objective.train_step(engine, batch, config, total, training.pad_id)
         failpoint(f"{training.stage}.step")
         step += 1
-        tokens += sum(map(count_tokens, batch))
+        tokens += sum(map(objective.count_tokens, batch))
         # Evaluations and checkpoints do not count.
         seconds += time.monotonic() - started
         evaluation = {}
@@ -177,7 +297,7 @@ def train_epochs(
         else:
             is_due = every is not None and step % every == 0
         if is_due:
-            evaluation = evaluate()
+            evaluation = objective.evaluate(engine, held_out, config, training.pad_id)
             # The loss is a sum over all ranks, so every rank decides the same here and in `is_final`.
             if early_stop is not None and best.add(step, evaluation["eval/loss"]):
                 engine.snapshot_best()
