@@ -42,7 +42,8 @@ def root() -> Schema:
 def resolved(schema: Schema) -> Schema:
     """Return a schema in one level, with its reference followed.
 
-    `nullable` is true where null is allowed, and `summary` is the docstring of a section.
+    `nullable` is true where null is allowed, and `summary` is the docstring of a section. `properties` are
+    the fields of a section, or the values of a map with fixed keys.
     """
     options = schema.get("anyOf", [])
     if {"type": "null"} in options:
@@ -53,7 +54,18 @@ def resolved(schema: Schema) -> Schema:
     if "$ref" in schema:
         section = root()["$defs"][schema["$ref"].rpartition("/")[2]]
         schema = {**section, **schema, "summary": section.get("description", "")}
+    if "propertyNames" in schema:
+        # A map with fixed keys is a section whose fields are all alike.
+        value = {name: schema[name] for name in ("description", "affects")} | schema["additionalProperties"]
+        names = schema["propertyNames"]["enum"]
+        schema = {**schema, "properties": dict.fromkeys(names, value), "additionalProperties": False}
     return schema
+
+
+def fields(schema: Schema) -> list[tuple[str, Schema]]:
+    """Return the fields of a section by their names; of a map with fixed keys only the first."""
+    every = [(name, resolved(field)) for name, field in schema["properties"].items()]
+    return every[:1] if "propertyNames" in schema else every
 
 
 def child(schema: Schema, step: str | int) -> Schema | None:
@@ -113,12 +125,13 @@ def locate(location: Sequence[str | int]) -> Location:
 
 
 def all_fields(schema: Schema | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of all fields that are not in lists, those of sections included."""
-    for name, field in (schema or root())["properties"].items():
+    """Yield the paths of all fields that are not in lists, those of sections included. The sections in a map
+    are alike, and only the first one's are yielded.
+    """
+    for name, field in fields(schema or root()):
         yield (*path, name)
-        section = resolved(field)
-        if "properties" in section:
-            yield from all_fields(section, (*path, name))
+        if "properties" in field:
+            yield from all_fields(field, (*path, name))
 
 
 # Rules
@@ -214,11 +227,24 @@ def dotted(path: Iterable[str | int]) -> str:
 
 def format_errors(error: ValidationError, place: Place) -> list[str]:
     """Return one line per problem."""
+    problems = error.errors(include_url=False)
+    # Pydantic also checks the value of an unknown key of a map.
+    unknown_keys = [problem["loc"][:-1] for problem in problems if _is_key(problem)]
     return [
         _format_error(problem, place)
-        for problem in error.errors(include_url=False)
-        if not _repeats_its_items(problem)
+        for problem in problems
+        if _is_key(problem)
+        or not (_repeats_its_items(problem) or _starts_with_any(problem["loc"], unknown_keys))
     ]
+
+
+def _is_key(problem: ErrorDetails) -> bool:
+    """Return whether the problem is a key of a map with fixed keys."""
+    return problem["loc"][-1:] == ("[key]",)
+
+
+def _starts_with_any(path: Keys, starts: Iterable[Keys]) -> bool:
+    return any(path[: len(start)] == start for start in starts)
 
 
 def _repeats_its_items(problem: ErrorDetails) -> bool:
@@ -232,7 +258,8 @@ def _repeats_its_items(problem: ErrorDetails) -> bool:
 
 
 def _format_error(problem: ErrorDetails, place: Place) -> str:
-    kind, at, value = problem["type"], locate(problem["loc"]), problem["input"]
+    kind, value = problem["type"], problem["input"]
+    at = locate(problem["loc"][:-1] if _is_key(problem) else problem["loc"])
     name = dotted(at.path) or "the configuration"
     start = f"{place(at.path)}: {name}"
     if kind == "value_error":
@@ -242,7 +269,7 @@ def _format_error(problem: ErrorDetails, place: Place) -> str:
         if named:
             return f"{place(tuple(named[0].split('.')))}: {text}"
         return f"{start}: {text.removeprefix(f'{at.path[-1]} ') if at.path else text}"
-    if kind == "extra_forbidden" and at.section is not None:
+    if (kind == "extra_forbidden" or _is_key(problem)) and at.section is not None:
         return f"{place(at.path)}: {unknown(at.path, at.section, at.variant)}"
     if kind.startswith("union_tag") and at.schema is not None:
         return _format_type_error(problem, at.path, list(variants(at.schema)), place)

@@ -122,7 +122,7 @@ class RunConfig(Section):
         " (RAY_API_SERVER_ADDRESS); `kuberay`: a RayJob on Kubernetes; `slurm`: a batch job. See"
         " [clusters](clusters.md)",
     )
-    resources: ResourcesConfig = execution(ResourcesConfig(), "What each stage asks a cluster for")
+    resources: ResourcesConfig = execution(ResourcesConfig({}), "What each stage asks a cluster for")
     prepare_next: bool = execution(
         True,
         "While a stage runs, start the process of the next one and import its libraries, which needs up to"

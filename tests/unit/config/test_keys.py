@@ -25,6 +25,7 @@ from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, locate, variants
+from rlhf_core.config.resources import ResourcesConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data, with_demo_data
@@ -126,7 +127,7 @@ def test_a_setting_of_the_judge_that_the_reward_model_has_too_is_in_no_key(part:
 
 JUDGE: dict[str, Any] = {"optimizer": {}, "deepspeed": {}, "lora": {}}
 EVERYTHING = {
-    "run": {"device": "cpu"},
+    "run": {"device": "cpu", "resources": {"default": {}}},
     "model": {"path": "model"},
     "sft": {"lora": {}, "early_stop": {}},
     "drift": {},
@@ -218,7 +219,11 @@ def _with_each_field_changed(value: Any, path: str = "") -> Iterator[tuple[str, 
     """(path of a field, `value` with something else in it), unchecked, for each field; a list's items by
     their type.
     """
-    if isinstance(value, Section):
+    if isinstance(value, ResourcesConfig):
+        for name, resources in value.root.items():
+            for where, new in _with_each_field_changed(resources, f"{path}.{name}"):
+                yield where, value.model_copy(update={"root": {**value.root, name: new}})
+    elif isinstance(value, Section):
         for name, info in type(value).model_fields.items():
             for where, new in _with_each_field_changed(getattr(value, name), f"{path}.{info.alias or name}"):
                 yield where, value.model_copy(update={name: new})

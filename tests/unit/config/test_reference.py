@@ -56,7 +56,7 @@ def test_sections_with_the_same_fields_have_one_table() -> None:
     tables = [text.partition("\n\n")[2] for text in texts.values() if "| field |" in text]
     assert len(tables) == len(set(tables))
     links = [name for name in texts if section_with_the_table(name) != name]
-    assert {"run.resources.ppo", "reward.lora", "ppo.critic_deepspeed"} <= set(links)
+    assert {"reward.lora", "ppo.critic_deepspeed"} <= set(links)
     for name in links:
         fields = [
             list((locate(tuple(path.split("."))).schema or {})["properties"])
