@@ -62,6 +62,13 @@ def resolved(schema: Schema) -> Schema:
     return schema
 
 
+def is_section(schema: Schema) -> bool:
+    """Return whether a field has fields. A map of values, such as `drift.warn`, is one field."""
+    if "propertyNames" not in schema:
+        return "properties" in schema
+    return any("$ref" in value for value in schema["properties"].values())
+
+
 def fields(schema: Schema) -> list[tuple[str, Schema]]:
     """Return the fields of a section by their names; of a map with fixed keys only the first."""
     every = [(name, resolved(field)) for name, field in schema["properties"].items()]
@@ -130,7 +137,7 @@ def all_fields(schema: Schema | None = None, path: tuple[str, ...] = ()) -> Iter
     """
     for name, field in fields(schema or root()):
         yield (*path, name)
-        if "properties" in field:
+        if is_section(field):
             yield from all_fields(field, (*path, name))
 
 
@@ -144,8 +151,11 @@ def rule(schema: Schema) -> str:
 
 
 def _rule(schema: Schema) -> str:
-    if "properties" in schema:
+    if is_section(schema):
         return "a section"
+    if "properties" in schema:
+        [(_, value), *_] = fields(schema)
+        return f"a map of {', '.join(schema['properties'])} to {rule(value)}"
     if "discriminator" in schema:
         return "a section with `type`: one of " + ", ".join(variants(schema))
     choices = _choices(schema)

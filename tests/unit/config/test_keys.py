@@ -24,7 +24,7 @@ from rlhf_core.config.base import Section, result
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.messages import all_fields, locate, variants
+from rlhf_core.config.messages import all_fields, is_section, locate, variants
 from rlhf_core.config.resources import ResourcesConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
@@ -256,7 +256,7 @@ def test_every_field_not_listed_is_in_its_stage_keys(
         if path != "run.device"
     }
     assert found == {path: _stages_of(path) for path in found}
-    single = {".".join(path) for path in all_fields() if "properties" not in (locate(path).schema or {})}
+    single = {".".join(path) for path in all_fields() if not is_section(locate(path).schema or {})}
     assert single - set(found) == {"run.device", "data.sft", "data.preference", "data.prompts", "ppo.rewards"}
     assert set(found) >= IN_NO_KEY | set(OUTSIDE)
     reward = locate(("ppo", "rewards", 0)).schema
