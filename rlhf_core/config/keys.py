@@ -224,7 +224,7 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
 def result_settings(section: Section) -> dict[str, Any]:
     """Return the settings of a section, as JSON, that affect the result by their value.
 
-    A section that is declared as `execution`, such as `ppo.guards`, is left out as a whole, and so is a field
+    A section that is declared as `execution`, such as `store`, is left out as a whole, and so is a field
     declared with `later` while it has its default, and a part of `reward.judge` that equals that of `reward`.
     """
     dump = section.model_dump(mode="json", by_alias=True)

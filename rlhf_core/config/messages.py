@@ -27,6 +27,20 @@ Schema = dict[str, Any]
 Place = Callable[[Keys], str]
 """Returns `FILE:LINE` or the override that sets the field at a path."""
 
+RENAMED = {
+    "ppo.guards.patience": "ppo.guard_patience",
+    "ppo.guards.eos_loss_ratio": "ppo.guard_limits.eos_loss",
+    "ppo.guards.entropy_collapse_ratio": "ppo.guard_limits.entropy_collapse",
+    "ppo.guards.entropy_explosion_ratio": "ppo.guard_limits.entropy_explosion",
+    "ppo.guards.negative_kl_limit": "ppo.guard_limits.negative_kl",
+    "ppo.guards.length_drift_ratio": "ppo.guard_limits.length_drift",
+    "ppo.guards.loops_share": "ppo.guard_limits.loops",
+    "ppo.guards.score_length_correlation": "ppo.guard_limits.score_length",
+    "ppo.guards.blind_critic_steps": "ppo.guard_limits.blind_critic",
+    "ppo.guards.score_clip_share": "ppo.guard_limits.score_clip",
+    "ppo.guards.overoptimization_ratio": "ppo.guard_limits.overoptimization",
+}
+"""Fields of earlier versions, and their names in this one."""
 _FIELD_IN_MESSAGE = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 
 
@@ -305,8 +319,11 @@ def _format_type_error(problem: ErrorDetails, path: Keys, types: list[str], plac
 
 def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     """Return `ppo.stpes: unknown key; did you mean ppo.steps?`"""
+    name = dotted(path)
+    if name in RENAMED:
+        return f"{name}: has another name in this version; write {RENAMED[name]}"
     owner = f" for a reward of type {variant}" if variant else ""
-    return f"{dotted(path)}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"
+    return f"{name}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"
 
 
 def did_you_mean(key: str, section: Schema, path: Keys) -> str:

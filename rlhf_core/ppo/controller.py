@@ -208,7 +208,7 @@ class PPOController:
         self._utilisation.begin()
         self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
-        failure = check_divergence(self._ppo.guards, self.selection.evaluations, metrics)
+        failure = check_divergence(self._ppo, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
         if failure:
             hint = self._checks.best_hint()

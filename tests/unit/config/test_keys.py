@@ -21,7 +21,6 @@ import pytest
 
 from rlhf_core.config import PipelineConfig, keys
 from rlhf_core.config.base import Section, result
-from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, is_section, locate, variants
@@ -184,7 +183,7 @@ IN_NO_KEY = {
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.checkpoint_every", "ppo.enabled", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
-    *(f"ppo.guards.{name}" for name in GuardsConfig.model_fields), "ppo.engine.gpu_memory_utilization",
+    "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
     "ppo.engine.dispatch", "ppo.engine.prefix_caching",
     "ppo.engine.max_restarts", "ppo.engine.min_count",
