@@ -13,12 +13,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.base import Section, effect_of, is_later
+from rlhf_core.config.base import Section, effect_of, inherits, is_later
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.register import POLICIES
-from rlhf_core.config.training import RewardConfig
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.home import Home
@@ -225,7 +224,8 @@ def result_settings(section: Section) -> dict[str, Any]:
     """Return the settings of a section, as JSON, that affect the result by their value.
 
     A section that is declared as `execution`, such as `store`, is left out as a whole, and so is a field
-    declared with `later` while it has its default, and a part of `reward.judge` that equals that of `reward`.
+    declared with `later` while it has its default, and a part of an inheriting section, such as
+    `reward.judge`, that equals the inherited one.
     """
     dump = section.model_dump(mode="json", by_alias=True)
     settings: dict[str, Any] = {}
@@ -242,12 +242,10 @@ def result_settings(section: Section) -> dict[str, Any]:
             settings[key] = [result_settings(item) for item in value]
         else:
             settings[key] = dump[key]
-    if isinstance(section, RewardConfig) and section.judge is not None:
-        settings["judge"] = {
-            name: value
-            for name, value in settings["judge"].items()
-            if name not in settings or value != settings[name]
-        }
+    for name, field in type(section).model_fields.items():
+        if inherits(field) and name in settings:
+            own: dict[str, Any] = settings[name]
+            settings[name] = {part: own[part] for part in own if own[part] != settings.get(part)}
     return settings
 
 

@@ -83,6 +83,13 @@ def is_section(schema: Schema) -> bool:
     return any("$ref" in value for value in schema["properties"].values())
 
 
+def has_own_fields(schema: Schema, field: Schema) -> bool:
+    """Return whether a field of the section `schema` is a section that is described by itself. In a section
+    that inherits, such as `reward.judge`, it has the fields of the section that it inherits from.
+    """
+    return is_section(field) and not schema.get("inherits")
+
+
 def fields(schema: Schema) -> list[tuple[str, Schema]]:
     """Return the fields of a section by their names; of a map with fixed keys only the first."""
     every = [(name, resolved(field)) for name, field in schema["properties"].items()]
@@ -151,7 +158,7 @@ def all_fields(schema: Schema | None = None, path: tuple[str, ...] = ()) -> Iter
     """
     for name, field in fields(schema or root()):
         yield (*path, name)
-        if is_section(field):
+        if has_own_fields(schema or root(), field):
             yield from all_fields(field, (*path, name))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf_core.config.messages import Schema, child, fields, is_section, number, root, rule, variants
+from rlhf_core.config.messages import Schema, child, fields, has_own_fields, number, root, rule, variants
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import RewardSource
 
@@ -114,7 +114,7 @@ def _section_parts(
     sections = {}
     values = []
     for name, field in fields(schema):
-        if is_section(field):
+        if has_own_fields(schema, field):
             sections[name] = field
         else:
             values.append(name)

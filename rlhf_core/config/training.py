@@ -245,8 +245,8 @@ class EnsembleConfig(Section):
 class JudgeConfig(Section):
     """A second reward model from other pairs, with another seed, which the policy is not trained with.
 
-    A setting of its training that is null is that of the section `reward`. Fields that `optimizer`,
-    `deepspeed` or `lora` leave out are those of the reward model too.
+    `optimizer`, `deepspeed` and `lora` have the fields of those in the section `reward`, and what they leave
+    out is that of the reward model, like each other setting of the training that is null.
     """
 
     fraction: PositiveFloat = result(
@@ -312,6 +312,7 @@ class RewardConfig(PackedSection):
         "Train a second reward model as a judge, with the settings of this section, or its own. It judges the"
         " evaluations during PPO, the stage `evaluate` and the match; null: no second model",
         later=True,
+        inherits=True,
     )
     ensemble: EnsembleConfig | None = result(
         None,

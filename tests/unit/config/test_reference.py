@@ -10,7 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from rlhf_core.config.messages import all_fields, is_section, locate, number, variants
+from rlhf_core.config.messages import all_fields, has_own_fields, locate, number, root, variants
 from rlhf_core.config.reference import markdown
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
@@ -42,9 +42,10 @@ def test_every_field_has_a_row() -> None:
     for path in all_fields():
         schema = locate(path).schema
         assert schema is not None
-        name = ".".join(path if is_section(schema) else path[:-1])
+        is_own = has_own_fields(locate(path[:-1]).schema or root(), schema)
+        name = ".".join(path if is_own else path[:-1])
         if name not in texts or (
-            not is_section(schema) and f"| `{path[-1]}` |" not in texts[section_with_the_table(name)]
+            not is_own and f"| `{path[-1]}` |" not in texts[section_with_the_table(name)]
         ):
             missing.append(".".join(path))
     assert missing == []
