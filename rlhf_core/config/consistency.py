@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.guards import guard_limit
-from rlhf_core.config.intervals import checkpoint_interval
-from rlhf_core.config.pipeline import PipelineConfig, section_of
+from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.ppo import MINIBATCH, PPOConfig
+from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.config.rewards import ModelReward, measured_graders
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding

@@ -8,15 +8,13 @@ keys of `ppo`, `evaluate` and `register`, and of no earlier stage. The fields de
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.base import Section, effect_of, inherits, is_later
-from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.flat import leaves
-from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu
 from rlhf_core.config.register import POLICIES
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.system.digests import json_sha256
@@ -218,6 +216,21 @@ def _key_payload(config: PipelineConfig, source_digests: Mapping[str, str]) -> d
 def pipeline_name(config: PipelineConfig, key: str) -> str:
     """Return the name of a pipeline for folders and trackers: `demo-seed0-1c38a75c`."""
     return f"{config.run.name}-seed{config.run.seed}-{key[:8]}"
+
+
+def flat(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return `{"ppo.kl.coef": 0.05, ...}` without null values, of some top-level sections or of all."""
+    dump = config.model_dump(mode="json", by_alias=True)
+    return {name: value for section in sections or dump for name, value in leaves(section, dump[section])}
+
+
+def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of everything in the nested `value` that is not None."""
+    if isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(f"{prefix}.{name}", part)
+    elif value is not None:
+        yield prefix, value
 
 
 def result_settings(section: Section) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from rlhf_core.config.sample import SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
+from rlhf_core.system.machine import uses_gpu
 
 _RANK_VARIABLES = (
     "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD",
@@ -527,3 +528,8 @@ class PipelineConfig(Section):
                 f"ppo.weight_sync.backend={backend} needs GPUs; use auto or gloo with run.device=cpu"
             )
         return self
+
+
+def runs_on_gpu(config: PipelineConfig) -> bool:
+    """Return whether `run.device` uses the GPUs of this machine."""
+    return uses_gpu(config.run.device)

@@ -29,7 +29,6 @@ from rlhf_core.config.base import (
 from rlhf_core.config.constants import Aggregation
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.guards import GuardAction, GuardLimits, GuardName
-from rlhf_core.config.intervals import default_evaluation_interval
 from rlhf_core.config.ppo_sections import (
     ConfiguredAggregation,
     DynamicFilteringConfig,
@@ -37,6 +36,7 @@ from rlhf_core.config.ppo_sections import (
     OverlongConfig,
     PTXConfig,
     check_staleness,
+    default_evaluation_interval,
 )
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import (

@@ -11,9 +11,8 @@ from itertools import chain, count
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import learning_rates
-from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.pipeline import TrainingStage, section_of
+from rlhf_core.config.pipeline import TrainingStage, runs_on_gpu, section_of
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding, InputError, ModelError

@@ -37,8 +37,8 @@ from typing import Any, Protocol
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.placement import Role
+from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.advice import Advice

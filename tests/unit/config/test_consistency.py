@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.consistency import check_consistency, deepspeed_sections, unusual_settings
-from rlhf_core.config.intervals import checkpoint_interval, default_evaluation_interval
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_sections import checkpoint_interval, default_evaluation_interval
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_independent_judge
 from rlhf_core.preflight import check
