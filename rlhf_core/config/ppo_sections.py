@@ -1,5 +1,6 @@
-"""Sections of `ppo`: KL, overlong penalty, dynamic filtering, pretraining loss; the rule of `staleness`,
-and the default steps between evaluations and between checkpoints."""
+"""Sections of `ppo`: KL, overlong penalty, dynamic filtering, pretraining loss. The rule of `staleness`, and
+the default steps between evaluations and between checkpoints.
+"""
 
 from __future__ import annotations
 
