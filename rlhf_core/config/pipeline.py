@@ -31,7 +31,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.register import RegisterConfig
 from rlhf_core.config.resources import Executor, ResourcesConfig
 from rlhf_core.config.sample import SampleConfig
-from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
+from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
 from rlhf_core.system.machine import uses_gpu
@@ -302,11 +302,11 @@ class PipelineConfig(Section):
         return Path(self.store_url.removeprefix("file://"))
 
     @property
-    def training_sections(self) -> dict[TrainingStage, SFTConfig | RewardConfig | DPOConfig]:
+    def training_sections(self) -> dict[TrainingStage, TrainingSection]:
         """The settings of the stages that train one model, without those of disabled stages, and without the
         judge if it has none of its own.
         """
-        sections: dict[TrainingStage, SFTConfig | RewardConfig | DPOConfig] = {"sft": self.sft}
+        sections: dict[TrainingStage, TrainingSection] = {"sft": self.sft}
         if self.reward.enabled:
             sections["reward"] = self.reward
         judge = self.reward.judge
