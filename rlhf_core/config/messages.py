@@ -175,8 +175,8 @@ def _rule(schema: Schema) -> str:
     if is_section(schema):
         return "a section"
     if "properties" in schema:
-        [(_, value), *_] = fields(schema)
-        return f"a map of {', '.join(schema['properties'])} to {rule(value)}"
+        value = next(iter(schema["properties"].values()))
+        return f"a map of {', '.join(schema['properties'])} to {rule(resolved(value))}"
     if "discriminator" in schema:
         return "a section with `type`: one of " + ", ".join(variants(schema))
     choices = _choices(schema)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import TrainingStage
-from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
+from rlhf_core.config.training import TrainingSection
 from rlhf_core.planning.fit import Changes
 
 
@@ -32,9 +32,7 @@ def with_changes(config: PipelineConfig, changes: Changes) -> PipelineConfig:
     return config_from_tree(tree, "plan", [f"{name}={value}" for name, value in changes.items()])
 
 
-def with_section(
-    config: PipelineConfig, stage: TrainingStage, section: SFTConfig | RewardConfig | DPOConfig
-) -> PipelineConfig:
+def with_section(config: PipelineConfig, stage: TrainingStage, section: TrainingSection) -> PipelineConfig:
     """Return the configuration with other settings of a stage that trains one model."""
     if stage != "judge":
         return config.model_copy(update={stage: section})
