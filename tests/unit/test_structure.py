@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,9 +88,9 @@ def test_comments_and_stage_names_are_counted(tmp_path: Path) -> None:
 
 def test_configuration_leaves_are_counted_once_for_maps_and_inherited_sections() -> None:
     number, section = {"type": "number"}, {"$ref": "#/$defs/Pair"}
-    definitions = {"Pair": {"properties": {"a": number, "b": number}}}
-    absent = {"anyOf": [section, {"type": "null"}], "default": None}
-    fields = {
+    definitions: dict[str, Any] = {"Pair": {"properties": {"a": number, "b": number}}}
+    absent: dict[str, Any] = {"anyOf": [section, {"type": "null"}], "default": None}
+    fields: dict[str, Any] = {
         "number": number,
         "list": {"type": "array", "items": section},
         "values": {"additionalProperties": number},
