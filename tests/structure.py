@@ -17,6 +17,9 @@ Definitions:
   those of the second level: the rooms of `rlhf_core.ppo` are one package.
 - *files that name a stage* have the stage's name as a string. They have to be read, and often changed, when a
   stage is added or renamed. `register` is the best indicator, because its name has no other use.
+- *configuration leaves* are the fields of the configuration that have no fields themselves. A list counts as
+  one, and so does a map of values. The sections in a map count once, and so does a section in one that
+  inherits the fields that it leaves out.
 - *comments* are lines with a comment, without directives (`type:`, `noqa`, `fmt:`, `pragma`).
 - *comprehensions* include generator expressions.
 - *patches* in tests are the calls `setattr`, `setitem` and `delattr` of `monkeypatch` and of its contexts,
@@ -28,14 +31,17 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import re
 import statistics
 import subprocess
+import sys
 import tarfile
 import tempfile
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.source_tree import PACKAGES, Module, SourceTree, cycles
 
@@ -77,6 +83,7 @@ def measure(root: Path) -> Measures:
         "files that name a stage: median of the six": (
             f"{statistics.median(files_with_string(tree, stage) for stage in STAGES):.0f}"
         ),
+        "configuration leaves": configuration_leaves(root),
         "comments per 100 lines": f"{100 * sum(map(comment_lines, modules)) / lines:.1f}",
         "public functions without `Args` (more than 4 parameters)": str(sum(map(lacks_args, functions))),
         "ternaries per 1,000 lines": f"{1000 * sum(isinstance(n, ast.IfExp) for n in nodes) / lines:.1f}",
@@ -151,6 +158,37 @@ def files_with_string(tree: SourceTree, text: str) -> int:
         strings = (node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant))
         count += text in strings
     return count
+
+
+_SCHEMA = """
+import json
+from rlhf_core.config.pipeline import PipelineConfig
+print(json.dumps(PipelineConfig.model_json_schema()))
+"""
+
+
+def configuration_leaves(root: Path) -> str:
+    """Return the number of configuration leaves of a version of the code; `-` if it cannot be imported."""
+    done = subprocess.run([sys.executable, "-c", _SCHEMA], cwd=root, capture_output=True, timeout=60)
+    if done.returncode:
+        return "-"
+    schema = json.loads(done.stdout)
+    return str(count_leaves(schema, schema["$defs"]))
+
+
+def count_leaves(schema: dict[str, Any], definitions: dict[str, Any]) -> int:
+    """Return the number of leaves of a field or section, as the module's docstring defines them."""
+    options = [option for option in schema.get("anyOf", []) if option != {"type": "null"}]
+    if len(options) == 1:
+        return count_leaves({**schema, "anyOf": [], **options[0]}, definitions)
+    if "$ref" in schema:
+        section = definitions[schema["$ref"].rpartition("/")[2]]
+        return count_leaves({**section, "inherits": schema.get("inherits")}, definitions)
+    if isinstance(schema.get("additionalProperties"), dict):
+        return count_leaves(schema["additionalProperties"], definitions)
+    if schema.get("inherits"):
+        return len(schema["properties"])
+    return sum(count_leaves(field, definitions) for field in schema.get("properties", {}).values()) or 1
 
 
 class _Definitions:

@@ -78,7 +78,8 @@ def result(default: Any, description: str, **constraints: Any) -> Any:
         description: The text of docs/configuration.md about the field.
         constraints: `within`: a `Range`; `form`: the meaning of `pattern` in words; `later`: the field was
             added after stage keys were in use, so with its default it is not part of a key and existing keys
-            stay the same; others as for pydantic's `Field`.
+            stay the same; `inherits`: what the section leaves out is that of the section around it, and a
+            value that equals it is in no key; others as for pydantic's `Field`.
     """
     return _declare("result", default, description, **constraints)
 
@@ -105,6 +106,7 @@ def _declare(
     within: Range | None = None,
     form: str | None = None,
     later: bool = False,
+    inherits: bool = False,
     **constraints: Any,
 ) -> Any:
     # The schema carries these for the messages (`messages.py`) and for docs/configuration.md.
@@ -115,6 +117,8 @@ def _declare(
         extra["form"] = form
     if later:
         extra["later"] = True
+    if inherits:
+        extra["inherits"] = True
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
@@ -127,8 +131,17 @@ def effect_of(field: FieldInfo) -> Effect:
 
 def is_later(field: FieldInfo) -> bool:
     """Return whether the field is left out of keys while it has its default."""
+    return _is_declared(field, "later")
+
+
+def inherits(field: FieldInfo) -> bool:
+    """Return whether what the section leaves out is that of the section around it."""
+    return _is_declared(field, "inherits")
+
+
+def _is_declared(field: FieldInfo, name: str) -> bool:
     extra = field.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("later"))
+    return isinstance(extra, dict) and bool(extra.get(name))
 
 
 def divisors_near(total: int, wanted: int) -> list[int]:

@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.engine import MAX_ENGINE_RANK
-from rlhf_core.config.guards import GuardsConfig
-from rlhf_core.config.intervals import checkpoint_interval
-from rlhf_core.config.pipeline import PipelineConfig, section_of
+from rlhf_core.config.guards import guard_limit
+from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.ppo import MINIBATCH, PPOConfig
+from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.config.rewards import ModelReward, measured_graders
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding
@@ -500,29 +499,30 @@ def _unscored_checkpoints(ppo: PPOConfig) -> Iterator[str]:
 
 def _guards(config: PipelineConfig) -> Iterator[str]:
     """Warn about guards that cannot be raised in this run."""
-    ppo, guards = config.ppo, config.ppo.guards
-    if guards.overoptimization == "stop" and config.reward.judge is None:
+    ppo, stops_blind = config.ppo, config.ppo.guards.get("blind_critic") == "stop"
+    if ppo.guards.get("overoptimization") == "stop" and config.reward.judge is None:
         yield (
             "ppo.guards.overoptimization: stop has no effect, because it compares the reward model with a"
             " second one; add reward.judge={}"
         )
-    if guards.blind_critic == "stop" and not ppo.uses_critic:
+    if stops_blind and not ppo.uses_critic:
         yield (
             f"ppo.guards.blind_critic: stop has no effect, because ppo.algorithm={ppo.algorithm} has no"
             " critic; leave it out"
         )
     trained_steps = ppo.steps - ppo.warmup_steps
-    if guards.blind_critic == "stop" and ppo.uses_critic and guards.blind_critic_steps > trained_steps:
+    blind_steps = guard_limit(ppo.guard_limits, "blind_critic")
+    if stops_blind and ppo.uses_critic and blind_steps > trained_steps:
         yield (
-            f"ppo.guards.blind_critic_steps: {guards.blind_critic_steps} steps after the critic's warm-up are"
+            f"ppo.guard_limits.blind_critic: {blind_steps:g} steps after the critic's warm-up are"
             f" needed for ppo.guards.blind_critic=stop, but there are {trained_steps}, so it cannot be"
             " raised; lower it"
         )
     # Not of the default: runs of so few steps are trials. `model_fields_set` has all fields after loading.
-    if guards.patience != GuardsConfig().patience and guards.patience >= ppo.steps:
+    if ppo.guard_patience != PPOConfig().guard_patience and ppo.guard_patience >= ppo.steps:
         yield (
-            f"ppo.guards.patience: {guards.patience} steps after the first one are needed for a warning, but"
-            f" ppo.steps is {ppo.steps}, so most guards cannot be raised; lower it"
+            f"ppo.guard_patience: {ppo.guard_patience} steps after the first one are needed for a warning,"
+            f" but ppo.steps is {ppo.steps}, so most guards cannot be raised; lower it"
         )
 
 

@@ -2,55 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Section, execution
 
+Measure = Literal["lengths", "sources", "scripts", "vocabulary", "duplicates", "agreement"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
 Limit = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-
-
-class DriftWarnings(Section):
-    """A value above its limit is a warning; null: no limit. The first four are Jensen-Shannon divergences in
-    bits.
-    """
-
-    lengths: Limit | None = execution(0.1, "Lengths of texts, in characters")
-    sources: Limit | None = execution(0.1, "Shares of the sources, by their names")
-    scripts: Limit | None = execution(0.1, "Scripts of letters, such as Latin or Cyrillic")
-    vocabulary: Limit | None = execution(0.1, "Frequencies of words")
-    duplicates: Limit | None = execution(0.1, "Increase of the share of rows that are duplicates")
-    agreement: Limit | None = execution(
-        0.1,
-        "Accuracy of the champion's reward model on its own held-out pairs, minus its accuracy on the new"
-        " ones: how much less it agrees with the new labels. The lower bound of its interval must be above"
-        " the limit",
-    )
-
-
-class DriftStops(Section):
-    """A value above its limit ends the run before the SFT model is trained; null: no limit. The measures are
-    those of `drift.warn`.
-    """
-
-    lengths: Limit | None = execution(None, "Lengths of texts")
-    sources: Limit | None = execution(None, "Shares of the sources")
-    scripts: Limit | None = execution(None, "Scripts of letters")
-    vocabulary: Limit | None = execution(None, "Frequencies of words")
-    duplicates: Limit | None = execution(None, "Increase of the share of duplicates")
-    agreement: Limit | None = execution(None, "Loss of accuracy of the champion's reward model")
+DEFAULT_WARNING = 0.1
 
 
 class DriftConfig(Section):
-    """The data compared with those of the champion, see [data](data.md#drift)."""
+    """The data compared with those of the champion. [Data](data.md#drift) describes the measures."""
 
-    warn: DriftWarnings = execution(DriftWarnings(), "Limits of warnings")
-    stop: DriftStops = execution(DriftStops(), "Limits that end the run")
+    warn: dict[Measure, Limit | None] = execution(
+        {},
+        "A measure above its limit is a warning; null: no limit. A measure that is left out has the limit"
+        f" {DEFAULT_WARNING:g}",
+    )
+    stop: dict[Measure, Limit | None] = execution(
+        {},
+        "A measure above its limit ends the run before the SFT model is trained; null, or left out: no limit",
+    )
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
-        for name in DriftWarnings.model_fields:
+        for name in MEASURES:
             warn, stop = self.limits(name)
             if warn is not None and stop is not None and warn > stop:
                 raise ValueError(
@@ -62,10 +41,8 @@ class DriftConfig(Section):
     @property
     def can_stop(self) -> bool:
         """Whether any measure has a limit that ends the run."""
-        return any(limit is not None for _, limit in self.stop)
+        return any(limit is not None for limit in self.stop.values())
 
-    def limits(self, measure: str) -> tuple[float | None, float | None]:
+    def limits(self, measure: Measure) -> tuple[float | None, float | None]:
         """Return the limits `warn` and `stop` of a measure."""
-        warn: Any = getattr(self.warn, measure)
-        stop: Any = getattr(self.stop, measure)
-        return warn, stop
+        return self.warn.get(measure, DEFAULT_WARNING), self.stop.get(measure)

@@ -8,17 +8,14 @@ keys of `ppo`, `evaluate` and `register`, and of no earlier stage. The fields de
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.base import Section, effect_of, is_later
-from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.flat import leaves
-from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.base import Section, effect_of, inherits, is_later
+from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu
 from rlhf_core.config.register import POLICIES
-from rlhf_core.config.training import RewardConfig
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.home import Home
@@ -221,11 +218,27 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
     return f"{config.run.name}-seed{config.run.seed}-{key[:8]}"
 
 
+def flat(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return `{"ppo.kl.coef": 0.05, ...}` without null values, of some top-level sections or of all."""
+    dump = config.model_dump(mode="json", by_alias=True)
+    return {name: value for section in sections or dump for name, value in leaves(section, dump[section])}
+
+
+def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of everything in the nested `value` that is not None."""
+    if isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(f"{prefix}.{name}", part)
+    elif value is not None:
+        yield prefix, value
+
+
 def result_settings(section: Section) -> dict[str, Any]:
     """Return the settings of a section, as JSON, that affect the result by their value.
 
-    A section that is declared as `execution`, such as `ppo.guards`, is left out as a whole, and so is a field
-    declared with `later` while it has its default, and a part of `reward.judge` that equals that of `reward`.
+    A section that is declared as `execution`, such as `store`, is left out as a whole, and so is a field
+    declared with `later` while it has its default, and a part of an inheriting section, such as
+    `reward.judge`, that equals the inherited one.
     """
     dump = section.model_dump(mode="json", by_alias=True)
     settings: dict[str, Any] = {}
@@ -242,12 +255,10 @@ def result_settings(section: Section) -> dict[str, Any]:
             settings[key] = [result_settings(item) for item in value]
         else:
             settings[key] = dump[key]
-    if isinstance(section, RewardConfig) and section.judge is not None:
-        settings["judge"] = {
-            name: value
-            for name, value in settings["judge"].items()
-            if name not in settings or value != settings[name]
-        }
+    for name, field in type(section).model_fields.items():
+        if inherits(field) and name in settings:
+            own: dict[str, Any] = settings[name]
+            settings[name] = {part: own[part] for part in own if own[part] != settings.get(part)}
     return settings
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from pydantic import ValidationError
 
 from rlhf_core.config.base import divisors_near
 from rlhf_core.config.data import SETS
-from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.ppo import MINIBATCH, WITHOUT_GROUPS
@@ -29,7 +28,7 @@ from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown
 from rlhf_core.config.training import adapter_rate
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
-from rlhf_core.system.machine import machine
+from rlhf_core.system.machine import machine, uses_gpu
 
 _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")
 """Names of GPUs without bfloat16."""
@@ -83,60 +82,17 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
             problems.append(f"{place(path)}: {dotted(path)}: {problem}")
     problems.extend(f"{place(path)}: {sentence}" for path, sentence in out_of_range(tree))
     try:
-        config = _validated(tree)
+        # From JSON: strict validation of Python objects would refuse the lists of YAML for tuples.
+        config = PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_derived(tree))))
     except ValidationError as error:
         problems.extend(format_errors(error, place))
     except Exception as error:  # any exception of a validator or of the parser; a retry would not help
-        path = _culprit(tree)
-        field = dotted(path) or "the configuration"
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        problems.append(f"{place(path)}: {field}: cannot be checked ({reason}); correct the value")
+        problems.append(f"{document.name}: the configuration: cannot be checked ({reason}); correct it")
     if problems:
         # Not chained: pydantic's error would carry the values that the message hides.
         raise ConfigError("\n".join(problems)) from None
     return config
-
-
-def _validated(tree: dict[str, Any]) -> PipelineConfig:
-    # From JSON: strict validation of Python objects would refuse the lists of YAML where a field is a tuple.
-    return PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_derived(tree))))
-
-
-def _culprit(tree: Any) -> Keys:
-    """Return the path of the smallest part of `tree` that raises an exception when it is validated alone."""
-    path: Keys = ()
-    part = tree
-    while True:
-        key = _raising_key(part, path)
-        if key is None:
-            return path
-        path = (*path, key)
-        part = part[key]
-
-
-def _raising_key(part: Any, path: Keys) -> str | int | None:
-    keys: Iterable[str | int] = ()
-    if isinstance(part, dict):
-        keys = part
-    elif isinstance(part, list):
-        keys = range(len(part))
-    for key in keys:
-        if _raises_alone((*path, key), part[key]):
-            return key
-    return None
-
-
-def _raises_alone(path: Keys, value: Any) -> bool:
-    tree: Any = value
-    for key in reversed(path):
-        tree = [tree] if isinstance(key, int) else {key: tree}
-    try:
-        _validated(tree)
-    except ValidationError:
-        return False
-    except Exception:
-        return True
-    return False
 
 
 def _place_of(document: Document, overrides: Mapping[Keys, str]) -> Place:

@@ -27,6 +27,20 @@ Schema = dict[str, Any]
 Place = Callable[[Keys], str]
 """Returns `FILE:LINE` or the override that sets the field at a path."""
 
+RENAMED = {
+    "ppo.guards.patience": "ppo.guard_patience",
+    "ppo.guards.eos_loss_ratio": "ppo.guard_limits.eos_loss",
+    "ppo.guards.entropy_collapse_ratio": "ppo.guard_limits.entropy_collapse",
+    "ppo.guards.entropy_explosion_ratio": "ppo.guard_limits.entropy_explosion",
+    "ppo.guards.negative_kl_limit": "ppo.guard_limits.negative_kl",
+    "ppo.guards.length_drift_ratio": "ppo.guard_limits.length_drift",
+    "ppo.guards.loops_share": "ppo.guard_limits.loops",
+    "ppo.guards.score_length_correlation": "ppo.guard_limits.score_length",
+    "ppo.guards.blind_critic_steps": "ppo.guard_limits.blind_critic",
+    "ppo.guards.score_clip_share": "ppo.guard_limits.score_clip",
+    "ppo.guards.overoptimization_ratio": "ppo.guard_limits.overoptimization",
+}
+"""Fields of earlier versions, and their names in this one."""
 _FIELD_IN_MESSAGE = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 
 
@@ -42,7 +56,8 @@ def root() -> Schema:
 def resolved(schema: Schema) -> Schema:
     """Return a schema in one level, with its reference followed.
 
-    `nullable` is true where null is allowed, and `summary` is the docstring of a section.
+    `nullable` is true where null is allowed, and `summary` is the docstring of a section. `properties` are
+    the fields of a section, or the values of a map with fixed keys.
     """
     options = schema.get("anyOf", [])
     if {"type": "null"} in options:
@@ -53,7 +68,32 @@ def resolved(schema: Schema) -> Schema:
     if "$ref" in schema:
         section = root()["$defs"][schema["$ref"].rpartition("/")[2]]
         schema = {**section, **schema, "summary": section.get("description", "")}
+    if "propertyNames" in schema:
+        # A map with fixed keys is a section whose fields are all alike.
+        value = {name: schema[name] for name in ("description", "affects")} | schema["additionalProperties"]
+        names = schema["propertyNames"]["enum"]
+        schema = {**schema, "properties": dict.fromkeys(names, value), "additionalProperties": False}
     return schema
+
+
+def is_section(schema: Schema) -> bool:
+    """Return whether a field has fields. A map of values, such as `drift.warn`, is one field."""
+    if "propertyNames" not in schema:
+        return "properties" in schema
+    return any("$ref" in value for value in schema["properties"].values())
+
+
+def has_own_fields(schema: Schema, field: Schema) -> bool:
+    """Return whether a field of the section `schema` is a section that is described by itself. In a section
+    that inherits, such as `reward.judge`, it has the fields of the section that it inherits from.
+    """
+    return is_section(field) and not schema.get("inherits")
+
+
+def fields(schema: Schema) -> list[tuple[str, Schema]]:
+    """Return the fields of a section by their names; of a map with fixed keys only the first."""
+    every = [(name, resolved(field)) for name, field in schema["properties"].items()]
+    return every[:1] if "propertyNames" in schema else every
 
 
 def child(schema: Schema, step: str | int) -> Schema | None:
@@ -113,12 +153,13 @@ def locate(location: Sequence[str | int]) -> Location:
 
 
 def all_fields(schema: Schema | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of all fields that are not in lists, those of sections included."""
-    for name, field in (schema or root())["properties"].items():
+    """Yield the paths of all fields that are not in lists, those of sections included. The sections in a map
+    are alike, and only the first one's are yielded.
+    """
+    for name, field in fields(schema or root()):
         yield (*path, name)
-        section = resolved(field)
-        if "properties" in section:
-            yield from all_fields(section, (*path, name))
+        if has_own_fields(schema or root(), field):
+            yield from all_fields(field, (*path, name))
 
 
 # Rules
@@ -131,8 +172,11 @@ def rule(schema: Schema) -> str:
 
 
 def _rule(schema: Schema) -> str:
-    if "properties" in schema:
+    if is_section(schema):
         return "a section"
+    if "properties" in schema:
+        value = next(iter(schema["properties"].values()))
+        return f"a map of {', '.join(schema['properties'])} to {rule(resolved(value))}"
     if "discriminator" in schema:
         return "a section with `type`: one of " + ", ".join(variants(schema))
     choices = _choices(schema)
@@ -214,11 +258,24 @@ def dotted(path: Iterable[str | int]) -> str:
 
 def format_errors(error: ValidationError, place: Place) -> list[str]:
     """Return one line per problem."""
+    problems = error.errors(include_url=False)
+    # Pydantic also checks the value of an unknown key of a map.
+    unknown_keys = [problem["loc"][:-1] for problem in problems if _is_key(problem)]
     return [
         _format_error(problem, place)
-        for problem in error.errors(include_url=False)
-        if not _repeats_its_items(problem)
+        for problem in problems
+        if _is_key(problem)
+        or not (_repeats_its_items(problem) or _starts_with_any(problem["loc"], unknown_keys))
     ]
+
+
+def _is_key(problem: ErrorDetails) -> bool:
+    """Return whether the problem is a key of a map with fixed keys."""
+    return problem["loc"][-1:] == ("[key]",)
+
+
+def _starts_with_any(path: Keys, starts: Iterable[Keys]) -> bool:
+    return any(path[: len(start)] == start for start in starts)
 
 
 def _repeats_its_items(problem: ErrorDetails) -> bool:
@@ -232,7 +289,8 @@ def _repeats_its_items(problem: ErrorDetails) -> bool:
 
 
 def _format_error(problem: ErrorDetails, place: Place) -> str:
-    kind, at, value = problem["type"], locate(problem["loc"]), problem["input"]
+    kind, value = problem["type"], problem["input"]
+    at = locate(problem["loc"][:-1] if _is_key(problem) else problem["loc"])
     name = dotted(at.path) or "the configuration"
     start = f"{place(at.path)}: {name}"
     if kind == "value_error":
@@ -242,7 +300,7 @@ def _format_error(problem: ErrorDetails, place: Place) -> str:
         if named:
             return f"{place(tuple(named[0].split('.')))}: {text}"
         return f"{start}: {text.removeprefix(f'{at.path[-1]} ') if at.path else text}"
-    if kind == "extra_forbidden" and at.section is not None:
+    if (kind == "extra_forbidden" or _is_key(problem)) and at.section is not None:
         return f"{place(at.path)}: {unknown(at.path, at.section, at.variant)}"
     if kind.startswith("union_tag") and at.schema is not None:
         return _format_type_error(problem, at.path, list(variants(at.schema)), place)
@@ -268,8 +326,11 @@ def _format_type_error(problem: ErrorDetails, path: Keys, types: list[str], plac
 
 def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     """Return `ppo.stpes: unknown key; did you mean ppo.steps?`"""
+    name = dotted(path)
+    if name in RENAMED:
+        return f"{name}: has another name in this version; write {RENAMED[name]}"
     owner = f" for a reward of type {variant}" if variant else ""
-    return f"{dotted(path)}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"
+    return f"{name}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"
 
 
 def did_you_mean(key: str, section: Schema, path: Keys) -> str:

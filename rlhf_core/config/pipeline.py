@@ -31,9 +31,10 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.register import RegisterConfig
 from rlhf_core.config.resources import Executor, ResourcesConfig
 from rlhf_core.config.sample import SampleConfig
-from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig
+from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
+from rlhf_core.system.machine import uses_gpu
 
 _RANK_VARIABLES = (
     "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD",
@@ -122,7 +123,7 @@ class RunConfig(Section):
         " (RAY_API_SERVER_ADDRESS); `kuberay`: a RayJob on Kubernetes; `slurm`: a batch job. See"
         " [clusters](clusters.md)",
     )
-    resources: ResourcesConfig = execution(ResourcesConfig(), "What each stage asks a cluster for")
+    resources: ResourcesConfig = execution(ResourcesConfig({}), "What each stage asks a cluster for")
     prepare_next: bool = execution(
         True,
         "While a stage runs, start the process of the next one and import its libraries, which needs up to"
@@ -301,11 +302,11 @@ class PipelineConfig(Section):
         return Path(self.store_url.removeprefix("file://"))
 
     @property
-    def training_sections(self) -> dict[TrainingStage, SFTConfig | RewardConfig | DPOConfig]:
+    def training_sections(self) -> dict[TrainingStage, TrainingSection]:
         """The settings of the stages that train one model, without those of disabled stages, and without the
         judge if it has none of its own.
         """
-        sections: dict[TrainingStage, SFTConfig | RewardConfig | DPOConfig] = {"sft": self.sft}
+        sections: dict[TrainingStage, TrainingSection] = {"sft": self.sft}
         if self.reward.enabled:
             sections["reward"] = self.reward
         judge = self.reward.judge
@@ -527,3 +528,8 @@ class PipelineConfig(Section):
                 f"ppo.weight_sync.backend={backend} needs GPUs; use auto or gloo with run.device=cpu"
             )
         return self
+
+
+def runs_on_gpu(config: PipelineConfig) -> bool:
+    """Return whether `run.device` uses the GPUs of this machine."""
+    return uses_gpu(config.run.device)

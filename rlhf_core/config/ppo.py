@@ -28,8 +28,7 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.constants import Aggregation
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
-from rlhf_core.config.guards import GuardsConfig
-from rlhf_core.config.intervals import default_evaluation_interval
+from rlhf_core.config.guards import GuardAction, GuardLimits, GuardName
 from rlhf_core.config.ppo_sections import (
     ConfiguredAggregation,
     DynamicFilteringConfig,
@@ -37,6 +36,7 @@ from rlhf_core.config.ppo_sections import (
     OverlongConfig,
     PTXConfig,
     check_staleness,
+    default_evaluation_interval,
 )
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import (
@@ -247,7 +247,7 @@ class PPOConfig(PackedSection):
     publish_min_agreement: Fraction = result(
         0.65,
         "With `reward.judge`: the best policy is from before the first evaluation that raises the guard"
-        " `overoptimization` with this value as `overoptimization_ratio`",
+        " `overoptimization` with this value as its limit",
         later=True,
     )
     stop_patience: PositiveInt | None = result(
@@ -261,7 +261,17 @@ class PPOConfig(PackedSection):
         "If the KL per response is above this for three consecutive steps, the run stops; null: 5 times"
         " `kl.target`, or 100 without a target",
     )
-    guards: GuardsConfig = execution(GuardsConfig(), "Conditions that indicate a failing training run")
+    guards: dict[GuardName, GuardAction] = execution(
+        {},
+        "What a condition does that indicates a failing training run ([guards](guards.md)): `warn`, which is"
+        " the default, `stop` (the stage ends) or `off`",
+    )
+    guard_limits: GuardLimits = execution(
+        {}, "Limits of guards, in place of those in the table of [guards](guards.md)"
+    )
+    guard_patience: PositiveInt = execution(
+        3, "Number of consecutive steps for which the condition of a guard must hold"
+    )
     checkpoint_every: PositiveInt | None = execution(None, "Steps between checkpoints; null: about 10")
     samples_every: PositiveInt = execution(10, "Steps between tables of sample responses")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf_core.config.messages import Schema, child, number, root, rule, variants
+from rlhf_core.config.messages import Schema, child, fields, has_own_fields, number, root, rule, variants
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import RewardSource
 
@@ -113,9 +113,8 @@ def _section_parts(
     absent = " Absent (`null`) by default." if is_absent else ""
     sections = {}
     values = []
-    for name in schema["properties"]:
-        field = _field(schema, name)
-        if "properties" in field:
+    for name, field in fields(schema):
+        if has_own_fields(schema, field):
             sections[name] = field
         else:
             values.append(name)
@@ -172,8 +171,8 @@ def _range_rows(schema: Schema, path: str, seen: set[tuple[str, ...]]) -> list[s
         rows.append(f"| `{path}` | {number(low)} | {number(high)} | {reason} |")
     if "properties" in schema and _fields_of(schema) not in seen:
         seen.add(_fields_of(schema))
-        for name in schema["properties"]:
-            rows += _range_rows(_field(schema, name), f"{path}.{name}".removeprefix("."), seen)
+        for name, field in fields(schema):
+            rows += _range_rows(field, f"{path}.{name}".removeprefix("."), seen)
     if "items" in schema:
         item = _field(schema, 0)
         # Rewards of several types have the same fields, with the same ranges.

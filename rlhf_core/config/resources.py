@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import create_model
+from pydantic import ConfigDict, RootModel
 
 from rlhf_core.config.base import NonNegativeInt, PositiveInt, Range, Section, UserPath, execution
-from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.pipeline import StageName
 
 Executor = Literal["local", "ray", "kuberay", "slurm"]
 
@@ -86,23 +86,16 @@ class StageResources(Section):
     )
 
 
-class _Default(Section):
-    default: StageResources = execution(StageResources(), "For every stage")
+class ResourcesConfig(RootModel[dict[Literal["default", StageName], StageResources]]):
+    """Resources by stage: `default` for every stage, and the name of a stage that needs others."""
 
-
-# The attributes end with `_`, because `register` is a method of pydantic's metaclass.
-_FIELDS: dict[str, Any] = {
-    f"{stage}_": (StageResources, execution(StageResources(), f"Of the stage `{stage}`", alias=stage))
-    for stage in STAGES
-}
-_Resources: Any = create_model("_Resources", __base__=_Default, **_FIELDS)
-
-
-class ResourcesConfig(_Resources):
-    """Resources by stage."""
+    model_config = ConfigDict(frozen=True, strict=True)
 
     def of(self, stage: StageName) -> StageResources:
         """Return the resources of `stage`: its own fields, and those of `default` that it does not set."""
-        own: StageResources = getattr(self, f"{stage}_")
-        default = self.default.model_dump(exclude_none=True)
-        return StageResources(**{**default, **own.model_dump(exclude_none=True)})
+        default, own = self.root.get("default"), self.root.get(stage)
+        fields: dict[str, Any] = {}
+        for resources in (default, own):
+            if resources is not None:
+                fields.update(resources.model_dump(exclude_none=True))
+        return StageResources(**fields)

@@ -22,7 +22,7 @@ from rlhf_core.config.base import (
     execution,
     result,
 )
-from rlhf_core.config.chat_service import ChatServiceConfig
+from rlhf_core.config.language_model import ChatServiceConfig
 from rlhf_core.config.patterns import pattern_problem
 from rlhf_core.config.redact import shown
 

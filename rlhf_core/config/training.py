@@ -46,16 +46,8 @@ PACK = (
 )
 
 
-LOWEST_LOSS = (
-    "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
-    " epochs and the last weights"
-)
-THREADS = "CPU threads of a rank; null: `run.threads`. Changing it can change bits on the CPU"
-_MOST_THREADS = Range(1, 4096, "more threads than cores are slower")
-
-
 class PackedSection(Section):
-    """A section with a field `pack`. Each declares the field itself, because it determines the order."""
+    """A section with a field `pack`."""
 
     if TYPE_CHECKING:
         pack: Packing
@@ -191,26 +183,44 @@ class EarlyStopConfig(Section):
     )
 
 
-class SFTConfig(PackedSection):
-    """Supervised fine-tuning."""
+class TrainingSection(PackedSection):
+    """Settings of every stage that trains one model."""
 
-    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5), "AdamW and its schedule")
+    optimizer: OptimizerConfig = result(OptimizerConfig(), "AdamW and its schedule")
     deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
     lora: LoraConfig | None = result(None, "Train adapters only; null: all parameters")
-    epochs: PositiveInt = result(1, "Passes over the demonstrations", within=PASSES)
-    batch_size: PositiveInt = result(64, "Sequences per optimizer step, over all ranks", within=BATCH)
+    epochs: PositiveInt = result(1, "Passes over the demonstrations or pairs", within=PASSES)
+    batch_size: PositiveInt = result(
+        64, "Demonstrations or pairs per optimizer step, over all ranks", within=BATCH
+    )
     micro_batch_tokens: PositiveInt = rounding(
         4096,
-        "Tokens per forward pass of one rank; a longer sequence has a pass of its own",
+        "Tokens per forward pass of one rank; a longer demonstration or pair has a pass of its own",
         within=TOKENS,
     )
     pack: Packing = result("auto", PACK)
-    threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
-    early_stop: EarlyStopConfig | None = result(None, LOWEST_LOSS, later=True)
-    eval_every: PositiveInt = execution(
-        50, "Optimizer steps between evaluations; with `early_stop`, its `every` is used"
+    threads: PositiveInt | None = rounding(
+        None,
+        "CPU threads of a rank; null: `run.threads`. Changing it can change bits on the CPU",
+        within=Range(1, 4096, "more threads than cores are slower"),
+    )
+    early_stop: EarlyStopConfig | None = result(
+        None,
+        "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
+        " epochs and the last weights",
+        later=True,
     )
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
+
+
+EVAL_EVERY = "Optimizer steps between evaluations on held-out rows; with `early_stop`, its `every` is used"
+
+
+class SFTConfig(TrainingSection):
+    """Supervised fine-tuning."""
+
+    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5), "AdamW and its schedule")
+    eval_every: PositiveInt = execution(50, EVAL_EVERY)
     samples: PositiveInt = result(8, "Held-out prompts whose responses are logged at the end")
 
 
@@ -245,8 +255,8 @@ class EnsembleConfig(Section):
 class JudgeConfig(Section):
     """A second reward model from other pairs, with another seed, which the policy is not trained with.
 
-    A setting of its training that is null is that of the section `reward`. Fields that `optimizer`,
-    `deepspeed` or `lora` leave out are those of the reward model too.
+    `optimizer`, `deepspeed` and `lora` have the fields of those in the section `reward`, and what they leave
+    out is that of the reward model, like each other setting of the training that is null.
     """
 
     fraction: PositiveFloat = result(
@@ -280,18 +290,12 @@ class JudgeConfig(Section):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class RewardConfig(PackedSection):
+class RewardConfig(TrainingSection):
     """Bradley-Terry reward model, from the SFT model."""
 
     enabled: bool = result(True, "False: no reward model is trained; PPO then needs rule rewards")
-    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-5), "AdamW and its schedule")
-    deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
     lora: LoraConfig | None = result(None, "Train adapters and the score head only; null: all parameters")
-    epochs: PositiveInt = result(1, "Passes over the pairs", within=PASSES)
-    batch_size: PositiveInt = result(64, "Pairs per optimizer step, over all ranks", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(8192, "Tokens per forward pass of one rank", within=TOKENS)
-    pack: Packing = result("auto", PACK)
-    threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
     center: NonNegativeFloat = result(
         0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", within=COEFFICIENT
     )
@@ -303,6 +307,7 @@ class RewardConfig(PackedSection):
     margin_value: PositiveFloat = result(
         1.0, "The margin of all pairs with `margin: constant`", within=COEFFICIENT
     )
+    # Not declared with `later`: it is part of existing keys.
     early_stop: EarlyStopConfig | None = result(
         None,
         "Stop when the held-out loss no longer falls; null: all epochs and the last weights",
@@ -312,6 +317,7 @@ class RewardConfig(PackedSection):
         "Train a second reward model as a judge, with the settings of this section, or its own. It judges the"
         " evaluations during PPO, the stage `evaluate` and the match; null: no second model",
         later=True,
+        inherits=True,
     )
     ensemble: EnsembleConfig | None = result(
         None,
@@ -319,7 +325,6 @@ class RewardConfig(PackedSection):
         " ([rewards](rewards.md#an-ensemble-of-reward-models)); null: one model",
         later=True,
     )
-    checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
     min_accuracy: Fraction = execution(
         0.55,
         "If the held-out accuracy is below this, or not significantly above chance (the lower bound of its"
@@ -354,7 +359,7 @@ class RewardConfig(PackedSection):
         return self
 
 
-class DPOConfig(PackedSection):
+class DPOConfig(TrainingSection):
     """Direct preference optimisation (Rafailov et al. 2023) from the SFT model: a policy that is trained on
     the pairs without a reward model and without sampling.
     """
@@ -373,20 +378,4 @@ class DPOConfig(PackedSection):
         within=Range(0, 0.49, "at 0.5 the pairs say nothing"),
     )
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-6), "AdamW and its schedule")
-    deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
-    lora: LoraConfig | None = result(None, "Train adapters only; null: all parameters")
-    epochs: PositiveInt = result(1, "Passes over the pairs", within=PASSES)
-    batch_size: PositiveInt = result(64, "Pairs per optimizer step, over all ranks", within=BATCH)
-    micro_batch_tokens: PositiveInt = rounding(
-        4096,
-        "Tokens per forward pass of one rank; a longer pair has a pass of its own",
-        within=TOKENS,
-    )
-    pack: Packing = result("auto", PACK)
-    threads: PositiveInt | None = rounding(None, THREADS, within=_MOST_THREADS)
-    early_stop: EarlyStopConfig | None = result(None, LOWEST_LOSS, later=True)
-    eval_every: PositiveInt = execution(
-        50,
-        "Optimizer steps between evaluations on the held-out pairs; with `early_stop`, its `every` is used",
-    )
-    checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
+    eval_every: PositiveInt = execution(50, EVAL_EVERY)

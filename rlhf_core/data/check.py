@@ -14,9 +14,9 @@ from itertools import islice
 
 from rlhf_core.config.address import Address, parse_address, s3_problem
 from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.evaluate import prompts_for_margin
 from rlhf_core.config.limits import Limits, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.dataset import require_answers
 from rlhf_core.data.examples import estimated_lengths, to_record

@@ -15,11 +15,10 @@ from typing import Any
 
 import psutil
 
-from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.training import Packing
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.allocator import keep_freed_memory
-from rlhf_core.system.machine import machine
+from rlhf_core.system.machine import machine, uses_gpu
 
 log = logging.getLogger(__name__)
 

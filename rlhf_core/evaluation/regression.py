@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.evaluate import prompts_for_margin
 from rlhf_core.config.keys import result_settings
-from rlhf_core.config.regression import prompts_for_margin
 from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.prompt_sets import Sets, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged

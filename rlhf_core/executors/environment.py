@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 from rlhf_core.system.machine import machine
 

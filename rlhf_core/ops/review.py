@@ -268,7 +268,10 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
     else:
         # Earlier releases registered the policy of PPO only.
         pairs = load_blind_pairs(samples_file, opponent, summary.get("policy", "ppo"))
-    config = config_from_json(artifacts.config(ref))
+    stored = artifacts.config(ref)
+    # The guards of earlier releases had other fields. No review reads them.
+    ppo = {name: value for name, value in stored["ppo"].items() if name != "guards"}
+    config = config_from_json({**stored, "ppo": ppo})
     name = str(summary.get("run", file.parent.name))
     return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
 

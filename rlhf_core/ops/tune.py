@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config, overridden
+from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.config.placement import plan
 from rlhf_core.config.yaml import dump
 from rlhf_core.errors import ConfigError, InputError, RLHFError

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_core.config.consistency import deepspeed_sections, learning_rates
-from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.pipeline import PipelineConfig, TrainingStage, section_of
+from rlhf_core.config.pipeline import PipelineConfig, TrainingStage, runs_on_gpu, section_of
 from rlhf_core.config.placement import TRAINED
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding, ModelError

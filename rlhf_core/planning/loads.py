@@ -23,7 +23,7 @@ from rlhf_core.config.base_models import base_of
 from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import TRAINED, Group
 from rlhf_core.config.placement import plan as plan_placement
-from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, Packing, RewardConfig, SFTConfig
+from rlhf_core.config.training import DeepSpeedConfig, Packing, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.errors import ModelError
 from rlhf_core.models.folder import ModelFolder, config_of_base
 from rlhf_core.models.shape import ModelShape, shape_from_config
@@ -99,7 +99,7 @@ def stages_on_evaluation_ranks(config: PipelineConfig) -> list[StageName]:
     return evaluating_stages() if config.ppo.lora is None else [*evaluating_stages(), "ppo"]
 
 
-def sequences_of_step(section: SFTConfig | RewardConfig | DPOConfig) -> int:
+def sequences_of_step(section: TrainingSection) -> int:
     """Return the sequences of one optimizer step: those of SFT, and two of each pair otherwise."""
     return section.batch_size if isinstance(section, SFTConfig) else 2 * section.batch_size
 

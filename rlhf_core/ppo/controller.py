@@ -37,8 +37,8 @@ from typing import Any, Protocol
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.placement import Role
+from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.fleet.fleet import Fleet
@@ -200,7 +200,7 @@ class PPOController:
         self._utilisation.begin()
         self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
-        failure = check_divergence(self._ppo.guards, self.selection.evaluations, metrics)
+        failure = check_divergence(self._ppo, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
         if failure:
             hint = self._checks.best_hint()

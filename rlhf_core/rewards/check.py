@@ -14,8 +14,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from rlhf_core.config.allowed_hosts import forbidden, host_of
-from rlhf_core.config.chat_service import ChatServiceConfig
 from rlhf_core.config.keys import sources_read
+from rlhf_core.config.language_model import ChatServiceConfig
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, PythonReward, RemoteReward
 from rlhf_core.errors import ConfigError, Finding, guarded

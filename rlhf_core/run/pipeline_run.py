@@ -18,8 +18,8 @@ from typing import Any
 
 from rlhf_core.cluster.base_model import copied_base_models
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import (
+    flat,
     given_tracking_uri,
     is_enabled,
     is_made,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.engines.vllm import import_vllm
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.tracking.tracker import open_tracking

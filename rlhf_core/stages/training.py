@@ -23,7 +23,7 @@ import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.limits import never_ends
-from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig
+from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
@@ -118,7 +118,7 @@ class EarlyStopping:
 
 def train_on_ranks(
     train: Callable[..., dict[str, float]],
-    settings: SFTConfig | RewardConfig | DPOConfig,
+    settings: TrainingSection,
     config: PipelineConfig,
     context: StageContext,
     *args: Any,

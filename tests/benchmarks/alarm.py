@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.config.guards import LIMITS
 from rlhf_core.config.load import load_config
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.watching.guards import (
@@ -209,12 +210,12 @@ def load(path: Path) -> list[Run]:
 
 def present(run: Run) -> bool:
     """The guard of `rlhf_core`."""
-    return divergence(run.metrics, PPOConfig().guards.overoptimization_ratio) is not None
+    return divergence(run.metrics, LIMITS["overoptimization"].default) is not None
 
 
 def one_evaluation(run: Run) -> bool:
     """The present rule, but its conditions in one evaluation are enough."""
-    return divergence_of_last(run.metrics, PPOConfig().guards.overoptimization_ratio) is not None
+    return divergence_of_last(run.metrics, LIMITS["overoptimization"].default) is not None
 
 
 def falls(run: Run, values: Callable[[Run, int], np.ndarray]) -> bool:
@@ -235,7 +236,7 @@ def falls(run: Run, values: Callable[[Run, int], np.ndarray]) -> bool:
 def agreement(run: Run) -> bool:
     """The present rule without the condition on the KL."""
     metrics = {version: {**run.metrics[version], KL: float(version**2)} for version in run.versions}
-    return divergence(metrics, PPOConfig().guards.overoptimization_ratio) is not None
+    return divergence(metrics, LIMITS["overoptimization"].default) is not None
 
 
 def gold_agreement(run: Run) -> bool:
@@ -268,7 +269,7 @@ def moves(run: Run) -> bool:
         }
         for version in run.versions
     }
-    return divergence(metrics, PPOConfig().guards.overoptimization_ratio) is not None
+    return divergence(metrics, LIMITS["overoptimization"].default) is not None
 
 
 def gold_falls(run: Run) -> bool:
@@ -312,7 +313,7 @@ def length(run: Run) -> bool:
     for version in run.versions:
         value, error = partial_correlation(run.columns[version], "length")
         metrics[version] = {**run.metrics[version], CORRELATION: value, CORRELATION_ERROR: error}
-    return divergence(metrics, PPOConfig().guards.overoptimization_ratio) is not None
+    return divergence(metrics, LIMITS["overoptimization"].default) is not None
 
 
 def partial_correlation(columns: Mapping[str, np.ndarray], given: str) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 - import cycles are found inside packages, and lazy imports are counted separately
 - the PPO step follows functions, methods, remote method names and re-exported names
 - comments are counted without directives, code without blank lines, comments and docstrings
+- configuration leaves: lists and maps of values count as one, sections in maps and inherited sections once
 - public functions with more than four parameters have `Args`
 - the script prints its help, and names a commit that does not exist
 """
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.structure import (
     ROOT,
     code_lines,
     comment_lines,
+    count_leaves,
     files_of_ppo_step,
     files_with_string,
     lacks_args,
@@ -81,6 +84,24 @@ def test_comments_and_stage_names_are_counted(tmp_path: Path) -> None:
     source = tree(tmp_path)
     assert comment_lines(source.modules["rlhf_core.ppo.fleet.fleet"]) == 1
     assert files_with_string(source, "register") == 1
+
+
+def test_configuration_leaves_are_counted_once_for_maps_and_inherited_sections() -> None:
+    number, section = {"type": "number"}, {"$ref": "#/$defs/Pair"}
+    definitions: dict[str, Any] = {"Pair": {"properties": {"a": number, "b": number}}}
+    absent: dict[str, Any] = {"anyOf": [section, {"type": "null"}], "default": None}
+    fields: dict[str, Any] = {
+        "number": number,
+        "list": {"type": "array", "items": section},
+        "values": {"additionalProperties": number},
+        "sections": {"additionalProperties": section},
+        "absent": absent,
+    }
+    assert count_leaves({"properties": fields}, definitions) == 1 + 1 + 1 + 2 + 2
+    definitions["Judge"] = {"properties": {"own": number, "pair": absent}}
+    judge = {"anyOf": [{"$ref": "#/$defs/Judge"}, {"type": "null"}]}
+    assert count_leaves(judge, definitions) == 1 + 2
+    assert count_leaves({**judge, "inherits": True}, definitions) == 1 + 1
 
 
 def test_public_functions_with_many_parameters_have_args() -> None:

@@ -23,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.drift import Measure
 from rlhf_core.data.dataset import evenly, read_evenly
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.data.words import WITHOUT_BLANKS
@@ -88,7 +89,7 @@ class Change:
 class Drift:
     """One measure of the difference."""
 
-    measure: str
+    measure: Measure
     """Its field in `drift.warn` and `drift.stop`."""
     value: float | None
     """The largest one of all places; None if it was not measured."""
@@ -247,7 +248,7 @@ def _divergences(before: DataStatistics, after: DataStatistics) -> list[Drift]:
     ]
 
 
-def _largest(measure: str, before: Counts, after: Counts) -> Drift:
+def _largest(measure: Measure, before: Counts, after: Counts) -> Drift:
     largest = Drift(measure, None, note="no set has rows in both")
     for place in before:
         old, new = before[place], after.get(place, Counter())

@@ -6,7 +6,7 @@ import math
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
-from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, RewardConfig, SFTConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, SFTConfig, TrainingSection
 from rlhf_core.planning.loads import largest_pass, largest_pass_of_ppo
 from rlhf_core.planning.memory import ForwardPass
 
@@ -38,7 +38,7 @@ def _sft(config: PipelineConfig, batch: ForwardPass) -> str:
     )
 
 
-def _pairs(config: PipelineConfig, section: RewardConfig | DPOConfig, batch: ForwardPass) -> str:
+def _pairs(config: PipelineConfig, section: TrainingSection, batch: ForwardPass) -> str:
     examples = config.data.synthetic.pairs if _is_synthetic(config, "preference") else None
     ranks = section.deepspeed.ranks
     return (

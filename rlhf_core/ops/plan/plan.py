@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config
+from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape

@@ -22,7 +22,7 @@ from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, RewardConfig, SFTConfig
+from rlhf_core.config.training import DeepSpeedConfig, TrainingSection
 from rlhf_core.errors import InputError
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.ops.plan.options import lowest_stage, micro_batches, rank_counts, shardings
@@ -150,9 +150,7 @@ def _training(
     return Split(stage, changed_fields(config, fields), seconds.total, {"step": seconds}, host)
 
 
-def _with_section(
-    config: PipelineConfig, stage: TrainingStage, section: SFTConfig | RewardConfig | DPOConfig
-) -> PipelineConfig:
+def _with_section(config: PipelineConfig, stage: TrainingStage, section: TrainingSection) -> PipelineConfig:
     """Return the configuration with other settings of a stage that trains one model."""
     if stage != "judge":
         return config.model_copy(update={stage: section})

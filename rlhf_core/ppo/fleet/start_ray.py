@@ -6,7 +6,7 @@ import faulthandler
 
 from rlhf_core.cluster.connect import connect, on_cluster
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.config.placement import plan
 
 _STDERR = 2

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlhf_core.config.engine import MAX_ENGINE_RANK
-from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.config.rewards import ExternalReward, LanguageModelReward, RemoteReward
 
 log = logging.getLogger(__name__)

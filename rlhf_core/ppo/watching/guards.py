@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.algo.groups import effective_count
-from rlhf_core.config.guards import GuardsConfig
+from rlhf_core.config.guards import GuardName, guard_limit
 from rlhf_core.config.limits import never_ends
 from rlhf_core.config.ppo import PPOConfig
 
@@ -165,7 +165,7 @@ def in_words(evaluations: Evaluations, measure: str, label: str) -> str:
 TRAINS_POLICY = "ppo/trains_policy"
 """1 in steps that train the policy, 0 in those that train the critic only and in skipped ones."""
 _INITIAL_METRICS = ("rollout/eos_rate", "policy/entropy", "rollout/length")
-NAMES = (
+NAMES: tuple[GuardName, ...] = (
     "eos_loss",
     "entropy_collapse",
     "entropy_explosion",
@@ -185,15 +185,16 @@ def alarm(name: str, text: str) -> None:
     log.warning("%s", text, extra={"guard": name})
 
 
-def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
+def check_divergence(ppo: PPOConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
     """Check the guard `overoptimization` after an evaluation. `divergence` looks at two of them, so it has no
     counter.
 
     Adds `guards/overoptimization` to `metrics`. Returns a sentence if the guard must end the run.
     """
-    if guards.overoptimization == "off":
+    action = ppo.guards.get("overoptimization", "warn")
+    if action == "off":
         return None
-    found = divergence(evaluations, guards.overoptimization_ratio)
+    found = divergence(evaluations, guard_limit(ppo.guard_limits, "overoptimization"))
     metrics["guards/overoptimization"] = float(found is not None)
     if found is None:
         return None
@@ -204,7 +205,7 @@ def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: di
         " over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
     )
     alarm("overoptimization", text)
-    return text if guards.overoptimization == "stop" else None
+    return text if action == "stop" else None
 
 
 class Guards:
@@ -212,7 +213,6 @@ class Guards:
 
     def __init__(self, ppo: PPOConfig) -> None:
         self._ppo = ppo
-        self._guards = ppo.guards
         self._initial: dict[str, float] = {}
         self._in_a_row: dict[str, int] = {}
 
@@ -232,12 +232,14 @@ class Guards:
         conditions = self._conditions(metrics)
         failures = []
         for name in NAMES:
-            action = getattr(self._guards, name)
+            action = self._ppo.guards.get(name, "warn")
             if action == "off":
                 continue
             count = self._in_a_row.get(name, 0) + 1 if name in conditions else 0
             self._in_a_row[name] = count
-            needed = self._guards.blind_critic_steps if name == "blind_critic" else self._guards.patience
+            needed = self._ppo.guard_patience
+            if name == "blind_critic":
+                needed = math.ceil(self._limit(name))
             metrics[f"guards/{name}"] = float(count >= needed)
             if count == needed:
                 alarm(name, f"step {step}: guard {name}: {conditions[name]}")
@@ -245,40 +247,43 @@ class Guards:
                 failures.append(f"guard {name}: {conditions[name]}")
         return failures
 
+    def _limit(self, name: GuardName) -> float:
+        return guard_limit(self._ppo.guard_limits, name)
+
     def _check_first_responses(self, metrics: Mapping[str, float], step: int) -> None:
         """Warn if the SFT model's responses never end. The condition of `eos_loss` does not show it: the
         share of responses with EOS must fall, which it cannot do from 0.
         """
         problem = never_ends(metrics.get("rollout/eos_rate", 1.0), "the SFT model")
-        if problem is not None and self._guards.eos_loss != "off":
+        if problem is not None and self._ppo.guards.get("eos_loss") != "off":
             alarm("eos_loss", f"step {step}: guard eos_loss: {problem}")
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Return a description of each condition that is met, by the name of the guard."""
-        guards, initial = self._guards, self._initial
+        initial, limit = self._initial, self._limit
         met: dict[str, str] = {}
 
         eos, initial_eos = metrics.get("rollout/eos_rate", 1.0), initial.get("rollout/eos_rate", 0.0)
-        if eos < guards.eos_loss_ratio * initial_eos:
+        if eos < limit("eos_loss") * initial_eos:
             met["eos_loss"] = (
                 f"{eos:.1%} of the responses end with EOS, initially {initial_eos:.1%};"
                 " raise ppo.missing_eos_penalty or ppo.kl.coef"
             )
 
         entropy, initial_entropy = metrics.get("policy/entropy", 0.0), initial.get("policy/entropy", 0.0)
-        if entropy < guards.entropy_collapse_ratio * initial_entropy:
+        if entropy < limit("entropy_collapse") * initial_entropy:
             met["entropy_collapse"] = (
                 f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g};"
                 " raise ppo.kl.coef or ppo.entropy_coef, or lower ppo.policy.learning_rate"
             )
-        if entropy > guards.entropy_explosion_ratio * initial_entropy:
+        if entropy > limit("entropy_explosion") * initial_entropy:
             met["entropy_explosion"] = (
                 f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g};"
                 " lower ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef"
             )
 
         kl = metrics.get("objective/kl", 0.0)
-        if kl < -guards.negative_kl_limit:
+        if kl < -limit("negative_kl"):
             met["negative_kl"] = (
                 f"the KL to the reference is {kl:.3g} nats per response, which is impossible for"
                 " responses of the trained policy; check rollout/logprob_gap_mean and the sampling"
@@ -286,7 +291,7 @@ class Guards:
             )
 
         length, initial_length = metrics.get("rollout/length", 0.0), initial.get("rollout/length", 0.0)
-        ratio = guards.length_drift_ratio
+        ratio = limit("length_drift")
         if length > ratio * initial_length or length < initial_length / ratio:
             met["length_drift"] = (
                 f"responses have {length:.0f} tokens on average, initially {initial_length:.0f}; check"
@@ -294,14 +299,14 @@ class Guards:
             )
 
         share = metrics.get("rollout/repeating_rate", 0.0)
-        if share >= guards.loops_share > 0:
+        if share >= limit("loops"):
             met["loops"] = (
                 f"{share:.0%} of the responses contain loops; raise ppo.kl.coef, or add a reward of type"
                 " repetition"
             )
 
         correlation = metrics.get("rollout/score_length_correlation", 0.0)
-        if abs(correlation) >= guards.score_length_correlation:
+        if abs(correlation) >= limit("score_length"):
             met["score_length"] = (
                 f"scores and lengths of the responses have a correlation of {correlation:.2f}, so the"
                 " reward mostly depends on the length; check the reward model's length bias"
@@ -318,7 +323,7 @@ class Guards:
             )
 
         clipped = metrics.get("objective/score_clipfrac", 0.0)
-        if clipped > guards.score_clip_share:
+        if clipped > limit("score_clip"):
             met["score_clip"] = (
                 f"{clipped:.1%} of the reward model's scores are beyond"
                 f" ppo.score_clip={self._ppo.score_clip:g} and are clipped; raise it, or check the"

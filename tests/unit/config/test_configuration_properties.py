@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.messages import Schema, all_fields, locate
+from rlhf_core.config.messages import Schema, all_fields, fields, is_section, locate
 from rlhf_core.errors import ConfigError
 from tests.support.parsed_config import parse_config
 
@@ -114,7 +114,7 @@ def field_schema(path: tuple[str, ...]) -> Schema:
     return schema
 
 
-LEAVES = sorted(path for path in all_fields() if "properties" not in field_schema(path))
+LEAVES = sorted(path for path in all_fields() if not is_section(field_schema(path)))
 
 
 def values(schema: Schema) -> st.SearchStrategy[Any]:
@@ -122,6 +122,9 @@ def values(schema: Schema) -> st.SearchStrategy[Any]:
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
     high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
     some: st.SearchStrategy[Any]
+    if "propertyNames" in schema:
+        [(_, value)] = fields(schema)
+        return st.dictionaries(st.sampled_from(sorted(schema["properties"])), values(value), max_size=2)
     if "enum" in schema or "const" in schema:
         some = st.sampled_from(schema.get("enum") or [schema["const"]])
     elif schema.get("type") == "boolean":

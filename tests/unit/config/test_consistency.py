@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.consistency import check_consistency, deepspeed_sections, unusual_settings
-from rlhf_core.config.intervals import checkpoint_interval, default_evaluation_interval
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_sections import checkpoint_interval, default_evaluation_interval
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_independent_judge
 from rlhf_core.preflight import check
@@ -125,13 +125,13 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ),
     (
         {"steps": 30, "critic_warmup_steps": 11, "guards": {"blind_critic": "stop"}},
-        ("ppo.guards.blind_critic_steps: 20 steps", "there are 19", "lower it"),
+        ("ppo.guard_limits.blind_critic: 20 steps", "there are 19", "lower it"),
         {"steps": 30, "critic_warmup_steps": 10, "guards": {"blind_critic": "stop"}},
     ),
     (
-        {"steps": 4, "guards": {"patience": 4}},
-        ("ppo.guards.patience: 4 steps", "ppo.steps is 4", "lower it"),
-        {"steps": 4, "guards": {"patience": 3}},
+        {"steps": 4, "guard_patience": 4},
+        ("ppo.guard_patience: 4 steps", "ppo.steps is 4", "lower it"),
+        {"steps": 4, "guard_patience": 3},
     ),
     (
         {"steps": 5, "staleness": 4},

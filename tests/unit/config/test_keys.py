@@ -21,10 +21,10 @@ import pytest
 
 from rlhf_core.config import PipelineConfig, keys
 from rlhf_core.config.base import Section, result
-from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.messages import all_fields, locate, variants
+from rlhf_core.config.messages import all_fields, is_section, locate, variants
+from rlhf_core.config.resources import ResourcesConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data, with_demo_data
@@ -126,7 +126,7 @@ def test_a_setting_of_the_judge_that_the_reward_model_has_too_is_in_no_key(part:
 
 JUDGE: dict[str, Any] = {"optimizer": {}, "deepspeed": {}, "lora": {}}
 EVERYTHING = {
-    "run": {"device": "cpu"},
+    "run": {"device": "cpu", "resources": {"default": {}}},
     "model": {"path": "model"},
     "sft": {"lora": {}, "early_stop": {}},
     "drift": {},
@@ -183,7 +183,7 @@ IN_NO_KEY = {
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.checkpoint_every", "ppo.enabled", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
-    *(f"ppo.guards.{name}" for name in GuardsConfig.model_fields), "ppo.engine.gpu_memory_utilization",
+    "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
     "ppo.engine.dispatch", "ppo.engine.prefix_caching",
     "ppo.engine.max_restarts", "ppo.engine.min_count",
@@ -218,7 +218,11 @@ def _with_each_field_changed(value: Any, path: str = "") -> Iterator[tuple[str, 
     """(path of a field, `value` with something else in it), unchecked, for each field; a list's items by
     their type.
     """
-    if isinstance(value, Section):
+    if isinstance(value, ResourcesConfig):
+        for part, resources in value.root.items():
+            for where, new in _with_each_field_changed(resources, f"{path}.{part}"):
+                yield where, value.model_copy(update={"root": {**value.root, part: new}})
+    elif isinstance(value, Section):
         for name, info in type(value).model_fields.items():
             for where, new in _with_each_field_changed(getattr(value, name), f"{path}.{info.alias or name}"):
                 yield where, value.model_copy(update={name: new})
@@ -251,7 +255,7 @@ def test_every_field_not_listed_is_in_its_stage_keys(
         if path != "run.device"
     }
     assert found == {path: _stages_of(path) for path in found}
-    single = {".".join(path) for path in all_fields() if "properties" not in (locate(path).schema or {})}
+    single = {".".join(path) for path in all_fields() if not is_section(locate(path).schema or {})}
     assert single - set(found) == {"run.device", "data.sft", "data.preference", "data.prompts", "ppo.rewards"}
     assert set(found) >= IN_NO_KEY | set(OUTSIDE)
     reward = locate(("ppo", "rewards", 0)).schema

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.drift import DriftConfig
+from rlhf_core.config.drift import DriftConfig, Measure
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
 from rlhf_core.ops.drift.measures import (
@@ -142,7 +142,7 @@ LIMITS = DriftConfig.model_validate({"warn": {"sources": None}, "stop": {"length
         ("agreement", None, "not measured"),
     ],
 )
-def test_a_value_above_a_limit_warns_or_stops(measure: str, value: float | None, state: str) -> None:
+def test_a_value_above_a_limit_warns_or_stops(measure: Measure, value: float | None, state: str) -> None:
     [finding] = findings([Drift(measure, value, "sft", note="no model")], LIMITS)
     assert finding.state == state
 

@@ -43,7 +43,9 @@ def run(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path), "name": "small"}})
     store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
-    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["ppo"]["guards"] = {"patience": 3, "eos_loss": "warn", "eos_loss_ratio": 0.5}  # earlier releases
+    made = Provenance(config=tree)
     tokenizer = train_tokenizer(TEXTS, 300)
     encoder = Encoder(tokenizer, "chat")
     prompts = []

@@ -152,7 +152,7 @@ def test_guard_settings_do_not_change_the_artifact(tmp_path: Path) -> None:
     written = []
     settings: list[dict[str, Any]] = [
         {},
-        {"guards": {"loops": "off", "patience": 1}},
+        {"guards": {"loops": "off"}, "guard_patience": 1},
         {"logprob_gap_limit": 1e-6},
     ]
     for number, ppo in enumerate(settings):

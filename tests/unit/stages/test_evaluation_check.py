@@ -139,7 +139,7 @@ def labelling(config: PipelineConfig, **executors: str) -> PipelineConfig:
     tree = config.model_dump(mode="json", by_alias=True)
     tree["sample"] = {"judge": "language_model"}
     for stage, executor in executors.items():
-        tree["run"]["resources"][stage]["executor"] = executor
+        tree["run"]["resources"][stage] = {"executor": executor}
     return PipelineConfig.model_validate_json(json.dumps(tree))
 
 

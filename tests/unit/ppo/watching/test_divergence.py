@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rlhf_core.config.guards import GuardsConfig
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.watching.guards import Divergence, check_divergence, correlation, divergence, in_words
 
 Found = dict[int, dict[str, float]]
@@ -119,16 +119,16 @@ def test_the_guard_warns_and_stops_where_it_is_set_to(caplog: pytest.LogCaptureF
     metrics: dict[str, float] = {}
     fallen, sound = evaluations(0.8, 0.3, 0.3), evaluations(0.8, 0.3)
     with caplog.at_level(logging.WARNING):
-        assert check_divergence(GuardsConfig(), fallen, metrics) is None
+        assert check_divergence(PPOConfig(), fallen, metrics) is None
     assert metrics == {"guards/overoptimization": 1.0}
     assert [record.guard for record in caplog.records] == ["overoptimization"]  # type: ignore[attr-defined]
     assert "step 20" in caplog.text and "a correlation of 0.30" in caplog.text
-    stopped = check_divergence(GuardsConfig(overoptimization="stop"), fallen, metrics)
+    stopped = check_divergence(PPOConfig(guards={"overoptimization": "stop"}), fallen, metrics)
     assert stopped is not None and "raise ppo.kl.coef" in stopped
-    assert check_divergence(GuardsConfig(), sound, metrics) is None
+    assert check_divergence(PPOConfig(), sound, metrics) is None
     assert metrics == {"guards/overoptimization": 0.0}
     off: dict[str, float] = {}
-    assert check_divergence(GuardsConfig(overoptimization="off"), fallen, off) is None and off == {}
+    assert check_divergence(PPOConfig(guards={"overoptimization": "off"}), fallen, off) is None and off == {}
 
 
 def scored(*values: tuple[float, float]) -> Found:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from rlhf_core.config.guards import LIMITS, GuardName
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed
 from rlhf_core.ppo.watching.guards import NAMES
@@ -46,8 +47,8 @@ EACH = pytest.mark.parametrize(("name", "failure", "short"), FAILURES, ids=[f[0]
 
 
 def checks_of(**options: Any) -> StepChecks:
-    guards = {"blind_critic_steps": 3, **options}
-    return StepChecks(config_from_tree({"ppo": {"guards": guards}}, "test").ppo, lambda: "step-4")
+    ppo = {"guards": options, "guard_limits": {"blind_critic": 3}}
+    return StepChecks(config_from_tree({"ppo": ppo}, "test").ppo, lambda: "step-4")
 
 
 def look(checks: StepChecks, step: int, change: Change) -> dict[str, float]:
@@ -154,12 +155,8 @@ def test_a_critic_is_not_judged_during_its_warm_up(caplog: pytest.LogCaptureFixt
 
 def test_every_guard_is_configured_and_documented() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    actions = [
-        name
-        for name, value in config_from_tree({}, "test").ppo.guards.model_dump().items()
-        if value == "warn"
-    ]
-    assert actions == [*NAMES, "overoptimization"] and "| `overoptimization` |" in page
+    assert set(LIMITS) == set(get_args(GuardName)) == {*NAMES, "overoptimization"}
+    assert "| `overoptimization` |" in page
     assert set(NAMES) == {name for name, *_ in FAILURES}
     for name, failure, _ in FAILURES:
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))

@@ -27,7 +27,7 @@ CONFIG = {
         "score_clip": 5.0,
         "missing_eos_penalty": 0.0,
         "weight_sync": {"canary": False},
-        "guards": {"blind_critic_steps": 3},
+        "guard_limits": {"blind_critic": 3},
     }
 }
 
