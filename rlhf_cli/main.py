@@ -348,6 +348,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    from flows.isolated import client_headers
     from rlhf_cli.servers import up
     from rlhf_core.planning.check import full_disk
 
@@ -355,7 +356,7 @@ def _up(arguments: argparse.Namespace) -> int:
     # The servers could not write the reason to their logs.
     if problem := full_disk(home.path):
         raise InputError(f"--home: {problem}, or choose another")
-    print(up(home.make()))
+    print(up(home.make(), client_headers))
     return 0
 
 

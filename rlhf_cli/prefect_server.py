@@ -23,7 +23,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flows.isolated import EMBEDDED
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.logs import rotate_logs
 from rlhf_core.system.environment import NO_TELEMETRY
@@ -135,7 +134,7 @@ class EmbeddedPrefect:
         port = free_port()
         self.auth = new_auth_string()
         os.environ.update(server_environment(self._folder, self.auth, port))
-        os.environ.update({"PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
+        os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
         self.url = os.environ["PREFECT_API_URL"]
         # The logging settings of this command hide lines on the terminal. The server's log must have them.
         inherited = {

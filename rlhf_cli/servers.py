@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,8 +99,12 @@ class ServersState(BaseModel):
         write_json(home.servers_state, self.model_dump())
 
 
-def up(home: Home) -> str:
+def up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
     """Start the servers for `home` and return the text for the user.
+
+    Args:
+        home: Folder for logs and databases.
+        credentials: Returns the headers of a request to the server of PREFECT_API_URL.
 
     Raises InputError if they are running already, another `rlhf up` is starting them, or the project's files
     are missing, and StageFailed if they do not start.
@@ -108,7 +112,7 @@ def up(home: Home) -> str:
     if not DEPLOYMENTS.is_file():
         raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
     with _only_start(home):
-        return _up(home)
+        return _up(home, credentials)
 
 
 @contextmanager
@@ -129,7 +133,7 @@ def _only_start(home: Home) -> Iterator[None]:
         yield
 
 
-def _up(home: Home) -> str:
+def _up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
     running = supervisor_of(home)
     if running is not None:
         raise InputError(
@@ -141,7 +145,7 @@ def _up(home: Home) -> str:
     external_mlflow_uri()
     os.environ.update(past_proxies())
     url = external_prefect_url()
-    if url is not None and not prefect_responds(url):
+    if url is not None and not prefect_responds(url, credentials):
         raise InputError(
             f"PREFECT_API_URL: no Prefect server answers at {url}; start it, or unset the variable so that"
             " `rlhf up` starts one"

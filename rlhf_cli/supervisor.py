@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from flows.deploy import PREFIX
 from rlhf_cli.prefect_server import (
     DATABASE_VARIABLES,
     ensure_auth_string,
@@ -68,6 +67,8 @@ QUEUE = "default"
 so that they do not wait for the end of a pipeline.
 """
 POLL_SECONDS = 2.0
+_DEPLOY = "flows.deploy"
+"""Program that creates the deployments. Its messages begin with its name."""
 _HEARTBEAT_SECONDS = 30.0
 """The interval in which Prefect's worker sends a heartbeat."""
 _PREFECT_DEFAULTS = {
@@ -309,15 +310,15 @@ class Supervisor:
     def _deploy(self) -> None:
         if self.stopping:
             return
-        command = [*python_module("flows.deploy"), str(DEPLOYMENTS)]
+        command = [*python_module(_DEPLOY), str(DEPLOYMENTS)]
         log_file = self._home.servers / "deploy.log"
         before = log_file.stat().st_size if log_file.exists() else 0
         code = self._call(command, self.environment, log_file.name)
         for line in log_file.read_bytes()[before:].decode(errors="replace").splitlines():
-            if line.startswith(PREFIX):
+            if line.startswith(f"{_DEPLOY}: "):
                 log.warning("%s", line)
         if code != 0:
-            raise StageFailed(f"flows.deploy failed with exit code {code}; see {log_file}")
+            raise StageFailed(f"{_DEPLOY} failed with exit code {code}; see {log_file}")
 
     def _prefect_command(self, *arguments: str) -> int:
         """Run a `prefect` command without the settings files of the project's folder."""

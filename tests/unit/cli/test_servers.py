@@ -199,7 +199,7 @@ def test_up_refuses_a_second_supervisor(
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     write_json(home.servers_state, state_of(supervisor))
     with pytest.raises(InputError, match="are up already"):
-        up(home)
+        up(home, dict)
 
 
 def test_up_refuses_to_disturb_another_one_that_starts_the_servers(home: Home) -> None:
@@ -207,7 +207,7 @@ def test_up_refuses_to_disturb_another_one_that_starts_the_servers(home: Home) -
     with home.servers_lock.open("w") as other, _python(["-P", "-m", "rlhf_cli.supervisor"], home) as new:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="another `rlhf up` is starting the servers of"):
-            up(home)
+            up(home, dict)
         assert new.alive()
 
 
@@ -215,14 +215,14 @@ def test_up_refuses_a_database_other_than_postgresql(home: Home, monkeypatch: py
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "mysql://me:secret@host/db")
     words = r"must begin with postgresql\+asyncpg://; got mysql://\.\.\.; correct"
     with pytest.raises(InputError, match=words) as refused:
-        up(home)
+        up(home, dict)
     assert "secret" not in refused.value.message
 
 
 def test_up_refuses_a_folder_without_the_project(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home.path)
     with pytest.raises(InputError, match="project's folder"):
-        up(home)
+        up(home, dict)
 
 
 def test_down_without_servers_has_nothing_to_stop(home: Home) -> None:
