@@ -349,7 +349,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     from flows.isolated import client_headers
-    from rlhf_cli.servers import up
+    from rlhf_core.ops.servers.servers import up
     from rlhf_core.planning.check import full_disk
 
     home = _home(arguments)
@@ -361,14 +361,14 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from rlhf_cli.servers import down
+    from rlhf_core.ops.servers.servers import down
 
     print(down(_home(arguments, writable=False)))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from rlhf_cli.servers import status
+    from rlhf_core.ops.servers.servers import status
 
     print(status(_home(arguments, writable=False)))
     return 0

@@ -26,11 +26,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rlhf_cli.prefect_server import EmbeddedPrefect
+from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
+from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import basic_auth, post, responds
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.system.supervised import SupervisedProcess
 from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait
 from tests.support.prefect_server import PrefectServer, prefect_server

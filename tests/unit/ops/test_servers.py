@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.prefect_server import EmbeddedPrefect
-from rlhf_cli.servers import HOME_VARIABLE, down, is_started_by_up, status, supervisor_of, up
 from rlhf_core.errors import InputError
+from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
+from rlhf_core.ops.servers.servers import HOME_VARIABLE, down, is_started_by_up, status, supervisor_of, up
+from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.system.supervised import SupervisedProcess
 
 _SLEEP = "import time; print(flush=True); time.sleep(60)"
 
@@ -40,7 +40,7 @@ def home(tmp_path: Path) -> Home:
 @pytest.fixture
 def supervisor(home: Home) -> Iterator[ProcessId]:
     """A process with the environment and the command line of the supervisor of `home`. It does nothing."""
-    with _python(["-P", "-m", "rlhf_cli.supervisor"], home) as process:
+    with _python(["-P", "-m", "rlhf_core.ops.servers.supervisor"], home) as process:
         yield process
 
 
@@ -48,7 +48,7 @@ def supervisor(home: Home) -> Iterator[ProcessId]:
 def _python(arguments: list[str], home: Home) -> Iterator[ProcessId]:
     """Run Python with these arguments in the environment of `up`. The modules that it finds only sleep."""
     modules = home.path / "modules"
-    for name in ("rlhf_cli/supervisor.py", "prefect/__main__.py"):
+    for name in ("rlhf_core/ops/servers/supervisor.py", "prefect/__main__.py"):
         file = modules / name
         file.parent.mkdir(parents=True, exist_ok=True)
         (file.parent / "__init__.py").touch()
@@ -107,7 +107,7 @@ def test_down_does_not_stop_programs_of_a_flow_run(home: Home) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "/x/.venv/bin/python -P -m rlhf_cli.supervisor /x/.rlhf",
+        "/x/.venv/bin/python -P -m rlhf_core.ops.servers.supervisor /x/.rlhf",
         (
             "/x/.venv/bin/python -P -m uvicorn --factory flows.application:create_app --log-level warning"
             " --port 4200"
@@ -204,7 +204,8 @@ def test_up_refuses_a_second_supervisor(
 
 def test_up_refuses_to_disturb_another_one_that_starts_the_servers(home: Home) -> None:
     home.servers.mkdir()
-    with home.servers_lock.open("w") as other, _python(["-P", "-m", "rlhf_cli.supervisor"], home) as new:
+    supervisor = ["-P", "-m", "rlhf_core.ops.servers.supervisor"]
+    with home.servers_lock.open("w") as other, _python(supervisor, home) as new:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="another `rlhf up` is starting the servers of"):
             up(home, dict)

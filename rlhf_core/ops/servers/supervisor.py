@@ -4,7 +4,7 @@ runs.
     supervisor --+-- prefect server    SQLite under {home}/servers/prefect, loopback, requires a password
                  +-- mlflow server     the same SQLite file that `rlhf run` writes, loopback, one process
                  +-- prefect worker    pool `rlhf`, one flow run at a time of its queue `default`
-                 +-- reconciler        runs every 2 s (rlhf_cli/reconcile.py)
+                 +-- reconciler        runs every 2 s (rlhf_core/ops/servers/reconcile.py)
 
 The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has
 ended or that has not responded for 90 seconds. It writes the current state to {home}/servers/state.json and
@@ -31,15 +31,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from rlhf_cli.prefect_server import (
+from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
+from rlhf_core.errors import RLHFError, StageFailed
+from rlhf_core.executors.environment import past_proxies
+from rlhf_core.logs import rotate_logs
+from rlhf_core.ops.servers.prefect_server import (
     DATABASE_VARIABLES,
     ensure_auth_string,
     external_database_url,
     server_command,
     server_environment,
 )
-from rlhf_cli.reconcile import FLOW_STOP_SECONDS, Reconciler
-from rlhf_cli.servers import (
+from rlhf_core.ops.servers.reconcile import FLOW_STOP_SECONDS, Reconciler
+from rlhf_core.ops.servers.servers import (
     DEPLOYMENTS,
     HOME_VARIABLE,
     READY_SECONDS,
@@ -47,17 +51,13 @@ from rlhf_cli.servers import (
     ServerState,
     flow_processes,
 )
-from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
-from rlhf_core.errors import RLHFError, StageFailed
-from rlhf_core.executors.environment import past_proxies
-from rlhf_core.logs import rotate_logs
+from rlhf_core.ops.servers.supervised import HEALTH_CHECK_SECONDS, SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import read_json, write_atomic, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.local_http import patch, post, responds
 from rlhf_core.system.processes import ProcessId, free_port, stop
-from rlhf_core.system.supervised import HEALTH_CHECK_SECONDS, SupervisedProcess
 
 log = logging.getLogger(__name__)
 
@@ -403,7 +403,7 @@ class Supervisor:
 
 
 def main() -> int:
-    """Run the supervisor's process: `python -m rlhf_cli.supervisor HOME`."""
+    """Run the supervisor's process: `python -m rlhf_core.ops.servers.supervisor HOME`."""
     handler = logging.StreamHandler()
     handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -25,13 +25,13 @@ from filelock import FileLock, Timeout
 
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.logs import rotate_logs
+from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import unfit, write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, python_module
 from rlhf_core.system.local_http import responds
 from rlhf_core.system.processes import free_port
-from rlhf_core.system.supervised import SupervisedProcess
 
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 """Prefect's names for the address of its database. The first one has priority."""

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rlhf_cli.prefect_server import external_database_url, read_auth_string
-from rlhf_cli.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
-from rlhf_cli.server_addresses import external_mlflow_uri, external_prefect_url, prefect_responds
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.executors.environment import past_proxies
+from rlhf_core.ops.servers.external import external_mlflow_uri, external_prefect_url, prefect_responds
+from rlhf_core.ops.servers.prefect_server import external_database_url, read_auth_string
+from rlhf_core.ops.servers.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
 from rlhf_core.run.status import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
@@ -42,7 +42,7 @@ READY_SECONDS = 120.0
 
 _MAX_FLOW_RUNS = 5
 _MODULES = (
-    "rlhf_cli.supervisor",
+    "rlhf_core.ops.servers.supervisor",
     "flows.deploy",
     "flows.isolated",
     "rlhf_core.run",
@@ -152,7 +152,7 @@ def _up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
         )
     _stop_remaining(home)
     supervisor = launch(
-        [*python_module("rlhf_cli.supervisor"), str(home.path)],
+        [*python_module("rlhf_core.ops.servers.supervisor"), str(home.path)],
         {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)},
         log_file=home.supervisor_log,
     )
