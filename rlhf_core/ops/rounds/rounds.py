@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.sample import SampleConfig
-from rlhf_core.errors import GateFailed, InputError
+from rlhf_core.errors import GateFailed, InputError, checking
 from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.ops.api import run_pipeline
 from rlhf_core.ops.parameters import EndOfRound
 from rlhf_core.ops.rounds.round_votes import rows_of_votes
+from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check
 from rlhf_core.run.kept_versions import resolve_kept
 
 if TYPE_CHECKING:
@@ -83,6 +84,28 @@ def check_rounds(rounds: int) -> None:
     """Raise InputError unless there is at least one round."""
     if rounds < 1:
         raise InputError(f"--rounds: must be at least 1; got {rounds}; 2 compares two policies")
+
+
+def check_first_round(path: str, overrides: Sequence[str], until: EndOfRound = "register") -> CheckedConfig:
+    """Check the configuration of the first round, and have the round reuse this check.
+
+    Args:
+        path: YAML file.
+        overrides: Fields to override in all rounds.
+        until: Last stage of each round.
+
+    Raises:
+        InputError: Everything that is wrong with the configuration.
+        StoreUnavailable: The store does not answer.
+    """
+    config = load_config(path, overrides)
+    with checking(path):
+        resolved, _ = resolve_kept(config, "rounds")
+    # The overrides exactly as the flow gives them to the first round.
+    first = (*overrides, *resolved.pins, *round_overrides(config, ()))
+    checked = load_and_check(path, first, until=until)
+    remember_check(checked)
+    return checked
 
 
 def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
