@@ -250,7 +250,8 @@ class Supervisor:
             self._create_mlflow_database()
             self.servers["mlflow"].ensure_running()
         if self._external_prefect:
-            self._ensure_pool()
+            # The worker would create it too, but a deployment cannot be created before. It may exist.
+            self._prefect_command("work-pool", "create", POOL, "--type", "process")
             self.servers["worker"].ensure_running()
         else:
             self._await("Prefect's server", "prefect", self.servers["prefect"].serves)
@@ -294,19 +295,6 @@ class Supervisor:
                 f" {self._home.servers / 'mlflow.log'}"
             )
 
-    def _ensure_pool(self) -> None:
-        """Create the work pool on an external server if necessary.
-
-        The worker would create it as well, but the supervisor could not detect when it exists.
-        """
-        if self._prefect_command("work-pool", "inspect", POOL) == 0:
-            return
-        if self._prefect_command("work-pool", "create", POOL, "--type", "process") != 0:
-            raise StageFailed(
-                f"the Prefect server of PREFECT_API_URL has no work pool {POOL}, and creating one failed; see"
-                f" {self._home.servers / 'deploy.log'}"
-            )
-
     def _deploy(self) -> None:
         if self.stopping:
             return
@@ -320,10 +308,10 @@ class Supervisor:
         if code != 0:
             raise StageFailed(f"{_DEPLOY} failed with exit code {code}; see {log_file}")
 
-    def _prefect_command(self, *arguments: str) -> int:
+    def _prefect_command(self, *arguments: str) -> None:
         """Run a `prefect` command without the settings files of the project's folder."""
         command = [*python_module("flows.isolated"), "--no-prompt", *arguments]
-        return self._call(command, self.environment, "deploy.log")
+        self._call(command, self.environment, "deploy.log")
 
     def _call(self, command: Sequence[str], environment: Mapping[str, str], log_name: str) -> int:
         """Run a command and return its exit code. Raises StageFailed after READY_SECONDS."""
