@@ -1,4 +1,4 @@
-"""The command line and the local servers of `rlhf up`.
+"""The command line.
 
 This is the first code of the project that runs. An empty entry in `PYTHONPATH` (`PYTHONPATH=:`, often caused
 by `$PYTHONPATH:/folder` with an unset variable) and relative entries refer to the working folder. They come

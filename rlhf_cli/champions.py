@@ -203,7 +203,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _publish(arguments: argparse.Namespace) -> int:
-    from rlhf_core.ops.publish import publish, publish_to_hub
+    from rlhf_core.ops.publish.publish import publish, publish_to_hub
     from rlhf_core.run.registered_policies import open_policy
 
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)

@@ -348,26 +348,27 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from rlhf_cli.servers import up
+    from flows.isolated import client_headers
+    from rlhf_core.ops.servers.servers import up
     from rlhf_core.planning.check import full_disk
 
     home = _home(arguments)
     # The servers could not write the reason to their logs.
     if problem := full_disk(home.path):
         raise InputError(f"--home: {problem}, or choose another")
-    print(up(home.make()))
+    print(up(home.make(), client_headers))
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from rlhf_cli.servers import down
+    from rlhf_core.ops.servers.servers import down
 
     print(down(_home(arguments, writable=False)))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from rlhf_cli.servers import status
+    from rlhf_core.ops.servers.servers import status
 
     print(status(_home(arguments, writable=False)))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.arguments import add_command
@@ -43,12 +43,6 @@ def add_prune_command(commands: Any) -> None:
     )
     sub.add_argument("--delete", action="store_true", help="delete; without it, nothing is changed")
     sub.add_argument(
-        "--today",
-        metavar="DATE",
-        help="Confirms the date if every entry of the store looks old, or one is of the future; such as"
-        " 2026-11-29",
-    )
-    sub.add_argument(
         "--home",
         help=f"without CONFIG: folder of the runs with their store and the database of MLflow (default:"
         f" {_HOME}); MLFLOW_TRACKING_URI overrides the database",
@@ -58,7 +52,7 @@ def add_prune_command(commands: Any) -> None:
 def _prune(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from rlhf_core.ops.prune.prune import Pruning, parse_age, parse_date
+    from rlhf_core.ops.prune.prune import Pruning, parse_age
     from rlhf_core.storage.bundles import readable_size
 
     age = parse_age(arguments.older_than)
@@ -66,7 +60,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     pruning = Pruning.of(config, age, field="--home" if arguments.config is None else "run.home")
     plan = pruning.plan()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    total, count = sum(each.size for each in plan.deleted), len(plan.deleted)
+    total, count = sum(item.size for item in plan.deleted), len(plan.deleted)
     if not arguments.delete:
         if plan.deleted:
             console.print(_table_of_deleted(plan))
@@ -76,12 +70,12 @@ def _prune(arguments: argparse.Namespace) -> int:
             print("nothing was changed; the same command with --delete deletes")
         return 0
     if plan.deleted:
-        pruning.check_clock(plan, parse_date(arguments.today))
+        pruning.check_clock()
     freed = done = 0
-    for each, deleted in pruning.delete(plan):
-        freed, done = freed + each.size * deleted, done + deleted
+    for item, deleted in pruning.delete(plan):
+        freed, done = freed + item.size * deleted, done + deleted
         state = "deleted" if deleted else "kept, because it has changed in the meantime"
-        print(printable(f"{plan.name(each)}, {readable_size(each.size)}: {state}"), flush=True)
+        print(printable(f"{item.label}, {readable_size(item.size)}: {state}"), flush=True)
     console.print(_table_of_kept(plan))
     print(f"deleted: {done}, {readable_size(freed)}")
     return 0
@@ -104,16 +98,18 @@ def _table_of_deleted(plan: Plan) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    from rlhf_core.ops.prune.prune import DAY
     from rlhf_core.storage.bundles import readable_size
 
     table = Table(title="to be deleted")
     for column in ("what", "of", "age", "size", "why"):
         table.add_column(column, justify="right" if column in ("age", "size") else "left", overflow="fold")
-    for each in plan.deleted:
-        days = plan.age_days(each)
-        age = "" if days is None else f"{days:.0f} d"
-        begun = "" if days is None else f"{datetime.now(UTC) - timedelta(days=days):%Y-%m-%d}"
-        table.add_row(escape(plan.name(each)), begun, age, readable_size(each.size), plan.why(each))
+    for item in plan.deleted:
+        date = age = ""
+        if item.since is not None:
+            date = f"{datetime.fromtimestamp(item.since, UTC):%Y-%m-%d}"
+            age = f"{(plan.known.now - item.since) / DAY:.0f} d"
+        table.add_row(escape(item.label), date, age, readable_size(item.size), item.unused)
     return table
 
 
@@ -125,6 +121,6 @@ def _table_of_kept(plan: Plan) -> Table:
     table = Table(title="kept")
     for column, justify in (("why", "left"), ("count", "right"), ("size", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for reason, (count, size) in plan.kept.items():
+    for reason, (count, size) in plan.count_kept().items():
         table.add_row(reason.value, str(count), readable_size(size))
     return table

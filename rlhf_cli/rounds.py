@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flows.rounds import Rounds
-    from rlhf_core.run.checks import CheckedConfig
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def add_rounds_command(commands: Any) -> None:
 def _rounds(arguments: argparse.Namespace) -> int:
     from rlhf_cli.with_prefect import with_prefect
     from rlhf_core.logs import set_up_logging
-    from rlhf_core.ops.rounds.rounds import check_rounds
+    from rlhf_core.ops.rounds.rounds import check_first_round, check_rounds
     from rlhf_core.system.home import Home
 
     check_rounds(arguments.rounds)
@@ -50,34 +49,6 @@ def _rounds(arguments: argparse.Namespace) -> int:
     console = set_up_logging(Home.of(checked.config.run.home))
     log.info("%s, seed %d: %d rounds", checked.config.run.name, checked.config.run.seed, arguments.rounds)
     return with_prefect(checked.config, lambda: _run(arguments, console))
-
-
-def check_first_round(path: str, overrides: Sequence[str], until: EndOfRound = "register") -> CheckedConfig:
-    """Check the configuration of the first round, and have the round reuse this check.
-
-    Args:
-        path: YAML file.
-        overrides: Fields to override in all rounds.
-        until: Last stage of each round.
-
-    Raises:
-        InputError: Everything that is wrong with the configuration.
-        StoreUnavailable: The store does not answer.
-    """
-    from rlhf_core.config.load import load_config
-    from rlhf_core.errors import checking
-    from rlhf_core.ops.rounds.rounds import round_overrides
-    from rlhf_core.run.checks import load_and_check, remember_check
-    from rlhf_core.run.kept_versions import resolve_kept
-
-    config = load_config(path, overrides)
-    with checking(path):
-        resolved, _ = resolve_kept(config, "rounds")
-    # The overrides exactly as the flow gives them to the first round.
-    first = (*overrides, *resolved.pins, *round_overrides(config, ()))
-    checked = load_and_check(path, first, until=until)
-    remember_check(checked)
-    return checked
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> int:

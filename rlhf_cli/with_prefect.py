@@ -20,11 +20,11 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
         call: Imports and runs the flow. Prefect must not be imported before, because its import reads the
             settings that are made here.
     """
-    from flows.isolated import isolate_prefect
-    from rlhf_cli.prefect_server import EmbeddedPrefect
-    from rlhf_cli.server_addresses import external_prefect_url, prefect_responds
-    from rlhf_cli.servers import use_auth_string
+    from flows.isolated import EMBEDDED, client_headers, isolate_prefect
     from rlhf_core.executors.environment import past_proxies
+    from rlhf_core.ops.servers.external import external_prefect_url, prefect_responds
+    from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
+    from rlhf_core.ops.servers.servers import use_auth_string
     from rlhf_core.system.environment import NO_TELEMETRY
 
     home = Home.of(config.run.home)
@@ -32,7 +32,7 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
     url = external_prefect_url()
     if url is not None:
         use_auth_string(home, url)
-        if prefect_responds(url):
+        if prefect_responds(url, client_headers):
             os.environ.update(NO_TELEMETRY)
             isolate_prefect()
             return call()
@@ -43,6 +43,7 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
         )
 
     server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import
+    os.environ[EMBEDDED] = "1"
     isolate_prefect()
     # The import of Prefect takes about as long as the start of its server, so both happen at the same time.
     import flows.rlhf  # noqa: F401

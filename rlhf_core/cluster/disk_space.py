@@ -40,16 +40,16 @@ def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None)
             before it writes a checkpoint. It need not exist.
     """
     cache, works = Home.of(home).cache, Home.of(home).works
-    to_fetch = sum(max(0, size - _bytes_below(cache / name)) for name, size in copies.items())
+    to_fetch = sum(max(0, size - bytes_below(cache / name)) for name, size in copies.items())
     free = machine().disk(existing_parent(works)).free
     if pending is not None and on_one_disk(pending, works):
-        free += _bytes_below(pending)
+        free += bytes_below(pending)
     cache_free = None if on_one_disk(cache, works) else machine().disk(existing_parent(cache)).free
-    others = sum(_bytes_below(copy) for copy in cache.glob("*") if copy.name not in copies)
+    others = sum(bytes_below(copy) for copy in cache.glob("*") if copy.name not in copies)
     return Space(free, to_fetch, others, cache_free)
 
 
-def _bytes_below(folder: Path) -> int:
+def bytes_below(folder: Path) -> int:
     """Return the size of all files below `folder`. Other processes may delete files at the same time."""
     size = 0
     for parent, _, names in os.walk(folder):

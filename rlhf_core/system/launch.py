@@ -25,21 +25,6 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def python_program(command: Sequence[str]) -> tuple[str, str]:
-    """Return the module and the script that a Python command line runs. At least one of them is empty."""
-    words = iter(command[1:])
-    for word in words:
-        if word == "-m":
-            return next(words, ""), ""
-        if word in ("-W", "-X"):
-            next(words, "")  # the value of this option
-        elif word == "-c":
-            return "", ""
-        elif not word.startswith("-"):
-            return "", word
-    return "", ""
-
-
 def launch(
     command: Sequence[str],
     environment: Mapping[str, str],

@@ -70,12 +70,6 @@ class ProcessId:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signum)
 
-    def command(self) -> list[str]:
-        """Return the command line of the process, or an empty list if it has ended."""
-        with contextlib.suppress(psutil.Error):
-            return psutil.Process(self.pid).cmdline()
-        return []
-
 
 def this_machine() -> str:
     """Identify the processes that this one can look up: those of its boot and of its namespace of pids.

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from rlhf_cli.prefect_server import DATABASE_VARIABLES, read_auth_string
-from rlhf_cli.reconcile import ENGINE_VARIABLE
-from rlhf_cli.servers import flow_processes
+from rlhf_core.ops.servers.prefect_server import DATABASE_VARIABLES, read_auth_string
+from rlhf_core.ops.servers.reconcile import ENGINE_VARIABLE
+from rlhf_core.ops.servers.servers import flow_processes
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import post

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.servers import DEPLOYMENTS
+from rlhf_core.ops.servers.servers import DEPLOYMENTS
 from rlhf_core.system.launch import python_module
 from rlhf_core.system.local_http import get, patch, post
 from tests.support.prefect_server import PrefectServer, prefect_server

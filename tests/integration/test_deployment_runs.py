@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.reconcile import CANCEL_SECONDS, ENGINE_VARIABLE, FLOW_STOP_SECONDS
-from rlhf_cli.servers import HOME_VARIABLE, flow_processes
-from rlhf_cli.supervisor import POLL_SECONDS
+from rlhf_core.ops.servers.reconcile import CANCEL_SECONDS, ENGINE_VARIABLE, FLOW_STOP_SECONDS
+from rlhf_core.ops.servers.servers import HOME_VARIABLE, flow_processes
+from rlhf_core.ops.servers.supervisor import POLL_SECONDS
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import post
 from rlhf_core.system.processes import processes_with_env

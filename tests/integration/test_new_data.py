@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.servers import HOME_VARIABLE
+from rlhf_core.ops.servers.servers import HOME_VARIABLE
 from rlhf_core.system.local_http import get
 from rlhf_core.system.processes import processes_with_env
 from rlhf_core.tracking.champions import WEIGHTS

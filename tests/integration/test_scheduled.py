@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.servers import HOME_VARIABLE
+from rlhf_core.ops.servers.servers import HOME_VARIABLE
 from rlhf_core.system.files import read_json
 from rlhf_core.system.local_http import get
 from rlhf_core.system.processes import processes_with_env

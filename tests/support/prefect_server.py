@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 COMMAND = """
 import json, os, sys
-from rlhf_cli.prefect_server import EmbeddedPrefect
+from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
 from rlhf_core.system.home import Home
 
 server = EmbeddedPrefect(Home.of(sys.argv[1]))

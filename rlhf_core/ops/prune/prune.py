@@ -13,35 +13,28 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import date, datetime, timedelta
+from datetime import datetime
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError
 from rlhf_core.executors.job_files import JobFiles
-from rlhf_core.ops.prune.removal import (
-    CachedCopy,
-    remove_artifact,
-    remove_checkpoints,
-    remove_copy,
-    remove_leftover,
-    stale_copies,
-)
+from rlhf_core.ops.prune.removal import remove, remove_copy, stale_copies
 from rlhf_core.ops.prune.retained import retained
 from rlhf_core.ops.prune.retention import (
     UNFINISHED_SECONDS,
-    Decision,
+    CachedCopy,
+    Item,
     Known,
+    Pending,
     Reason,
-    Subject,
     decide,
 )
 from rlhf_core.run.registered_policies import registry_of
 from rlhf_core.run.state import process_of, read_state
-from rlhf_core.storage.fencing import LEASE_TIMES, Claim, LeaseTimes, observe
+from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.inventory import (
     ARTIFACTS,
     ArtifactName,
-    Leftover,
     StoredArtifact,
     Unfinished,
     add_unlisted,
@@ -64,84 +57,22 @@ _DAYS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)d?")
 
 
 @dataclass(frozen=True)
-class Pending:
-    """An artifact or a checkpoint in the outbox, which was not uploaded."""
-
-    prefix: str
-    size: int
-    """Bytes."""
-    age: float
-    """Seconds."""
-
-
-Deletable = Subject | Pending | CachedCopy
-
-
-@dataclass(frozen=True)
 class Plan:
     """What will be deleted, and what is kept."""
 
     known: Known
-    decision: Decision
-    pending: tuple[Pending, ...]
-    copies: tuple[CachedCopy, ...]
+    deleted: tuple[Item, ...]
+    """What will be deleted, in this order."""
+    kept: tuple[Item, ...]
 
-    @property
-    def deleted(self) -> tuple[Deletable, ...]:
-        """What will be deleted, in this order."""
-        return (*self.decision.deleted, *self.pending, *self.copies)
-
-    @property
-    def kept(self) -> dict[Reason, tuple[int, int]]:
-        """Number and bytes of what is kept, by reason."""
-        found: dict[Reason, tuple[int, int]] = {}
-        for subject, reason in self.decision.kept:
-            count, size = found.get(reason, (0, 0))
-            found[reason] = (count + 1, size + subject.size)
-        return {reason: found[reason] for reason in Reason if reason in found}
-
-    def name(self, each: Deletable) -> str:
-        """Return the name of something that will be deleted."""
-        match each:
-            case StoredArtifact():
-                return str(each.name)
-            case Leftover():
-                return f"files of {each.name}"
-            case Unfinished():
-                return f"checkpoints of {each.key}"
-            case Pending():
-                return f"outbox: {each.prefix}"
-            case CachedCopy():
-                return f"copy of {each.name}"
-
-    def why(self, each: Deletable) -> str:
-        """Return why it will be deleted."""
-        match each:
-            case StoredArtifact():
-                return "no version needs it"
-            case Leftover():
-                return "it has no manifest"
-            case Unfinished():
-                return "the stage was not continued"
-            case Pending():
-                return "it was not uploaded"
-            case CachedCopy():
-                return "the store does not have it"
-
-    def age_days(self, each: Deletable) -> float | None:
-        """Return its age in days; None for a copy."""
-        match each:
-            case StoredArtifact():
-                since = each.created
-            case Leftover():
-                since = self.known.claims[each.name.key].begun
-            case Unfinished():
-                since = max(each.saved or 0.0, self.known.claims[each.key].begun or 0.0)
-            case Pending():
-                return each.age / DAY
-            case CachedCopy():
-                return None
-        return None if since is None else (self.known.now - since) / DAY
+    def count_kept(self) -> dict[Reason, tuple[int, int]]:
+        """Return number and bytes of what is kept, by reason."""
+        counts = {}
+        for reason in Reason:
+            sizes = [item.size for item in self.kept if item.reason is reason]
+            if sizes:
+                counts[reason] = (len(sizes), sum(sizes))
+        return counts
 
 
 def parse_age(text: str) -> float:
@@ -150,16 +81,6 @@ def parse_age(text: str) -> float:
     if found is None:
         raise InputError(f"--older-than must be a number of days, such as 90d; got {text[:50]!r}; correct it")
     return float(found[1]) * DAY
-
-
-def parse_date(text: str | None) -> date | None:
-    """Return a date such as 2026-11-29; None for None. Raises InputError."""
-    try:
-        return None if text is None else date.fromisoformat(text)
-    except ValueError as error:
-        raise InputError(
-            f"--today must be a date such as 2026-11-29; got {text!r:.50}; correct it"
-        ) from error
 
 
 class Pruning:
@@ -172,7 +93,6 @@ class Pruning:
         home: Home,
         age: float,
         *,
-        times: LeaseTimes = LEASE_TIMES,
         clock: Clock = SYSTEM_CLOCK,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -183,7 +103,6 @@ class Pruning:
             mlflow: The registry.
             home: `run.home`, for its cache, its outbox and the state of its runs.
             age: Seconds for which everything is kept.
-            times: Intervals of leases.
             clock: Clock of waits.
             now: Returns the seconds since 1970.
         """
@@ -191,7 +110,7 @@ class Pruning:
         self._mlflow = mlflow
         self._home = home
         self._age = age
-        self._times = times
+        self._outbox = Outbox.of(store, home.outbox)
         self._clock = clock
         self._now = now
         self._refreshed_at = 0.0
@@ -207,101 +126,73 @@ class Pruning:
         """Return what to delete. Raises InputError if the store is empty, StoreError and InfrastructureError
         if the store or MLflow does not answer.
         """
-        known = self._with_unlisted(self._known())
-        if not known.inventory.artifacts and not known.inventory.keys:
-            raise InputError(
-                f"store.url: {self._store.url} has neither artifacts nor checkpoints; name the store of the"
-                " runs"
-            )
-        # Only of what would be deleted, the holders are looked up.
-        candidates = [each for each in decide(known).deleted if isinstance(each, StoredArtifact)]
-        claims = self._observe({each.name.key for each in candidates} - known.claims.keys())
-        known = replace(known, claims={**known.claims, **claims})
-        decision = decide(known)
-        kept = [each for each, _ in decision.kept if isinstance(each, StoredArtifact)]
-        copies = () if self._store.is_local else stale_copies(self._store, self._home.cache, kept)
+        known = self._known()
+        items = decide(known)
+        deleted = [item for item in items if item.reason is None]
+        kept = [item for item in items if item.reason is not None]
         # Together with the checkpoints of a key, those in the outbox are deleted.
-        without = {each.key for each in decision.deleted if isinstance(each, Unfinished)}
-        return Plan(known, decision, tuple(self._pending(known, without)), tuple(copies))
+        done = {item.subject.key for item in deleted if isinstance(item.subject, Unfinished)}
+        deleted += self._pending(known, done)
+        if not self._store.is_local:
+            present = [item.subject for item in kept if isinstance(item.subject, StoredArtifact)]
+            for copy in stale_copies(self._store, self._home.cache, present):
+                deleted.append(Item(copy, f"copy of {copy.name}", "the store does not have it"))
+        return Plan(known, tuple(deleted), tuple(kept))
 
-    def check_clock(self, plan: Plan, today: date | None = None) -> None:
-        """Raise InputError if the clock of this machine may be wrong: the ages would be wrong, too.
-
-        It must agree with the clock of the store, and no entry may be of the future. The clock of a local
-        store may be the same one: its newest entry must be of the last day, or a person must give the date.
-
-        Args:
-            plan: What will be deleted.
-            today: The date that a person has given.
+    def check_clock(self) -> None:
+        """Raise InputError if the clock of this machine differs from that of the store: the ages would be
+        wrong.
         """
         here = datetime.fromtimestamp(self._now())
-        if today is not None:
-            if abs(here.date() - today) > timedelta(days=1):
-                raise InputError(
-                    f"--today: the clock of this machine says {here:%Y-%m-%d %H:%M}; got {today}; set it"
-                )
-            return
         difference = self._now() - self._store.time()
         if abs(difference) > _CLOCK_SECONDS:
             raise InputError(
                 f"--delete: the clock of this machine says {here:%Y-%m-%d %H:%M}, {difference / 3600:+.1f}"
                 f" hours from that of {self._store.url}; nothing was deleted; set the clock that is wrong"
             )
-        inventory = plan.known.inventory
-        times = [
-            *(artifact.created for artifact in inventory.artifacts),
-            *(checkpoints.saved for checkpoints in inventory.checkpoints),
-            *(claim.begun for claim in plan.known.claims.values()),
-        ]
-        age = self._now() - max(time for time in [0.0, *times] if time is not None)
-        limit = DAY if self._store.is_local else max(self._age, UNFINISHED_SECONDS)
-        if not -_CLOCK_SECONDS <= age <= limit:
-            raise InputError(
-                f"--delete: the clock of this machine says {here:%Y-%m-%d %H:%M}, and the newest entry of"
-                f" {self._store.url} is then {age / DAY:.1f} days old; nothing was deleted; set the clock, or"
-                " add --today with the date if it is right"
-            )
 
-    def delete(self, plan: Plan) -> Iterator[tuple[Deletable, bool]]:
+    def delete(self, plan: Plan) -> Iterator[tuple[Item, bool]]:
         """Delete what is planned, one after another. Yield each with whether it was deleted: not if it has
         changed in the meantime.
         """
-        known, allowed = plan.known, set(plan.decision.deleted)
-        for subject in plan.deleted:
+        known = plan.known
+        allowed = {item.subject for item in plan.deleted}
+        for item in plan.deleted:
+            subject = item.subject
             if self._clock.monotonic() - self._refreshed_at > _FRESH_SECONDS:
                 known = self._refreshed(known)
-                allowed &= set(decide(known).deleted)
+                allowed = {each.subject for each in decide(known) if each.reason is None}
             if isinstance(subject, Pending):
-                yield subject, self._discard(subject)
+                deleted = self._discard(subject.prefix)
             elif isinstance(subject, CachedCopy):
-                yield subject, remove_copy(self._store, subject)
+                deleted = remove_copy(self._store, subject)
             else:
-                yield subject, subject in allowed and self._remove(subject, plan.known)
-
-    def _remove(self, subject: Subject, known: Known) -> bool:
-        if isinstance(subject, StoredArtifact):
-            return remove_artifact(self._store, subject, known.claims[subject.name.key])
-        if isinstance(subject, Leftover):
-            return remove_leftover(self._store, subject, known.claims[subject.name.key])
-        return remove_checkpoints(self._store, subject.key, known.claims[subject.key], self._home)
+                key = subject.key if isinstance(subject, Unfinished) else subject.name.key
+                deleted = subject in allowed and remove(self._store, subject, known.claims[key], self._home)
+            yield item, deleted
 
     def _known(self) -> Known:
         inventory = read_inventory(self._store)
-        finished = {artifact.name.key for artifact in inventory.artifacts}
+        if not inventory.artifacts and not inventory.keys:
+            raise InputError(
+                f"store.url: {self._store.url} has neither artifacts nor checkpoints; name the store of the"
+                " runs"
+            )
         keys = {
-            *(inventory.keys - finished),
+            *inventory.keys,
+            *(artifact.name.key for artifact in inventory.artifacts),
             *(leftover.name.key for leftover in inventory.leftovers),
-            *(checkpoints.key for checkpoints in inventory.checkpoints),
+            *self._keys_of_outbox().values(),
         }
         # After the artifacts: what has become one in the meantime was begun less than a week ago.
-        claims = self._observe(keys)
-        return self._refreshed(Known(inventory, claims, (), (), (), self._now(), self._age))
-
-    def _with_unlisted(self, known: Known) -> Known:
-        """Return `known` with the artifacts that a version, run or stage needs and that no listing has."""
-        inputs = [ArtifactName.parse(text) for claim in known.claims.values() for text in claim.inputs or ()]
-        named = [*known.needed, *known.in_use, *inputs]
-        return replace(known, inventory=add_unlisted(self._store, known.inventory, named))
+        claims = observe(self._store, keys, clock=self._clock)
+        known = self._refreshed(Known(inventory, claims, (), (), (), self._now(), self._age))
+        # What a version, run or stage needs, and no listing has.
+        inputs = [ArtifactName.parse(text) for claim in claims.values() for text in claim.inputs or ()]
+        inventory = add_unlisted(self._store, inventory, [*known.needed, *known.in_use, *inputs])
+        unlisted = {artifact.name.key for artifact in inventory.artifacts} - keys
+        claims |= observe(self._store, unlisted, clock=self._clock)
+        return replace(known, inventory=inventory, claims=claims)
 
     def _refreshed(self, known: Known) -> Known:
         """Return `known` with what the registry, the runs of this home and the jobs need now."""
@@ -312,9 +203,6 @@ class Pruning:
         needed, registered = retained(self._mlflow)
         self._refreshed_at = self._clock.monotonic()
         return replace(known, needed=needed, registered=registered, in_use=in_use, running_since=started)
-
-    def _observe(self, keys: set[str]) -> dict[str, Claim]:
-        return observe(self._store, keys, self._times, self._clock)
 
     def _of_runs(self) -> Iterator[tuple[float, list[ArtifactName]]]:
         """Yield the start and the artifacts of each run of this home that has not ended. A run can need later
@@ -328,9 +216,7 @@ class Pruning:
             alive = process.alive()
             names = [ArtifactName(stage, str(each.get("key"))) for stage, each in state["stages"].items()]
             if alive:
-                running = seconds_since_boot() - process.started
-                # Negative if an earlier release has recorded the seconds since 1970.
-                yield self._now() - running if running >= 0 else process.started, names
+                yield self._now() - (seconds_since_boot() - process.started), names
             # It is on another host, or that host has gone. Its start is not known.
             elif alive is None and state["updated"] > self._now() - UNFINISHED_SECONDS:
                 yield state["updated"] - UNFINISHED_SECONDS, names
@@ -346,28 +232,28 @@ class Pruning:
                         yield ArtifactName(stage, ref["key"])
                     yield from artifacts_named(content["spec"]["config"])
 
-    def _pending(self, known: Known, without: Collection[str]) -> Iterator[Pending]:
-        """Yield what no run has uploaded for longer than the age, of keys that nobody holds and that are not
-        in `without`.
-        """
-        outbox = Outbox.of(self._store, self._home.outbox)
-        if outbox is None:
-            return
-        prefixes = [*outbox.pending(ARTIFACTS), *outbox.pending(CHECKPOINTS)]
-        keys = {
-            prefix: prefix.split("/")[2 if prefix.startswith(f"{ARTIFACTS}/") else 1] for prefix in prefixes
-        }
-        claims = {**self._observe(set(keys.values()) - known.claims.keys()), **known.claims}
-        for prefix, key in keys.items():
-            manifest, age = outbox.manifest(prefix), outbox.age(prefix)
-            is_free = key not in without and not claims[key].held
-            if manifest is not None and is_free and age > max(self._age, UNFINISHED_SECONDS):
-                yield Pending(prefix, sum(entry.size for entry in manifest.files), age)
+    def _keys_of_outbox(self) -> dict[str, str]:
+        """Return the stage key of each bundle in the outbox, by its prefix."""
+        if self._outbox is None:
+            return {}
+        keys = {prefix: prefix.split("/")[2] for prefix in self._outbox.pending(ARTIFACTS)}
+        return keys | {prefix: prefix.split("/")[1] for prefix in self._outbox.pending(CHECKPOINTS)}
 
-    def _discard(self, pending: Pending) -> bool:
-        outbox = Outbox.of(self._store, self._home.outbox)
+    def _pending(self, known: Known, done: Collection[str]) -> Iterator[Item]:
+        """Yield what no run has uploaded for longer than the age, of keys that nobody holds and that are not
+        in `done`.
+        """
+        for prefix, key in self._keys_of_outbox().items():
+            assert self._outbox is not None
+            manifest, age = self._outbox.manifest(prefix), self._outbox.age(prefix)
+            is_free = key not in done and key in known.claims and not known.claims[key].held
+            if manifest is not None and is_free and age > known.unfinished_age:
+                pending = Pending(prefix, sum(entry.size for entry in manifest.files))
+                yield Item(pending, f"outbox: {prefix}", "it was not uploaded", known.now - age)
+
+    def _discard(self, prefix: str) -> bool:
         # Younger if a run has added another one in the meantime.
-        if outbox is None or outbox.age(pending.prefix) < pending.age:
+        if self._outbox is None or self._outbox.age(prefix) <= max(self._age, UNFINISHED_SECONDS):
             return False
-        outbox.discard(pending.prefix)
+        self._outbox.discard(prefix)
         return True

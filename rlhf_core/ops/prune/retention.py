@@ -20,16 +20,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 from rlhf_core.storage.fencing import Claim
-from rlhf_core.storage.inventory import (
-    ArtifactName,
-    Inventory,
-    Leftover,
-    StoredArtifact,
-    Unfinished,
-)
+from rlhf_core.storage.inventory import ArtifactName, Inventory, Leftover, StoredArtifact, Unfinished
 
 UNFINISHED_SECONDS = 7 * 86_400.0
 """For this time, what a stage has begun and not finished is kept in any case, with what it reads. The default
@@ -42,19 +37,55 @@ class Reason(Enum):
 
     VERSION = "a version that is or was champion, or has an alias, needs it"
     OTHER_REGISTRY = "it was registered, and this MLflow does not have the version"
-    IN_USE = "a run, a job or an unfinished stage has made or reads it"
-    HELD = "a stage is being made"
-    YOUNG = "it is young"
-    UNKNOWN_AGE = "its age is not known"
-    UNKNOWN_STAGE = "this release has no such stage"
-    UNKNOWN_INPUTS = "a stage of an earlier release is being made, whose inputs are not known"
+    IN_USE = "a run, a job or an unfinished stage has produced it or reads it"
+    HELD = "its stage is running"
+    YOUNG = "it is not old enough"
+    UNKNOWN_AGE = "its age is unknown"
+    UNKNOWN_STAGE = "this release does not have its stage"
+    UNKNOWN_INPUTS = "a stage of an earlier release is running, and its inputs are unknown"
     ANCESTOR = "an artifact that is kept descends from it"
-    DATA = "it has data, which matches need"
+    DATA = "it is a data artifact; matches need it"
     NO_WEIGHTS = "it has no weights"
-    DAMAGED = "it is damaged, and kept for people"
+    DAMAGED = "it is damaged; delete it by hand"
 
 
-Subject = StoredArtifact | Leftover | Unfinished
+@dataclass(frozen=True)
+class Pending:
+    """An artifact or a checkpoint in the outbox, which was not uploaded."""
+
+    prefix: str
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class CachedCopy:
+    """A local copy of an artifact of a bucket."""
+
+    name: ArtifactName
+    folder: Path
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that `rlhf prune` deletes or keeps."""
+
+    subject: StoredArtifact | Leftover | Unfinished | Pending | CachedCopy
+    label: str
+    """What it is, for the user."""
+    unused: str
+    """Why it is not needed, if there is no reason to keep it."""
+    since: float | None = None
+    """When it was created or last used, in seconds since 1970. None if that is not known."""
+    reason: Reason | None = None
+    """Why it is kept; None if it is to be deleted."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.subject.size
 
 
 @dataclass(frozen=True)
@@ -63,9 +94,7 @@ class Known:
 
     inventory: Inventory
     claims: Mapping[str, Claim]
-    """Claims of stage keys: of all without an artifact, of those with checkpoints and with leftovers, and, to
-    find their holders, of artifacts that may be deleted.
-    """
+    """Claims of all stage keys."""
     needed: Collection[ArtifactName]
     """The artifacts of versions that are kept."""
     registered: Collection[tuple[str, str]]
@@ -79,61 +108,63 @@ class Known:
     running_since: float = math.inf
     """Start of the first run that has not ended. What was made since then may be of that run."""
 
+    @property
+    def unfinished_age(self) -> float:
+        """Seconds for which unfinished work is kept."""
+        return max(self.age, UNFINISHED_SECONDS)
 
-@dataclass(frozen=True)
-class Decision:
-    """What to delete, and what is kept."""
 
-    deleted: tuple[Subject, ...]
-    """Artifacts first, each before those that it descends from. What an interruption leaves then still has
-    all that it descends from.
+def decide(known: Known) -> list[Item]:
+    """Return the content of the store with the reason for which each item is kept.
+
+    Artifacts are first, each before those that it descends from. What an interrupted deletion leaves then
+    still has all that it descends from.
     """
-    kept: tuple[tuple[Subject, Reason], ...]
-
-
-def decide(known: Known) -> Decision:
-    """Return what to delete."""
     artifacts = {artifact.name: artifact for artifact in known.inventory.artifacts}
-    roots = {name: reason for name, artifact in artifacts.items() if (reason := _root(artifact, known))}
-    reading = frozenset(_in_use(known, artifacts))
-    # What they descend from is kept also if they themselves are no artifacts of this store.
-    sources = {*roots, *reading, *known.needed}
-    ancestors = _closure(sources, artifacts)
+    needed = _needed(known, artifacts)
     unknown = any(claim.held and claim.inputs is None for claim in known.claims.values())
-    deleted: list[Any] = []
-    kept: list[tuple[Subject, Reason]] = []
-    for name, artifact in artifacts.items():
-        reason = roots.get(name)
-        if reason is None and name in reading:
-            reason = Reason.IN_USE
-        elif reason is None and name in ancestors:
-            reason = Reason.ANCESTOR
-        reason = reason or _kind(artifact) or (Reason.UNKNOWN_INPUTS if unknown else None)
-        _put(artifact, reason, deleted, kept)
-    # Lineage has no circles, so an artifact has more ancestors than each of them.
-    deleted.sort(key=lambda each: -len(_closure([each.name], artifacts)))
+    items = []
+    for artifact in _descendants_first(artifacts):
+        reason = needed.get(artifact.name) or _reason_of_kind(artifact)
+        if reason is None and unknown:
+            reason = Reason.UNKNOWN_INPUTS
+        items.append(Item(artifact, str(artifact.name), "no version needs it", artifact.created, reason))
     for leftover in known.inventory.leftovers:
-        damaged = Reason.DAMAGED if leftover.is_damaged else None
-        _put(leftover, damaged or _unfinished(leftover.name.key, 0.0, known), deleted, kept)
+        since = _last_use(leftover.name.key, 0.0, known)
+        reason = Reason.DAMAGED if leftover.is_damaged else _unfinished(leftover.name.key, since, known)
+        items.append(Item(leftover, f"files of {leftover.name}", "it has no manifest", since, reason))
     for checkpoints in known.inventory.checkpoints:
-        _put(checkpoints, _unfinished(checkpoints.key, checkpoints.saved, known), deleted, kept)
-    return Decision(tuple(deleted), tuple(kept))
+        key = checkpoints.key
+        since = _last_use(key, checkpoints.saved, known)
+        reason = _unfinished(key, since, known)
+        items.append(Item(checkpoints, f"checkpoints of {key}", "the stage was not continued", since, reason))
+    return items
 
 
-def _put(
-    subject: Subject, reason: Reason | None, deleted: list[Any], kept: list[tuple[Subject, Reason]]
-) -> None:
-    if reason is None:
-        deleted.append(subject)
-    else:
-        kept.append((subject, reason))
+def _needed(known: Known, artifacts: Mapping[ArtifactName, StoredArtifact]) -> Mapping[ArtifactName, Reason]:
+    """Return what is kept for a reason of its own, and all that it descends from.
+
+    Also what is named and is no artifact of this store keeps its other artifacts.
+    """
+    needed: dict[ArtifactName, Reason] = dict.fromkeys(known.needed, Reason.VERSION)
+    for name, artifact in artifacts.items():
+        own = _own_reason(artifact, known)
+        if own is not None:
+            needed.setdefault(name, own)
+    for name in _read(known, artifacts):
+        needed.setdefault(name, Reason.IN_USE)
+    waiting = [name for name in needed if name in artifacts]
+    while waiting:
+        for name in artifacts[waiting.pop()].descends_from - needed.keys():
+            needed[name] = Reason.ANCESTOR
+            if name in artifacts:
+                waiting.append(name)
+    return needed
 
 
-def _root(artifact: StoredArtifact, known: Known) -> Reason | None:
+def _own_reason(artifact: StoredArtifact, known: Known) -> Reason | None:
     """Return why an artifact is kept together with all that it descends from; None if it need not be."""
     claim = known.claims.get(artifact.name.key)
-    if artifact.name in known.needed:
-        return Reason.VERSION
     if artifact.registered is not None and artifact.registered not in known.registered:
         return Reason.OTHER_REGISTRY
     if claim is not None and claim.held:
@@ -148,46 +179,44 @@ def _root(artifact: StoredArtifact, known: Known) -> Reason | None:
     return Reason.IN_USE if artifact.created > known.running_since - 1.0 else None
 
 
-def _kind(artifact: StoredArtifact) -> Reason | None:
+def _read(known: Known, artifacts: Collection[ArtifactName]) -> Iterator[ArtifactName]:
+    """Yield what runs, jobs and unfinished stages read."""
+    yield from known.in_use
+    finished = {name.key for name in artifacts}
+    for key, claim in known.claims.items():
+        is_recent = claim.begun is None or claim.begun > known.now - known.unfinished_age
+        if claim.held or (key not in finished and is_recent):
+            yield from map(ArtifactName.parse, claim.inputs or ())
+
+
+def _reason_of_kind(artifact: StoredArtifact) -> Reason | None:
     """Return why artifacts of this kind are kept, without what they descend from."""
     if artifact.stage == "data":
         return Reason.DATA
     return None if artifact.has_weights else Reason.NO_WEIGHTS
 
 
-def _in_use(known: Known, artifacts: Collection[ArtifactName]) -> Iterator[ArtifactName]:
-    """Yield what runs, jobs and unfinished stages read."""
-    yield from known.in_use
-    finished = {name.key for name in artifacts}
-    for key, claim in known.claims.items():
-        is_recent = claim.begun is None or claim.begun > known.now - _least(known)
-        if claim.held or (key not in finished and is_recent):
-            yield from map(ArtifactName.parse, claim.inputs or ())
+def _descendants_first(artifacts: Mapping[ArtifactName, StoredArtifact]) -> list[StoredArtifact]:
+    graph = {name: sorted(artifacts[name].descends_from) for name in artifacts}
+    ancestors_first = [
+        artifacts[name] for name in TopologicalSorter(graph).static_order() if name in artifacts
+    ]
+    return ancestors_first[::-1]
 
 
-def _unfinished(key: str, saved: float | None, known: Known) -> Reason | None:
+def _last_use(key: str, saved: float | None, known: Known) -> float | None:
+    """Return when the last attempt at a key began or saved, whichever is later; None if it is not known."""
+    claim = known.claims.get(key)
+    if claim is None or claim.begun is None or saved is None:
+        return None
+    return max(claim.begun, saved)
+
+
+def _unfinished(key: str, since: float | None, known: Known) -> Reason | None:
     """Return why the checkpoints or files of an unfinished stage are kept."""
     claim = known.claims.get(key)
     if claim is not None and claim.held:
         return Reason.HELD
-    if claim is None or claim.begun is None or saved is None:
+    if since is None:
         return Reason.UNKNOWN_AGE
-    return Reason.YOUNG if max(claim.begun, saved) > known.now - _least(known) else None
-
-
-def _least(known: Known) -> float:
-    return max(known.age, UNFINISHED_SECONDS)
-
-
-def _closure(
-    names: Collection[ArtifactName], artifacts: Mapping[ArtifactName, StoredArtifact]
-) -> set[ArtifactName]:
-    """Return these artifacts and all that they descend from."""
-    found: set[ArtifactName] = set()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += artifacts[name].descends_from if name in artifacts else ()
-    return found
+    return Reason.YOUNG if since > known.now - known.unfinished_age else None

@@ -5,7 +5,11 @@
               data.preference  + pairs.jsonl of the stage `sample` of each earlier round
 
 Both have the mark `labelled_by`, so that the pairs do not train the second reward model. With
-`sample.judge: people` the rows are those of votes, and have no mark (`rlhf_core.ops.rounds.round_votes`).
+`sample.judge: people` the rows are those of votes, and have no mark:
+
+    round k ends -> page of the stage `sample` -> votes -> `rlhf review` -> preference rows -> round k + 1
+
+Nothing waits: the command ends after round k, and goes on when it is started again and finds the rows.
 
 Each round is one run of the pipeline with a key of its own, so finished rounds are reused and an interrupted
 one is continued. Held-out prompts are the same in all rounds.
@@ -13,6 +17,7 @@ one is continued. Held-out prompts are the same in all rounds.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.sample import SampleConfig
-from rlhf_core.errors import GateFailed, InputError
+from rlhf_core.errors import GateFailed, InputError, RLHFError, VotesNeeded, checking
 from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.ops.api import run_pipeline
 from rlhf_core.ops.parameters import EndOfRound
-from rlhf_core.ops.rounds.round_votes import rows_of_votes
+from rlhf_core.ops.review.record import Review, open_review, votes_command
+from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check
 from rlhf_core.run.kept_versions import resolve_kept
+from rlhf_core.system.files import write_jsonl
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,6 +90,28 @@ def check_rounds(rounds: int) -> None:
     """Raise InputError unless there is at least one round."""
     if rounds < 1:
         raise InputError(f"--rounds: must be at least 1; got {rounds}; 2 compares two policies")
+
+
+def check_first_round(path: str, overrides: Sequence[str], until: EndOfRound = "register") -> CheckedConfig:
+    """Check the configuration of the first round, and have the round reuse this check.
+
+    Args:
+        path: YAML file.
+        overrides: Fields to override in all rounds.
+        until: Last stage of each round.
+
+    Raises:
+        InputError: Everything that is wrong with the configuration.
+        StoreUnavailable: The store does not answer.
+    """
+    config = load_config(path, overrides)
+    with checking(path):
+        resolved, _ = resolve_kept(config, "rounds")
+    # The overrides exactly as the flow gives them to the first round.
+    first = (*overrides, *resolved.pins, *round_overrides(config, ()))
+    checked = load_and_check(path, first, until=until)
+    remember_check(checked)
+    return checked
 
 
 def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -144,6 +173,50 @@ def _text(file: Path) -> str:
 
 def _source(field: str, path: str, judge: str) -> list[str]:
     return [f"{field}.path={path}", f"{field}.labelled_by={judge}"]
+
+
+def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any]) -> Path:
+    """Write the labels of people about the samples of a finished round (`Review.labels`) and return the file:
+    {folder of the run}/review/labels-<digest of the rows>.jsonl.
+
+    Args:
+        config: The configuration of the rounds.
+        number: Number of the round.
+        summary: Summary of the round.
+
+    Raises:
+        VotesNeeded: There are no rows. The page is written, and the message has its address and the command
+            that records votes.
+        InputError: The round has no pair of answers that people could compare.
+        CorruptArtifact: The answers are damaged.
+    """
+    review = _review(config, summary)
+    rows = review.labels()
+    if not rows:
+        page, shown = review.write_page(None)
+        command = votes_command(review.name, config.run.home, "sample", config.store.endpoint)
+        raise VotesNeeded(
+            f"round {number} is finished, and round {number + 1} needs votes of people on {shown} pairs: open"
+            f" {page} in a browser, vote and save the votes, run `{command}`, and start the"
+            " rounds again in the same way"
+        )
+    file = review.folder / f"labels-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:8]}.jsonl"
+    write_jsonl(file, rows)
+    return file
+
+
+def number_of_rows(config: PipelineConfig, summary: Mapping[str, Any]) -> int | None:
+    """Return the number of rows that the votes on the samples of a finished round give; None if there are no
+    rows, or if it cannot be found out.
+    """
+    try:
+        return len(_review(config, summary).labels()) or None
+    except RLHFError:
+        return None
+
+
+def _review(config: PipelineConfig, summary: Mapping[str, Any]) -> Review:
+    return open_review(summary["run"], config.run.home, "sample", config.store.endpoint)
 
 
 def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | None] | None = None) -> Table:

@@ -20,7 +20,6 @@ import pytest
 
 from rlhf_cli import main as cli
 from rlhf_core.errors import InputError, WorkerDied
-from rlhf_core.system.home import Home
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.users import as_unprivileged_user
@@ -183,17 +182,6 @@ def test_folder_that_may_not_be_written_has_a_status_and_servers_that_are_stoppe
         with as_unprivileged_user():
             assert cli.main([command, "--home", "/"]) == 0
         assert capsys.readouterr().out.count(words) == 2
-
-
-def test_down_names_an_address_that_it_cannot_delete(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    home = Home.of(tmp_path)
-    home.servers_state.mkdir(parents=True)  # a folder cannot be unlinked, as a file on a read-only disk
-    assert cli.main(["down", "--home", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert f"up; {home.servers_state}, which has their addresses, cannot be deleted (Is a directory)" in text
-    assert str(home.prefect_profiles) not in text
 
 
 def test_a_missing_configuration_is_the_only_argument_that_is_required(

@@ -20,10 +20,11 @@ from flows import rounds as rounds_flow
 from flows.notify import notify_failure
 from flows.rounds import Rounds, end_of_rounds, rounds, run_rounds_with
 from rlhf_cli.main import main
-from rlhf_cli.rounds import check_first_round, print_end, print_rounds
+from rlhf_cli.rounds import print_end, print_rounds
 from rlhf_core.errors import DataError, RLHFError
 from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer
-from rlhf_core.ops.review import open_review, record_votes
+from rlhf_core.ops.review.record import open_review, record_votes
+from rlhf_core.ops.rounds.rounds import check_first_round
 from rlhf_core.run.checks import reuse_or_check
 from tests.support.prefect_api import PrefectApi
 from tests.support.sampled_run import made_run, save_votes

@@ -5,7 +5,7 @@
 - runs, jobs and unfinished stages keep what they read; checkpoints that were not continued are deleted
 - a champion by a person in the meantime keeps its artifacts; two commands at the same time delete once
 - an outbox and copies of artifacts of a bucket are emptied
-- a clock that differs from that of the store, or by which all of the store is old, deletes nothing
+- a clock that differs from that of the store deletes nothing
 - without MLflow, or with that of other runs, nothing that was registered is deleted; wrong input is exit
   code 2
 """
@@ -17,18 +17,16 @@ import os
 import re
 import time
 from collections.abc import Callable
-from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rlhf_cli import main as cli
 from rlhf_core.config.pipeline import StoreConfig
-from rlhf_core.errors import InfrastructureError, InputError
+from rlhf_core.errors import InfrastructureError
 from rlhf_core.executors.job_files import JobFiles
-from rlhf_core.ops.prune.prune import DAY, Pruning, parse_age, parse_date
+from rlhf_core.ops.prune.prune import DAY, Pruning, parse_age
 from rlhf_core.ops.prune.retention import Reason
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.registered_policies import find_artifacts
@@ -91,7 +89,7 @@ def pruning(store: Store, mlflow: Mlflow, home: Path, days: float = 90, later: f
 def delete(command: Pruning) -> list[str]:
     """Delete, and return the names of what was deleted."""
     plan = command.plan()
-    return [plan.name(each) for each, deleted in command.delete(plan) if deleted]
+    return [item.label for item, deleted in command.delete(plan) if deleted]
 
 
 def rlhf(*arguments: str) -> int:
@@ -115,43 +113,6 @@ def test_a_clock_that_is_not_that_of_the_store_deletes_nothing(
     assert rlhf("--home", str(home)) == 0
     assert "would be deleted: 1," in capsys.readouterr().out
     assert len(runs.present()) == 1
-
-
-def test_where_all_of_the_store_is_old_a_person_gives_the_date(
-    runs: OldRuns, store: ScriptedStore, home: Path, mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs.publish("old", "sft")
-    monkeypatch.setattr(store, "time", lambda: time.time() + 400 * DAY)  # both clocks are wrong
-    command = pruning(store, mlflow, home, later=400)
-    plan = command.plan()
-    with pytest.raises(InputError, match=r"newest entry of .* is then 400\.0 days old; .*add --today"):
-        command.check_clock(plan)
-    later = datetime.fromtimestamp(time.time() + 400 * DAY).date()
-    command.check_clock(plan, later)
-    with pytest.raises(InputError, match=r"--today: the clock of this machine says .*; got"):
-        command.check_clock(plan, later - timedelta(days=400))
-    with pytest.raises(InputError, match="--today must be a date such as 2026-11-29; got 'tomorrow'"):
-        parse_date("tomorrow")
-    assert parse_date("2026-11-29") == date(2026, 11, 29) and parse_date(None) is None
-
-
-def test_the_newest_entry_shows_whether_the_clock_may_be_right(
-    runs: OldRuns, store: ScriptedStore, home: Path, mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs.publish("old", "sft")
-    command = pruning(store, mlflow, home, days=0, later=0)
-    command.check_clock(command.plan())
-    # An entry of the future: its clock, or that of this machine, is wrong.
-    past = time.time() - 2 * DAY
-    monkeypatch.setattr(store, "time", lambda: past)
-    command = pruning(store, mlflow, home, days=0, later=-2)
-    with pytest.raises(InputError, match=r"newest entry of .* is then -2\.0 days old; .*add --today"):
-        command.check_clock(command.plan())
-    # A local store may have the clock of this machine.
-    monkeypatch.setattr(store, "time", lambda: time.time() + 85 * DAY)
-    command = pruning(store, mlflow, home, later=85)
-    with pytest.raises(InputError, match=r"newest entry of .* is then 85\.0 days old"):
-        command.check_clock(command.plan())
 
 
 def test_the_command_shows_and_then_deletes_what_no_version_needs(
@@ -267,7 +228,7 @@ def test_a_version_that_is_promoted_in_the_meantime_keeps_its_artifacts(
     plan = command.plan()
     assert len(plan.deleted) == 6
     promote(mlflow, MODEL, "2", "a person likes it")
-    deleted = {plan.name(each) for each, done in command.delete(plan) if done}
+    deleted = {each.label for each, done in command.delete(plan) if done}
     assert deleted == {str(name) for name in names(made["old"], *WITH_WEIGHTS)}
     assert {*names(made["older"]), *names(made["newest"])} <= runs.present()
 
@@ -278,9 +239,9 @@ def test_a_run_that_begins_in_the_meantime_keeps_what_it_reuses(
     keys = [runs.publish(name, "sft").key for name in ("a", "b", "c")]
     command = pruning(store, mlflow, home)
     plan = command.plan()
-    reused = plan.name(plan.deleted[1])
+    reused = plan.deleted[1].label
     _write_run(home, {"sft": {"seconds": 0.0, "key": reused.removeprefix("sft/")}})
-    assert [plan.name(each) for each, deleted in command.delete(plan) if not deleted] == [reused]
+    assert [each.label for each, deleted in command.delete(plan) if not deleted] == [reused]
     assert {str(name) for name in runs.present()} == {reused} and len(keys) == len(plan.deleted)
 
 
@@ -366,12 +327,11 @@ def test_what_was_made_since_a_run_began_is_kept(
     command = pruning(store, mlflow, home, days=0, later=1e-4)
     for process in (
         own,
-        own._replace(started=psutil.Process().create_time()),
         own._replace(host="elsewhere"),
     ):
         _write_run(home, {}, process=process)
         assert delete(command) == []
-        assert list(command.plan().kept) == [Reason.IN_USE]
+        assert list(command.plan().count_kept()) == [Reason.IN_USE]
     _write_run(home, {}, process=own._replace(pid=2**22 + 1))
     assert delete(command) == [f"reward/{ref.key}"]
 
@@ -432,12 +392,12 @@ def test_two_commands_at_the_same_time_delete_once(
         runs.register(name, made)
     first, second = pruning(store, mlflow, home), pruning(store, mlflow, home)
     plan, same = first.plan(), second.plan()
-    assert plan.decision == same.decision and len(plan.deleted) == 6
+    assert (plan.deleted, plan.kept) == (same.deleted, same.kept) and len(plan.deleted) == 6
     deleted: list[str] = []
     both = zip(first.delete(plan), second.delete(same), strict=True)
     for (one, by_first), (other, by_second) in both:
         assert one == other and by_first and not by_second
-        deleted.append(plan.name(one))
+        deleted.append(one.label)
     assert len(set(deleted)) == 6
     assert names(champion) <= runs.present()
 
@@ -457,7 +417,7 @@ def test_outbox_and_copies_of_a_bucket(
     (tmp_path / "out").mkdir()
     outbox.add(f"artifacts/sft/{'8' * 16}", tmp_path / "out", (), folder="000001", body={})
     command = pruning(store, mlflow, home, later=100)
-    assert [command.plan().name(each) for each in command.plan().deleted] == [
+    assert [each.label for each in command.plan().deleted] == [
         f"ppo/{refs['deleted'].key}", f"copy of ppo/{refs['deleted'].key}",
     ]  # fmt: skip
     pending = home / "outbox" / "artifacts" / "sft" / ("8" * 16) / "manifest.json"

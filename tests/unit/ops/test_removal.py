@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import StoreError
-from rlhf_core.ops.prune.removal import remove_artifact, remove_leftover
+from rlhf_core.ops.prune.removal import remove
 from rlhf_core.storage.fencing import Claim, acquire, observe, renewed
 from rlhf_core.storage.inventory import (
     ArtifactName,
@@ -28,11 +28,13 @@ from rlhf_core.storage.inventory import (
     read_inventory,
 )
 from rlhf_core.storage.store import Store
+from rlhf_core.system.home import Home
 from rlhf_core.testing.store import ScriptedStore
 from tests.support.claims import claim
 from tests.support.old_runs import OldRuns, key_of, names
 
 SFT = ArtifactName("sft", key_of("old", "sft"))
+HOME = Home.of("unused")
 
 
 @pytest.fixture(params=[False, True], ids=["folder", "bucket"])
@@ -61,10 +63,10 @@ def remove_all(store: Store) -> None:
     inventory, claims = found(store)
     for artifact in inventory.artifacts:
         if artifact.stage == "sft":
-            remove_artifact(store, artifact, claims[artifact.name.key])
+            remove(store, artifact, claims[artifact.name.key], HOME)
     inventory, claims = found(store)
     for leftover in inventory.leftovers:
-        remove_leftover(store, leftover, claims[leftover.name.key])
+        remove(store, leftover, claims[leftover.name.key], HOME)
 
 
 def count_calls(tmp_path: Path, remote: bool) -> int:
@@ -73,7 +75,7 @@ def count_calls(tmp_path: Path, remote: bool) -> int:
     OldRuns(store, tmp_path / "counted-work").publish("old", "sft")
     artifact, observed = the_artifact(store)
     store.calls.clear()
-    assert remove_artifact(store, artifact, observed)
+    assert remove(store, artifact, observed, HOME)
     return len(store.calls)
 
 
@@ -92,7 +94,7 @@ def test_a_kill_before_any_operation_leaves_no_artifact_without_files(
         artifact, observed = the_artifact(store, name)
         is_dead = _kill_at(store, number)
         with pytest.raises(Killed):
-            remove_artifact(store, artifact, observed)
+            remove(store, artifact, observed, HOME)
         assert is_dead()
         store.reset()
         # Every artifact that has a manifest is fetched and verified.
@@ -124,14 +126,15 @@ from pathlib import Path
 from rlhf_core.storage import fencing
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.inventory import read_inventory
-from rlhf_core.ops.prune.removal import remove_artifact
+from rlhf_core.ops.prune.removal import remove
+from rlhf_core.system.home import Home
 from rlhf_core.testing.store import ScriptedStore
 
 store = ScriptedStore(Path(sys.argv[1]))
 [artifact] = [each for each in read_inventory(store).artifacts if each.name.stage == "sft"]
 observed = observe(store, [artifact.name.key])[artifact.name.key]
 store.before("delete", lambda: os.kill(os.getpid(), signal.SIGKILL), call=int(sys.argv[2]))
-assert remove_artifact(store, artifact, observed)
+assert remove(store, artifact, observed, Home.of("unused"))
 """
 
 
@@ -155,7 +158,7 @@ def test_a_store_that_fails_loses_nothing(store: ScriptedStore, runs: OldRuns, c
     artifact, observed = the_artifact(store)
     store.before("delete", StoreError("503"), call=call)
     with pytest.raises(StoreError, match="503"):
-        remove_artifact(store, artifact, observed)
+        remove(store, artifact, observed, HOME)
     assert runs.present() == ({SFT} if call == 1 else set())
     assert not found(store)[1][SFT.key].held, "the claim is released"
     remove_all(store)
@@ -169,8 +172,8 @@ def test_a_second_deletion_at_the_same_time_does_nothing(
     runs.publish("old", "sft")
     artifact, observed = the_artifact(store)
     second: list[bool] = []
-    store.before("delete", lambda: second.append(remove_artifact(store, artifact, observed)), call=call)
-    assert remove_artifact(store, artifact, observed)
+    store.before("delete", lambda: second.append(remove(store, artifact, observed, HOME)), call=call)
+    assert remove(store, artifact, observed, HOME)
     assert second == [False]
     assert not store.list("artifacts")
 
@@ -181,7 +184,7 @@ def test_the_stage_is_made_again_during_the_deletion(store: ScriptedStore, runs:
     first = runs.publish("old", "sft")
     artifact, observed = the_artifact(store)
     store.before("delete", lambda: runs.publish("old", "sft"), call=call)
-    remove_artifact(store, artifact, observed)
+    remove(store, artifact, observed, HOME)
     again, _ = the_artifact(store)
     assert again.folder == "000003" and again.digest == first.digest
     assert runs.present() == {SFT}
@@ -201,7 +204,7 @@ def test_an_attempt_that_uploads_from_its_outbox_stops_the_deletion(
         shutil.copytree(kept, tmp_path / "store" / "artifacts", dirs_exist_ok=True)
 
     store.before("size", upload, key="/000003.json", call=3)
-    remove_artifact(store, artifact, observed)
+    remove(store, artifact, observed, HOME)
     assert runs.present() == {SFT}
 
 
@@ -211,7 +214,7 @@ def test_an_artifact_that_was_replaced_is_not_deleted(store: ScriptedStore, runs
     runs.artifacts.invalidate(ref, "it is not true any more")
     runs.publish("old", "sft")
     _, observed = the_artifact(store)
-    assert not remove_artifact(store, artifact, observed)
+    assert not remove(store, artifact, observed, HOME)
     assert runs.present() == {SFT}
 
 
@@ -219,7 +222,7 @@ def test_an_attempt_that_has_begun_since_then_is_respected(store: ScriptedStore,
     runs.publish("old", "sft")
     artifact, observed = the_artifact(store)
     with renewed(acquire(store, SFT.key, "sft", inputs=["data/x"])):
-        assert not remove_artifact(store, artifact, observed)
+        assert not remove(store, artifact, observed, HOME)
     observed = observe(store, [SFT.key])[SFT.key]
     assert (observed.attempt, observed.inputs) == (2, frozenset(["data/x"]))
     assert runs.present() == {SFT}
@@ -235,7 +238,7 @@ def test_an_upload_in_progress_is_no_leftover_and_damaged_files_stay(
     assert (ppo.is_damaged, sft.is_damaged) == (False, True)
     assert ppo.folders == ("000001",) and ppo.size == 1
     store.put_bytes(f"artifacts/ppo/{'1' * 16}/manifest.json", b"{}")
-    assert not remove_leftover(store, ppo, Claim(0, False, None, None)), "it has a manifest now"
+    assert not remove(store, ppo, Claim(0, False, None, None), HOME), "it has a manifest now"
 
 
 def test_claims_stay_and_later_attempts_have_other_numbers(store: ScriptedStore, runs: OldRuns) -> None:

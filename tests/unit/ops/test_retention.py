@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.ops.prune.retention import UNFINISHED_SECONDS, Decision, Known, Reason, decide
+from rlhf_core.ops.prune.retention import UNFINISHED_SECONDS, Item, Known, Reason, decide
 from rlhf_core.storage.fencing import Claim
 from rlhf_core.storage.inventory import (
     ArtifactName,
@@ -47,13 +47,17 @@ def known(*artifacts: StoredArtifact, **changes: Any) -> Known:
 
 
 def deleted(given_: Known) -> set[Any]:
-    return {each.name for each in decide(given_).deleted if isinstance(each, StoredArtifact)}
+    return {each.name for each in artifacts_of(given_, deleted=True)}
 
 
-def reason_of(decision: Decision, subject: Any) -> Reason | None:
-    found = [reason for each, reason in decision.kept if each == subject]
-    assert (subject in decision.deleted) == (not found)
-    return found[0] if found else None
+def artifacts_of(given_: Known, *, deleted: bool) -> list[StoredArtifact]:
+    items = [item for item in decide(given_) if (item.reason is None) == deleted]
+    return [item.subject for item in items if isinstance(item.subject, StoredArtifact)]
+
+
+def reason_of(items: list[Item], subject: Any) -> Reason | None:
+    [reason] = [item.reason for item in items if item.subject == subject]
+    return reason
 
 
 @st.composite
@@ -97,10 +101,10 @@ def test_nothing_is_deleted_that_something_kept_descends_from(given_: Known) -> 
             assert not seen & gone
     for name in gone:
         assert by_name[name].has_weights and name.stage in ("sft", "ppo", "evaluate")
-    order = [each.name for each in decide(given_).deleted if isinstance(each, StoredArtifact)]
+    order = [each.name for each in artifacts_of(given_, deleted=True)]
     for place, name in enumerate(order):
         assert not by_name[name].descends_from & set(order[:place])
-    kept = {each.name for each, _ in decide(given_).kept if isinstance(each, StoredArtifact)}
+    kept = {each.name for each in artifacts_of(given_, deleted=False)}
     assert kept | gone == set(by_name) and not kept & gone
     # What has weights and no reason is deleted: the command is of use.
     used = {name for each in by_name.values() for name in each.descends_from}

@@ -31,7 +31,7 @@ import pytest
 from rlhf_cli.main import main
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.ops.publish import licence_of, model_card, publish
+from rlhf_core.ops.publish.publish import licence_of, model_card, publish
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy, serve_command, tokenizer_alone
 from rlhf_core.storage.bundles import weights_sha256
@@ -312,7 +312,7 @@ def test_a_published_folder_cannot_be_a_link_and_its_card_is_a_file(home: str, t
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rlhf_core.ops import publish
+from rlhf_core.ops.publish import publish
 from rlhf_core.run.registered_policies import open_policy
 
 publish.model_card = lambda policy: os.kill(os.getpid(), signal.SIGKILL)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.prefect_server import server_environment
-from rlhf_cli.supervisor import Supervisor
+from rlhf_core.ops.servers.prefect_server import server_environment
+from rlhf_core.ops.servers.supervisor import Supervisor
 from rlhf_core.system.api_key import KeyOnly
 from rlhf_core.system.home import Home
 from rlhf_core.system.loopback import OwnAddressOnly

@@ -4,7 +4,7 @@ runs.
     supervisor --+-- prefect server    SQLite under {home}/servers/prefect, loopback, requires a password
                  +-- mlflow server     the same SQLite file that `rlhf run` writes, loopback, one process
                  +-- prefect worker    pool `rlhf`, one flow run at a time of its queue `default`
-                 +-- reconciler        runs every 2 s (rlhf_cli/reconcile.py)
+                 +-- reconciler        runs every 2 s (rlhf_core/ops/servers/reconcile.py)
 
 The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has
 ended or that has not responded for 90 seconds. It writes the current state to {home}/servers/state.json and
@@ -31,16 +31,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from flows.deploy import PREFIX
-from rlhf_cli.prefect_server import (
+from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
+from rlhf_core.errors import RLHFError, StageFailed
+from rlhf_core.executors.environment import past_proxies
+from rlhf_core.logs import rotate_logs
+from rlhf_core.ops.servers.prefect_server import (
     DATABASE_VARIABLES,
     ensure_auth_string,
     external_database_url,
     server_command,
     server_environment,
 )
-from rlhf_cli.reconcile import FLOW_STOP_SECONDS, Reconciler
-from rlhf_cli.servers import (
+from rlhf_core.ops.servers.reconcile import FLOW_STOP_SECONDS, Reconciler
+from rlhf_core.ops.servers.servers import (
     DEPLOYMENTS,
     HOME_VARIABLE,
     READY_SECONDS,
@@ -48,17 +51,13 @@ from rlhf_cli.servers import (
     ServerState,
     flow_processes,
 )
-from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
-from rlhf_core.errors import RLHFError, StageFailed
-from rlhf_core.executors.environment import past_proxies
-from rlhf_core.logs import rotate_logs
+from rlhf_core.ops.servers.supervised import HEALTH_CHECK_SECONDS, SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import read_json, write_atomic, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.local_http import patch, post, responds
 from rlhf_core.system.processes import ProcessId, free_port, stop
-from rlhf_core.system.supervised import HEALTH_CHECK_SECONDS, SupervisedProcess
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +67,8 @@ QUEUE = "default"
 so that they do not wait for the end of a pipeline.
 """
 POLL_SECONDS = 2.0
+_DEPLOY = "flows.deploy"
+"""Program that creates the deployments. Its messages begin with its name."""
 _HEARTBEAT_SECONDS = 30.0
 """The interval in which Prefect's worker sends a heartbeat."""
 _PREFECT_DEFAULTS = {
@@ -249,7 +250,8 @@ class Supervisor:
             self._create_mlflow_database()
             self.servers["mlflow"].ensure_running()
         if self._external_prefect:
-            self._ensure_pool()
+            # The worker would create it too, but a deployment cannot be created before. It may exist.
+            self._prefect_command("work-pool", "create", POOL, "--type", "process")
             self.servers["worker"].ensure_running()
         else:
             self._await("Prefect's server", "prefect", self.servers["prefect"].serves)
@@ -293,36 +295,23 @@ class Supervisor:
                 f" {self._home.servers / 'mlflow.log'}"
             )
 
-    def _ensure_pool(self) -> None:
-        """Create the work pool on an external server if necessary.
-
-        The worker would create it as well, but the supervisor could not detect when it exists.
-        """
-        if self._prefect_command("work-pool", "inspect", POOL) == 0:
-            return
-        if self._prefect_command("work-pool", "create", POOL, "--type", "process") != 0:
-            raise StageFailed(
-                f"the Prefect server of PREFECT_API_URL has no work pool {POOL}, and creating one failed; see"
-                f" {self._home.servers / 'deploy.log'}"
-            )
-
     def _deploy(self) -> None:
         if self.stopping:
             return
-        command = [*python_module("flows.deploy"), str(DEPLOYMENTS)]
+        command = [*python_module(_DEPLOY), str(DEPLOYMENTS)]
         log_file = self._home.servers / "deploy.log"
         before = log_file.stat().st_size if log_file.exists() else 0
         code = self._call(command, self.environment, log_file.name)
         for line in log_file.read_bytes()[before:].decode(errors="replace").splitlines():
-            if line.startswith(PREFIX):
+            if line.startswith(f"{_DEPLOY}: "):
                 log.warning("%s", line)
         if code != 0:
-            raise StageFailed(f"flows.deploy failed with exit code {code}; see {log_file}")
+            raise StageFailed(f"{_DEPLOY} failed with exit code {code}; see {log_file}")
 
-    def _prefect_command(self, *arguments: str) -> int:
+    def _prefect_command(self, *arguments: str) -> None:
         """Run a `prefect` command without the settings files of the project's folder."""
         command = [*python_module("flows.isolated"), "--no-prompt", *arguments]
-        return self._call(command, self.environment, "deploy.log")
+        self._call(command, self.environment, "deploy.log")
 
     def _call(self, command: Sequence[str], environment: Mapping[str, str], log_name: str) -> int:
         """Run a command and return its exit code. Raises StageFailed after READY_SECONDS."""
@@ -402,7 +391,7 @@ class Supervisor:
 
 
 def main() -> int:
-    """Run the supervisor's process: `python -m rlhf_cli.supervisor HOME`."""
+    """Run the supervisor's process: `python -m rlhf_core.ops.servers.supervisor HOME`."""
     handler = logging.StreamHandler()
     handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

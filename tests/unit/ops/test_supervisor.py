@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_cli.servers import DEPLOYMENTS, ServersState
-from rlhf_cli.supervisor import QUEUE, PortTaken, Supervisor
 from rlhf_core.errors import StageFailed
+from rlhf_core.ops.servers.servers import DEPLOYMENTS, ServersState
+from rlhf_core.ops.servers.supervisor import QUEUE, PortTaken, Supervisor
 from rlhf_core.system.home import Home
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
-from flows.isolated import client_headers
 from rlhf_core.config.redact import credential_problem, shown
 from rlhf_core.errors import InputError
 from rlhf_core.system.deadline import within
@@ -58,10 +57,10 @@ def external_mlflow_uri() -> str | None:
 
 def prefect_responds(
     url: str,
+    credentials: Callable[[], Mapping[str, str]],
     attempts: int = 3,
     *,
     seconds: float = 10.0,
-    credentials: Callable[[], Mapping[str, str]] = client_headers,
 ) -> bool:
     """Return whether a Prefect server responds at `url` and accepts the credentials.
 
@@ -69,9 +68,9 @@ def prefect_responds(
 
     Args:
         url: Address of the API.
+        credentials: Returns headers of the query.
         attempts: Number of queries, one second apart, if nothing responds.
         seconds: Time limit for a whole query.
-        credentials: Returns headers of the query. The default imports Prefect's settings.
 
     Raises:
         InputError: The response is not from a Prefect server, or the server requires other credentials.

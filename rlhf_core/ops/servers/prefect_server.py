@@ -15,24 +15,22 @@ import re
 import secrets
 import shutil
 import signal
-import sqlite3
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flows.isolated import EMBEDDED
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.logs import rotate_logs
+from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
-from rlhf_core.system.files import unfit, write_atomic
+from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, python_module
 from rlhf_core.system.local_http import responds
 from rlhf_core.system.processes import free_port
-from rlhf_core.system.supervised import SupervisedProcess
 
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 """Prefect's names for the address of its database. The first one has priority."""
@@ -135,7 +133,7 @@ class EmbeddedPrefect:
         port = free_port()
         self.auth = new_auth_string()
         os.environ.update(server_environment(self._folder, self.auth, port))
-        os.environ.update({"PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
+        os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
         self.url = os.environ["PREFECT_API_URL"]
         # The logging settings of this command hide lines on the terminal. The server's log must have them.
         inherited = {
@@ -175,7 +173,7 @@ class EmbeddedPrefect:
                 f"another run has been making Prefect's database for {START_SECONDS:g} s, or hangs: it holds "
                 f"{self._lock.lock_file}; end it and type the command again"
             ) from error
-        if self._complete.exists() and _is_database(self._folder / "prefect.db"):
+        if self._complete.exists() and (self._folder / "prefect.db").exists():
             self._lock.release()
             return
         # The marker first: if this process is killed now, the next one must not accept half a database.
@@ -197,7 +195,7 @@ class EmbeddedPrefect:
                 free = shutil.disk_usage(self._folder).free / 1e6
                 raise StageFailed(
                     f"Prefect's embedded server {problem} ({free:.0f} MB are free in {self._folder}); see"
-                    f" {self._server.log_file}"
+                    f" {self._server.log_file}; if its database is damaged, delete {self._folder}"
                 )
             time.sleep(0.1)
         # The API responds only after all migrations.
@@ -224,18 +222,3 @@ class EmbeddedPrefect:
         if self._server.process is not None:
             self._server.process.kill()
             self._server.process.wait(timeout=10)
-
-
-def _is_database(file: Path) -> bool:
-    """Return whether SQLite can read the database. The content of an unreadable one is not needed."""
-    if unfit(file) is not None:  # SQLite would wait for the writer of a FIFO
-        return False
-    try:
-        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=10.0)) as database:
-            database.execute("select count(*) from flow").fetchone()
-    except sqlite3.OperationalError as error:
-        # The file is a database, but it is locked or the disk is full.
-        return "no such table" not in str(error)
-    except sqlite3.DatabaseError:
-        return False
-    return True

@@ -30,7 +30,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.reconcile import (
+from rlhf_core.executors.follow import Waits
+from rlhf_core.ops.servers.reconcile import (
     CANCEL_SECONDS,
     FLOW_STOP_SECONDS,
     MAX_CONSECUTIVE_LOSSES,
@@ -44,7 +45,6 @@ from rlhf_cli.reconcile import (
     decide,
     processes_of_flow_runs,
 )
-from rlhf_core.executors.follow import Waits
 from rlhf_core.system.processes import ProcessId
 
 OWN = ProcessId(os.getpid(), 0.0)

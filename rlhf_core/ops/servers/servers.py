@@ -1,7 +1,7 @@
 """`rlhf up`, `down` and `status`: start the supervisor in the background, stop it, and show what is running.
 
-A process is identified by its pid and start time (state.json), by an environment variable that every process
-started by `up` inherits, and by its command line. No other process receives a signal.
+Every process that `up` starts, and every process that these start, inherits an environment variable with the
+home. No other process receives a signal.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rlhf_cli.prefect_server import external_database_url, read_auth_string
-from rlhf_cli.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
-from rlhf_cli.server_addresses import external_mlflow_uri, external_prefect_url, prefect_responds
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.executors.environment import past_proxies
+from rlhf_core.ops.servers.external import external_mlflow_uri, external_prefect_url, prefect_responds
+from rlhf_core.ops.servers.prefect_server import external_database_url, read_auth_string
+from rlhf_core.ops.servers.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
 from rlhf_core.run.status import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.launch import SAFE_PATH, launch, python_module, python_program
+from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.local_http import post, responds
 from rlhf_core.system.processes import ProcessId, processes_with_env, stop, wait_gone
 from rlhf_core.tracking.database import ui_command
@@ -41,18 +41,6 @@ READY_SECONDS = 120.0
 """Maximum duration of the start of one server."""
 
 _MAX_FLOW_RUNS = 5
-_MODULES = (
-    "rlhf_cli.supervisor",
-    "flows.deploy",
-    "flows.isolated",
-    "rlhf_core.run",
-    "rlhf_core.tracking.database",
-)
-"""Modules of this project that `up` and its flow runs start with `python -m`."""
-_PACKAGES = ("mlflow", "prefect")
-"""Their modules are started with `python -m` too, and their scripts have the same names."""
-_APPLICATIONS = ("flows.application:", "mlflow.server.")
-"""Web applications of Prefect and MLflow. Their servers run as `python -m uvicorn APPLICATION`."""
 
 
 class ServerState(BaseModel):
@@ -99,8 +87,12 @@ class ServersState(BaseModel):
         write_json(home.servers_state, self.model_dump())
 
 
-def up(home: Home) -> str:
+def up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
     """Start the servers for `home` and return the text for the user.
+
+    Args:
+        home: Folder for logs and databases.
+        credentials: Returns the headers of a request to the server of PREFECT_API_URL.
 
     Raises InputError if they are running already, another `rlhf up` is starting them, or the project's files
     are missing, and StageFailed if they do not start.
@@ -108,7 +100,7 @@ def up(home: Home) -> str:
     if not DEPLOYMENTS.is_file():
         raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
     with _only_start(home):
-        return _up(home)
+        return _up(home, credentials)
 
 
 @contextmanager
@@ -129,7 +121,7 @@ def _only_start(home: Home) -> Iterator[None]:
         yield
 
 
-def _up(home: Home) -> str:
+def _up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
     running = supervisor_of(home)
     if running is not None:
         raise InputError(
@@ -141,14 +133,14 @@ def _up(home: Home) -> str:
     external_mlflow_uri()
     os.environ.update(past_proxies())
     url = external_prefect_url()
-    if url is not None and not prefect_responds(url):
+    if url is not None and not prefect_responds(url, credentials):
         raise InputError(
             f"PREFECT_API_URL: no Prefect server answers at {url}; start it, or unset the variable so that"
             " `rlhf up` starts one"
         )
     _stop_remaining(home)
     supervisor = launch(
-        [*python_module("rlhf_cli.supervisor"), str(home.path)],
+        [*python_module("rlhf_core.ops.servers.supervisor"), str(home.path)],
         {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)},
         log_file=home.supervisor_log,
     )
@@ -215,17 +207,18 @@ def down(home: Home) -> str:
     supervisor = supervisor_of(home)
     runs = flow_processes(home)
     if supervisor is None and not _processes_of(home):
-        return f"nothing to stop: no servers of {home.path} are up{_remove_addresses(home)}"
+        _remove_addresses(home)
+        return f"nothing to stop: no servers of {home.path} are up"
     if supervisor is not None:
         supervisor.send(signal.SIGTERM)
         # The supervisor stops the flow runs, and then up to three servers, each of which has 10 s.
         wait_gone([supervisor], FLOW_STOP_SECONDS + 40.0)
     _stop_remaining(home)
-    kept = _remove_addresses(home)
+    _remove_addresses(home)
     if not runs:
-        return f"stopped the servers of {home.path}{kept}"
+        return f"stopped the servers of {home.path}"
     return (
-        f"stopped the servers of {home.path}{kept}; {len(runs)} flow run(s) were interrupted and go on if"
+        f"stopped the servers of {home.path}; {len(runs)} flow run(s) were interrupted and go on if"
         " `rlhf up` is typed within a day (later: start the deployment again, and it continues from the last"
         " checkpoint)"
     )
@@ -298,44 +291,19 @@ def supervisor_of(home: Home) -> ProcessId | None:
     if state is None:
         return None
     process = ProcessId(state.pid, state.started)
-    # Only the pid: the start time in a state file of an earlier release has another form.
-    is_of_home = any(process.pid == other.pid for other in _processes_of(home))
-    return process if process.alive() and is_of_home else None
+    return process if process in _processes_of(home) else None
 
 
 def flow_processes(home: Home) -> list[ProcessId]:
     """Return the processes of the flow runs that the worker of `home` has started."""
-    of_home = {process for process, value in processes_with_env(HOME_VARIABLE) if value == str(home.path)}
+    of_home = set(_processes_of(home))
     return [process for process, _ in processes_with_env(ENGINE_VARIABLE) if process in of_home]
 
 
 def _processes_of(home: Home) -> list[ProcessId]:
-    """Return the processes that `up` started for `home`.
-
-    Shells and other programs that a flow run started also have the variable, so the command line is checked
-    as well.
-    """
-    processes = []
-    for process, value in processes_with_env(HOME_VARIABLE):
-        if value == str(home.path) and process.pid != os.getpid() and is_started_by_up(process.command()):
-            processes.append(process)
-    return processes
-
-
-def is_started_by_up(command: Sequence[str]) -> bool:
-    """Return whether this is the command line of a program that `up` starts.
-
-    Only the program counts. The name of a file or a folder in its arguments can be any word.
-    """
-    if not command:
-        return False
-    program = Path(command[0]).name
-    if not program.startswith("python"):
-        return program in _PACKAGES
-    module, script = python_program(command)
-    if module == "uvicorn":
-        return any(word.startswith(_APPLICATIONS) for word in command)
-    return module in _MODULES or module.partition(".")[0] in _PACKAGES or Path(script).name in _PACKAGES
+    """Return the processes that `up` started for `home`, and those that they started."""
+    found = [process for process, value in processes_with_env(HOME_VARIABLE) if value == str(home.path)]
+    return [process for process in found if process.pid != os.getpid()]
 
 
 def _stop_remaining(home: Home) -> None:
@@ -343,18 +311,7 @@ def _stop_remaining(home: Home) -> None:
     stop(_processes_of(home), 5.0)
 
 
-def _remove_addresses(home: Home) -> str:
-    """Remove the addresses of the servers, so that Prefect's commands do not use them any more.
-
-    Return what could not be removed, as text for the user, or an empty text.
-    """
-    kept = ""
+def _remove_addresses(home: Home) -> None:
+    """Remove the addresses of the servers, so that Prefect's commands do not use them any more."""
     for file in (home.servers_state, home.prefect_profiles):
-        try:
-            file.unlink(missing_ok=True)
-        except OSError as error:
-            # On a read-only file system, also for a file that does not exist.
-            if not file.exists():
-                continue
-            kept += f"; {file}, which has their addresses, cannot be deleted ({error.strerror})"
-    return kept
+        file.unlink(missing_ok=True)

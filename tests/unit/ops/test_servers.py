@@ -1,0 +1,146 @@
+"""Behaviours of `rlhf up` and `rlhf down`:
+
+- a stale or damaged state file is not accepted as a running supervisor, and no foreign process is stopped
+- a process is stopped only if it has the home in its environment
+- `up` refuses a second supervisor, also one that is just starting, an unknown database, and a folder without
+  the project
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.ops.servers.servers import HOME_VARIABLE, down, status, supervisor_of, up
+from rlhf_core.system.files import write_json
+from rlhf_core.system.home import Home
+from rlhf_core.system.processes import ProcessId
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home.of(tmp_path)
+
+
+@pytest.fixture
+def supervisor(home: Home) -> Iterator[ProcessId]:
+    """A process with the environment of the supervisor of `home`. It does nothing."""
+    with _sleeping(home) as process:
+        yield process
+
+
+@contextmanager
+def _sleeping(home: Home) -> Iterator[ProcessId]:
+    """Run a process with the environment of `up`."""
+    environment = {**os.environ, HOME_VARIABLE: str(home.path)}
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        process_id = ProcessId.of(process.pid)
+        assert process_id is not None
+        try:
+            yield process_id
+        finally:
+            process.kill()
+
+
+def state_of(process: ProcessId, **changes: Any) -> dict[str, Any]:
+    """Return the state that a supervisor with this process writes."""
+    texts = {
+        "status": "ready",
+        "message": "",
+        "prefect": "http://127.0.0.1:9/api",
+        "mlflow": "http://127.0.0.1:9",
+    }
+    return {**texts, "pid": process.pid, "started": process.started, "servers": {}, **changes}
+
+
+def test_stale_state_file_is_not_a_running_supervisor(home: Home, supervisor: ProcessId) -> None:
+    write_json(home.servers_state, state_of(supervisor))
+    assert supervisor_of(home) == supervisor
+    # The pid was used again by another process.
+    write_json(home.servers_state, state_of(supervisor, started=supervisor.started - 100))
+    assert supervisor_of(home) is None
+    home.servers_state.write_text("{")
+    assert supervisor_of(home) is None
+
+
+def test_foreign_process_in_the_state_file_is_not_stopped(home: Home) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        foreign = ProcessId.of(process.pid)
+        assert foreign is not None
+        write_json(home.servers_state, state_of(foreign))
+        assert "nothing to stop" in down(home)
+        assert foreign.alive()
+        process.kill()
+
+
+def test_down_stops_what_the_processes_of_up_started_and_nothing_else(home: Home) -> None:
+    with _sleeping(home) as of_a_flow_run, _sleeping(Home.of("other")) as other:
+        assert down(home) == f"stopped the servers of {home.path}"
+        assert not of_a_flow_run.alive() and other.alive()
+
+
+STATES: list[Any] = [
+    {},
+    [],
+    None,
+    {"pid": "x"},
+    {"pid": 1, "started": None},
+    {"servers": []},
+    {"servers": {"worker": 1}},
+]
+
+
+@pytest.mark.parametrize("content", STATES, ids=json.dumps)
+def test_invalid_state_file_is_ignored(home: Home, content: Any, supervisor: ProcessId) -> None:
+    if isinstance(content, dict) and content:
+        content = state_of(supervisor, **content)
+    home.servers.mkdir()
+    home.servers_state.write_text(json.dumps(content))
+    assert "servers: none" in status(home)
+    assert supervisor_of(home) is None
+
+
+def test_up_refuses_a_second_supervisor(
+    home: Home, monkeypatch: pytest.MonkeyPatch, supervisor: ProcessId
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    write_json(home.servers_state, state_of(supervisor))
+    with pytest.raises(InputError, match="are up already"):
+        up(home, dict)
+
+
+def test_up_refuses_to_disturb_another_one_that_starts_the_servers(home: Home) -> None:
+    home.servers.mkdir()
+    with home.servers_lock.open("w") as other, _sleeping(home) as new:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another `rlhf up` is starting the servers of"):
+            up(home, dict)
+        assert new.alive()
+
+
+def test_up_refuses_a_database_other_than_postgresql(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "mysql://me:secret@host/db")
+    words = r"must begin with postgresql\+asyncpg://; got mysql://\.\.\.; correct"
+    with pytest.raises(InputError, match=words) as refused:
+        up(home, dict)
+    assert "secret" not in refused.value.message
+
+
+def test_up_refuses_a_folder_without_the_project(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home.path)
+    with pytest.raises(InputError, match="project's folder"):
+        up(home, dict)
+
+
+def test_down_without_servers_has_nothing_to_stop(home: Home) -> None:
+    assert "nothing to stop" in down(home)
