@@ -32,7 +32,7 @@ from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.s3 import ADDRESS_VARIABLES, s3_endpoint
 from rlhf_core.storage.store import open_store
-from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
+from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import ArtifactRef
 
 T = TypeVar("T")
