@@ -15,7 +15,7 @@ from rlhf_core.errors import StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import FileEntry, is_weights
 from rlhf_core.storage.store import Store
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 
 log = logging.getLogger(__name__)
 

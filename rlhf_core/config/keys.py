@@ -20,7 +20,7 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.register import POLICIES
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.pipeline import STAGES, StageName, stages_between
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
 
 _PIPELINE_SECTIONS = tuple(

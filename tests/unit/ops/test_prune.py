@@ -36,7 +36,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import acquire
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId, RecordedProcess
