@@ -4,7 +4,7 @@
     uvicorn --factory flows.application:create_network_app   Prefect in a network (deployments/compose.yaml)
     mlflow server --app-name rlhf                            MLflow; the entry point names `create_mlflow_app`
 
-On loopback, the rules in `rlhf_core.system.loopback` refuse requests of web pages from other origins. In
+On loopback, the rules in `rlhf_core.system.serving` refuse requests of web pages from other origins. In
 addition, Prefect requires the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other
 users of the machine.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rlhf_core.system.loopback import OwnAddressOnly
+from rlhf_core.system.serving import OwnAddressOnly
 
 
 def create_mlflow_app() -> Any:

@@ -190,7 +190,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         serve_environment,
         tokenizer_alone,
     )
-    from rlhf_core.system.listening import bind
+    from rlhf_core.system.serving import bind
 
     # vLLM binds the address again, after it has imported its packages.
     bind(arguments.host, arguments.port).close()
@@ -222,7 +222,7 @@ def _publish(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     from rlhf_cli.chat import chat
-    from rlhf_core.system.api_key import API_KEY
+    from rlhf_core.system.serving import API_KEY
 
     if arguments.url:
         chat(arguments.url, arguments.policy, os.environ.get("OPENAI_API_KEY"))

@@ -254,16 +254,17 @@ class Nodes(Protocol):
 
     @property
     def stored(self) -> Mapping[Path, str]:
-        """sha256 of the weights that `gather` has left out, by their path."""
+        """sha256 of the weights that `gather` has left in the store, by their path."""
 
     def gather(self, folder: Path) -> None:
-        """Move the files that processes on other hosts have written to `folder` to this host.
+        """Move what processes on other hosts have written to `folder`, a part of the output, to the store.
 
-        Weights of the stage's output go from there to the store instead, unless the store is a folder.
+        Files other than weights are copied from there to this host.
         """
 
     def share(self, folder: Path) -> None:
-        """Copy the files of a folder of this host to the other hosts, unless they have them.
+        """Copy the files of a folder of this host to the other hosts, through the store, unless they have
+        them.
 
         A folder outside `run.home` is the user's: nothing is written to it. Raises DataError if it has other
         files on another host.

@@ -8,9 +8,8 @@
     save_stacks, kill                     ->  of the processes of this host
     add, upload                           ->  hashes and uploads this host's part of a checkpoint
     fetch                                 ->  what the ranks of this host need of a checkpoint
-    listing, read                         ->  files that processes have written here, for the driver
-    upload_files, fetch_files             ->  weights of the stage's output, which the driver has no copy of
-    digests, write                        ->  files of the driver below run.home that processes here read
+    listing, upload_files, remove         ->  moves what processes have written here to the store
+    digests, fetch_files                  ->  files of the driver that processes here read, from the store
 
 An agent is a Ray actor without CPUs. It trains nothing and imports neither torch nor vLLM. It ends with its
 driver.
@@ -285,10 +284,11 @@ class NodeAgent:
 
     @_served
     def fetch_files(self, source: str, files: Sequence[FileEntry], folder: Path) -> None:
-        """Fetch and verify files, see `bundles.fetch_files`."""
+        """Fetch and verify files of a folder below `run.home`, see `bundles.fetch_files`."""
+        self._require_below_home(folder)
         bundles.fetch_files(self._store, source, files, folder)
 
-    # -- files of this host for the driver --
+    # -- files that hosts exchange --
 
     @_served
     def listing(self, folder: Path) -> tuple[FileEntry, ...]:
@@ -296,33 +296,13 @@ class NodeAgent:
         return bundles.hash_folder(folder)
 
     @_served
-    def read(self, file: Path, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes of a file."""
-        with file.open("rb") as opened:
-            opened.seek(offset)
-            return opened.read(size)
-
-    @_served
     def digests(self, folder: Path) -> dict[str, str]:
         """Return the sha256 of each file below `folder`, by its relative path."""
         return self._digests.of(folder)
 
     @_served
-    def write(self, file: Path, offset: int, data: bytes) -> None:
-        """Write a part of a file below `run.home`. Parts come in their order."""
-        self._require_below_home(file)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab" if offset else "wb") as opened:
-            opened.write(data)
-
-    @_served
-    def sha256(self, file: Path) -> str:
-        """Return the sha256 of a file."""
-        return bundles.hash_file(file)
-
-    @_served
     def remove(self, folder: Path) -> None:
-        """Delete the files below `folder`, which the driver has read and which is below `run.home`."""
+        """Delete the files below `folder`, which are in the store and below `run.home`."""
         self._require_below_home(folder)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

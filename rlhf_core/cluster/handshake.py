@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 MAX_CLOCK_SECONDS = 60.0
 """Difference of clocks that is refused, because a bucket refuses signed requests of another time."""
 _STORE_SECONDS = 5.0
+_STORE_OF_HOSTS = "several hosts need a bucket, or a folder that all of them mount at the same path"
 _NOT_COMPARED = ("git", "gpu_driver")
 """The digest of the sources covers the commit. NCCL works across drivers."""
 
@@ -97,7 +98,8 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
                 found += _hostname_problem(report["host"], reports.values())
                 if store.read_bytes(probe.key(node["NodeID"])) is None and not report["store"]:
                     found.append(
-                        f"store.url={config.store_url}: this host does not see what that node writes"
+                        f"store.url={config.store_url}: this host does not see what that node writes;"
+                        f" {_STORE_OF_HOSTS}"
                     )
                 log.info("node %s: %s", _name(node), _describe(report))
             if found:
@@ -252,7 +254,7 @@ def _reach_store(probe: StoreProbe, node: str) -> str:
     try:
         store = probe.store()
         if store.read_bytes(probe.key("driver")) is None:
-            return "it is reached, but another one than the driver's: the folder is not shared by all hosts"
+            return f"the folder is not shared with the host of the driver; {_STORE_OF_HOSTS}"
         store.put_bytes(probe.key(node), b"node")
     except RLHFError as error:
         return error.message

@@ -3,8 +3,9 @@
     join     one agent per node of the stage other than the driver's; hosts with processes fetch the inputs
     monitor  asks each agent what its processes do, once per second on a few hosts (`heartbeat.OtherHosts`)
     parts    of checkpoints: each agent hashes, uploads and fetches its own (`checkpoints.HostParts`)
-    gather   moves what processes have written on other hosts to this one, and weights to the store
-    share    copies a folder below `run.home` to the others, and compares other folders
+    gather   moves the output that processes have written on other hosts to the store, and small files from
+             there to this host
+    share    copies a folder below `run.home` to the others, through the store, and compares other folders
     leave    ends the agents
 
 Nodes that share the folder of the run (`run.home` on NFS) have one part of the files: the first of them.
@@ -12,7 +13,6 @@ Nodes that share the folder of the run (`run.home` on NFS) have one part of the 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import secrets
@@ -37,17 +37,15 @@ from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import model_state, require_unchanged
 from rlhf_core.errors import (
     ConfigError,
-    CorruptArtifact,
     DataError,
     InfrastructureError,
     RLHFError,
-    StoreError,
     WorkerDied,
     WorkerStuck,
 )
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, is_weights
+from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, merged
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home, is_below
@@ -77,14 +75,13 @@ class ClusterNodes:
         config: The whole configuration.
         work: Scratch folder of the attempt.
         inputs: Artifacts that the processes of the stage read.
+        output: Files of the stage that hosts exchange.
         monitor: The heartbeat monitor of the stage.
         base_model: That of the stage, if its processes read one.
         copies: See `Nodes.copies`.
-        output: Takes the weights of other hosts; None if they are moved to this host.
         artifacts: The store, for the inputs that processes on this host read, and for further inputs. None if
             this host has the inputs.
         cluster: Has the other hosts.
-        chunk_bytes: Size of the parts in which files are copied between hosts.
     """
 
     def __init__(
@@ -92,13 +89,12 @@ class ClusterNodes:
         config: PipelineConfig,
         work: Path,
         inputs: Sequence[ArtifactRef],
+        output: StoredOutput,
         monitor: Monitor,
         base_model: BaseModel | None = None,
         copies: Mapping[str, int] | None = None,
-        output: StoredOutput | None = None,
         artifacts: ArtifactStore | None = None,
         cluster: RayCluster = RAY_CLUSTER,
-        chunk_bytes: int = 32 << 20,
     ) -> None:
         self.config = config
         self._work = work
@@ -124,7 +120,6 @@ class ClusterNodes:
         """Prefix of the stage, as `types.checkpoint_prefix` returns it."""
         self._has_space = False
         self._cluster = cluster
-        self._chunk_bytes = chunk_bytes
         self._hosts: list[Host] = []
         self._ranks: dict[str, dict[str, set[int]]] = {}
         """The ranks of each node, as in `join`. Nodes that share their files count as one of them."""
@@ -303,63 +298,33 @@ class ClusterNodes:
 
     @property
     def stored(self) -> Mapping[Path, str]:
-        return {} if self.output is None else self.output.digests
+        return self.output.digests
 
     def gather(self, folder: Path) -> None:
         for host in self._with_files():
             heartbeat("copy files from other hosts", math.inf)
             found = self._wait([host.call(NodeAgent.listing, folder)])[0]
             own = self._digests.of(folder)
-            # What `share` has copied there, or the host has fetched from the store, does not come back.
+            # What `share` has copied there does not come back.
             known = {**{folder / name: digest for name, digest in own.items()}, **self.stored}
             new = [entry for entry in found if known.get(folder / entry.path) != entry.sha256]
-            uploaded = self._upload_weights(host, folder, [each for each in new if is_weights(each.path)])
-            for entry in new:
-                if entry not in uploaded:
-                    self._copy(host, folder / entry.path, entry)
             if new:
+                self.output.begin()
+                target = self.output.key_of(folder)
+                self._wait([host.call(NodeAgent.upload_files, folder, new, target)])
+                self.output.receive(folder, new)
+                log.info("%s has put %d files into the store", host.name, len(new))
                 self._wait([host.call(NodeAgent.remove, folder)])
 
-    def _upload_weights(self, host: Host, folder: Path, weights: Sequence[FileEntry]) -> Sequence[FileEntry]:
-        """Have a host put weights of the output into the store. Return those that it has put there."""
-        if self.output is None or not weights or not self.output.includes(folder):
-            return ()
-        target = self.output.key_of(folder)
-        self.output.begin()
-        try:
-            self._wait([host.call(NodeAgent.upload_files, folder, weights, target)])
-        except StoreError as error:
-            # The outbox of this host keeps them through a longer outage.
-            log.warning("%s The weights are moved to this host.", error.message)
-            return ()
-        self.output.add(folder, weights)
-        log.info("%s has put %d files with weights into the store", host.name, len(weights))
-        return weights
-
-    def _fetch_stored(self, folder: Path) -> None:
-        """Have all hosts with processes of the stage fetch weights of `folder` that are in the store."""
-        output = self.output
-        if output is None or not output.files_in(folder):
-            return
-        heartbeat("fetch weights from the store", math.inf)
-        hosts, source = self._with_files(), output.key_of(folder)
-        present = self._wait([host.call(NodeAgent.digests, folder) for host in hosts])
-        calls = [
-            host.call(NodeAgent.fetch_files, source, output.lacking(folder, files), folder)
-            for host, files in zip(hosts, present, strict=True)
-        ]
-        if self._has_processes:
-            output.fetch(folder, self._digests.of(folder))
-        self._wait(calls)
-
     def share(self, folder: Path) -> None:
-        self._fetch_stored(folder)
         # A host has verified each file of an input against its manifest, as this one has.
         places = {folder.absolute(), *folder.absolute().parents}
         is_users = not is_below(folder, Path(self.config.run.home))
         # Hosts that share `run.home` need not share other folders.
         all_hosts = self._hosts if is_users else self._with_files()
         hosts = [host for host in all_hosts if places.isdisjoint(host.inputs)]
+        if not is_users and self._has_processes:
+            self.output.fetch(folder, self._digests.of(folder))
         if not hosts:
             return
         heartbeat("compare files with other hosts" if is_users else "copy files to other hosts", math.inf)
@@ -370,35 +335,17 @@ class ClusterNodes:
             for host, files in zip(hosts, there, strict=True):
                 _require_same(folder, own, files, host.name)
             return
-        for name, digest in own.items():
-            lacking = [host for host, files in zip(hosts, there, strict=True) if files.get(name) != digest]
-            if lacking:
-                self._send(folder / name, digest, lacking)
-
-    def _send(self, file: Path, expected: str, hosts: Sequence[Host]) -> None:
-        size = file.stat().st_size
-        objects = hosts[0].actor.objects
-        with file.open("rb") as opened:
-            # At least once, so that an empty file is created as well.
-            for offset in range(0, max(size, 1), self._chunk_bytes):
-                chunk = objects.put(opened.read(self._chunk_bytes))  # one object for all hosts
-                self._wait([host.call(NodeAgent.write, file, offset, chunk) for host in hosts])
-        for host, digest in zip(
-            hosts, self._wait([host.call(NodeAgent.sha256, file) for host in hosts]), strict=True
-        ):
-            if digest != expected:
-                raise CorruptArtifact(f"{file} changed on its way to host {host.name}.")
-
-    def _copy(self, host: Host, file: Path, entry: FileEntry) -> None:
-        digest = hashlib.sha256()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as copy:
-            for offset in range(0, entry.size, self._chunk_bytes):
-                chunk = self._wait([host.call(NodeAgent.read, file, offset, self._chunk_bytes)])[0]
-                digest.update(chunk)
-                copy.write(chunk)
-        if digest.hexdigest() != entry.sha256:
-            raise CorruptArtifact(f"{file} of host {host.name} changed on its way to this host.")
+        needed = self.output.files_of(folder, own)
+        lacking = [[each for each in needed if files.get(each.path) != each.sha256] for files in there]
+        self.output.send(folder, merged(*lacking))
+        source = self.output.key_of(folder)
+        self._wait(
+            [
+                host.call(NodeAgent.fetch_files, source, files, folder)
+                for host, files in zip(hosts, lacking, strict=True)
+                if files
+            ]
+        )
 
     def _with_files(self) -> list[Host]:
         """Return the hosts that have files of their own."""

@@ -185,7 +185,7 @@ class ListeningActor(Actor):
 
 
 class RayObjects:
-    """The results of calls, and the objects that calls get, in Ray.
+    """The results of calls, in Ray.
 
     `rlhf_core.testing.actors.LocalObjects` holds them in the process of a test.
     """
@@ -209,12 +209,6 @@ class RayObjects:
         import ray
 
         return ray.get(reference, timeout=seconds)
-
-    def put(self, value: Any) -> Any:
-        """Return the reference of a copy of `value`, which calls of several actors can get."""
-        import ray
-
-        return ray.put(value)
 
     def kill(self, handle: Any) -> None:
         """End the process of an actor."""

@@ -1,4 +1,8 @@
-"""The weights of a stage's output that other hosts put into the store: the driver only commits them."""
+"""Files of one attempt that its hosts exchange through the store.
+
+output of the stage     {folder of the attempt below the artifact's key}/..., where the artifact has them
+other folders           {folder of the attempt}-shared/...; the commit of the artifact deletes them
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from pathlib import Path
 
 from rlhf_core.errors import StoreError
 from rlhf_core.storage import bundles
-from rlhf_core.storage.bundles import FileEntry
+from rlhf_core.storage.bundles import FileEntry, is_weights
 from rlhf_core.storage.store import Store
+from rlhf_core.system.files import json_sha256
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +25,7 @@ class StoredOutput:
 
     Args:
         folder: Folder of the output, at the same path on all hosts.
-        store: A bucket. A store in a folder may be on the driver's host only.
+        store: A store that all hosts reach.
         key: Folder of the store for the files of the artifact (`artifacts.attempt_folder`).
     """
 
@@ -28,58 +33,77 @@ class StoredOutput:
         self._folder = folder
         self._store = store
         self._key = key
-        self._files: dict[Path, FileEntry] = {}
+        self._shared_key = f"{key}-shared"
+        self._weights: dict[Path, FileEntry] = {}
         self._has_begun = False
 
-    def includes(self, folder: Path) -> bool:
-        """Return whether a folder is the output, or a part of it."""
-        return folder.is_relative_to(self._folder)
-
     def key_of(self, folder: Path) -> str:
-        """Return the folder of the store for `folder`, which the output includes."""
+        """Return the folder of the store for the files of `folder`."""
+        if not folder.is_relative_to(self._folder):
+            return f"{self._shared_key}/{json_sha256(str(folder))[:16]}"
         return "/".join((self._key, *folder.relative_to(self._folder).parts))
 
     def begin(self) -> None:
         """Record that an upload begins. If it fails, the store may have some of its files."""
         self._has_begun = True
 
-    def add(self, folder: Path, files: Sequence[FileEntry]) -> None:
-        """Record files of `folder` that are at `key_of(folder)`. Their folders are created on this host."""
+    def receive(self, folder: Path, files: Sequence[FileEntry]) -> None:
+        """Take files of the output that another host has put at `key_of(folder)`.
+
+        Weights stay in the store. The others are copied to this host, because stages add to them.
+        """
+        small = [entry for entry in files if not is_weights(entry.path)]
+        bundles.fetch_files(self._store, self.key_of(folder), small, folder)
         for entry in files:
             (folder / entry.path).parent.mkdir(parents=True, exist_ok=True)
-            self._files[folder / entry.path] = entry
+            if is_weights(entry.path):
+                self._weights[folder / entry.path] = entry
 
     @property
     def digests(self) -> Mapping[Path, str]:
-        """sha256 of each file, by the path that it has on the host that wrote it."""
-        return {path: entry.sha256 for path, entry in self._files.items()}
+        """sha256 of the weights in the store, by the path that they have on the host that wrote them."""
+        return {path: entry.sha256 for path, entry in self._weights.items()}
 
     @property
     def files(self) -> list[FileEntry]:
-        """All files, by their paths in the output."""
-        return self.files_in(self._folder)
+        """The weights in the store, by their paths in the output."""
+        return self._weights_in(self._folder)
 
-    def files_in(self, folder: Path) -> list[FileEntry]:
-        """Return the files below a folder, by their paths in it."""
+    def _weights_in(self, folder: Path) -> list[FileEntry]:
         return [
             replace(entry, path=path.relative_to(folder).as_posix())
-            for path, entry in self._files.items()
+            for path, entry in self._weights.items()
             if path.is_relative_to(folder)
         ]
 
-    def fetch(self, folder: Path, present: Mapping[str, str]) -> None:
-        """Copy the files below `folder` to this host, except those whose sha256 is in `present`, by path."""
-        bundles.fetch_files(self._store, self.key_of(folder), self.lacking(folder, present), folder)
+    def files_of(self, folder: Path, here: Mapping[str, str]) -> list[FileEntry]:
+        """Return the files of `folder` that its readers need.
 
-    def lacking(self, folder: Path, present: Mapping[str, str]) -> list[FileEntry]:
-        """Return the files below `folder` that are not `present`, see `fetch`."""
-        return [entry for entry in self.files_in(folder) if present.get(entry.path) != entry.sha256]
+        Args:
+            folder: A folder of the run.
+            here: sha256 of its files on this host, by their paths in it.
+        """
+        own = [FileEntry(path, (folder / path).stat().st_size, sha256) for path, sha256 in here.items()]
+        return list(bundles.merged(own, self._weights_in(folder)))
+
+    def send(self, folder: Path, files: Sequence[FileEntry]) -> None:
+        """Put files of `folder` into the store, except weights that another host has put there."""
+        own = [entry for entry in files if folder / entry.path not in self._weights]
+        if own:
+            self.begin()
+            bundles.upload(self._store, folder, own, self.key_of(folder))
+
+    def fetch(self, folder: Path, present: Mapping[str, str]) -> None:
+        """Copy the weights of `folder` to this host, except those whose sha256 is in `present`, by path."""
+        lacking = [each for each in self._weights_in(folder) if present.get(each.path) != each.sha256]
+        bundles.fetch_files(self._store, self.key_of(folder), lacking, folder)
 
     def delete(self) -> None:
         """Delete from the store what uploads have put there: there will be no artifact with it."""
         if not self._has_begun:
             return
         try:
-            self._store.delete_prefix(self._key)
+            for key in (self._key, self._shared_key):
+                self._store.delete_prefix(key)
         except StoreError as error:
             log.warning("Files of a stage that failed stay at %s: %s", self._key, error.message)

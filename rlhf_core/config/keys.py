@@ -17,7 +17,7 @@ from rlhf_core.config.base import Section, effect_of, inherits, is_later
 from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu
 from rlhf_core.config.register import POLICIES
 from rlhf_core.pipeline import STAGES, StageName, stages_between
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
 
 _PIPELINE_SECTIONS = tuple(

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from rlhf_core.system.deadline import within
+from rlhf_core.system.waiting import within
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from rlhf_core.storage.artifacts import (
     parse_artifact_address,
     parse_artifact_copy,
 )
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.types import PromptExample
 

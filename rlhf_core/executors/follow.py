@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.config.resources import Executor
 from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
@@ -29,10 +30,11 @@ from rlhf_core.executors.base import Job, JobStatus, Scheduler
 from rlhf_core.executors.child import TERM_SECONDS, OnEvent, log_excerpt
 from rlhf_core.executors.job_files import JobFiles, delete_jobs
 from rlhf_core.executors.spec import StageSpec
+from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.s3 import ADDRESS_VARIABLES, s3_endpoint
 from rlhf_core.storage.store import open_store
-from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
+from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import ArtifactRef
 
 T = TypeVar("T")
@@ -61,6 +63,30 @@ class Waits:
     """
     stop: float = TERM_SECONDS + 25.0
     """Time for a job to see the request, save a checkpoint and end."""
+
+
+def open_scheduler(config: PipelineConfig, stage: StageName) -> Scheduler:
+    """Return the scheduler of `stage`, which must not be local. Only its packages are imported."""
+    resources = config.run.resources.of(stage)
+    match config.run.executor_of(stage):
+        case "ray":
+            from rlhf_core.executors.ray_job import RayJobs
+
+            return RayJobs()
+        case "kuberay":
+            from rlhf_core.executors.kuberay import KubeRayJobs
+
+            return KubeRayJobs(resources.namespace)
+        case "slurm":
+            from rlhf_core.executors.slurm import SlurmJobs
+
+            # `run.home` of the flow's host is not that of the nodes. Every node has /tmp, each its own.
+            store = config.store_folder
+            if store is None:
+                return SlurmJobs(Path("/tmp"), are_logs_shared=False)
+            return SlurmJobs(store / "jobs" / "slurm")
+        case "local":
+            raise AssertionError("a local stage is a child process")
 
 
 def run_remote(

@@ -24,7 +24,7 @@ from kubernetes.config.config_exception import ConfigException
 
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import TEMPLATES, Job, JobState, JobStatus
-from rlhf_core.system.retries import backoff
+from rlhf_core.system.waiting import backoff
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"

@@ -31,8 +31,8 @@ from rlhf_core.run.local_context import RecordingMetrics, stage_context
 from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.references import resolve
 from rlhf_core.run.stage_runner import run_with_retries
-from rlhf_core.system.clock import seconds_since_boot
 from rlhf_core.system.machine import machine
+from rlhf_core.system.waiting import seconds_since_boot
 from rlhf_core.types import StageContext
 
 log = logging.getLogger(__name__)

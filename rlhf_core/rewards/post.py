@@ -29,7 +29,7 @@ from rlhf_core.config.language_model import ChatServiceConfig
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.failures import last_result, log_failure
-from rlhf_core.system.retries import backoff
+from rlhf_core.system.waiting import backoff
 
 MAX_ANSWER_BYTES = 4 << 20
 _REFUSED = {400, 413, 422}

@@ -262,10 +262,9 @@ class _Attempt:
         if base_model is not None:
             copies |= base_model.copies(spec.config, artifacts)
         key = attempt_folder(spec.stage, spec.key, self.fence)
-        # A store in a folder may be on this host only.
-        output = None if self.store.is_local else StoredOutput(output_folder(self.work), self.store, key)
+        output = StoredOutput(output_folder(self.work), self.store, key)
         nodes = ClusterNodes(
-            spec.config, self.work, inputs, self.monitor, base_model, copies, output, artifacts
+            spec.config, self.work, inputs, output, self.monitor, base_model, copies, artifacts
         )
         nodes.lacks_base_weights = bool(spec.base_models)
         nodes.stages = stages_made(spec.config, spec.stage, spec.until)

@@ -48,10 +48,10 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.storage.versions import versions
-from rlhf_core.system.clock import seconds_since_boot
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import RecordedProcess
+from rlhf_core.system.waiting import seconds_since_boot
 from rlhf_core.tracking.tracker import Status, Tracking, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef, artifact_prefix
 

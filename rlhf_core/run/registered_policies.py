@@ -32,9 +32,8 @@ from rlhf_core.evaluation.policy_files import (
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.storage.bundles import weights_sha256
-from rlhf_core.system.api_key import API_KEY
 from rlhf_core.system.home import Home
-from rlhf_core.system.loopback import is_loopback
+from rlhf_core.system.serving import API_KEY, is_loopback
 from rlhf_core.tracking.champions import BASE, CHAMPION, WEIGHTS, find_version, usable_version
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, sqlite_path
 from rlhf_core.tracking.tracker import open_tracking
@@ -251,14 +250,14 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
     ]  # fmt: skip
     if is_loopback(host):
         # Web pages in a browser on this machine could send requests otherwise.
-        command += ["--middleware", "rlhf_core.system.loopback.OwnAddressOnly"]
+        command += ["--middleware", "rlhf_core.system.serving.OwnAddressOnly"]
     elif not os.environ.get(API_KEY):
         raise InputError(
             f"--host must be a loopback address without a key; got {host}; set {API_KEY}, here and for the"
             " clients"
         )
     if os.environ.get(API_KEY):
-        command += ["--middleware", "rlhf_core.system.api_key.KeyOnly"]
+        command += ["--middleware", "rlhf_core.system.serving.KeyOnly"]
     if policy.files.adapter is None:
         command += ["--served-model-name", *names]
     else:

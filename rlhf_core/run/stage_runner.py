@@ -19,9 +19,8 @@ from typing import Any
 
 from rlhf_core.errors import Superseded
 from rlhf_core.executors.child import OnEvent, StageProcess, run_child
-from rlhf_core.executors.choose import open_scheduler
 from rlhf_core.executors.environment import stage_environment
-from rlhf_core.executors.follow import run_remote
+from rlhf_core.executors.follow import open_scheduler, run_remote
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.display import current_display

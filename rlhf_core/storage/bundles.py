@@ -29,9 +29,8 @@ from pydantic import BaseModel, ValidationError
 from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
 from rlhf_core.storage.backend import SMALL_BYTES
 from rlhf_core.storage.store import Store, check_key
-from rlhf_core.system.digests import json_sha256
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.files import TEMPORARY, existing_parent, header_copy
+from rlhf_core.system.files import TEMPORARY, existing_parent, header_copy, json_sha256
 from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 from rlhf_core.types import CHECKPOINTS, artifact_prefix, checkpoint_prefix
 
 log = logging.getLogger(__name__)

@@ -44,8 +44,8 @@ import psutil
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.bundles import in_parallel
 from rlhf_core.storage.store import Store
-from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
 from rlhf_core.system.processes import ProcessId, RecordedProcess, here, this_machine
+from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import checkpoint_prefix
 
 log = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import StoreError, StoreUnavailable
 from rlhf_core.storage.backend import SMALL_BYTES, ObjectStatus
 from rlhf_core.system.files import replacing
-from rlhf_core.system.retries import backoff, stop_after_failing
+from rlhf_core.system.waiting import backoff, stop_after_failing
 
 log = logging.getLogger(__name__)
 

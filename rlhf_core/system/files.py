@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -265,6 +266,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):  # RecursionError: thousands of nested lists
         return None
     return content if isinstance(content, dict) else None
+
+
+def json_sha256(content: Any) -> str:
+    """Return the sha256 of JSON content, independent of formatting and of the order of keys, 64 hex digits.
+
+    Stage keys and the checksums of manifests are made with it: another form of the text would change all of
+    them. Raises ValueError for NaN and infinity.
+    """
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fsync(path: Path) -> None:

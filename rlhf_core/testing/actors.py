@@ -49,12 +49,6 @@ class LocalObjects(RayObjects):
         return reference.result(seconds)
 
     @override
-    def put(self, value: Any) -> Any:
-        reference: Future[Any] = Future()
-        reference.set_result(value)
-        return reference
-
-    @override
     def kill(self, handle: Any) -> None:
         self.killed.append(handle)
 

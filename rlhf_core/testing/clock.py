@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlhf_core.system.clock import Clock
 from rlhf_core.system.overriding import override
+from rlhf_core.system.waiting import Clock
 
 
 class ManualClock(Clock):

@@ -39,6 +39,7 @@ from rich.table import Table
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.other_host import Host
 from rlhf_core.cluster.rpc import ActorClient, Pending, RemoteActor
+from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import TimeoutsConfig
@@ -51,6 +52,7 @@ from rlhf_core.ppo.training.experience import ResponseSums
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardBatch, source_name
+from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor, Participant, register
 from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
@@ -324,7 +326,8 @@ def waiting_cost(ranks: int, processes: int) -> float:
             agent: Any = ray.remote(_Agent).options(num_cpus=0).remote()
             busy = ray.remote(_Busy).remote()
             ray.get([agent.report.remote(), busy.work.remote(0.0)], timeout=300)
-            nodes = ClusterNodes(PipelineConfig(), Path(folder), [], monitor)
+            output = StoredOutput(Path(folder, "out"), Store(Path(folder, "store")), "artifacts/ppo/k/000001")
+            nodes = ClusterNodes(PipelineConfig(), Path(folder), [], output, monitor)
             hosts = math.ceil(processes / PROCESSES_PER_HOST) - 1
             nodes._hosts = [
                 Host(str(number), RemoteActor(agent), f"host-{number}") for number in range(hosts)

@@ -25,7 +25,7 @@ from rlhf_core.errors import RLHFError
 from rlhf_core.storage.bundles import FileEntry, digest_of, hash_file, read
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 from tests.integration.deepspeed_step import model
 from tests.support.checkpoints import keep
 

@@ -67,7 +67,7 @@ class Attempt:
         agent = Elsewhere(self._folder / "other-host", self.config, work, self.store)
         cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent})
         output = context.nodes.output
-        nodes = ClusterNodes(self.config, work, [], context.monitor, output=output, cluster=cluster)
+        nodes = ClusterNodes(self.config, work, [], output, context.monitor, cluster=cluster)
         nodes.join({"2": {"": {0}}})
         agent.there(model).mkdir(parents=True)
         (agent.there(model) / "model.safetensors").write_text("weights")
@@ -91,7 +91,9 @@ def attempt(
 def test_stopped_attempt_keeps_weights_until_the_next_one_commits(attempt: Attempt, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         attempt(lambda context: context.stop.exit())
-    assert attempt.store.list("artifacts") == [f"{FOLDER}/000001/{WEIGHTS}"]
+    assert attempt.store.list("artifacts") == [
+        f"{FOLDER}/000001/{name}" for name in ("model/config.json", WEIGHTS)
+    ]
     ref = attempt()
     assert sorted(attempt.store.list("artifacts")) == [
         f"{FOLDER}/000002/{name}" for name in ("model/config.json", WEIGHTS)

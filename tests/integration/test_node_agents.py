@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlhf_core.cluster.connect import connect
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, RemoteActor, rpc
+from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.storage import bundles
@@ -81,7 +82,8 @@ here = ray.get_runtime_context().get_node_id()
 (there,) = [node["NodeID"] for node in ray.nodes() if node["NodeID"] != here]
 facts = {}
 with Monitor(home.stacks("ppo", "k", 1)) as monitor:
-    nodes = ClusterNodes(config, work, [artifact], monitor)
+    output = StoredOutput(work / "out", store, "artifacts/ppo/k/000001")
+    nodes = ClusterNodes(config, work, [artifact], output, monitor)
     outbox = Outbox.of(store, home.outbox)
     checkpoints = CheckpointStore(
         store, "k", work / "checkpoints", config.store, claim(store, "k"), outbox=outbox, hosts=nodes

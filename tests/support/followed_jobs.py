@@ -12,8 +12,8 @@ from rlhf_core.executors.follow import Waits
 from rlhf_core.executors.job_files import JobFiles
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.store import Store
-from rlhf_core.system.clock import SYSTEM_CLOCK, Clock
 from rlhf_core.system.overriding import override
+from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import ArtifactRef
 
 KEY = "0" * 16

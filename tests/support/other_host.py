@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf_core.cluster.agent import NodeAgent
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.nodes import ClusterNodes
+from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -18,7 +19,6 @@ from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.overriding import override
-from rlhf_core.testing.actors import LocalObjects
 from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef
 from tests.support.demo_data import with_demo_data
@@ -88,7 +88,6 @@ class Elsewhere(NodeAgent):
 
     def __init__(self, root: Path, config: PipelineConfig, work: Path, store: Store) -> None:
         self._root = root
-        self.files_read: list[Path] = []
         self.folders_hashed: list[Path] = []
         run = config.run.model_copy(update={"home": str(self.there(Path(config.run.home).resolve()))})
         json = config.model_copy(update={"run": run}).model_dump_json(by_alias=True)
@@ -128,22 +127,9 @@ class Elsewhere(NodeAgent):
         return super().listing(self.there(folder))
 
     @override
-    def read(self, file: Path, offset: int, size: int) -> bytes:
-        self.files_read.append(file)
-        return super().read(self.there(file), offset, size)
-
-    @override
     def digests(self, folder: Path) -> dict[str, str]:
         self.folders_hashed.append(folder)
         return super().digests(self.there(folder))
-
-    @override
-    def write(self, file: Path, offset: int, data: bytes) -> None:
-        super().write(self.there(file), offset, data)
-
-    @override
-    def sha256(self, file: Path) -> str:
-        return super().sha256(self.there(file))
 
     @override
     def remove(self, folder: Path) -> None:
@@ -153,7 +139,6 @@ class Elsewhere(NodeAgent):
 def two_nodes(
     folder: Path,
     agent: NodeAgent,
-    objects: LocalObjects | None = None,
     inputs: Sequence[ArtifactRef] = (),
     copies: Mapping[str, int] | None = None,
     artifacts: ArtifactStore | None = None,
@@ -161,19 +146,19 @@ def two_nodes(
     base_model: BaseModel | None = None,
 ) -> ClusterNodes:
     """Return the driver's view of one other host before the stage has ranks."""
-    cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent}, objects=objects)
-    work = folder / "work"
-    work.mkdir()
+    cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent})
+    work = folder / "home" / "attempt"
+    work.mkdir(parents=True)
     monitor = Monitor(folder / "stacks")
     tree = with_demo_data({"run": {"home": str(folder / "home")}, "model": {"path": model and str(model)}})
     return ClusterNodes(
         PipelineConfig.model_validate_json(json.dumps(tree)),
         work,
         inputs,
+        StoredOutput(work / "out", agent._store, "artifacts/sft/k/000001"),
         monitor,
         base_model,
         copies=copies,
         artifacts=artifacts,
         cluster=cluster,
-        chunk_bytes=10,
     )

@@ -43,8 +43,8 @@ from rlhf_core.storage.inventory import (
 )
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
-from rlhf_core.system.clock import SYSTEM_CLOCK, Clock, seconds_since_boot
 from rlhf_core.system.home import Home
+from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock, seconds_since_boot
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.types import CHECKPOINTS
 

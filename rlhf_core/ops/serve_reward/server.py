@@ -37,8 +37,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.ops.serve_reward.connections import GuardedProtocol
 from rlhf_core.rewards.access_token import TOKEN_VARIABLE, reward_token
 from rlhf_core.rewards.scorer import ItemError
-from rlhf_core.system.listening import bind
-from rlhf_core.system.loopback import OwnAddressOnly
+from rlhf_core.system.serving import OwnAddressOnly, bind
 from rlhf_core.types import PromptAndResponse
 
 log = logging.getLogger(__name__)

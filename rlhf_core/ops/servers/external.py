@@ -19,7 +19,7 @@ from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
 from rlhf_core.config.redact import credential_problem, shown
 from rlhf_core.errors import InputError
-from rlhf_core.system.deadline import within
+from rlhf_core.system.waiting import within
 from rlhf_core.tracking.check import tracker_problem
 
 _SECONDS = 5.0

@@ -268,12 +268,12 @@ def test_the_driver_of_a_job_completes_its_base_model_for_ranks(
     model = base.fetch()
     config, digests = base.config_with(str(model)), {"model": base.digest}
     before = model_state(config)
-    agent = Elsewhere(tmp_path / "two", config, tmp_path / "work", base.store)
+    agent = Elsewhere(tmp_path / "two", config, tmp_path / "home" / "attempt", base.store)
     driver = BaseModel.of(config, "sft", digests)
     nodes = two_nodes(tmp_path, agent, artifacts=base.artifacts, model=model, base_model=driver)
     nodes.lacks_base_weights = True
     nodes.join({"1": {"": {0}}})
     assert model_digest(str(model), None) == base.digest
-    require_same_state(before, config, digests, tmp_path / "work" / "scratch")
+    require_same_state(before, config, digests, tmp_path / "home" / "attempt" / "scratch")
     with pytest.raises(DataError, match=r"model: .* was changed after its digest was taken"):
         require_same_state(before, config, digests)  # without what the driver has written

@@ -19,8 +19,10 @@ import pytest
 from rlhf_core.cluster.agent import Started
 from rlhf_core.cluster.disk_space import Space
 from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes, report_seconds, silent_seconds
+from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError, WorkerDied
+from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor, Participant
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.cluster import ScriptedCluster, node
@@ -86,7 +88,9 @@ def cluster_nodes(agents: list[Agent], folder: Path) -> ClusterNodes:
     cluster = ScriptedCluster(
         [node("1", "host-1"), *(node(agent._node_id, agent.host) for agent in agents)], actors=actors
     )
-    return ClusterNodes(PipelineConfig(), folder, [], Monitor(folder / "stacks"), cluster=cluster)
+    config = PipelineConfig()
+    output = StoredOutput(folder / "out", Store(folder / "store"), "artifacts/sft/k/000001")
+    return ClusterNodes(config, folder, [], output, Monitor(folder / "stacks"), cluster=cluster)
 
 
 @pytest.fixture

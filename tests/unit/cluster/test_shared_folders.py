@@ -1,6 +1,7 @@
 """Folders that the driver shares with the other hosts of a stage.
 
-- a folder is copied to another host, and back, in parts; a file that changes on its way is noticed
+- a folder is copied to another host, and back, through the store; a file that changes on its way is noticed
+- only files of the output stay where the artifact has them
 - inputs that a host has verified are not read again
 - a folder outside run.home is compared, and nothing is written there, also through a link
 - scratch files of the run are below run.home also if `work` is a link to another disk
@@ -11,7 +12,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,24 +19,15 @@ from rlhf_core.cluster.agent import NodeAgent
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.errors import CorruptArtifact, DataError, InputError
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.bundles import FileEntry
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.actors import LocalObjects
 from rlhf_core.types import ArtifactRef
 from tests.support.other_host import Elsewhere, two_nodes
 
 
-class Damaging(LocalObjects):
-    """Objects that change on their way."""
-
-    def put(self, value: Any) -> Any:
-        return super().put(value.replace(b"w", b"x"))
-
-
-def joined(
-    folder: Path, agent: NodeAgent, objects: LocalObjects | None = None, inputs: Sequence[ArtifactRef] = ()
-) -> ClusterNodes:
-    """Return the driver's view of one other host, which copies files in parts of ten bytes."""
-    nodes = two_nodes(folder, agent, objects, inputs)
+def joined(folder: Path, agent: NodeAgent, inputs: Sequence[ArtifactRef] = ()) -> ClusterNodes:
+    """Return the driver's view of one other host."""
+    nodes = two_nodes(folder, agent, inputs)
     nodes.join({"1": {}, "2": {}})
     return nodes
 
@@ -46,14 +37,16 @@ def two_hosts(tmp_path: Path, other: Elsewhere) -> ClusterNodes:
     return joined(tmp_path, other)
 
 
-def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: ClusterNodes) -> None:
-    folder = tmp_path / "home" / "one" / "model"
+def test_folder_is_copied_to_another_host_and_back(
+    tmp_path: Path, two_hosts: ClusterNodes, other: Elsewhere
+) -> None:
+    folder = tmp_path / "home" / "attempt" / "out" / "model"
     (folder / "parts").mkdir(parents=True)
-    content = {"parts/weights": "w" * 25, "config.json": "{}", "empty": ""}
+    content = {"parts/rows": "w" * 25, "config.json": "{}", "empty": ""}
     for name, text in content.items():
         (folder / name).write_text(text)
     two_hosts.share(folder)
-    there = tmp_path / "two" / folder.relative_to("/")
+    there = other.there(folder)
     assert {name: (there / name).read_text() for name in content} == content
     # Files that are there already are not sent again.
     before = (there / "config.json").stat().st_mtime_ns
@@ -62,35 +55,59 @@ def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: Cl
     assert (there / "more").read_text() == "more"
     assert (there / "config.json").stat().st_mtime_ns == before
     # Another content of the same size is found.
-    (there / "parts/weights").write_text("v" * 25)
+    (there / "parts/rows").write_text("v" * 25)
     two_hosts.share(folder)
-    assert (there / "parts/weights").read_text() == "w" * 25
+    assert (there / "parts/rows").read_text() == "w" * 25
     shutil.rmtree(folder)
     two_hosts.gather(folder)
     assert {name: (folder / name).read_text() for name in content} == content
     assert list(there.iterdir()) == [], "moved"
 
 
-def test_shared_files_do_not_come_back(tmp_path: Path, two_hosts: ClusterNodes, other: Elsewhere) -> None:
-    folder = tmp_path / "home" / "one"
+def test_other_folders_of_the_run_leave_nothing_in_the_artifact(
+    tmp_path: Path, two_hosts: ClusterNodes, other: Elsewhere
+) -> None:
+    folder = tmp_path / "home" / "attempt" / "scratch" / "converted"
     folder.mkdir(parents=True)
-    (folder / "weights").write_text("w" * 25)
+    (folder / "model.safetensors").write_text("w" * 25)
+    two_hosts.share(folder)
+    assert (other.there(folder) / "model.safetensors").read_text() == "w" * 25
+    store = Store(tmp_path / "store")
+    assert not store.list("artifacts/sft/k/000001") and store.list("artifacts/sft/k/000001-shared")
+    two_hosts.output.delete()
+    assert not store.list("artifacts/sft/k")
+
+
+def test_shared_files_do_not_come_back(tmp_path: Path, two_hosts: ClusterNodes, other: Elsewhere) -> None:
+    folder = tmp_path / "home" / "attempt" / "out"
+    folder.mkdir(parents=True)
+    (folder / "rows").write_text("w" * 25)
     two_hosts.share(folder)
     there = other.there(folder)
     two_hosts.gather(folder)
-    assert not other.files_read and (there / "weights").exists(), "and the next call finds them there"
+    assert (there / "rows").exists(), "and the next call finds them there"
+    (folder / "rows").write_text("v" * 25)
+    two_hosts.share(folder)
     (there / "log").write_text("new")
     two_hosts.gather(folder)
-    assert other.files_read == [folder / "log"]
-    assert (folder / "log").read_text() == "new"
+    assert (folder / "log").read_text() == "new" and (folder / "rows").read_text() == "v" * 25
 
 
-def test_file_that_changes_on_its_way_is_noticed(tmp_path: Path, other: Elsewhere) -> None:
-    folder = tmp_path / "home" / "one"
+def test_file_that_changes_on_its_way_is_noticed(
+    tmp_path: Path, two_hosts: ClusterNodes, other: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "home" / "attempt" / "out"
     folder.mkdir(parents=True)
-    (folder / "weights").write_text("w" * 25)
-    with pytest.raises(CorruptArtifact, match="weights changed on its way to host"):
-        joined(tmp_path, other, Damaging()).share(folder)
+    (folder / "rows").write_text("w" * 25)
+    get_file = other._store.get_file
+
+    def damage(key: str, local: Path, size: int | None = None) -> None:
+        get_file(key, local, size)
+        local.write_text("x" * 25)
+
+    monkeypatch.setattr(other._store, "get_file", damage)
+    with pytest.raises(CorruptArtifact, match="rows does not have the sha256"):
+        two_hosts.share(folder)
 
 
 def test_folder_of_the_user_is_compared_and_not_written(
@@ -130,7 +147,7 @@ def test_agent_changes_nothing_outside_run_home(
     other.there(link).symlink_to(other.there(folder))
     for outside in (folder, link):
         with pytest.raises(InputError, match=r"is not below run\.home=.*; nothing was changed"):
-            other.write(outside / "config.json", 0, b"[]")
+            other.fetch_files("artifacts", [FileEntry("config.json", 2, "0" * 64)], outside)
         with pytest.raises(InputError, match=r"is not below run\.home"):
             other.remove(outside)
     assert (other.there(folder) / "config.json").read_text() == "{}"

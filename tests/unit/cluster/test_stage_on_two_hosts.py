@@ -24,6 +24,7 @@ import pytest
 
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.ranks import RankLayout, folders_in
+from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.engines.distributed import Rank, join, leave
@@ -34,7 +35,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.system.home import Home
+from rlhf_core.system.home import Home, output_folder
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.testing.data import write_data_artifact
@@ -179,7 +180,9 @@ def test_sft_on_two_hosts_is_continued_on_one(tmp_path: Path, monkeypatch: pytes
         one, two = Host(tmp_path / "one", model, bucket(tmp_path)), bucket(tmp_path)
         agent = Elsewhere(tmp_path / "two", one.config, one.work, two)
         cluster = ScriptedCluster([node("1", "one"), node("2", "two")], actors={"2": agent})
-        nodes = ClusterNodes(one.config, one.work, [data], Monitor(one.work / "stacks"), cluster=cluster)
+        output = StoredOutput(output_folder(one.work), one.store, "artifacts/sft/k/000001")
+        monitor = Monitor(one.work / "stacks")
+        nodes = ClusterNodes(one.config, one.work, [data], output, monitor, cluster=cluster)
         return one.run(data, nodes, agent.there), backend_of(one.store), backend_of(two)
 
     weights, one, two = in_a_fork(on_two_hosts)

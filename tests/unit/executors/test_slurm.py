@@ -26,7 +26,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.resources import StageResources
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import Job
-from rlhf_core.executors.choose import open_scheduler
+from rlhf_core.executors.follow import open_scheduler
 from rlhf_core.executors.slurm import SlurmJobs
 from tests.support.scripted_slurm import ScriptedSlurm
 

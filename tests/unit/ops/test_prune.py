@@ -34,11 +34,11 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import acquire
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
-from rlhf_core.system.clock import Clock
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId, RecordedProcess
+from rlhf_core.system.waiting import Clock
 from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.tracking.champions import promote, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow

@@ -15,8 +15,8 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.status import describe_runs
-from rlhf_core.system.clock import seconds_since_boot
 from rlhf_core.system.home import Home
+from rlhf_core.system.waiting import seconds_since_boot
 
 HOUR, DAY = 3600.0, 86_400.0
 

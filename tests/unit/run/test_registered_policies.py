@@ -98,7 +98,7 @@ def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.Mo
     assert command.count("--middleware") == 1
     text = " ".join(command)
     assert f"--model {policy.files.model} --host 127.0.0.1 --port 8000 --dtype float32" in text
-    assert "--middleware rlhf_core.system.loopback.OwnAddressOnly" in text
+    assert "--middleware rlhf_core.system.serving.OwnAddressOnly" in text
     assert f"--served-model-name {MODEL} {MODEL}@2" in text and text.endswith("--max-model-len 32")
     for host in ("0.0.0.0", "gpu7", "::"):
         with pytest.raises(InputError, match="set VLLM_API_KEY"):
@@ -106,7 +106,7 @@ def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_API_KEY", "k")
     assert serve_command(policy, "0.0.0.0", 8000).count("--middleware") == 1
     for host in ("0.0.0.0", "127.0.0.1"):
-        assert "--middleware rlhf_core.system.api_key.KeyOnly" in " ".join(serve_command(policy, host, 8000))
+        assert "--middleware rlhf_core.system.serving.KeyOnly" in " ".join(serve_command(policy, host, 8000))
     assert "k" not in serve_command(policy, "0.0.0.0", 8000), "other users see arguments of processes"
 
 

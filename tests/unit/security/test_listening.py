@@ -18,9 +18,8 @@ import pytest
 
 from rlhf_core.ops.servers.prefect_server import server_environment
 from rlhf_core.ops.servers.supervisor import Supervisor
-from rlhf_core.system.api_key import KeyOnly
 from rlhf_core.system.home import Home
-from rlhf_core.system.loopback import OwnAddressOnly
+from rlhf_core.system.serving import KeyOnly, OwnAddressOnly
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -29,7 +29,7 @@ from rlhf_core.preflight import check
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import digest_of, hash_folder
 from rlhf_core.storage.store import Store
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.tiny_llama import save_tiny_llama
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.storage.bundles import FileEntry, Manifest, digest_of, encode, parse
 from rlhf_core.storage.store import check_key
-from rlhf_core.system.digests import json_sha256
+from rlhf_core.system.files import json_sha256
 
 QUIET = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 

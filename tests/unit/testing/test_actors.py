@@ -1,6 +1,6 @@
 """Remote actors and the cluster of tests, used as the driver uses those of Ray.
 
-- a call returns the value of the method or its error; an object that was put arrives as its value
+- a call returns the value of the method or its error
 - a call without a result is waited for until the limit
 - a reservation ends if enough is free
 """
@@ -33,8 +33,7 @@ class Adder:
 
 def test_calls_return_values_and_errors() -> None:
     actor = local_actor(Adder())
-    three = actor.objects.put(3)
-    assert fetch([actor.call(Adder.add, three, 4), actor.call(Adder.add, 1, b=1)], 1.0) == [7, 2]
+    assert fetch([actor.call(Adder.add, 3, 4), actor.call(Adder.add, 1, b=1)], 1.0) == [7, 2]
     with pytest.raises(ZeroDivisionError):
         fetch([actor.call(Adder.divide, 1, 0)], 1.0)
 

@@ -1,19 +1,23 @@
-"""Back-off and stop conditions for tenacity.
+"""Time limits of calls, and back-off and stop conditions for tenacity.
 
 - waits double up to a limit and stay within the jitter
 - a long first call does not use up the time for retries
 - drawing a wait does not change the global random numbers
+- the result and the error of a call with a time limit are those of the caller
+- a call that takes longer is a TimeoutError at once
 """
 
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import Any
 
 import pytest
 from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type
 
-from rlhf_core.system.retries import backoff, stop_after_failing
+from rlhf_core.system.waiting import backoff, stop_after_failing, within
 
 
 def _state(attempt: int, failed_at: float = 0.0, upcoming_sleep: float = 0.0) -> RetryCallState:
@@ -57,3 +61,19 @@ def test_tenacity_accepts_the_backoff_and_the_stop_condition(monkeypatch: pytest
     with pytest.raises(RetryError):
         retrying(failing)
     assert len(calls) > 2
+
+
+def test_the_result_and_the_error_are_passed_on() -> None:
+    assert within(10.0, lambda: "result") == "result"
+    empty: dict[str, int] = {}
+    with pytest.raises(KeyError):
+        within(10.0, lambda: empty["a"])
+
+
+def test_a_call_that_takes_longer_ends_with_a_timeout() -> None:
+    ended = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        within(0.2, lambda: ended.wait(30))
+    assert time.monotonic() - began < 10
+    ended.set()

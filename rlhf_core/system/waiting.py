@@ -1,15 +1,68 @@
-"""Back-off and stop conditions for `tenacity`."""
+"""Clocks, a time limit for calls of libraries, and back-off and stop conditions for `tenacity`."""
 
 from __future__ import annotations
 
 import math
 import random
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
-from tenacity import RetryCallState
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+_T = TypeVar("_T")
 
 _random = random.Random()
 """A generator of its own: the number of failures must not change what a run draws from `random`."""
+
+
+class Clock:
+    """The monotonic clock of this machine, as an argument of code that reads the time and waits.
+
+    Tests use `rlhf_core.testing.clock.ManualClock`. Code that only reads the time takes a function such as
+    `time.monotonic`.
+    """
+
+    def monotonic(self) -> float:
+        """Return seconds since some start."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+def seconds_since_boot() -> float:
+    """Return the time in the unit of `ProcessId.started`, which a change of the system's clock does not
+    affect.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+SYSTEM_CLOCK = Clock()
+
+
+def within(seconds: float, call: Callable[[], _T]) -> _T:
+    """Return the result of `call`. Raises TimeoutError if it takes longer than `seconds`.
+
+    It is for libraries that limit only the time between two reads.
+
+    `call` runs in a daemon thread, so that it does not delay the end of the process. After the time limit it
+    continues there, and its result is ignored.
+    """
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="within", daemon=True).start()
+    return future.result(timeout=seconds)
 
 
 def backoff(

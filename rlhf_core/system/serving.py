@@ -1,0 +1,136 @@
+"""Servers of this project: the address that they listen on, and which requests they answer.
+
+Every web page that the user opens can send requests to loopback addresses. Two rules refuse pages of other
+origins (`OwnAddressOnly`):
+
+    Host        must be a loopback address or `localhost`. In a DNS rebinding attack, the page's host name
+                resolves to 127.0.0.1, and the header contains that host name.
+    Origin      must be the server's own address if it is present. Browsers send it with every request that
+                can change something, and with every WebSocket.
+
+vLLM's server on other addresses asks for a key below `/v1` and a few other prefixes only. `/invocations`,
+`/tokenize` and others would answer without it. `KeyOnly` protects every path.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING
+
+from rlhf_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+API_KEY = "VLLM_API_KEY"
+"""Environment variable of vLLM with the key that clients must send."""
+_OPEN = "/health"
+"""Load balancers ask it. Its answer has no content."""
+_REFUSED = (
+    b"This server answers requests to a loopback address or localhost only, and none of web pages from"
+    b" elsewhere.\n"
+)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address of this machine. Port 0 is any free one.
+
+    Raises ConfigError, which names `--host` and `--port`, if there is no such address or it is in use.
+    """
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port must be from 0 to 65535; got {port}")
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(kind, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"--host and --port must be a free address of this machine; got {host} {port}: {error}"
+        ) from error
+    return bound
+
+
+class OwnAddressOnly:
+    """ASGI middleware that answers 403 to requests with a foreign Host or Origin.
+
+    The port in the header is not compared with the server's port, so that forwarded ports work.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or has_own_origin(scope["headers"]):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send(
+                {"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]}
+            )
+            await send({"type": "http.response.body", "body": _REFUSED})
+
+
+def has_own_origin(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Return whether the headers name a loopback host and no other origin."""
+    hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
+    origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
+    if len(hosts) != 1:
+        return False
+    name, _, port = hosts[0].rpartition(":")
+    # `localhost` and `[::1]` without a port: the last colon, if there is one, is part of the address.
+    if not port.isdigit():
+        name = hosts[0]
+    return is_loopback(name) and all(origin == f"http://{hosts[0]}" for origin in origins)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine: localhost, 127.0.0.0/8 or ::1, which may be in brackets."""
+    if host in ("localhost", "[::1]"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class KeyOnly:
+    """ASGI middleware that answers 401 to requests without the header `Authorization: Bearer KEY`.
+
+    The key is the value of VLLM_API_KEY. Raises RuntimeError without one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        key = os.environ.get(API_KEY)
+        if not key:
+            raise RuntimeError(f"{API_KEY} is not set")
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] == _OPEN or self._is_sent(scope["headers"]):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            body = f"The key of this server must be sent as Authorization: Bearer, see {API_KEY}.\n"
+            await send({"type": "http.response.body", "body": body.encode()})
+
+    def _is_sent(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = [value for name, value in headers if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(key, self._key)
