@@ -1,4 +1,4 @@
-# The five commands: setup, run, test, lint, bench. All call `setup`, which does nothing if .venv is up to date.
+# The main commands: setup, run, test, lint, bench. All call `setup`, which does nothing if .venv is up to date.
 # The lock is for Python 3.11 (docs/deployment.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -20,10 +20,10 @@ export UV_LINK_MODE ?= copy
 # Every stage is a new process. Without bytecode files, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-unit test-slow lint format bench bench-training chaos audit up down status lock clean help
+.PHONY: setup run test test-unit test-integration test-all test-slow lint format bench bench-training chaos audit up down status lock clean help
 
 help:
-	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-unit, test-slow, bench-training, chaos, audit, format, lock, clean)"
+	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-all, test-unit, test-slow, bench-training, chaos, audit, format, lock, clean)"
 
 setup: $(STAMP)
 
@@ -43,10 +43,18 @@ $(CLUSTER): requirements/cluster.txt | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(CLUSTER) --require-hashes --no-deps -r $< \
 	  && touch $(CLUSTER) || { rm -rf $(CLUSTER); echo "The tests of Ray jobs are skipped: their packages cannot be installed."; }
 
-# The integration tests mostly wait for processes to start, so two of them run at a time. The tests of a file share
-# what they set up, and stay in one process.
-test: test-unit $(CLUSTER)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/integration
+# What a user runs after a clone: the unit tests, and one whole pipeline on the real stack.
+test: test-unit
+	$(BIN)/pytest tests/integration/test_pipeline.py
+
+# All tests but the slow ones and those for GPUs.
+test-all: test test-integration
+
+# The other integration tests. They mostly wait for processes to start, so two of them run at a time. The tests of a
+# file share what they set up, and stay in one process.
+test-integration: setup $(CLUSTER)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/integration \
+	  --ignore tests/integration/test_pipeline.py
 
 test-unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" tests/unit
