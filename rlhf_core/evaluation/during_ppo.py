@@ -23,7 +23,7 @@ from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, RewardInputs
 from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.ppo.training.experience import shaped_scores
-from rlhf_core.ppo.watching.divergence import CORRELATION, CORRELATION_ERROR, KL, correlation
+from rlhf_core.ppo.watching.guards import CORRELATION, CORRELATION_ERROR, KL, correlation
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import source_name, weighted_sum
 from rlhf_core.seeds import derive_seed

@@ -27,7 +27,7 @@ from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.scoring import logprobs
-from rlhf_core.ppo.training.columns import FloatArray
+from rlhf_core.ppo.training.batch import FloatArray
 from rlhf_core.types import PromptAndResponse, StageContext
 
 log = logging.getLogger(__name__)

@@ -227,7 +227,7 @@ def group_loads(
 def _turn_loads(
     config: PipelineConfig, group: Group, models: dict[str, Model], serving: Bytes
 ) -> Iterator[DeviceLoad]:
-    """Yield the memory of trainers and engines that use the devices in turns (`ppo.fleet.device_turns`)."""
+    """Yield the memory of trainers and engines that use the devices in turns (`ppo.fleet.engine_pool`)."""
     engine, what = config.ppo.engine, f"{group.name}+engine"
     state, kept = NOTHING, NOTHING
     for model in models.values():

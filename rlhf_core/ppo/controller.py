@@ -12,7 +12,7 @@ weights that the previous step produced, so the policy version of every rollout 
 steps.
 
 With `ppo.staleness=n`, n at least 1, there is a sync after every n-th step, and the engines sample the n
-batches between two syncs without waiting (`rlhf_core.ppo.sampling.rollouts_ahead`). With n = 1 they sample
+batches between two syncs without waiting (`rlhf_core.ppo.sampling.schedule`). With n = 1 they sample
 the next step during scoring and training:
 
     ranks    score and train step k  -> version k      | sync of version k | score and train step k + 1
@@ -41,21 +41,17 @@ from rlhf_core.config.intervals import checkpoint_interval
 from rlhf_core.config.placement import Role
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
-from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_responses, reward_metrics
-from rlhf_core.ppo.sampling.rollouts_ahead import RolloutsAhead
-from rlhf_core.ppo.sampling.rollouts_kept import RolloutsKept
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import FloatArray
-from rlhf_core.ppo.update import CriticWarmup, Updater
+from rlhf_core.ppo.sampling.schedule import rollouts_of
+from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
+from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
 from rlhf_core.ppo.watching.advice import Advice
 from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
-from rlhf_core.ppo.watching.step_checks import StepChecks
-from rlhf_core.ppo.watching.sync_check import SyncCheck
+from rlhf_core.ppo.watching.step_checks import StepChecks, SyncCheck
 from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -108,15 +104,11 @@ class PPOController:
         self._context = context
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        self._ahead: RolloutsAhead
-        if ppo.weight_sync.keep_requests:
-            self._ahead = RolloutsKept(ppo, fleet, prompts, self._collector)
-        else:
-            self._ahead = RolloutsAhead(ppo, fleet, prompts, self._collector)
+        cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
+        self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector, cache)
         self._sync_check: SyncCheck | None = None
         if ppo.staleness and ppo.weight_sync.canary:
             self._sync_check = SyncCheck(ppo, fleet, prompts, decode, composer, seed)
-        self._rollout_cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
         self._updater = Updater(ppo, fleet, seed, demonstrations)
         self._warmup = CriticWarmup(ppo)
         self._kl: FixedKL | AdaptiveKL
@@ -192,7 +184,7 @@ class PPOController:
         if self._evaluation is None or not self.selection.is_due(version):
             return
         if version % self._ppo.sync_every:
-            self._ahead.finish()
+            self._rollouts.finish()
             self.sync()
         started = time.monotonic()
         found = self._evaluation.evaluate(version)
@@ -223,7 +215,7 @@ class PPOController:
             batch = self.collect()
         failpoint("ppo.after_rollout")
         self._last_batch = batch
-        self._ahead.start(self.completed_steps)
+        self._rollouts.start(self.completed_steps)
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
@@ -260,9 +252,9 @@ class PPOController:
 
     def _sync_after_step(self) -> None:
         # After the training: with filtering, the reward ranks get the next batch here, and a rank keeps one.
-        if self._ahead.is_unfinished:
+        if self._rollouts.is_unfinished:
             with self._timed("rollout"):
-                self._ahead.finish()
+                self._rollouts.finish()
             failpoint("ppo.after_next_rollout")
         with self._timed("sync"):
             self.sync()
@@ -282,7 +274,7 @@ class PPOController:
         seconds = steps.timings["timing/step"]
         every = self._checkpoint_every * seconds / len(steps.batches)
         # The first one was sampled before the last sync.
-        sampled = [*steps.batches[1:], *self._ahead.finished] if self._ppo.staleness else steps.batches
+        sampled = [*steps.batches[1:], *self._rollouts.finished] if self._ppo.staleness else steps.batches
         return {
             "sync/share": steps.timings["timing/sync"] / seconds,
             "checkpoint/share": self._checkpoint_seconds / (self._checkpoint_seconds + every),
@@ -300,33 +292,13 @@ class PPOController:
         Raises:
             WeightSyncError: They are of a policy version that `ppo.staleness` does not allow.
         """
-        if self._ppo.staleness:
-            step = self.completed_steps + 1
-            batch = self._ahead.take(step) or self._collector.collect(step, self.completed_steps)
-        else:
-            self._fleet.turns.sample()
-            batch = self._collect_or_read()
-            self._fleet.turns.train()
+        batch = self._rollouts.take(self.completed_steps + 1)
         behind = self.completed_steps - batch.version
         if not 0 <= behind <= self._ppo.staleness:
             raise WeightSyncError(
                 f"step {self.completed_steps + 1} was sampled from policy version {batch.version}, {behind}"
                 f" behind; ppo.staleness={self._ppo.staleness} is the limit"
             )
-        return batch
-
-    def _collect_or_read(self) -> RolloutBatch:
-        step = self.completed_steps + 1
-        # In other steps, an attempt that continues from the checkpoint has other weights.
-        follows_checkpoint = self.completed_steps == self._last_checkpoint_step
-        if follows_checkpoint:
-            cached = self._rollout_cache.read(step)
-            if cached is not None:
-                log.info("step %d: using the %d rollouts that an earlier attempt sampled", step, len(cached))
-                return cached
-        batch = self._collector.collect(step, self.completed_steps)
-        if follows_checkpoint:
-            self._rollout_cache.write(step, batch)
         return batch
 
     def score(self, batch: RolloutBatch) -> Experience:
@@ -466,7 +438,7 @@ class PPOController:
 
     def _checkpoint(self) -> None:
         """Save policy, critic, KL controller and the metrics so far as one checkpoint."""
-        self._ahead.finish()
+        self._rollouts.finish()
         self._steps_since_sync.engines_waited |= self.completed_steps % self._ppo.sync_every > 0
         started = time.monotonic()
         fleet, scratch, step = self._fleet, self._context.scratch, self.completed_steps
@@ -476,14 +448,14 @@ class PPOController:
         per_role = fleet.wait(sizes, "the checkpoint's size")
         size = sum(whole for whole, _ in per_role)
         unsharded = sum(part for _, part in per_role)
-        tokens = sum(batch.token_bytes for batch in self._ahead.finished)
+        tokens = sum(batch.token_bytes for batch in self._rollouts.finished)
         with new_checkpoint(
             self._context, scratch, step, size, unsharded=unsharded, own=tokens, late_scores=self._scores
         ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained_roles:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))
-            self._ahead.save(folder, step)
+            self._rollouts.save(folder, step)
             fleet.wait(saving, "the checkpoint")
             shutil.copy(self._metrics_file, folder / "metrics.jsonl")
             state = {
@@ -526,7 +498,7 @@ class PPOController:
             self.selection.load_state_dict(state["selection"])
             self._evaluation.load_state_dict(state["evaluation"])
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
-        self._ahead.restore(folder, self.completed_steps)
+        self._rollouts.restore(folder, self.completed_steps)
         log.info("ppo continues after step %d", self.completed_steps)
 
     def save_policy(self, folder: Path) -> None:

@@ -130,7 +130,7 @@ def _figures(history: StepMetrics, distribution: CaptionedFigure) -> list[Captio
 def evaluation_figures(config: PipelineConfig, context: StageContext) -> list[CaptionedFigure]:
     """Return the figure of the evaluations during PPO; none if there were no evaluations."""
     from rlhf_core.evaluation import plots
-    from rlhf_core.ppo.watching.divergence import in_words
+    from rlhf_core.ppo.watching.guards import in_words
 
     file = context.inputs["ppo"] / "evaluations.jsonl"
     if not file.is_file():

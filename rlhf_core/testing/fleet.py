@@ -25,12 +25,11 @@ from rlhf_core.errors import RLHFError, WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
 from rlhf_core.ppo.fleet.fleet import Fleet
-from rlhf_core.ppo.fleet.kept_requests import KeptRequests
 from rlhf_core.ppo.fleet.placement import Placement, assign
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
+from rlhf_core.ppo.fleet.prompt_queue import KeptRequests, PromptQueue
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.reward_actor import RewardActor
-from rlhf_core.ppo.training.columns import RolloutColumns
+from rlhf_core.ppo.training.batch import RolloutColumns
 from rlhf_core.system.heartbeat import Monitor, Participant, State
 from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId

@@ -41,7 +41,7 @@ import numpy as np
 
 from rlhf_core.config.load import load_config
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.watching.divergence import (
+from rlhf_core.ppo.watching.guards import (
     CORRELATION,
     CORRELATION_ERROR,
     KL,

@@ -46,11 +46,9 @@ from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.sampling.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
-from rlhf_core.ppo.training.batch import SentShare
-from rlhf_core.ppo.training.columns import RolloutHeader
+from rlhf_core.ppo.training.batch import ModelScores, RolloutHeader, SentShare
 from rlhf_core.ppo.training.experience import ResponseSums
 from rlhf_core.ppo.training.loss_step import OptimizerStep
-from rlhf_core.ppo.training.model_scores import ModelScores
 from rlhf_core.ppo.training.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardBatch, source_name
 from rlhf_core.system.heartbeat import Monitor, Participant, register
@@ -247,7 +245,7 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     settings = RewardSettings(config.ppo.rewards, str)
     with tempfile.TemporaryDirectory() as folder, open_rewards(fleet, settings) as composer:
         controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
-        controller._last_checkpoint_step = -1  # the cache of rollouts is not part of every step
+        controller._rollouts.checkpointed = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads 16 responses
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         controller.iterate()  # imports, and the first use of everything

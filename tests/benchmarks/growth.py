@@ -39,11 +39,9 @@ from rlhf_core.config.placement import plan
 from rlhf_core.ppo import controller as controller_module
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
-from rlhf_core.ppo.training.batch import SentShare
-from rlhf_core.ppo.training.columns import RolloutHeader
+from rlhf_core.ppo.training.batch import ModelScores, RolloutHeader, SentShare
 from rlhf_core.ppo.training.experience import ResponseSums
 from rlhf_core.ppo.training.loss_step import OptimizerStep
-from rlhf_core.ppo.training.model_scores import ModelScores
 from rlhf_core.ppo.training.rank_rows import Exchange, ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.overriding import override
@@ -412,7 +410,7 @@ def step_seconds(
         mock.patch.object(controller_module, "time", clock),
     ):
         controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
-        controller._last_checkpoint_step = -1  # the cache of rollouts is not part of every step
+        controller._rollouts.checkpointed = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads responses
         durations: list[float] = [controller.iterate()["timing/step"] for _ in range(measured.stop)]
     return statistics.mean(durations[measured.start :])

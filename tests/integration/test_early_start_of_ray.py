@@ -24,7 +24,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.executors.child import StageProcess, start_child
 from rlhf_core.executors.environment import stage_environment
-from rlhf_core.ppo.fleet.actor_environment import actor_environment, environment_option
+from rlhf_core.ppo.fleet.placement import actor_environment, environment_option
 from rlhf_core.ppo.fleet.start_ray import start_ray
 from rlhf_core.run.next_stage import NextStage
 from rlhf_core.system.machine import machine

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.cluster.connect import connect
 from rlhf_core.cluster.rpc import RemoteActor, as_argument, fetch
-from rlhf_core.ppo.training.columns import RowColumns, row_columns
+from rlhf_core.ppo.training.batch import RowColumns, row_columns
 
 ROWS = [100_000, 1, 60_000]  # the first and the last one are not sent inside of messages
 

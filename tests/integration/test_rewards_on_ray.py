@@ -24,8 +24,7 @@ from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.reward_actor import RewardActors, RewardSettings
 from rlhf_core.ppo.sampling.rollouts import RewardInputs
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import Places, columns_of
+from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout

@@ -13,9 +13,15 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role
 from rlhf_core.ppo.sampling.rollouts import Collector
-from rlhf_core.ppo.training.batch import RolloutBatch, SentShare
-from rlhf_core.ppo.training.columns import RolloutColumns, RolloutHeader, columns_of, header_of
-from rlhf_core.ppo.training.model_scores import ModelScores
+from rlhf_core.ppo.training.batch import (
+    ModelScores,
+    RolloutBatch,
+    RolloutColumns,
+    RolloutHeader,
+    SentShare,
+    columns_of,
+    header_of,
+)
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, scripted_actor

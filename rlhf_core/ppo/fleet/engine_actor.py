@@ -13,9 +13,8 @@ from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
-from rlhf_core.ppo.fleet.kept_requests import KeptRequests
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
-from rlhf_core.ppo.training.columns import RolloutColumns, RolloutHeader, columns_of, header_of
+from rlhf_core.ppo.fleet.prompt_queue import KeptRequests, PromptQueue
+from rlhf_core.ppo.training.batch import RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, Rollout
@@ -175,7 +174,7 @@ class EngineActor(Actor):
         **options: Unpack[SamplingOptions],
     ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
         """Sample the prompts of a batch that this engine takes from a queue, until they are finished or the
-        queue is paused (`rlhf_core.ppo.fleet.kept_requests`).
+        queue is paused (`rlhf_core.ppo.fleet.prompt_queue`).
 
         Args:
             queue: Gives numbers of the prompts of all batches that are open.

@@ -25,17 +25,29 @@ from rlhf_core.config.constants import MAX_AUTO_SENDERS
 from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.ppo.fleet.actor_environment import actor_environment, environment_option
-from rlhf_core.ppo.fleet.device_turns import DeviceTurns
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
-from rlhf_core.ppo.fleet.engine_pool import EnginePool
-from rlhf_core.ppo.fleet.placement import Placement, reserve_bundles, start_helper, use_gpus
+from rlhf_core.ppo.fleet.engine_pool import DeviceTurns, EnginePool
+from rlhf_core.ppo.fleet.placement import (
+    Placement,
+    actor_environment,
+    environment_option,
+    reserve_bundles,
+    start_helper,
+    use_gpus,
+)
 from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
 from rlhf_core.ppo.fleet.routes import ObjectArguments, Sent, SentBatches, places_of, route
 from rlhf_core.ppo.fleet.worker import ModelWorker
-from rlhf_core.ppo.training.batch import RankShare, RolloutBatch
-from rlhf_core.ppo.training.columns import FloatArray, Places, RolloutColumns, RowColumns
-from rlhf_core.ppo.training.model_scores import ModelScores, in_batch_order
+from rlhf_core.ppo.training.batch import (
+    FloatArray,
+    ModelScores,
+    Places,
+    RankShare,
+    RolloutBatch,
+    RolloutColumns,
+    RowColumns,
+    in_batch_order,
+)
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
 from rlhf_core.types import Nodes
 from rlhf_core.weight_sync.sender import SyncReport

@@ -17,8 +17,15 @@ import numpy as np
 
 from rlhf_core.cluster.rpc import Pending, as_argument
 from rlhf_core.models.packing import estimated_cost, plan_ranks
-from rlhf_core.ppo.training.batch import RankShare, RolloutBatch, SentShare
-from rlhf_core.ppo.training.columns import Indices, Places, RolloutColumns, RowColumns
+from rlhf_core.ppo.training.batch import (
+    Indices,
+    Places,
+    RankShare,
+    RolloutBatch,
+    RolloutColumns,
+    RowColumns,
+    SentShare,
+)
 
 
 def route(batch: RolloutBatch, ranks: int, micro_batch_tokens: int, *, pack: bool) -> list[RankShare]:

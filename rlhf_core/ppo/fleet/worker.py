@@ -28,11 +28,9 @@ from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.fleet.engine_actor import EngineActor, RayEngineClient
 from rlhf_core.ppo.training import loss_step
-from rlhf_core.ppo.training.batch import SentShare
-from rlhf_core.ppo.training.columns import RolloutColumns, RowColumns, row_columns
+from rlhf_core.ppo.training.batch import ModelScores, RolloutColumns, RowColumns, SentShare, row_columns
 from rlhf_core.ppo.training.experience import ResponseSums, Whitening
 from rlhf_core.ppo.training.loss_step import OptimizerStep
-from rlhf_core.ppo.training.model_scores import ModelScores
 from rlhf_core.ppo.training.rank_rows import (
     CriticInputs,
     Exchange,

@@ -37,7 +37,7 @@ from rlhf_core.config.rewards import AnyReward, ExternalReward, ModelReward
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, classified
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import RewardInputs
-from rlhf_core.ppo.training.columns import Indices, Places, RolloutColumns
+from rlhf_core.ppo.training.batch import Indices, Places, RolloutColumns
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_input, weighted_sum
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.machine import machine

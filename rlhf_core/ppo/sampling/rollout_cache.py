@@ -27,8 +27,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from rlhf_core.ppo.fleet.fleet import Fleet
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import Places, RolloutColumns
+from rlhf_core.ppo.training.batch import Places, RolloutBatch, RolloutColumns
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample
 

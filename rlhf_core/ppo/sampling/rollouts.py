@@ -9,7 +9,7 @@ Consumes the prompts of the data artifact; produces a `RolloutBatch`, which alwa
 for all engines, and with filtering for the reward workers. Between `start` and `finish` the engines sample,
 and the controller can do something else.
 
-The tokens stay in chunks (`ppo.training.columns`), to which the batch has references. They are fetched one
+The tokens stay in chunks (`ppo.training.batch`), to which the batch has references. They are fetched one
 chunk at a time, and only for held-out evaluations, tables of samples and the cache of rollouts.
 """
 
@@ -31,10 +31,15 @@ from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import FloatArray, Places, RolloutColumns, RolloutHeader
+from rlhf_core.ppo.training.batch import (
+    FloatArray,
+    ModelScores,
+    Places,
+    RolloutBatch,
+    RolloutColumns,
+    RolloutHeader,
+)
 from rlhf_core.ppo.training.experience import shaped_scores, uniform_groups
-from rlhf_core.ppo.training.model_scores import ModelScores
 from rlhf_core.rewards.compose import RewardBatch, clipped_share, reward_input, weighted_sum
 from rlhf_core.seeds import derive_seed, permutation
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput

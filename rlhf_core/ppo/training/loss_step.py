@@ -23,7 +23,7 @@ from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss,
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, to_device
-from rlhf_core.ppo.training.columns import FloatArray
+from rlhf_core.ppo.training.batch import FloatArray
 from rlhf_core.ppo.training.experience import padded
 
 

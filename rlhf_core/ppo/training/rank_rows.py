@@ -19,14 +19,14 @@ import numpy as np
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.ppo.training.batch import SentShare
-from rlhf_core.ppo.training.columns import (
+from rlhf_core.ppo.training.batch import (
     FloatArray,
     Indices,
     IntArray,
     Places,
     RolloutColumns,
     RowColumns,
+    SentShare,
     offsets_of,
 )
 from rlhf_core.ppo.training.experience import ModelRows, ResponseSums, Whitening, make_rows

@@ -2,7 +2,7 @@
 
     candidates   versions 1, 2, ... with a KL of at most `ppo.publish_max_kl`, before the evaluation that
                  raises the guard `overoptimization` (`ppo.publish_min_agreement`,
-                 `rlhf_core.ppo.watching.divergence`)
+                 `rlhf_core.ppo.watching.guards`)
     objective    mean score of the judge if there is one, otherwise of the training reward with its penalties,
                  minus `ppo.kl.coef` x KL
     best         a candidate replaces the best one so far if its objective is higher by more than the standard
@@ -27,7 +27,7 @@ import numpy as np
 
 from rlhf_core.algo.groups import effective_count
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.watching.divergence import KL, divergence
+from rlhf_core.ppo.watching.guards import KL, divergence
 from rlhf_core.system.files import write_jsonl
 
 OBJECTIVE = "eval/objective"

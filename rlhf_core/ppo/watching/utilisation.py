@@ -349,7 +349,7 @@ def data_wait(
 
 
 def moving_seconds(work: Mapping[str, Sequence[Counters]]) -> float:
-    """Return the seconds in which memory moves between devices and host (`ppo.fleet.device_turns`).
+    """Return the seconds in which memory moves between devices and host (`ppo.fleet.engine_pool`).
 
     Args:
         work: Counters of the step, of each process by group.

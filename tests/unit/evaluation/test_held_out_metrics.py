@@ -19,8 +19,7 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
-from rlhf_core.ppo.training.columns import RolloutColumns, row_columns
-from rlhf_core.ppo.training.model_scores import ModelScores
+from rlhf_core.ppo.training.batch import ModelScores, RolloutColumns, row_columns
 from rlhf_core.ppo.watching.selection import HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.seeds import derive_seed

@@ -29,8 +29,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, NonFiniteError
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.sampling.rollouts import reward_metrics
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import Places, columns_of, header_of
+from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of, header_of
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore

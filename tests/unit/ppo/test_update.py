@@ -24,15 +24,13 @@ import torch
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.ppo.experience_calls import Experience
 from rlhf_core.ppo.fleet.fleet import Scattered
 from rlhf_core.ppo.fleet.routes import route
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import Places
+from rlhf_core.ppo.training.batch import Places, RolloutBatch
 from rlhf_core.ppo.training.experience import Whitening
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import CriticInputs, Exchange, _packed, _unpacked
-from rlhf_core.ppo.update import CriticWarmup, Updater
+from rlhf_core.ppo.update import CriticWarmup, Experience, Updater
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, SFTExample
 

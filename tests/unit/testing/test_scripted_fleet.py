@@ -25,9 +25,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.rollouts import Collector, read_responses
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import RolloutColumns
-from rlhf_core.ppo.training.model_scores import ModelScores
+from rlhf_core.ppo.training.batch import ModelScores, RolloutBatch, RolloutColumns
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank, scripted_actor

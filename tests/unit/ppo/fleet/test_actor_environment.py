@@ -13,7 +13,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import PlacementPlan, plan
 from rlhf_core.executors.environment import stage_environment
-from rlhf_core.ppo.fleet.actor_environment import actor_environment, environment_option
+from rlhf_core.ppo.fleet.placement import actor_environment, environment_option
 
 
 def stage_of(

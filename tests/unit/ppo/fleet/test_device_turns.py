@@ -39,6 +39,7 @@ from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.worker import ModelWorker
+from rlhf_core.ppo.sampling.schedule import SynchronousRollouts
 from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult, Selection
 from rlhf_core.system.overriding import override
@@ -137,7 +138,9 @@ def step(fleet: Fleet, done: list[str]) -> None:
         done.append("sample")
         return SimpleNamespace(version=0)
 
-    controller._collect_or_read = sample
+    rollouts: Any = SynchronousRollouts.__new__(SynchronousRollouts)
+    rollouts._fleet, rollouts._read_or_collect = fleet, lambda step: sample()
+    controller._rollouts = rollouts
     fleet.sync(0)
     done.append("checkpoint")
     controller.collect()

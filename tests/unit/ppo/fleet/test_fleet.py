@@ -31,8 +31,14 @@ from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
 from rlhf_core.ppo.fleet.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup
 from rlhf_core.ppo.fleet.placement import check_engine_size
 from rlhf_core.ppo.fleet.routes import places_of, reindex, route
-from rlhf_core.ppo.training.batch import RolloutBatch, SentShare
-from rlhf_core.ppo.training.columns import Places, RolloutColumns, columns_of, row_columns
+from rlhf_core.ppo.training.batch import (
+    Places,
+    RolloutBatch,
+    RolloutColumns,
+    SentShare,
+    columns_of,
+    row_columns,
+)
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank

@@ -27,12 +27,10 @@ from rlhf_core.config.consistency import check_consistency
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, WeightSyncError
-from rlhf_core.ppo.fleet.kept_requests import KeptRequests
-from rlhf_core.ppo.fleet.prompt_queue import Given, PromptQueue
+from rlhf_core.ppo.fleet.prompt_queue import Given, KeptRequests, PromptQueue
 from rlhf_core.ppo.sampling.rollouts import Collector, prompts_of_step
-from rlhf_core.ppo.sampling.rollouts_kept import RolloutsKept
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import Places
+from rlhf_core.ppo.sampling.schedule import RolloutsKept
+from rlhf_core.ppo.training.batch import Places, RolloutBatch
 from rlhf_core.system.overriding import override
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.ppo.training.model_scores import ModelScores
+from rlhf_core.ppo.training.batch import ModelScores
 from rlhf_core.rewards.compose import RewardComposer, normalize
 from rlhf_core.types import Rollout
 from tests.support.scripted_rollouts import (

@@ -45,9 +45,7 @@ from rlhf_core.ppo.sampling.reward_actor import (
     shared_process_settings,
 )
 from rlhf_core.ppo.sampling.rollouts import Collector
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import Places, RolloutColumns, columns_of
-from rlhf_core.ppo.training.model_scores import ModelScores
+from rlhf_core.ppo.training.batch import ModelScores, Places, RolloutBatch, RolloutColumns, columns_of
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.system.overriding import override
 from rlhf_core.system.relayed_logs import is_from_this_process

@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import Places, columns_of, header_of
+from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of, header_of
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.types import PromptExample, Rollout

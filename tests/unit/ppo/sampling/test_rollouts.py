@@ -20,7 +20,7 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.sampling.rollouts import assign, prompts_of_step, reassign
-from rlhf_core.ppo.training.model_scores import ModelScores
+from rlhf_core.ppo.training.batch import ModelScores
 from rlhf_core.rewards.compose import RewardComposer
 from tests.support.scripted_rollouts import (
     PROMPTS,

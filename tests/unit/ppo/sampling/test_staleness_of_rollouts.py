@@ -36,12 +36,12 @@ from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling, read_responses
-from rlhf_core.ppo.sampling.rollouts_ahead import RolloutsAhead
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.ppo.training.columns import RolloutColumns, row_columns
+from rlhf_core.ppo.sampling.schedule import RolloutsAhead, rollouts_of
+from rlhf_core.ppo.training.batch import RolloutBatch, RolloutColumns, row_columns
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
-from rlhf_core.ppo.watching.sync_check import PROMPTS, TOKENS, SyncCheck
+from rlhf_core.ppo.watching.step_checks import PROMPTS, TOKENS, SyncCheck
 from rlhf_core.ppo.watching.utilisation import StepsSinceSync
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
@@ -113,7 +113,8 @@ class Scripted(Controller):
         self._collector = _Collector(*given)
         fleet: Any = self._fleet
         self._collector.events = fleet.events = self.events
-        self._ahead = RolloutsAhead(self._ppo, self._fleet, self.prompts, self._collector)
+        cache = RolloutCache(context.scratch, self.prompts, self._fleet)
+        self._rollouts: Any = rollouts_of(self._ppo, self._fleet, self.prompts, self._collector, cache)
         if self._sync_check is not None:
             self._sync_check = _SyncCheck(*given)
             self._sync_check.events, self._sync_check.gaps = self.events, self.gaps
@@ -208,7 +209,8 @@ def test_with_0_nothing_is_sampled_ahead(tmp_path: Path) -> None:
 def test_a_batch_that_is_too_far_behind_is_refused(tmp_path: Path, staleness: int, version: int) -> None:
     controller = Scripted(tmp_path / "work", staleness=staleness)
     controller.completed_steps = 3
-    controller._ahead._batches[4] = replace(FORTY, version=version)
+    if staleness:
+        controller._rollouts._batches[4] = replace(FORTY, version=version)
     collector: Any = controller._collector
     collector.behind = 3 - version
     with pytest.raises(WeightSyncError, match=f"step 4 was sampled from policy version {version}, "):
@@ -296,9 +298,9 @@ def test_versions_are_a_function_of_the_step_and_within_the_bound(tmp_path: Path
 def test_a_batch_that_is_more_than_n_behind_is_refused(tmp_path: Path) -> None:
     run = Scripted(tmp_path / "work", staleness=3)
     run.completed_steps = 4
-    run._ahead._batches[5] = replace(FORTY, version=1)
+    run._rollouts._batches[5] = replace(FORTY, version=1)
     assert run.collect().version == 1
-    run._ahead._batches[5] = replace(FORTY, version=0)
+    run._rollouts._batches[5] = replace(FORTY, version=0)
     with pytest.raises(WeightSyncError, match=r"version 0, 4 behind; ppo\.staleness=3 is the limit"):
         run.collect()
 
@@ -418,7 +420,7 @@ def test_the_controller_needs_the_space_for_stored_rollouts(tmp_path: Path) -> N
     run = Scripted(tmp_path / "work", staleness=2)
     run._context = replace(run._context, checkpoints=Checkpoints(tmp_path / "checkpoints"))
     run._checkpoint()
-    run._ahead._batches = {2: FORTY, 3: FORTY}
+    run._rollouts._batches = {2: FORTY, 3: FORTY}
     run._checkpoint()
     assert asked[0]["own"] == 0
     assert asked[1] == {**asked[0], "own": 2 * FORTY.token_bytes}
@@ -442,10 +444,10 @@ def test_the_others_sample_the_share_of_an_engine_that_dies(dispatch: str) -> No
         for step in (5, 6, 7):
             fleet.engines.lost = lost
             batch = ahead.take(step)
-            assert batch is not None and batch.version == 3
+            assert batch.version == 3
             responses.append(read_responses(fleet, batch, range(len(batch))))
         assert fleet.client.killed == ["engine 1"] * len(lost), "once"
-        assert ahead.take(8) is None
+        assert ahead.finished == [] and not ahead.is_unfinished, "nothing else was sampled"
         return responses
 
     assert sampled({1}) == sampled(set())

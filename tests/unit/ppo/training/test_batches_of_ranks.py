@@ -19,8 +19,7 @@ from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.models.policy import load_policy
 from rlhf_core.ppo.fleet.worker import ModelWorker
-from rlhf_core.ppo.training.batch import SentShare
-from rlhf_core.ppo.training.columns import Places, RolloutColumns, columns_of
+from rlhf_core.ppo.training.batch import Places, RolloutColumns, SentShare, columns_of
 from rlhf_core.ppo.training.rank_rows import ExperienceInputs
 from rlhf_core.types import Rollout
 from tests.support.tiny_llama import save_tiny_llama

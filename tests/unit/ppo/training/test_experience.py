@@ -30,18 +30,19 @@ import torch
 from rlhf_core.algo.masking import masked_whiten
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.experience_calls import sums_in_batch_order
 from rlhf_core.ppo.training.batch import RankShare
 from rlhf_core.ppo.training.experience import (
     ModelRows,
+    _periods,
     make_rows,
     padded,
+    repeats,
     response_advantages,
     shaped_scores,
     summarize,
     uniform_groups,
 )
-from rlhf_core.ppo.training.repetition import _periods, repeats
+from rlhf_core.ppo.update import sums_in_batch_order
 from rlhf_core.ppo.watching.step_checks import WATCHED
 from rlhf_core.types import Rollout
 

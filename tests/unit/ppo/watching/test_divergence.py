@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.config.guards import GuardsConfig
-from rlhf_core.ppo.watching.divergence import Divergence, correlation, divergence, in_words
-from rlhf_core.ppo.watching.guards import check_divergence
+from rlhf_core.ppo.watching.guards import Divergence, check_divergence, correlation, divergence, in_words
 
 Found = dict[int, dict[str, float]]
 
