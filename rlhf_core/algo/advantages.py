@@ -6,14 +6,11 @@ does it with the statistics of the whole batch, see `rlhf_core.ppo.training.expe
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from rlhf_core.algo.masking import as_float, select
-
-GroupKind = Literal["grpo", "dr_grpo", "reinforce_baseline", "rloo"]
+from rlhf_core.config.constants import GroupKind as GroupKind
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ reference log-probabilities, advantages, returns and weights are constants, even
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import torch
@@ -38,6 +39,34 @@ class ValueLoss(NamedTuple):
     """Scalar, unit of the returns, squared."""
     clip_fraction: Tensor
     """Share of this call's valid tokens, 0 to 1, held by the clip. Detached."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss of the policy reads: a micro-batch of an optimizer step."""
+
+    logprobs_BT: Tensor
+    """Log-probabilities of the policy, with gradient."""
+    old_logprobs_BT: Tensor
+    """Log-probabilities of the policy before the update."""
+    ref_logprobs_BT: Tensor
+    """Log-probabilities of the reference."""
+    advantages_BT: Tensor
+    """Advantages, whitened if configured."""
+    weights_BT: Tensor
+    """Importance weights for the difference between engine and trainer; ones if there are none."""
+    mask_BT: Tensor
+    """Response tokens."""
+    aggregation: Aggregation
+    """How the losses of tokens become a scalar."""
+    denominator: float
+    """Divisor of the aggregation: the count of the whole optimizer step, over all ranks."""
+
+    def mean(self, x_BT: Tensor) -> Tensor:
+        """Return the aggregated numbers of tokens, a scalar. Those of all micro-batches of the optimizer step
+        add up to the mean over the step.
+        """
+        return aggregate(x_BT, self.mask_BT, self.aggregation, self.denominator)
 
 
 def aggregate(

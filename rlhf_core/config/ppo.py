@@ -26,7 +26,7 @@ from rlhf_core.config.base import (
     result,
     rounding,
 )
-from rlhf_core.config.constants import Aggregation
+from rlhf_core.config.constants import Aggregation, GroupKind
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.intervals import default_evaluation_interval
@@ -311,9 +311,16 @@ class PPOConfig(PackedSection):
         return self.engine.dtype if self.engine.dtype != "float32" else self.policy_deepspeed.dtype
 
     @property
+    def group_kind(self) -> GroupKind | None:
+        """How advantages compare the samples of one prompt; None if the algorithm does not compare them."""
+        if self.algorithm == "ppo" or self.algorithm == "reinforce_pp":
+            return None
+        return self.algorithm
+
+    @property
     def by_group(self) -> bool:
         """Whether advantages compare the samples of one prompt."""
-        return self.algorithm not in WITHOUT_GROUPS
+        return self.group_kind is not None
 
     @property
     def whitens(self) -> bool:

@@ -30,7 +30,7 @@ from rlhf_core.ppo.fleet.engine_actor import EngineActor, RayEngineClient
 from rlhf_core.ppo.training import loss_step
 from rlhf_core.ppo.training.batch import ModelScores, RolloutColumns, RowColumns, SentShare, row_columns
 from rlhf_core.ppo.training.experience import ResponseSums, Whitening
-from rlhf_core.ppo.training.loss_step import OptimizerStep
+from rlhf_core.ppo.training.loss_step import OptimizerStep, UpdateSettings
 from rlhf_core.ppo.training.rank_rows import (
     CriticInputs,
     Exchange,
@@ -305,7 +305,7 @@ class ModelWorker(ListeningActor):
             self._models["policy"],
             policy_samples(self._experience, whitening, exchange, self._rank),
             steps,
-            self._config.ppo,
+            UpdateSettings.of(self._config.ppo),
             self._pad_id,
             kl_coef=kl_coef,
             demonstrations=[TokenSequence(*row) for row in demonstrations],
@@ -332,7 +332,12 @@ class ModelWorker(ListeningActor):
         failpoint("critic.update")
         samples = critic_samples(self._batch_of(inputs.batch), inputs, objects, exchange, self._rank)
         return loss_step.update_critic(
-            self._models["critic"], samples, steps, self._config.ppo, self._pad_id, clip_values=clip_values
+            self._models["critic"],
+            samples,
+            steps,
+            UpdateSettings.of(self._config.ppo),
+            self._pad_id,
+            clip_values=clip_values,
         )
 
     # -- memory --

@@ -21,14 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_core.algo.advantages import GroupKind, gae, group_advantages, returns_to_go, token_rewards
+from rlhf_core.algo.advantages import gae, group_advantages, returns_to_go, token_rewards
 from rlhf_core.algo.importance import importance_weights
 from rlhf_core.algo.kl import kl_estimate
 from rlhf_core.algo.masking import WHITEN_EPS, select
@@ -164,10 +164,10 @@ def uniform_groups(scores_B: torch.Tensor, ppo: PPOConfig) -> list[int]:
 
 def response_advantages(scores_B: torch.Tensor, ppo: PPOConfig) -> torch.Tensor | None:
     """Return (B,) the advantage of each response in its group, or None if the algorithm has no groups."""
-    if not ppo.by_group:
+    if ppo.group_kind is None:
         return None
     groups_B = torch.arange(len(scores_B)) // ppo.samples_per_prompt
-    return group_advantages(scores_B, groups_B, cast(GroupKind, ppo.algorithm))
+    return group_advantages(scores_B, groups_B, ppo.group_kind)
 
 
 # -- rows of one rank --
