@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,25 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_core.algo.kl import Estimator
-from rlhf_core.algo.losses import LossInputs, entropy_bonus, kl_loss, policy_loss, sft_loss, value_loss
+from rlhf_core.algo.losses import (
+    LossInputs,
+    PolicyLoss,
+    clipped_weight_loss,
+    entropy_bonus,
+    kl_loss,
+    policy_loss,
+    sequence_policy_loss,
+    sft_loss,
+    value_loss,
+)
 from rlhf_core.config.constants import Aggregation
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_sections import ClippedWeightLoss, PythonLoss, SequenceLoss
 from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.errors import InputError
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, to_device
 from rlhf_core.ppo.training.batch import FloatArray
-from rlhf_core.ppo.training.experience import padded
+from rlhf_core.ppo.training.experience import load_user_function, padded
 
 
 def _nothing() -> FloatArray:
@@ -115,25 +128,59 @@ class UpdateSettings:
         )
 
 
-def loss_of(ppo: PPOConfig) -> Loss:
-    """Return the policy's loss that section `ppo` configures."""
+def loss_of(ppo: PPOConfig, code: bytes | None = None) -> Loss:
+    """Return the policy's loss that section `ppo` configures.
 
-    def clipped(inputs: LossInputs) -> LossResult:
-        result = policy_loss(
+    Args:
+        ppo: Section `ppo`.
+        code: Source of the file of a user's loss, if it was read before.
+
+    Raises:
+        ConfigError: The user's loss cannot be loaded.
+    """
+    if isinstance(ppo.loss, PythonLoss):
+        return _checked(load_user_function(ppo.loss, "ppo.loss", code), ppo.loss.function)
+    compute: Callable[..., PolicyLoss]
+    if isinstance(ppo.loss, SequenceLoss):
+        compute = sequence_policy_loss
+        bounds = {"clip_low": ppo.loss.clip_low, "clip_high": ppo.loss.clip_high}
+    elif isinstance(ppo.loss, ClippedWeightLoss):
+        compute = clipped_weight_loss
+        bounds = {"clip_low": ppo.loss.clip_low, "clip_high": ppo.loss.clip_high}
+    else:
+        compute = partial(policy_loss, dual_clip=ppo.dual_clip)
+        bounds = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
+
+    def loss(inputs: LossInputs) -> LossResult:
+        result = compute(
             inputs.logprobs_BT,
             inputs.old_logprobs_BT,
             inputs.advantages_BT,
             inputs.mask_BT,
-            clip_low=ppo.clip_low,
-            clip_high=ppo.clip_high,
-            dual_clip=ppo.dual_clip,
             weights=inputs.weights_BT,
             aggregation=inputs.aggregation,
             denominator=inputs.denominator,
+            **bounds,
         )
         return result.loss, {"clipped": result.clip_fraction, "approx_kl": result.approx_kl}
 
-    return clipped
+    return loss
+
+
+def _checked(function: Callable[[LossInputs], Any], name: str) -> Loss:
+    """Return the user's loss, whose results are checked. Its metrics get names of their own."""
+
+    def loss(inputs: LossInputs) -> LossResult:
+        result = function(inputs)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise InputError(f"ppo.loss: {name} must return a loss and a dict of metrics; got {result!r:.80}")
+        value, metrics = result
+        if not isinstance(value, torch.Tensor) or value.shape != () or not value.requires_grad:
+            raise InputError(f"ppo.loss: {name} must return a scalar with gradient; got {value!r:.80}")
+        numbers = {each: torch.as_tensor(number).to(value) for each, number in metrics.items()}
+        return value, {f"user/{each}": number.reshape(()) for each, number in numbers.items()}
+
+    return loss
 
 
 def update_policy(
