@@ -6,14 +6,27 @@ does it with the statistics of the whole batch, see `rlhf_core.ppo.training.expe
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlhf_core.algo.masking import as_float, select
+from rlhf_core.config.constants import GroupKind as GroupKind
 
-GroupKind = Literal["grpo", "dr_grpo", "reinforce_baseline", "rloo"]
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What a user's advantages are made of: the responses of a step, the samples of a prompt together."""
+
+    scores_B: Tensor
+    """Composed scores with penalties, before the KL; NaN if a response has no score."""
+    groups_B: Tensor
+    """Number of the prompt."""
+    lengths_B: Tensor
+    """Tokens of each response."""
+    finished_B: Tensor
+    """Whether the policy ended the response with EOS."""
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ reference log-probabilities, advantages, returns and weights are constants, even
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import torch
@@ -38,6 +39,34 @@ class ValueLoss(NamedTuple):
     """Scalar, unit of the returns, squared."""
     clip_fraction: Tensor
     """Share of this call's valid tokens, 0 to 1, held by the clip. Detached."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss of the policy reads: a micro-batch of an optimizer step."""
+
+    logprobs_BT: Tensor
+    """Log-probabilities of the policy, with gradient."""
+    old_logprobs_BT: Tensor
+    """Log-probabilities of the policy before the update."""
+    ref_logprobs_BT: Tensor
+    """Log-probabilities of the reference."""
+    advantages_BT: Tensor
+    """Advantages, whitened if configured."""
+    weights_BT: Tensor
+    """Importance weights for the difference between engine and trainer; ones if there are none."""
+    mask_BT: Tensor
+    """Response tokens."""
+    aggregation: Aggregation
+    """How the losses of tokens become a scalar."""
+    denominator: float
+    """Divisor of the aggregation: the count of the whole optimizer step, over all ranks."""
+
+    def mean(self, x_BT: Tensor) -> Tensor:
+        """Return the aggregated numbers of tokens, a scalar. Those of all micro-batches of the optimizer step
+        add up to the mean over the step.
+        """
+        return aggregate(x_BT, self.mask_BT, self.aggregation, self.denominator)
 
 
 def aggregate(
@@ -132,6 +161,111 @@ def policy_loss(
     with torch.no_grad():
         clip_fraction = masked_mean((clipped > plain).to(plain.dtype), mask)
         # The tokens are samples of the old policy, so it is the first argument: KL(old || new).
+        approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
+    return PolicyLoss(aggregate(per_token, mask, aggregation, denominator), clip_fraction, approx_kl)
+
+
+def sequence_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "seq-mean-token-mean",
+    denominator: Tensor | float | None = None,
+) -> PolicyLoss:
+    """Return the loss of GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7): the ratio is that of a whole
+    response, the geometric mean of the ratios of its tokens, and so is the clip.
+
+        s = exp(mean over the tokens of (logprobs - old_logprobs))
+        L = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
+
+    The mean log-ratio is clamped to [-20, 20]. L is that of each token, so that advantages may differ in a
+    response; aggregated by `seq-mean-token-mean` it is the paper's.
+
+    >>> old, new = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-0.9, -1.7]])
+    >>> result = sequence_policy_loss(new, old, torch.ones(1, 2), torch.ones(1, 2), clip_high=1.0)
+    >>> round(result.loss.item(), 4)  # -exp((0.1 + 0.3) / 2)
+    -1.2214
+
+    Args:
+        logprobs: [B, T] log-probabilities of the policy, with gradient.
+        old_logprobs: [B, T] log-probabilities before the update.
+        advantages: [B, T], usually equal within a response.
+        mask: [B, T] response tokens.
+        clip_low: Lower distance of the clip from 1.
+        clip_high: Upper distance of the clip from 1.
+        weights: [B, T] from `importance.importance_weights`. They multiply L after the clip.
+        aggregation: How the loss of each token becomes a scalar, see `aggregate`.
+        denominator: Divisor of the aggregation for a micro-batch: the count of the whole optimizer step.
+    """
+    new, old = select(logprobs, mask), select(old_logprobs, mask).detach()
+    advantages = select(advantages, mask).detach()
+    tokens_B = mask.bool().sum(dim=1).clamp(min=1)
+    log_ratio_B = (new - old).sum(dim=1) / tokens_B
+    ratio = log_ratio_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().unsqueeze(1)
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    per_token = torch.maximum(plain, clipped)
+    if weights is not None:
+        per_token = per_token * select(weights, mask).detach()
+    with torch.no_grad():
+        clip_fraction = masked_mean((clipped > plain).to(plain.dtype), mask)
+        approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
+    return PolicyLoss(aggregate(per_token, mask, aggregation, denominator), clip_fraction, approx_kl)
+
+
+def clipped_weight_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> PolicyLoss:
+    """Return the loss of CISPO (MiniMax 2025, arXiv 2506.13585, eq. 4 and 5). The clip holds the weight of a
+    token, and not its gradient.
+
+        r = exp(logprobs - old_logprobs)
+        L = -clip(r, 1 - clip_low, 1 + clip_high) A logprobs        without the gradient of the clipped r
+
+    The log-ratio is clamped to [-20, 20]. `clip_fraction` counts the tokens whose r is clipped.
+
+    >>> old, new = torch.tensor([[-1.0]]), torch.tensor([[-0.5]], requires_grad=True)
+    >>> result = clipped_weight_loss(new, old, torch.full((1, 1), 2.0), torch.ones(1, 1), clip_high=0.2)
+    >>> round(result.loss.item(), 4)  # r = exp(0.5) = 1.65 is clipped to 1.2: -1.2 * 2 * -0.5
+    1.2
+    >>> result.loss.backward()
+    >>> new.grad  # -1.2 * 2, which the loss of PPO would not have
+    tensor([[-2.4000]])
+
+    Args:
+        logprobs: [B, T] log-probabilities of the policy, with gradient.
+        old_logprobs: [B, T] log-probabilities before the update.
+        advantages: [B, T].
+        mask: [B, T] response tokens.
+        clip_low: Lower distance of the clip from 1; 1 is no lower bound.
+        clip_high: Upper distance of the clip from 1.
+        weights: [B, T] from `importance.importance_weights`. They multiply L.
+        aggregation: How the loss of each token becomes a scalar, see `aggregate`.
+        denominator: Divisor of the aggregation for a micro-batch: the count of the whole optimizer step.
+    """
+    new, old = select(logprobs, mask), select(old_logprobs, mask).detach()
+    advantages = select(advantages, mask).detach()
+    ratio = (new - old).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    per_token = -clipped * advantages * new
+    if weights is not None:
+        per_token = per_token * select(weights, mask).detach()
+    with torch.no_grad():
+        clip_fraction = masked_mean((clipped != ratio).to(ratio.dtype), mask)
         approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
     return PolicyLoss(aggregate(per_token, mask, aggregation, denominator), clip_fraction, approx_kl)
 

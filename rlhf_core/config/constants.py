@@ -6,6 +6,9 @@ from typing import Literal
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
 """How token losses are added up (`rlhf_core.algo.losses.aggregate`)."""
+GroupKind = Literal["grpo", "dr_grpo", "reinforce_baseline", "rloo"]
+"""How the scores of the samples of a prompt become advantages (`rlhf_core.algo.advantages.group_advantages`).
+"""
 HEAD_CHUNK = 1 << 27
 """Logits of a micro-batch that are in memory at a time, in elements: 256 MiB of bfloat16. More are computed
 in parts, and again in the backward pass, so that memory does not grow with vocabulary x tokens.

@@ -26,15 +26,18 @@ from rlhf_core.config.base import (
     result,
     rounding,
 )
-from rlhf_core.config.constants import Aggregation
+from rlhf_core.config.constants import Aggregation, GroupKind
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.guards import GuardAction, GuardLimits, GuardName
 from rlhf_core.config.ppo_sections import (
+    AnyLoss,
     ConfiguredAggregation,
     DynamicFilteringConfig,
     KLConfig,
     OverlongConfig,
     PTXConfig,
+    PythonAdvantages,
+    SequenceLoss,
     check_staleness,
     default_evaluation_interval,
 )
@@ -165,6 +168,18 @@ class PPOConfig(PackedSection):
     dual_clip: Annotated[float, Field(gt=1, le=1e9, allow_inf_nan=False)] | None = result(
         3.0,
         "Bound c of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
+    )
+    loss: AnyLoss | None = result(
+        None,
+        "The policy's loss, which replaces the clipped surrogate and does not use `clip_low`, `clip_high` and"
+        " `dual_clip`; null: the clipped surrogate. Entropy bonus, KL and pretraining loss are added to each",
+        later=True,
+    )
+    advantages: PythonAdvantages | None = result(
+        None,
+        "The advantages of responses, instead of those of an algorithm that compares the samples of a prompt;"
+        " null: those of the algorithm",
+        later=True,
     )
     value_clip: PositiveFloat | None = result(
         0.5,
@@ -321,9 +336,16 @@ class PPOConfig(PackedSection):
         return self.engine.dtype if self.engine.dtype != "float32" else self.policy_deepspeed.dtype
 
     @property
+    def group_kind(self) -> GroupKind | None:
+        """How advantages compare the samples of one prompt; None if the algorithm does not compare them."""
+        if self.algorithm == "ppo" or self.algorithm == "reinforce_pp":
+            return None
+        return self.algorithm
+
+    @property
     def by_group(self) -> bool:
         """Whether advantages compare the samples of one prompt."""
-        return self.algorithm not in WITHOUT_GROUPS
+        return self.group_kind is not None
 
     @property
     def whitens(self) -> bool:
@@ -336,6 +358,8 @@ class PPOConfig(PackedSection):
     def _used_aggregation(self) -> ConfiguredAggregation:
         if self.aggregation is not None:
             return self.aggregation
+        if isinstance(self.loss, SequenceLoss):
+            return "seq-mean-token-mean"
         if self.algorithm == "dr_grpo":
             return "seq-mean-token-sum-norm"
         return "seq-mean-token-mean" if self.algorithm == "grpo" else "token-mean"
@@ -456,6 +480,15 @@ class PPOConfig(PackedSection):
             raise ValueError(
                 f"ppo.algorithm={self.algorithm} compares samples of one prompt: ppo.samples_per_prompt must"
                 f" be at least 2; got {self.samples_per_prompt}; use 4, or ppo.algorithm=reinforce_pp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_advantages(self) -> Self:
+        if self.advantages is not None and not self.by_group:
+            raise ValueError(
+                "ppo.advantages replaces those of an algorithm that compares samples of one prompt; got"
+                f" ppo.algorithm={self.algorithm}; use grpo, dr_grpo, rloo or reinforce_baseline"
             )
         return self
 

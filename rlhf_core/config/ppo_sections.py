@@ -5,13 +5,14 @@ the default steps between evaluations and between checkpoints.
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import (
     BATCH,
     COEFFICIENT,
+    Fraction,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -19,6 +20,7 @@ from rlhf_core.config.base import (
     Section,
     result,
 )
+from rlhf_core.config.rewards import UserFunction
 
 ConfiguredAggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
@@ -98,6 +100,43 @@ class DynamicFilteringConfig(Section):
         "Rounds of replacement prompts in one step; prompts that are still not replaced are kept and counted",
         within=Range(1, 100, "each round samples a whole batch"),
     )
+
+
+class SequenceLoss(Section):
+    """The clipped surrogate with one ratio for each response (GSPO, Zheng et al. 2025, arXiv 2507.18071). Its
+    `aggregation` is seq-mean-token-mean, if none is set.
+    """
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: Fraction = result(3e-4, "The ratio of a response is clipped below 1 - this")
+    clip_high: PositiveFloat = result(4e-4, "The ratio of a response is clipped above 1 + this")
+
+
+class ClippedWeightLoss(Section):
+    """The log-probability times the advantage and the clipped ratio, which has no gradient (CISPO, MiniMax
+    2025, arXiv 2506.13585): clipped tokens are trained as well.
+    """
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: Fraction = result(1.0, "The ratio is clipped below 1 - this. 1: no lower bound")
+    clip_high: PositiveFloat = result(4.0, "The ratio is clipped above 1 + this")
+
+
+class PythonLoss(UserFunction):
+    """A user-defined function: `LossInputs -> (loss, metrics)`. docs/own-loss.md has an example."""
+
+    type: Literal["python"] = "python"
+
+
+AnyLoss = Annotated[SequenceLoss | ClippedWeightLoss | PythonLoss, Field(discriminator="type")]
+
+
+class PythonAdvantages(UserFunction):
+    """A user-defined function: `AdvantageInputs -> (advantages_B, metrics)`. docs/own-loss.md has an
+    example.
+    """
+
+    type: Literal["python"] = result("python", "Other types do not exist")
 
 
 class PTXConfig(Section):

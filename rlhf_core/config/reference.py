@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,8 @@ def markdown() -> str:
         "## Items of `ppo.rewards`\n\nThe `type` of an item decides which fields it has. All have:\n"
     )
     parts += _reward_parts()
+    parts.append("## Types of `ppo.loss`\n\n[A loss of your own](own-loss.md) says what each type is.\n")
+    parts += _type_parts(variants(_field(_field(root(), "ppo"), "loss")), ())
     parts.append("## Items of `evaluate.regression`\n\nFurther fields are those of data sources:\n")
     regression = _field(_field(_field(root(), "evaluate"), "regression"), 0)
     parts.append(_table(regression, ("name", "reward", "margin")))
@@ -154,7 +156,11 @@ def _default_of(defaults: BaseModel | None, name: str) -> Any:
 def _reward_parts() -> list[str]:
     common = RewardSource.model_fields
     sections = variants(_field(_field(_field(root(), "ppo"), "rewards"), 0))
-    parts = [_table(next(iter(sections.values())), common)]
+    return [_table(next(iter(sections.values())), common), *_type_parts(sections, common)]
+
+
+def _type_parts(sections: Mapping[str, Schema], common: Collection[str]) -> list[str]:
+    parts = []
     for name, section in sections.items():
         parts.append(f"### `type: {name}`\n\n{_summary(section)}\n")
         own = [field for field in section["properties"] if field not in common and field != "type"]

@@ -165,10 +165,9 @@ class ExternalReward(RewardSource):
     )
 
 
-class PythonReward(ExternalReward):
-    """A user-defined function: `list[RewardInput] -> list[float]`."""
+class UserFunction(Section):
+    """A function that a user has written."""
 
-    type: Literal["python"] = "python"
     function: str = result(
         ...,
         "`package.module:function`",
@@ -179,6 +178,12 @@ class PythonReward(ExternalReward):
         None,
         "Python file with the function, if it is not importable; then `function` is `anything:function`",
     )
+
+
+class PythonReward(UserFunction, ExternalReward):
+    """A user-defined function: `list[RewardInput] -> list[float]`."""
+
+    type: Literal["python"] = "python"
     # With `on_error: mask` a time limit decides which responses count. It is not in the key, because what is
     # too slow depends on the machine.
     timeout: PositiveFloat = execution(

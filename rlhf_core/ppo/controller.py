@@ -47,6 +47,7 @@ from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_responses, reward_metrics
 from rlhf_core.ppo.sampling.schedule import rollouts_of
 from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
+from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
 from rlhf_core.ppo.watching.advice import Advice
 from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
@@ -84,6 +85,7 @@ class PPOController:
         context: Context of the stage.
         demonstrations: Demonstrations for the pretraining loss.
         evaluation: Evaluates the policy every `ppo.evaluate_every` steps.
+        own_advantages: The user's advantages; None for those of the algorithm.
     """
 
     def __init__(
@@ -97,11 +99,13 @@ class PPOController:
         *,
         demonstrations: Sequence[SFTExample] = (),
         evaluation: PolicyEvaluation | None = None,
+        own_advantages: OwnAdvantages | None = None,
     ) -> None:
         self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
         self._context = context
+        self._own_advantages = own_advantages
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
         cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
@@ -329,6 +333,7 @@ class PPOController:
             scores=batch.rewards.total,
             ppo=ppo,
             kl_coef=self._kl.coef,
+            own_advantages=self._own_advantages,
         )
         if ppo.staleness:
             experience.metrics["rollout/staleness"] = float(self.completed_steps - batch.version)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlhf_core.algo.advantages import AdvantageInputs
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.rpc import Pending, as_argument
 from rlhf_core.config.placement import Role
@@ -34,8 +35,10 @@ from rlhf_core.ppo.fleet.routes import ObjectArguments, places_of, reindex
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.training.batch import Indices, RankShare, RolloutBatch
 from rlhf_core.ppo.training.experience import (
+    OwnAdvantages,
     ResponseSums,
     Whitening,
+    groups_of,
     response_advantages,
     shaped_scores,
     summarize,
@@ -81,6 +84,7 @@ def make_experience(
     scores: Sequence[float],
     ppo: PPOConfig,
     kl_coef: float,
+    own_advantages: OwnAdvantages | None = None,
 ) -> Experience:
     """Let the policy ranks make the experience of a step. The samples of a prompt must be consecutive.
 
@@ -93,9 +97,21 @@ def make_experience(
         scores: One per response. A response with the score NaN is masked.
         ppo: Section `ppo`.
         kl_coef: Coefficient of the KL penalty, used with `kl.place: reward`.
+        own_advantages: The user's advantages, instead of those of the algorithm.
     """
     scores_B = shaped_scores(batch.lengths_B, batch.finished_B, scores, ppo)
-    advantages_B = response_advantages(scores_B, ppo)
+    own_metrics: dict[str, float] = {}
+    if own_advantages is None:
+        advantages_B = response_advantages(scores_B, ppo)
+    else:
+        advantages_B, own_metrics = own_advantages(
+            AdvantageInputs(
+                scores_B,
+                groups_of(scores_B, ppo),
+                torch.from_numpy(batch.lengths_B.astype(np.int64)),
+                torch.from_numpy(np.array(batch.finished_B)),
+            )
+        )
     parts = []
     # Divided as `old`, because a policy rank has the tokens of these responses.
     for rank, (share, worker) in enumerate(zip(old.shares, fleet.groups["policy"].workers, strict=True)):
@@ -114,7 +130,8 @@ def make_experience(
     returns = Scattered(fleet, "policy.make_experience", old.shares, parts)
     sums = sums_in_batch_order(old.shares, returns.complete())
     summary = summarize(sums, scores_B, batch.lengths_B, batch.finished_B, ppo)
-    return Experience(scores_B, sums.kl, summary.whitening, summary.metrics, returns, values)
+    metrics = summary.metrics | {f"advantages/user/{name}": value for name, value in own_metrics.items()}
+    return Experience(scores_B, sums.kl, summary.whitening, metrics, returns, values)
 
 
 def sums_in_batch_order(shares: Sequence[RankShare], sums: Sequence[ResponseSums]) -> ResponseSums:
@@ -347,6 +364,7 @@ def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) 
     for name in ("kl_loss", "ptx_loss"):
         if name in sums:
             metrics[f"loss/{name.removesuffix('_loss')}"] = sums[name] / steps
+    metrics |= {f"{prefix}/{name}": sums[name] / tokens for name in names if name.startswith("user/")}
     # A skipped step has no loss.
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 

@@ -17,7 +17,14 @@ from rlhf_core.config.allowed_hosts import forbidden, host_of
 from rlhf_core.config.keys import sources_read
 from rlhf_core.config.language_model import ChatServiceConfig
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, PythonReward, RemoteReward
+from rlhf_core.config.rewards import (
+    AnyReward,
+    GoldReward,
+    LanguageModelReward,
+    PythonReward,
+    RemoteReward,
+    UserFunction,
+)
 from rlhf_core.errors import ConfigError, Finding, guarded
 from rlhf_core.pipeline import STAGES
 from rlhf_core.rewards.access_token import reward_token
@@ -38,6 +45,8 @@ def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
             yield error
     for field, source in sources.items():
         yield from guarded(field, _source(config, source, field))
+    for field, function in functions_of_ppo(config).items():
+        yield from guarded(field, _function(function, field))
 
 
 def reward_fields(config: PipelineConfig) -> dict[str, AnyReward]:
@@ -48,11 +57,21 @@ def reward_fields(config: PipelineConfig) -> dict[str, AnyReward]:
     return fields
 
 
+def functions_of_ppo(config: PipelineConfig) -> dict[str, UserFunction]:
+    """Return the user's functions of PPO that are no rewards, by field: its loss and its advantages."""
+    given = {"ppo.loss": config.ppo.loss, "ppo.advantages": config.ppo.advantages}
+    return {field: section for field, section in given.items() if isinstance(section, UserFunction)}
+
+
+def _function(source: UserFunction, field: str) -> Iterator[Finding]:
+    problem = _function_problem(source, field)
+    if problem is not None:
+        yield ConfigError(problem)
+
+
 def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[Finding]:
     if isinstance(source, PythonReward):
-        problem = _function_problem(source, field)
-        if problem is not None:
-            yield ConfigError(problem)
+        yield from _function(source, field)
     elif isinstance(source, RemoteReward):
         yield from check_hosts(source.urls, source.allowed_hosts, f"{field}.urls", _user(config, field))
     elif isinstance(source, LanguageModelReward):
@@ -112,7 +131,7 @@ def check_hosts(
             )
 
 
-def _function_problem(source: PythonReward, field: str) -> str | None:
+def _function_problem(source: UserFunction, field: str) -> str | None:
     """Return why the function of `source` cannot be used, or None. The function is not imported."""
     module, _, name = source.function.partition(":")
     if source.file is not None:
@@ -153,8 +172,8 @@ def _function_problem(source: PythonReward, field: str) -> str | None:
     return None
 
 
-def function_file(source: PythonReward) -> Path | None:
-    """Return the file with the function of a reward, or None if its module is not found."""
+def function_file(source: UserFunction) -> Path | None:
+    """Return the file with the function of a user, or None if its module is not found."""
     return Path(source.file) if source.file else module_file(source.function.partition(":")[0])
 
 

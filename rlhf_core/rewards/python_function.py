@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from rlhf_core.config.rewards import PythonReward
+from rlhf_core.config.rewards import PythonReward, UserFunction
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.check import function_file
 from rlhf_core.rewards.failures import Failure, Outcome, score_with_retries
@@ -38,6 +38,31 @@ from rlhf_core.types import RewardInput
 START_SECONDS = 120.0
 """Time limit for the import of the user's module, which may load a model (or `timeout`, if that is more)."""
 _STOP_SECONDS = 2.0
+
+
+def read_code(source: UserFunction, field: str, digest: str | None) -> bytes | None:
+    """Return the source of the module of a user's function; None if it is not a Python file.
+
+    Args:
+        source: The function.
+        field: Its section, for messages.
+        digest: sha256 of the source at the beginning of the run; None: any.
+
+    Raises:
+        ConfigError: The file is missing.
+        InputError: Its content is another one.
+    """
+    if source.file is not None and not Path(source.file).is_file():
+        raise ConfigError(f"{field}.file must be an existing Python file; got {source.file}")
+    file = function_file(source)
+    readable = file is not None and file.suffix == ".py" and file.is_file()
+    code = file.read_bytes() if file is not None and readable else None
+    if digest is not None and code is not None and hashlib.sha256(code).hexdigest() != digest:
+        raise InputError(
+            f"{field}: {file} has changed since this run began; "
+            "restore the former content, or start the run again to use the new one"
+        )
+    return code
 
 
 class PythonFunction:
@@ -59,18 +84,7 @@ class PythonFunction:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._buffer = b""
-        if source.file is not None and not Path(source.file).is_file():
-            raise ConfigError(
-                f"ppo.rewards.{self._name}.file must be an existing Python file; got {source.file}"
-            )
-        file = function_file(source)
-        readable = file is not None and file.suffix == ".py" and file.is_file()
-        self._code = file.read_bytes() if file is not None and readable else None
-        if digest is not None and self._code is not None and hashlib.sha256(self._code).hexdigest() != digest:
-            raise InputError(
-                f"ppo.rewards.{self._name}: {file} has changed since this run began; "
-                "restore the former content, or start the run again to use the new one"
-            )
+        self._code = read_code(source, f"ppo.rewards.{self._name}", digest)
         self._start()
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:

@@ -11,11 +11,11 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_reference, parse_address
 from rlhf_core.config.base_models import JUDGE_PATH, base_of
 from rlhf_core.config.data import Source
-from rlhf_core.config.rewards import LanguageModelReward, PythonReward
+from rlhf_core.config.rewards import LanguageModelReward, UserFunction
 from rlhf_core.data.sources import file_states, model_digest, short_name, source_digests, source_marks
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
-from rlhf_core.rewards.check import function_file, reward_fields
+from rlhf_core.rewards.check import function_file, functions_of_ppo, reward_fields
 from rlhf_core.tracking.tracker import DataSet
 
 
@@ -74,13 +74,14 @@ def _rubric_digest(config: PipelineConfig) -> dict[str, str]:
 
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:
-    """Return digests of the Python files that rewards come from (not of what those import) and of the rubrics
+    """Return digests of the Python files of a user's functions (not of what those import) and of the rubrics
     of language models, because a changed reward is another PPO run or another regression set.
     """
     rewards = {}
-    for field, source in reward_fields(config).items():
+    sources = {**reward_fields(config), **functions_of_ppo(config)}
+    for field, source in sources.items():
         file = None
-        if isinstance(source, PythonReward):
+        if isinstance(source, UserFunction):
             file = function_file(source)
         elif isinstance(source, LanguageModelReward) and source.rubric is not None:
             file = Path(source.rubric)

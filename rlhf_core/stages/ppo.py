@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.base import Section
 from rlhf_core.config.placement import Role, plan
+from rlhf_core.config.rewards import UserFunction
 from rlhf_core.errors import DataError
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.home import Home
@@ -29,7 +31,17 @@ def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id
     from rlhf_core.ppo.fleet.fleet import Fleet
 
     folders = _folders(config, context)
-    return Fleet(config, plan(config.ppo), device, folders, pad_id, context.monitor, context.nodes)
+    code = _code(config.ppo.loss, "ppo.loss", context)
+    return Fleet(config, plan(config.ppo), device, folders, pad_id, context.monitor, context.nodes, code)
+
+
+def _code(section: Section | None, field: str, context: StageContext) -> bytes | None:
+    """Return the source of a user's function, which the ranks on all hosts get; None for a built-in one."""
+    from rlhf_core.rewards.python_function import read_code
+
+    if not isinstance(section, UserFunction):
+        return None
+    return read_code(section, field, context.sources.get(field))
 
 
 def run(
@@ -89,6 +101,7 @@ def _started(
     from rlhf_core.evaluation.prompts import prompts_of_ppo
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
+    from rlhf_core.ppo.training.experience import own_advantages_of
     from rlhf_core.rewards.compose import code_digests
 
     data, ppo = context.inputs["data"], config.ppo
@@ -126,6 +139,7 @@ def _started(
             context,
             demonstrations=demonstrations,
             evaluation=evaluation,
+            own_advantages=own_advantages_of(ppo, _code(ppo.advantages, "ppo.advantages", context)),
         )
 
 

@@ -40,7 +40,13 @@ from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
-from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
+from rlhf_core.ppo.training.loss_step import (
+    OptimizerStep,
+    TrainSample,
+    UpdateSettings,
+    update_critic,
+    update_policy,
+)
 from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
 from rlhf_core.types import PairExample
@@ -191,9 +197,11 @@ def ppo(folder: Path, rank: Rank) -> tuple[int, Work, Work]:
         )
         return loss
 
+    settings = UpdateSettings.of(config)
+
     def ours() -> None:
-        update_policy(policy, samples, steps, config, 0)
-        update_critic(critic, samples, steps, config, 0)
+        update_policy(policy, samples, steps, settings, 0)
+        update_critic(critic, samples, steps, settings, 0)
 
     def plain() -> None:
         parts = [slice(start, start + size) for start in range(0, RESPONSES, size)]

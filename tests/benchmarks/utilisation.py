@@ -34,7 +34,7 @@ from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.policy import load_policy
 from rlhf_core.planning.hardware import visible_hardware
-from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, update_policy
+from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, UpdateSettings, update_policy
 from rlhf_core.stages.sft import train_step
 from tests.support.arguments import positive
 from tests.support.tiny_llama import save_tiny_llama
@@ -93,8 +93,9 @@ def ppo(engine: TrainingEngine, vocabulary: int, length: int) -> Callable[[], ob
     config = PPOConfig.model_validate(
         {"steps": 10**6, "prompts_per_step": ROWS, "micro_batch_tokens": length}
     )
+    settings = UpdateSettings.of(config)
     steps = [OptimizerStep([[i] for i in range(ROWS)], float(numbers.size))]
-    return lambda: update_policy(engine, samples, steps, config, 0)
+    return lambda: update_policy(engine, samples, steps, settings, 0)
 
 
 def measure(work: Callable[[], object], rounds: int, device: str) -> float:

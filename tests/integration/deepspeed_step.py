@@ -42,7 +42,13 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
 from rlhf_core.models.scoring import Batches, sequence_logprobs
-from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
+from rlhf_core.ppo.training.loss_step import (
+    OptimizerStep,
+    TrainSample,
+    UpdateSettings,
+    update_critic,
+    update_policy,
+)
 from rlhf_core.stages.reward import train_step as reward_step
 from rlhf_core.stages.sft import train_step as sft_step
 from rlhf_core.system.processes import free_port
@@ -260,15 +266,17 @@ def policy_step(
     critic = kind.startswith("value")
     step = OptimizerStep(plan, denominator, [] if critic else plan, tokens)
     if critic:
-        update_critic(engine, data, [step], ppo, 0)
+        update_critic(engine, data, [step], UpdateSettings.of(ppo), 0)
         return
     if kind.startswith("nan") and engine.steps_done == 1:
         broken = [s if i else _broken(s) for i, s in enumerate(data)]
         before = {name: tensor.clone() for name, tensor in engine.weights()}
-        sums = update_policy(engine, broken, [step], ppo, 0, kl_coef=0.1, demonstrations=sequences)
+        sums = update_policy(
+            engine, broken, [step], UpdateSettings.of(ppo), 0, kl_coef=0.1, demonstrations=sequences
+        )
         assert sums["skipped"] == 1 and engine.skipped_steps == 1
         assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
-    update_policy(engine, data, [step], ppo, 0, kl_coef=0.1, demonstrations=sequences)
+    update_policy(engine, data, [step], UpdateSettings.of(ppo), 0, kl_coef=0.1, demonstrations=sequences)
 
 
 def _broken(sample: TrainSample) -> TrainSample:

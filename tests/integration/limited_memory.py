@@ -31,7 +31,13 @@ from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import Batches, sequence_logprobs, sequence_scores, sequence_values
 from rlhf_core.ppo.fleet import worker
-from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
+from rlhf_core.ppo.training.loss_step import (
+    OptimizerStep,
+    TrainSample,
+    UpdateSettings,
+    update_critic,
+    update_policy,
+)
 from rlhf_core.stages import reward, sft
 from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, limit_gathered_parameters, torchrun_rank
@@ -152,8 +158,9 @@ def run_ppo(rank: Rank, config: PipelineConfig, folder: Path) -> None:
     ]
     tokens = sum(len(response) for _, response in SEQUENCES)
     step = OptimizerStep([rows], len(SEQUENCES), [], tokens)
-    update_policy(ranks._models["policy"], samples, [step], config.ppo, 0, kl_coef=0.1, demonstrations=[])
-    update_critic(ranks._models["critic"], samples, [step], config.ppo, 0, clip_values=False)
+    settings = UpdateSettings.of(config.ppo)
+    update_policy(ranks._models["policy"], samples, [step], settings, 0, kl_coef=0.1, demonstrations=[])
+    update_critic(ranks._models["critic"], samples, [step], settings, 0, clip_values=False)
     for role in ("policy", "critic"):
         ranks._models[role].save_checkpoint(folder / "work" / role)
     trained = ranks._models["policy"]

@@ -193,7 +193,7 @@ def test_configurations_in_pages_are_valid(page: str) -> None:
             config_from_tree(yaml.safe_load(block))
 
 
-@pytest.mark.parametrize("page", ["docs/rewards.md", "docs/testing.md"])
+@pytest.mark.parametrize("page", ["docs/own-loss.md", "docs/rewards.md", "docs/testing.md"])
 def test_python_examples_run(page: str) -> None:
     blocks = [block for language, block in _FENCE.findall(read(page)) if language == "python"]
     assert blocks

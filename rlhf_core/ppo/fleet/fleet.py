@@ -161,6 +161,7 @@ class Fleet:
         pad_id: Padding token.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
         nodes: The other hosts of a cluster; None if all hosts have the same folders.
+        loss_code: Source of the file of a user's loss; None without one.
     """
 
     def __init__(
@@ -172,7 +173,9 @@ class Fleet:
         pad_id: int,
         monitor: Monitor | None = None,
         nodes: Nodes | None = None,
+        loss_code: bytes | None = None,
     ) -> None:
+        self._loss_code = loss_code
         self._config = config
         self._plan = plan
         self._device = device
@@ -289,7 +292,14 @@ class Fleet:
         return RemoteActor(
             ray.remote(ModelWorker)
             .options(**options)
-            .remote(participant, config_json, group.roles, self._folders_of(group), self._pad_id)
+            .remote(
+                participant,
+                config_json,
+                group.roles,
+                self._folders_of(group),
+                self._pad_id,
+                self._loss_code,
+            )
         )
 
     def _start_engine(self, index: int, starts_before: int) -> RemoteActor[EngineActor]:

@@ -30,7 +30,7 @@ from rlhf_core.ppo.fleet.engine_actor import EngineActor, RayEngineClient
 from rlhf_core.ppo.training import loss_step
 from rlhf_core.ppo.training.batch import ModelScores, RolloutColumns, RowColumns, SentShare, row_columns
 from rlhf_core.ppo.training.experience import ResponseSums, Whitening
-from rlhf_core.ppo.training.loss_step import OptimizerStep
+from rlhf_core.ppo.training.loss_step import Loss, OptimizerStep, UpdateSettings
 from rlhf_core.ppo.training.rank_rows import (
     CriticInputs,
     Exchange,
@@ -55,7 +55,11 @@ class ModelWorker(ListeningActor):
         roles: The models of this group.
         folders: The folder from which each model is loaded.
         pad_id: Padding token.
+        loss_code: Source of the file of a user's loss; None without one.
     """
+
+    _loss: Loss | None = None
+    """The policy's loss, once the policy is loaded."""
 
     def __init__(
         self,
@@ -64,12 +68,14 @@ class ModelWorker(ListeningActor):
         roles: tuple[Role, ...],
         folders: dict[Role, str],
         pad_id: int,
+        loss_code: bytes | None = None,
     ) -> None:
         super().__init__(participant)
         self._config = PipelineConfig.model_validate_json(config_json)
         self._roles = roles
         self._folders = folders
         self._pad_id = pad_id
+        self._loss_code = loss_code
         self._models: dict[Role, Any] = {}
         self._members: list[Any] = []
         """The reward models of an ensemble after the first."""
@@ -104,6 +110,8 @@ class ModelWorker(ListeningActor):
             self._models[role] = self._load(role)
         if "reward" in roles:
             self._load_members()
+        if "policy" in roles:
+            self._loss = loss_step.loss_of(self._config.ppo, self._loss_code)
         # An engine of DeepSpeed wraps the model in `module`; a frozen model may be bare.
         models = [*self._models.values(), *self._members]
         return all(getattr(model, "module", model).packs for model in models)
@@ -305,7 +313,7 @@ class ModelWorker(ListeningActor):
             self._models["policy"],
             policy_samples(self._experience, whitening, exchange, self._rank),
             steps,
-            self._config.ppo,
+            UpdateSettings.of(self._config.ppo, self._loss),
             self._pad_id,
             kl_coef=kl_coef,
             demonstrations=[TokenSequence(*row) for row in demonstrations],
@@ -332,7 +340,12 @@ class ModelWorker(ListeningActor):
         failpoint("critic.update")
         samples = critic_samples(self._batch_of(inputs.batch), inputs, objects, exchange, self._rank)
         return loss_step.update_critic(
-            self._models["critic"], samples, steps, self._config.ppo, self._pad_id, clip_values=clip_values
+            self._models["critic"],
+            samples,
+            steps,
+            UpdateSettings.of(self._config.ppo),
+            self._pad_id,
+            clip_values=clip_values,
         )
 
     # -- memory --

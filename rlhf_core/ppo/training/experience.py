@@ -19,22 +19,25 @@ Axes: `B` responses, `T` the longest of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_core.algo.advantages import GroupKind, gae, group_advantages, returns_to_go, token_rewards
+from rlhf_core.algo.advantages import AdvantageInputs, gae, group_advantages, returns_to_go, token_rewards
 from rlhf_core.algo.importance import importance_weights
 from rlhf_core.algo.kl import kl_estimate
 from rlhf_core.algo.masking import WHITEN_EPS, select
 from rlhf_core.algo.shaping import overlong_penalty
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.rewards import UserFunction
+from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.ppo.training.batch import FloatArray, IntArray, RowColumns, joined, offsets_of
+from rlhf_core.rewards.python_worker import load_function
 
 _LOOP_TOKENS = 16
 """Shortest response and shortest loop that count as repetition, in tokens."""
@@ -164,10 +167,66 @@ def uniform_groups(scores_B: torch.Tensor, ppo: PPOConfig) -> list[int]:
 
 def response_advantages(scores_B: torch.Tensor, ppo: PPOConfig) -> torch.Tensor | None:
     """Return (B,) the advantage of each response in its group, or None if the algorithm has no groups."""
-    if not ppo.by_group:
+    if ppo.group_kind is None:
         return None
-    groups_B = torch.arange(len(scores_B)) // ppo.samples_per_prompt
-    return group_advantages(scores_B, groups_B, cast(GroupKind, ppo.algorithm))
+    return group_advantages(scores_B, groups_of(scores_B, ppo), ppo.group_kind)
+
+
+OwnAdvantages = Callable[[AdvantageInputs], tuple[torch.Tensor, dict[str, float]]]
+"""Returns (B,) advantages, and metrics by name."""
+
+
+def own_advantages_of(ppo: PPOConfig, code: bytes | None = None) -> OwnAdvantages | None:
+    """Return the user's advantages, or None if section `ppo` has none.
+
+    Args:
+        ppo: Section `ppo`.
+        code: Source of the file of the function, if it was read before.
+
+    Raises:
+        ConfigError: The function cannot be loaded.
+    """
+    if ppo.advantages is None:
+        return None
+    name = ppo.advantages.function
+    function = load_user_function(ppo.advantages, "ppo.advantages", code)
+
+    def advantages(inputs: AdvantageInputs) -> tuple[torch.Tensor, dict[str, float]]:
+        result = function(inputs)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise InputError(
+                f"ppo.advantages: {name} must return advantages and a dict of metrics; got {result!r:.80}"
+            )
+        values, metrics = result
+        if not isinstance(values, torch.Tensor) or values.shape != inputs.scores_B.shape:
+            raise InputError(
+                f"ppo.advantages: {name} must return a tensor ({len(inputs.scores_B)},); got {values!r:.80}"
+            )
+        if not values[~inputs.scores_B.isnan()].isfinite().all():
+            raise InputError(f"ppo.advantages: {name} must return finite advantages; got {values!r:.80}")
+        return values.detach().float(), {each: float(number) for each, number in metrics.items()}
+
+    return advantages
+
+
+def load_user_function(section: UserFunction, field: str, code: bytes | None) -> Callable[..., Any]:
+    """Return a user's function. `code` is the source of its file, if it was read before.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    try:
+        return load_function(section.function, section.file, code)
+    except Exception as error:
+        raise ConfigError(
+            f"{field}.function: {section.function} cannot be loaded ({type(error).__name__}: {error});"
+            " correct it"
+        ) from error
+
+
+def groups_of(scores_B: torch.Tensor, ppo: PPOConfig) -> torch.Tensor:
+    """Return (B,) the number of the prompt of each response."""
+    return torch.arange(len(scores_B)) // ppo.samples_per_prompt
 
 
 # -- rows of one rank --

@@ -4,27 +4,42 @@ The losses of the micro-batches of an optimizer step are summed. Their common de
 step on all ranks. The metrics are returned as sums over the tokens of this rank; divided by the tokens of all
 ranks they are the means that the loss uses.
 
-Axes: `S` sequences of a micro-batch, `T` longest response among them, `N` response tokens.
+Axes: `B` sequences of a micro-batch, `T` longest response among them, `N` response tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss, value_loss
+from rlhf_core.algo.kl import Estimator
+from rlhf_core.algo.losses import (
+    LossInputs,
+    PolicyLoss,
+    clipped_weight_loss,
+    entropy_bonus,
+    kl_loss,
+    policy_loss,
+    sequence_policy_loss,
+    sft_loss,
+    value_loss,
+)
+from rlhf_core.config.constants import Aggregation
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_sections import ClippedWeightLoss, PythonLoss, SequenceLoss
 from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.errors import InputError
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, to_device
 from rlhf_core.ppo.training.batch import FloatArray
-from rlhf_core.ppo.training.experience import padded
+from rlhf_core.ppo.training.experience import load_user_function, padded
 
 
 def _nothing() -> FloatArray:
@@ -68,11 +83,111 @@ class OptimizerStep:
     """Target tokens among the demonstrations of the whole step."""
 
 
+LossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""A scalar, and means over the tokens of the micro-batch by name."""
+Loss = Callable[[LossInputs], LossResult]
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """The settings that an update reads."""
+
+    loss: Loss
+    """The policy's loss, without entropy bonus, KL and pretraining loss."""
+    aggregation: Aggregation
+    """How the losses of tokens become a scalar (`losses.aggregate`)."""
+    temperature: float
+    """Temperature at which the policy was sampled."""
+    entropy_coef: float
+    kl_estimator: Estimator | None
+    """Estimator of the KL loss; None without one."""
+    ptx_coef: float | None
+    """Coefficient of the pretraining loss; None without one."""
+    value_clip: float | None
+    """Maximum change of the values; None for no limit."""
+    policy_steps: int
+    """Optimizer steps of the policy in the whole run, for its learning rate."""
+    critic_steps: int
+    pack: bool
+    """Whether sequences are packed into one row."""
+
+    @classmethod
+    def of(cls, ppo: PPOConfig, loss: Loss | None = None) -> UpdateSettings:
+        """Return the settings of section `ppo`. `loss` is the loss if it is already loaded."""
+        return cls(
+            loss=loss or loss_of(ppo),
+            aggregation=ppo.loss_sum,
+            temperature=ppo.temperature,
+            entropy_coef=ppo.entropy_coef,
+            kl_estimator=ppo.kl.used_estimator if ppo.kl.place == "loss" else None,
+            ptx_coef=None if ppo.ptx is None else ppo.ptx.coef,
+            value_clip=ppo.value_clip,
+            policy_steps=ppo.policy_optimizer_steps,
+            critic_steps=ppo.critic_optimizer_steps,
+            pack=ppo.packs,
+        )
+
+
+def loss_of(ppo: PPOConfig, code: bytes | None = None) -> Loss:
+    """Return the policy's loss that section `ppo` configures.
+
+    Args:
+        ppo: Section `ppo`.
+        code: Source of the file of a user's loss, if it was read before.
+
+    Raises:
+        ConfigError: The user's loss cannot be loaded.
+    """
+    if isinstance(ppo.loss, PythonLoss):
+        return _checked(load_user_function(ppo.loss, "ppo.loss", code), ppo.loss.function)
+    compute: Callable[..., PolicyLoss]
+    if isinstance(ppo.loss, SequenceLoss):
+        compute = sequence_policy_loss
+        bounds = {"clip_low": ppo.loss.clip_low, "clip_high": ppo.loss.clip_high}
+    elif isinstance(ppo.loss, ClippedWeightLoss):
+        compute = clipped_weight_loss
+        bounds = {"clip_low": ppo.loss.clip_low, "clip_high": ppo.loss.clip_high}
+    else:
+        compute = partial(policy_loss, dual_clip=ppo.dual_clip)
+        bounds = {"clip_low": ppo.clip_low, "clip_high": ppo.clip_high}
+
+    def loss(inputs: LossInputs) -> LossResult:
+        result = compute(
+            inputs.logprobs_BT,
+            inputs.old_logprobs_BT,
+            inputs.advantages_BT,
+            inputs.mask_BT,
+            weights=inputs.weights_BT,
+            aggregation=inputs.aggregation,
+            denominator=inputs.denominator,
+            **bounds,
+        )
+        return result.loss, {"clipped": result.clip_fraction, "approx_kl": result.approx_kl}
+
+    return loss
+
+
+def _checked(function: Callable[[LossInputs], Any], name: str) -> Loss:
+    """Return the user's loss, whose results are checked. Its metrics get names of their own."""
+
+    def loss(inputs: LossInputs) -> LossResult:
+        result = function(inputs)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise InputError(f"ppo.loss: {name} must return a loss and a dict of metrics; got {result!r:.80}")
+        value, metrics = result
+        if not isinstance(value, torch.Tensor) or value.shape != () or not value.requires_grad:
+            raise InputError(f"ppo.loss: {name} must return a scalar with gradient; got {value!r:.80}")
+        numbers = {each: torch.as_tensor(number).to(value) for each, number in metrics.items()}
+        return value, {f"user/{each}": number.reshape(()) for each, number in numbers.items()}
+
+    return loss
+
+
 def update_policy(
     engine: TrainingEngine,
     samples: Sequence[TrainSample],
     steps: Sequence[OptimizerStep],
-    ppo: PPOConfig,
+    settings: UpdateSettings,
     pad_id: int,
     *,
     kl_coef: float = 0.0,
@@ -85,7 +200,7 @@ def update_policy(
         engine: The policy.
         samples: Samples of this rank.
         steps: Optimizer steps with indices into `samples` and `demonstrations`.
-        ppo: Section `ppo`.
+        settings: Settings of the update.
         pad_id: Padding token.
         kl_coef: Coefficient of the KL loss, used with `kl.place: loss`.
         demonstrations: Demonstrations for the pretraining loss.
@@ -98,18 +213,20 @@ def update_policy(
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
         for micro_batch in step.micro_batches:
-            yield _policy_part(engine, samples, micro_batch, step.denominator, ppo, pad_id, kl_coef, sums)
+            yield _policy_part(
+                engine, samples, micro_batch, step.denominator, settings, pad_id, kl_coef, sums
+            )
         for micro_batch in step.ptx_micro_batches:
-            assert ppo.ptx is not None
-            batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=ppo.packs)
+            assert settings.ptx_coef is not None
+            batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=settings.pack)
             # At temperature 1, as in SFT: demonstrations are not samples of the policy.
             logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
             sums.add("ptx_loss", loss)
-            yield ppo.ptx.coef * loss
+            yield settings.ptx_coef * loss
 
     for step in steps:
-        sums.end_step(engine, engine.train_step(losses(step), ppo.policy_optimizer_steps))
+        sums.end_step(engine, engine.train_step(losses(step), settings.policy_steps))
     return dict(sums.values)
 
 
@@ -118,42 +235,40 @@ def _policy_part(
     samples: Sequence[TrainSample],
     micro_batch: list[int],
     denominator: float,
-    ppo: PPOConfig,
+    settings: UpdateSettings,
     pad_id: int,
     kl_coef: float,
     sums: _Sums,
 ) -> torch.Tensor:
     """Return the loss of one micro-batch, and add its metrics to `sums`."""
-    batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
-    output = engine(batch, ppo.temperature, ppo.entropy_coef > 0)
+    batch, chosen = _batch(engine, samples, micro_batch, settings, pad_id)
+    output = engine(batch, settings.temperature, settings.entropy_coef > 0)
     if not micro_batch:
         # Every rank must take part in the collectives of the backward pass.
         zero: torch.Tensor = 0.0 * output.logprobs_N.sum()
         return zero
-    mask_ST = _mask(chosen, batch)
-    logprobs_ST = _rows(output.logprobs_N, batch)
-    mean: dict[str, Any] = {"aggregation": ppo.loss_sum, "denominator": denominator}
-    result = policy_loss(
-        logprobs_ST,
-        _stack([s.old_logprobs for s in chosen], batch),
-        _stack([s.advantages for s in chosen], batch),
-        mask_ST,
-        clip_low=ppo.clip_low,
-        clip_high=ppo.clip_high,
-        dual_clip=ppo.dual_clip,
-        weights=_stack([s.weights for s in chosen], batch),
-        **mean,
+    inputs = LossInputs(
+        logprobs_BT=_rows(output.logprobs_N, batch),
+        old_logprobs_BT=_stack([s.old_logprobs for s in chosen], batch),
+        ref_logprobs_BT=_stack([s.ref_logprobs for s in chosen], batch),
+        advantages_BT=_stack([s.advantages for s in chosen], batch),
+        weights_BT=_stack([s.weights for s in chosen], batch),
+        mask_BT=_mask(chosen, batch),
+        aggregation=settings.aggregation,
+        denominator=denominator,
     )
-    tokens = _tokens(chosen)
-    sums.add("loss", result.loss)
-    sums.add("clipped", result.clip_fraction, tokens)
-    sums.add("approx_kl", result.approx_kl, tokens)
-    loss = result.loss
-    if ppo.entropy_coef > 0:
-        loss = loss - ppo.entropy_coef * entropy_bonus(_rows(output.entropy_N, batch), mask_ST, **mean)
-    if ppo.kl.place == "loss":
-        ref_ST = _stack([s.ref_logprobs for s in chosen], batch)
-        kl = kl_loss(logprobs_ST, ref_ST, mask_ST, ppo.kl.used_estimator, **mean)
+    mean: dict[str, Any] = {"aggregation": settings.aggregation, "denominator": denominator}
+    loss, metrics = settings.loss(inputs)
+    sums.add("loss", loss)
+    for name, value in metrics.items():
+        sums.add(name, value, _tokens(chosen))
+    if settings.entropy_coef > 0:
+        bonus = entropy_bonus(_rows(output.entropy_N, batch), inputs.mask_BT, **mean)
+        loss = loss - settings.entropy_coef * bonus
+    if settings.kl_estimator is not None:
+        kl = kl_loss(
+            inputs.logprobs_BT, inputs.ref_logprobs_BT, inputs.mask_BT, settings.kl_estimator, **mean
+        )
         sums.add("kl_loss", kl)
         loss = loss + kl_coef * kl
     return loss
@@ -163,7 +278,7 @@ def update_critic(
     engine: TrainingEngine,
     samples: Sequence[TrainSample],
     steps: Sequence[OptimizerStep],
-    ppo: PPOConfig,
+    settings: UpdateSettings,
     pad_id: int,
     *,
     clip_values: bool = True,
@@ -174,7 +289,7 @@ def update_critic(
         engine: The critic.
         samples: Experience of this rank.
         steps: Optimizer steps, each with micro-batches of indices into `samples`.
-        ppo: Settings of the loss.
+        settings: Settings of the update.
         pad_id: The token that fills rows.
         clip_values: Whether a change of the value is clipped by `ppo.value_clip`.
 
@@ -185,20 +300,20 @@ def update_critic(
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
         for micro_batch in step.micro_batches:
-            batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
+            batch, chosen = _batch(engine, samples, micro_batch, settings, pad_id)
             values_N = engine(batch, "tokens")
             if not micro_batch:
                 # As in `_policy_part`.
                 yield 0.0 * values_N.sum()
                 continue
-            mask_ST = _mask(chosen, batch)
+            mask_BT = _mask(chosen, batch)
             result = value_loss(
                 _rows(values_N, batch),
                 _stack([s.old_values for s in chosen], batch),
                 _stack([s.returns for s in chosen], batch),
-                mask_ST,
-                clip=ppo.value_clip if clip_values else None,
-                aggregation=ppo.loss_sum,
+                mask_BT,
+                clip=settings.value_clip if clip_values else None,
+                aggregation=settings.aggregation,
                 denominator=step.denominator,
             )
             sums.add("loss", result.loss)
@@ -206,7 +321,7 @@ def update_critic(
             yield result.loss
 
     for step in steps:
-        sums.end_step(engine, engine.train_step(losses(step), ppo.critic_optimizer_steps))
+        sums.end_step(engine, engine.train_step(losses(step), settings.critic_steps))
     return dict(sums.values)
 
 
@@ -241,16 +356,16 @@ def _batch(
     engine: TrainingEngine,
     samples: Sequence[TrainSample],
     micro_batch: list[int],
-    ppo: PPOConfig,
+    settings: UpdateSettings,
     pad_id: int,
 ) -> tuple[TokenBatch, list[TrainSample]]:
     chosen = [samples[i] for i in micro_batch]
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen]
-    return collate(sequences, pad_id=pad_id, pack=ppo.packs).to(engine.rank.torch_device), chosen
+    return collate(sequences, pad_id=pad_id, pack=settings.pack).to(engine.rank.torch_device), chosen
 
 
 def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Reshape (N,) to (S, T), with zeros after each response."""
+    """Reshape (N,) to (B, T), with zeros after each response."""
     return pad_sequence(batch.split(values_N), batch_first=True)
 
 

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from rlhf_core.algo.losses import (
     aggregate,
+    clipped_weight_loss,
     dpo_loss,
     entropy_bonus,
     kl_loss,
     policy_loss,
     reward_model_loss,
+    sequence_policy_loss,
     sft_loss,
     step_denominator,
     value_loss,
@@ -353,3 +355,46 @@ def test_no_pairs_have_loss_zero() -> None:
     none = torch.zeros(0)
     assert reward_model_loss(none, none).item() == 0.0
     assert dpo_loss(none, none, none, none, beta=0.1).item() == 0.0
+
+
+def test_the_loss_of_gspo_matches_numbers_worked_out_by_hand() -> None:
+    old = torch.full((2, 2), -1.0, dtype=torch.float64)
+    # Mean log-ratios: (0.2 - 0.1) / 2 = 0.05, and -0.3 for the one token of the second response.
+    new = torch.tensor([[-0.8, -1.1], [-1.3, 0.0]], dtype=torch.float64).requires_grad_()
+    mask = torch.tensor([[1, 1], [1, 0]])
+    advantages = torch.tensor([[2.0, 2.0], [-1.0, -1.0]], dtype=torch.float64)
+    result = sequence_policy_loss(new, old, advantages, mask, clip_low=0.2, clip_high=0.2)
+    # s = exp(0.05) = 1.051271 is inside: -2.102542. s = exp(-0.3) = 0.740818 with A < 0 is held at 0.8: +0.8.
+    # The mean of both responses: -0.651271. Held: one of three tokens.
+    assert result.loss.item() == pytest.approx(-0.6512711, abs=1e-7)
+    assert result.clip_fraction.item() == pytest.approx(1 / 3)
+    result.loss.backward()
+    # -s A / 2 responses / 2 tokens for each token of the first response, none for the one that is held.
+    assert new.grad is not None
+    assert new.grad.flatten().tolist() == pytest.approx([-0.5256355, -0.5256355, 0.0, 0.0], abs=1e-7)
+
+
+def test_the_loss_of_gspo_is_that_of_ppo_for_responses_of_one_token() -> None:
+    generator = torch.Generator().manual_seed(5)
+    new, old, advantages = torch.randn(3, 6, 1, generator=generator, dtype=torch.float64)
+    mask = torch.ones(6, 1)
+    one = sequence_policy_loss(new, old, advantages, mask, clip_low=0.2, clip_high=0.3)
+    other = policy_loss(new, old, advantages, mask, clip_low=0.2, clip_high=0.3)
+    assert one.loss.item() == pytest.approx(other.loss.item(), rel=1e-14)
+    assert one.clip_fraction == other.clip_fraction
+
+
+def test_the_loss_of_cispo_matches_numbers_worked_out_by_hand() -> None:
+    old = torch.tensor([[-1.0, -1.0, -1.0]], dtype=torch.float64)
+    new = torch.tensor([[-0.5, -1.1, -2.0]], dtype=torch.float64).requires_grad_()
+    advantages = torch.tensor([[2.0, -1.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1]])
+    result = clipped_weight_loss(new, old, advantages, mask, clip_low=0.5, clip_high=0.2)
+    # r = 1.648721 -> 1.2, 0.904837, 0.367879 -> 0.5. L = -r A logprobs:
+    # -1.2 * 2 * -0.5 = 1.2; 0.904837 * -1.1 = -0.995321; -0.5 * -2 = 1. The mean: 0.401560.
+    assert result.loss.item() == pytest.approx(0.4015597, abs=1e-7)
+    assert result.clip_fraction.item() == pytest.approx(2 / 3)
+    result.loss.backward()
+    # -r A / 3: the clipped tokens are trained as well.
+    assert new.grad is not None
+    assert new.grad[0].tolist() == pytest.approx([-0.8, 0.3016125, -0.1666667], abs=1e-7)

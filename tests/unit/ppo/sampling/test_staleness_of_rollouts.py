@@ -209,7 +209,8 @@ def test_with_0_nothing_is_sampled_ahead(tmp_path: Path) -> None:
 def test_a_batch_that_is_too_far_behind_is_refused(tmp_path: Path, staleness: int, version: int) -> None:
     controller = Scripted(tmp_path / "work", staleness=staleness)
     controller.completed_steps = 3
-    controller._rollouts._batches[4] = replace(FORTY, version=version)
+    if staleness:
+        controller._rollouts._batches[4] = replace(FORTY, version=version)
     collector: Any = controller._collector
     collector.behind = 3 - version
     with pytest.raises(WeightSyncError, match=f"step 4 was sampled from policy version {version}, "):

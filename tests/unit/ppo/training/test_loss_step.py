@@ -23,10 +23,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import TokenOutputs
-from rlhf_core.ppo.training.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
+from rlhf_core.ppo.training.loss_step import (
+    OptimizerStep,
+    TrainSample,
+    UpdateSettings,
+    update_critic,
+    update_policy,
+)
 
 VOCABULARY = 11
 TEMPERATURE = 0.7
@@ -78,7 +83,7 @@ class Tables:
         return 1.0
 
 
-def config(**ppo: Any) -> PPOConfig:
+def config(**ppo: Any) -> UpdateSettings:
     tree = {
         "temperature": TEMPERATURE,
         "clip_low": 0.1,
@@ -90,7 +95,7 @@ def config(**ppo: Any) -> PPOConfig:
         "entropy_coef": 0.05,
         "kl": {"place": "loss", "estimator": "k2"},
     }
-    return config_from_tree({"ppo": {**tree, **ppo}}, "test").ppo
+    return UpdateSettings.of(config_from_tree({"ppo": {**tree, **ppo}}, "test").ppo)
 
 
 def tokens() -> Iterator[tuple[int, int, int, int]]:
