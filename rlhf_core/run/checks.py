@@ -14,7 +14,7 @@ from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import checking
 from rlhf_core.executors.check import check_executors
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import LAST_STAGE, StageName
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.preflight import Part, check
 from rlhf_core.run.kept_versions import KeptVersions, resolve_kept
@@ -49,7 +49,7 @@ def load_and_check(
     *,
     retry_store: bool = False,
     start: StageName = "data",
-    until: StageName = "register",
+    until: StageName = LAST_STAGE,
 ) -> CheckedConfig:
     """Load the configuration, check it, create its home and try its store.
 
@@ -77,7 +77,7 @@ def check_and_prepare(
     *,
     retry_store: bool = False,
     start: StageName = "data",
-    until: StageName = "register",
+    until: StageName = LAST_STAGE,
 ) -> list[str]:
     """Check a loaded configuration, create its home and try its store. Return the warnings.
 
@@ -117,7 +117,7 @@ def reuse_or_check(
     *,
     retry_store: bool = False,
     start: StageName = "data",
-    until: StageName = "register",
+    until: StageName = LAST_STAGE,
 ) -> CheckedConfig:
     """Return what `remember_check` has kept for this file and these overrides, otherwise `load_and_check`.
 

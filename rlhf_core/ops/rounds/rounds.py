@@ -25,7 +25,7 @@ from rlhf_core.config.sample import SampleConfig
 from rlhf_core.errors import GateFailed, InputError
 from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.ops.api import run_pipeline
-from rlhf_core.ops.parameters import EndOfRound
+from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
 from rlhf_core.ops.rounds.round_votes import rows_of_votes
 from rlhf_core.run.kept_versions import resolve_kept
 
@@ -38,7 +38,7 @@ def run_rounds(
     rounds: int,
     *,
     tags: Mapping[str, str] | None = None,
-    until: EndOfRound = "register",
+    until: EndOfRound = END_OF_ROUND,
     run: Callable[..., dict[str, Any]] = run_pipeline,
 ) -> list[dict[str, Any]]:
     """Run the pipeline several times and return the summary of each round.
