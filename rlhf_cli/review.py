@@ -12,7 +12,7 @@ from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.review import Opponent
-    from rlhf_core.ops.review import Everyone, Recorded
+    from rlhf_core.ops.review.record import Everyone, Recorded
 
 _OPPONENTS: dict[Opponent, str] = {"sft": "the SFT model", "champion": "the champion"}
 
@@ -44,7 +44,7 @@ def add_review_command(commands: Any) -> None:
 
 
 def _review(arguments: argparse.Namespace) -> int:
-    from rlhf_core.ops.review import open_review, record_votes, votes_command
+    from rlhf_core.ops.review.record import open_review, record_votes, votes_command
 
     if arguments.of == "sample" and arguments.against is not None:
         raise InputError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RLHFError, VotesNeeded
-from rlhf_core.ops.review import Review, open_review, votes_command
+from rlhf_core.ops.review.record import Review, open_review, votes_command
 from rlhf_core.system.files import write_jsonl
 
 
