@@ -77,7 +77,7 @@ class Stage:
     headline: tuple[str, ...] = ()
     """Metrics that are shown on one line, the most important first."""
     findings: str | None = None
-    """`module:constant` with the `run.summary.Findings` of the stage: what is shown at the end of a run. The
+    """`module:constant` with the `types.Findings` of the stage: what is shown at the end of a run. The
     module must import quickly. None: the headline only.
     """
     report: str | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_core.evaluation.measures import (
     LENGTH_CONTROLLED,
@@ -15,24 +15,13 @@ from rlhf_core.evaluation.measures import (
     endless_models,
 )
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.types import Findings
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rlhf_core.executors.spec import StageRecord
     from rlhf_core.types import ArtifactRef
-
-
-class Findings(NamedTuple):
-    """What the summary and its table of results have of a stage (`Stage.findings`)."""
-
-    read: Callable[[ArtifactRef], dict[str, Any] | None]
-    """Returns the entry of the summary; None for no entry."""
-    rows: Callable[[Mapping[str, Any]], list[tuple[str, str]]]
-    """Returns the rows of the table, from the entry."""
-    entry: str | None = None
-    """Name of the entry; None: the name of the stage."""
-
 
 _INTERVAL = ("mean", "low", "high")
 _WHO = {
@@ -73,7 +62,7 @@ def summarize(
         **identity,
     }
     for name, record in records.items():
-        findings = _findings(name)
+        findings = STAGES[name].load_findings()
         if findings is not None and (found := findings.read(record.ref)) is not None:
             summary[findings.entry or name] = found
     # The registered policy, else the last one that was trained.
@@ -88,11 +77,6 @@ def _made_in(record: StageRecord) -> float | None:
     if record.how == "ran":
         return round(record.seconds, 2)
     return float(record.ref.attributes["seconds"]) if "seconds" in record.ref.attributes else None
-
-
-def _findings(stage: StageName) -> Findings | None:
-    found: Findings | None = STAGES[stage].load_findings()
-    return found
 
 
 def _accuracies(ref: ArtifactRef) -> dict[str, Any] | None:
@@ -171,9 +155,9 @@ _LABELS = {"gold_reward_exchanged": "gold reward, prompts exchanged"}
 def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the findings of a run as (name, value) rows, in words."""
     rows: list[tuple[str, str]] = []
-    for stage in STAGES:
-        findings = _findings(stage)
-        if findings is not None and (entry := findings.entry or stage) in summary:
+    for name, row in STAGES.items():
+        findings = row.load_findings()
+        if findings is not None and (entry := findings.entry or name) in summary:
             rows += findings.rows(summary[entry])
     return rows
 
