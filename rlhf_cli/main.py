@@ -291,8 +291,8 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
     # In a file or a pipe, rich would break lines at 80 characters.
     output = Console(soft_wrap=not sys.stdout.isatty())
     output.print(stage_table(summary))
-    if any(summary.get(name) for name in ("reward", "sample", "evaluate", "registration")):
-        output.print(result_table(summary))
+    if (found := result_table(summary)).row_count:
+        output.print(found)
     for name, address in summary["where"].items():
         print(f"{name}: {address}")
     print(f"summary: {home.run(summary['run']) / 'summary.json'}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rlhf_cli.arguments import add_command, add_config
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import EXIT_VOTES
-from rlhf_core.ops.parameters import EndOfRound
+from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,7 @@ def add_rounds_command(commands: Any) -> None:
     sub.add_argument(
         "--until",
         choices=get_args(EndOfRound),
-        default="register",
+        default=END_OF_ROUND,
         help="last stage of each round; with sample and another sample.policy than ppo, PPO is left out"
         " (default: %(default)s)",
     )

@@ -62,6 +62,10 @@ class Stage:
     """Further `sections`, which are also prefixes of `sources`, that it reads if a language model labels
     answers (`sample.judge`).
     """
+    policy_field: str | None = None
+    """Configuration field that names the stage whose policy it uses. Of the stages in `inputs` that train a
+    policy, it reads this one only.
+    """
     enabled_by: str | None = None
     """Configuration field that switches the stage on; None if every pipeline has it."""
     always_in_key: bool = False
@@ -72,6 +76,14 @@ class Stage:
     """How the stage uses the data, for MLflow."""
     headline: tuple[str, ...] = ()
     """Metrics that are shown on one line, the most important first."""
+    findings: str | None = None
+    """`module:constant` with the `types.Findings` of the stage: what is shown at the end of a run. The
+    module must import quickly. None: the headline only.
+    """
+    report: str | None = None
+    """File of its artifact that people read."""
+    registers: bool = False
+    """Whether it makes a version in the model registry. Without this version it runs again."""
     memory_fields: tuple[MemoryField, ...] = ()
     """Configuration fields that reduce its memory if they are lowered."""
     imports: tuple[str, ...] = ()
@@ -95,7 +107,12 @@ class Stage:
 
     def load(self) -> Callable[..., Any]:
         """Import and return the stage's function."""
-        return _load(self.function)
+        function: Callable[..., Any] = _load(self.function)
+        return function
+
+    def load_findings(self) -> Any:
+        """Import and return `findings`; None if there are none."""
+        return None if self.findings is None else _load(self.findings)
 
     def prepare(self, config: Any) -> None:
         """Call `preparation`, if there is one."""
@@ -103,10 +120,9 @@ class Stage:
             _load(self.preparation)(config)
 
 
-def _load(path: str) -> Callable[..., Any]:
-    module, _, function = path.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return loaded
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 _ENGINE_MEMORY = (
@@ -154,6 +170,7 @@ _TABLE = (
         enabled_by="reward.enabled",
         always_in_key=True,
         headline=("accuracy", "accuracy_low", "accuracy_high", "margin"),
+        findings="rlhf_core.run.summary:REWARD",
         memory_fields=(MemoryField("reward.micro_batch_tokens"),),
         imports=(*_TRAINING, *_SCORING, *_PLOTS),
         loads_model=True,
@@ -204,13 +221,14 @@ _TABLE = (
         "rlhf_core.stages.sample:run",
         version=4,
         sections=("sample", "ppo"),
-        # Of `dpo` and `ppo` only the one whose policy answers (`sample.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
+        policy_field="sample.policy",
         sources=("ppo.",),
         sources_of_inputs=("ppo.",),
         labelling=("evaluate.language_model",),
         enabled_by="sample",
         headline=("pairs", "best", "score_mean", "score_best"),
+        findings="rlhf_core.run.summary:SAMPLE",
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", *_SCORING),
         loads_model=True,
@@ -229,6 +247,8 @@ _TABLE = (
             *("win_rate/mean", "kl", "win_rate_dpo/mean", "kl_dpo"),
             *("eos_rate/sft", "eos_rate/ppo", "eos_rate/dpo"),
         ),
+        findings="rlhf_core.run.summary:EVALUATION",
+        report="report.html",
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", *_SCORING, *_PLOTS, "rlhf_core.evaluation.report"),
         loads_model=True,
@@ -239,17 +259,21 @@ _TABLE = (
         "rlhf_core.stages.register:run",
         version=13,
         sections=("register",),
-        # Of `dpo` and `ppo` only the one whose policy is registered (`register.policy`).
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate"),
+        policy_field="register.policy",
         sources=("ppo.", "evaluate.", "register."),
         sources_of_inputs=("ppo.", "evaluate."),
         data_context="evaluation",
+        findings="rlhf_core.run.summary:REGISTRATION",
+        registers=True,
         memory_fields=_ENGINE_MEMORY,
     ),
 )
 
 STAGES: dict[StageName, Stage] = {stage.name: stage for stage in _TABLE}
 """All stages by name, in the order in which they run."""
+LAST_STAGE: StageName = _TABLE[-1].name
+"""The stage that a whole run ends with."""
 
 
 def stages_between(start: StageName, until: StageName) -> tuple[StageName, ...]:

@@ -5,7 +5,7 @@ Axes: `P` prompt tokens, `T` response tokens of one sequence (ragged: plain tupl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -335,6 +335,18 @@ class StageContext:
             return str(self.inputs[stage])
         # Not the address in the store: it is written into artifacts, and their digests must not depend on it.
         return artifact_prefix(stage, self.lineage.inputs[stage].key)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the summary and its table of results have of a stage (`Stage.findings`)."""
+
+    read: Callable[[ArtifactRef], dict[str, Any] | None]
+    """Returns the entry of the summary; None for no entry."""
+    rows: Callable[[Mapping[str, Any]], list[tuple[str, str]]]
+    """Returns the rows of the table, from the entry."""
+    entry: str | None = None
+    """Name of the entry; None: the name of the stage."""
 
 
 @dataclass(frozen=True)

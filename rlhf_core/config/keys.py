@@ -28,20 +28,18 @@ _PIPELINE_SECTIONS = tuple(
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
     """Return the stages whose artifacts `stage` reads with this configuration."""
-    inputs = [name for name in STAGES[stage].inputs if is_enabled(config, name)]
-    used: dict[StageName, str] = {"register": config.register_.policy}
-    if config.sample is not None:
-        used["sample"] = config.sample.policy
-    if stage in used:
-        inputs = [name for name in inputs if name not in POLICIES or name == used[stage]]
+    row = STAGES[stage]
+    inputs = [name for name in row.inputs if is_enabled(config, name)]
+    if row.policy_field is not None and is_enabled(config, stage):
+        used = _value(config, row.policy_field)
+        inputs = [name for name in inputs if name not in POLICIES or name == used]
     return tuple(inputs)
 
 
 def sources_of_inputs(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
     """Return the prefixes of external inputs that the keys of the inputs of `stage` contain."""
-    if stage in ("sample", "evaluate") and "ppo" not in stage_inputs(config, stage):
-        return ()
-    return STAGES[stage].sources_of_inputs
+    of_inputs = {source for name in stage_inputs(config, stage) for source in STAGES[name].sources}
+    return tuple(source for source in STAGES[stage].sources_of_inputs if source in of_inputs)
 
 
 def is_made(config: PipelineConfig, stage: StageName, until: StageName) -> bool:
@@ -65,7 +63,7 @@ def stages_made(config: PipelineConfig, start: StageName, until: StageName) -> l
 def is_enabled(config: PipelineConfig, stage: StageName) -> bool:
     """Return whether the pipeline of this configuration has `stage`."""
     field = STAGES[stage].enabled_by
-    return field is None or bool(attrgetter(field)(config))
+    return field is None or bool(_value(config, field))
 
 
 def sections_read(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
@@ -109,7 +107,7 @@ def stage_key(
         "inputs": dict(sorted(input_digests.items())),
         "sources": dict(sorted(source_digests.items())),
     }
-    if stage == "register":
+    if STAGES[stage].registers:
         payload["model"] = config.registered_model
         # A model version is in one registry, so another MLflow server needs its own.
         payload["tracking"] = tracking_uri(config)
@@ -269,6 +267,13 @@ def _settings(config: PipelineConfig, name: str) -> dict[str, Any] | None:
 
 def _section(config: PipelineConfig, name: str) -> Section | None:
     """Return a section by its name in the YAML file, such as `ppo` or `reward.judge`; None if it is null."""
-    # `register` is a method of pydantic's metaclass, so the attribute has another name.
-    section: Section | None = attrgetter("register_" if name == "register" else name)(config)
+    section: Section | None = _value(config, name)
     return section
+
+
+def _value(config: PipelineConfig, path: str) -> Any:
+    """Return the value of a section or field by its path in the YAML file."""
+    first, *rest = path.split(".")
+    # `register` is a method of pydantic's metaclass, so the attribute has another name.
+    aliases = {field.alias: name for name, field in PipelineConfig.model_fields.items() if field.alias}
+    return attrgetter(".".join([aliases.get(first, first), *rest]))(config)

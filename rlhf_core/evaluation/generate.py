@@ -103,15 +103,10 @@ def responses_to_sets(
         def report(done: int, before: int = before) -> None:
             context.progress("evaluate", before + done, total, "responses")
 
-        by_model = _sample_sets(
-            config,
-            [models[name] for name in names],
-            list(sets.values()),
-            SamplingSettings.of_evaluation(config, answers),
-            device=device,
-            done=report,
-            context=context,
-        )
+        files = [models[name] for name in names]
+        sampling = SamplingSettings.of_evaluation(config, answers)
+        request = _Request(config, files, list(sets.values()), sampling, device)
+        by_model = _sample(request, report, context)
         for name, found in zip(names, by_model, strict=True):
             responses[name] = {}
             for (each, prompts), rollouts in zip(sets.items(), found, strict=True):
@@ -169,53 +164,53 @@ def sample_responses(
         sampling: Temperature and number of responses; None: those of the evaluation.
     """
     sampling = sampling or SamplingSettings.of_evaluation(config)
-    [[rollouts]] = _sample_sets(
-        config, [files], [prompts], sampling, device=device, done=done, context=context
-    )
+    [[rollouts]] = _sample(_Request(config, [files], [prompts], sampling, device), done, context)
     return rollouts
 
 
-def _sample_sets(
-    config: PipelineConfig,
-    models: Sequence[PolicyFiles],
-    sets: Sequence[Sequence[PromptExample]],
-    sampling: SamplingSettings,
-    *,
-    device: str,
-    done: Callable[[int], None],
-    context: StageContext | None,
+@dataclass(frozen=True)
+class _Request:
+    """What is sampled. All models are sampled by the same engines."""
+
+    config: PipelineConfig
+    models: Sequence[PolicyFiles]
+    sets: Sequence[Sequence[PromptExample]]
+    sampling: SamplingSettings
+    device: str
+
+    @property
+    def count(self) -> int:
+        """Number of responses."""
+        return len(self.models) * self.sampling.answers * sum(map(len, self.sets))
+
+
+def _sample(
+    request: _Request, done: Callable[[int], None], context: StageContext | None
 ) -> list[list[list[Rollout]]]:
-    """Return the responses of each model to each set. All models are sampled by the same engines."""
-    if needs_actors(config.evaluate.engines) or engine_changes_classes(models[0].model):
-        return _sample_on_actors(config, models, sets, sampling, device=device, report=done, context=context)
-    return _sample_here(config, models, sets, sampling, device=device, done=done)
+    """Return the responses of each model to each set."""
+    if needs_actors(request.config.evaluate.engines) or engine_changes_classes(request.models[0].model):
+        return _sample_on_actors(request, done, context)
+    return _sample_here(request, done)
 
 
 def _sample_on_actors(
-    config: PipelineConfig,
-    models: Sequence[PolicyFiles],
-    sets: Sequence[Sequence[PromptExample]],
-    sampling: SamplingSettings,
-    *,
-    device: str,
-    report: Callable[[int], None],
-    context: StageContext | None,
+    request: _Request, report: Callable[[int], None], context: StageContext | None
 ) -> list[list[list[Rollout]]]:
     """Sample with one engine per actor, and return all responses in the order of the prompts."""
-    count = len(models) * sampling.answers * sum(map(len, sets))
+    config = request.config
 
     def progress(task: str, done: int, total: int, unit: str, **metrics: float) -> None:
         # The other engines are about as far as the first.
-        report(min(done * config.evaluate.engines, count))
+        report(min(done * config.evaluate.engines, request.count))
 
     shares = map_ranks(
         _sample_share,
         config.evaluate.engines,
-        device,
+        request.device,
         config,
-        tuple(models),
-        sets,
-        sampling,
+        tuple(request.models),  # each node gets the folders in a tuple
+        request.sets,
+        request.sampling,
         context=None if context is None else replace(context, progress=progress),
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
@@ -223,11 +218,11 @@ def _sample_on_actors(
         monitor=None if context is None else context.monitor,
     )
     results: list[list[list[Rollout]]] = []
-    for model in range(len(models)):
+    for model in range(len(request.models)):
         by_set = []
-        for index, prompts in enumerate(sets):
+        for index, prompts in enumerate(request.sets):
             parts = [share[model][index] for share in shares]
-            by_set.append(_in_order(parts, len(prompts), sampling.answers))
+            by_set.append(_in_order(parts, len(prompts), request.sampling.answers))
         results.append(by_set)
     return results
 
@@ -254,35 +249,28 @@ def _sample_share(
 ) -> list[list[list[Rollout]]]:
     """Sample the share of one engine in its own process."""
     shares = [prompts[rank.rank :: rank.world_size] for prompts in sets]
-    count = len(models) * sampling.answers * sum(map(len, shares))
+    request = _Request(config, models, shares, sampling, rank.device)
 
     def done(so_far: int) -> None:
         if context is not None:
-            context.progress("engine", so_far, count, "responses")
+            context.progress("engine", so_far, request.count, "responses")
 
-    return _sample_here(config, models, shares, sampling, device=rank.device, done=done)
+    return _sample_here(request, done)
 
 
-def _sample_here(
-    config: PipelineConfig,
-    models: Sequence[PolicyFiles],
-    sets: Sequence[Sequence[PromptExample]],
-    sampling: SamplingSettings,
-    *,
-    device: str,
-    done: Callable[[int], None],
-) -> list[list[list[Rollout]]]:
+def _sample_here(request: _Request, done: Callable[[int], None]) -> list[list[list[Rollout]]]:
     """Sample with an engine in this process. It loads the weights of one model after the other."""
     from rlhf_core.engines.vllm import Engine
 
-    first, *others = models
-    seed = derive_seed(config.run.seed, sampling.purpose)
+    config = request.config
+    first, *others = request.models
+    seed = derive_seed(config.run.seed, request.sampling.purpose)
     heartbeat("start an engine", config.run.timeouts.start)
     try:
         engine = Engine(
             first.model,
             config.ppo.engine,
-            device=device,
+            device=request.device,
             max_model_len=config.max_sequence_tokens,
             seed=seed % 2**31,
             weight_transfer="files" if others else None,
@@ -301,13 +289,13 @@ def _sample_here(
 
     adapter = None if first.adapter is None else _ADAPTER_ID
     try:
-        found = [_sample_sets_with(engine, adapter, config, sets, sampling, report)]
+        found = [_sample_with(engine, adapter, request, report)]
         for number, files in enumerate(others, start=1):
             before += sum(map(len, found[-1]))
             heartbeat("replace the weights", config.run.timeouts.start)
             loaded = Acknowledgement(0, number, engine.load_weights(files.model))
             verify(folder_checksums(files.model), number, [loaded])
-            found.append(_sample_sets_with(engine, adapter, config, sets, sampling, report))
+            found.append(_sample_with(engine, adapter, request, report))
     finally:
         heartbeat("end the engine")
         engine.shutdown()
@@ -315,19 +303,15 @@ def _sample_here(
     return found
 
 
-def _sample_sets_with(
-    engine: Engine,
-    adapter: int | None,
-    config: PipelineConfig,
-    sets: Sequence[Sequence[PromptExample]],
-    sampling: SamplingSettings,
-    done: Callable[[int], None],
+def _sample_with(
+    engine: Engine, adapter: int | None, request: _Request, done: Callable[[int], None]
 ) -> list[list[Rollout]]:
     """Return the responses of the present weights to each set."""
+    config, sampling = request.config, request.sampling
     # A prompt takes a place in the engine for each of its samples.
     at_once = max(1, config.ppo.engine.max_num_seqs // sampling.answers)
     found: list[list[Rollout]] = []
-    for prompts in sets:
+    for prompts in request.sets:
         found.append([])
         for start in range(0, len(prompts), at_once):
             batch = prompts[start : start + at_once]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import LAST_STAGE, StageName
 from rlhf_core.storage.artifacts import ArtifactCopy
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
@@ -38,7 +38,7 @@ class StageSpec:
     """Key of the whole pipeline, for lineage."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests of the external inputs of the stage, in `key` or in the key of an input."""
-    until: StageName = "register"
+    until: StageName = LAST_STAGE
     """The last stage of the run."""
     base_models: Mapping[str, ArtifactCopy] = field(default_factory=dict)
     """Base models that the hosts of a job fetch from a bucket, by their fields (`model.path`). Empty for a
@@ -96,7 +96,7 @@ class StageSpec:
             payload["parent_run_id"],
             payload["pipeline_key"],
             payload["sources"],
-            payload.get("until", "register"),  # specs of earlier releases have none
+            payload.get("until", LAST_STAGE),  # specs of earlier releases have none
             {name: ArtifactCopy(**copy) for name, copy in payload.get("base_models", {}).items()},
         )
 

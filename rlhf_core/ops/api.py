@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.ops.drift.compare import compare_with_champion
-from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.pipeline import LAST_STAGE, STAGES, StageName
 from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
@@ -22,7 +22,7 @@ def run_pipeline(
     config: PipelineConfig,
     *,
     start: StageName = "data",
-    until: StageName = "register",
+    until: StageName = LAST_STAGE,
     tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run the pipeline: reuse finished stages, continue interrupted ones, and run the rest in child

@@ -9,6 +9,8 @@ from typing import Any, Literal
 DEFAULT_CONFIG = "deployments/configs/demo.yaml"
 EndOfRound = Literal["sample", "evaluate", "register"]
 """The stages that can be the last one of a round."""
+END_OF_ROUND: EndOfRound = "register"
+"""The default."""
 
 
 def overrides_of(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[str]:

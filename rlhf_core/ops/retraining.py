@@ -23,7 +23,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, pipeline_key
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.data.sources import count_rows, pinned
-from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.pipeline import LAST_STAGE, STAGES, StageName
 from rlhf_core.run.external_inputs import external_marks
 from rlhf_core.run.kept_versions import kept_versions
 from rlhf_core.run.pipeline_run import PipelineRun
@@ -205,4 +205,4 @@ def finished_registration(config: PipelineConfig) -> ArtifactRef | None:
         if ref is None:
             return None
         artifacts[stage] = ref
-    return artifacts["register"]
+    return artifacts[LAST_STAGE]

@@ -10,7 +10,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import checking
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import LAST_STAGE, StageName
 from rlhf_core.preflight import check
 from rlhf_core.run.kept_versions import KeptVersions, resolve_kept
 from rlhf_core.storage.store import open_store
@@ -44,7 +44,7 @@ def load_and_check(
     *,
     retry_store: bool = False,
     start: StageName = "data",
-    until: StageName = "register",
+    until: StageName = LAST_STAGE,
 ) -> CheckedConfig:
     """Load the configuration, check it, create its home and try its store.
 
@@ -72,7 +72,7 @@ def check_and_prepare(
     *,
     retry_store: bool = False,
     start: StageName = "data",
-    until: StageName = "register",
+    until: StageName = LAST_STAGE,
 ) -> list[str]:
     """Check a loaded configuration, create its home and try its store. Return the warnings.
 
@@ -108,7 +108,7 @@ def reuse_or_check(
     *,
     retry_store: bool = False,
     start: StageName = "data",
-    until: StageName = "register",
+    until: StageName = LAST_STAGE,
 ) -> CheckedConfig:
     """Return what `remember_check` has kept for this file and these overrides, otherwise `load_and_check`.
 

@@ -36,7 +36,7 @@ from rlhf_core.data.sources import pinned
 from rlhf_core.errors import InputError, StoreError, Superseded
 from rlhf_core.executors.job_files import delete_jobs
 from rlhf_core.executors.spec import StageRecord, StageSpec
-from rlhf_core.pipeline import STAGES, StageName, stages_between
+from rlhf_core.pipeline import LAST_STAGE, STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig
 from rlhf_core.run.display import current_display
 from rlhf_core.run.external_inputs import data_sets, external_digests
@@ -72,7 +72,7 @@ class PipelineRun:
         config: PipelineConfig,
         config_path: str,
         start: StageName = "data",
-        until: StageName = "register",
+        until: StageName = LAST_STAGE,
         started: float | None = None,
     ) -> None:
         """Compute the key of the run. Nothing is created.
@@ -175,7 +175,7 @@ class PipelineRun:
         InputError if an artifact must be made, but this run starts after the stage.
         """
         ref = self.artifacts.find(spec.stage, spec.key)
-        if ref is not None and spec.stage == "register":
+        if ref is not None and STAGES[spec.stage].registers:
             reason = self.tracking.why_outdated(self.config.registered_model, ref.attributes)
             if reason:
                 self.artifacts.invalidate(ref, f"The policy was registered once, but {reason}.")
@@ -280,8 +280,9 @@ class PipelineRun:
         addresses = {"logs": str(self.logs)}
         if mlflow_run_id is not None:
             addresses["MLflow"] = self.tracking.url(mlflow_run_id)
-        if "evaluate" in self.records:
-            addresses["report"] = f"{self.records['evaluate'].ref.uri}/report.html"
+        for stage, record in self.records.items():
+            if (report := STAGES[stage].report) is not None:
+                addresses["report"] = f"{record.ref.uri}/{report}"
         return addresses
 
     def metrics(self) -> dict[str, float]:
@@ -317,7 +318,7 @@ class PipelineRun:
 def open_run(
     checked: CheckedConfig,
     start: StageName = "data",
-    until: StageName = "register",
+    until: StageName = LAST_STAGE,
     tags: Mapping[str, str] | None = None,
     started: float | None = None,
 ) -> Iterator[PipelineRun]:

@@ -15,6 +15,7 @@ from rlhf_core.evaluation.measures import (
     endless_models,
 )
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.types import Findings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,32 +61,14 @@ def summarize(
         },
         **identity,
     }
-    if "reward" in records and "accuracy" in records["reward"].ref.metrics:
-        found = records["reward"].ref.metrics
-        summary["reward"] = {name: value for name, value in found.items() if name.startswith("accuracy")}
-    if "sample" in records:
-        sampled = records["sample"].ref
-        summary["sample"] = {
-            **{name: int(sampled.metrics.get(name, 0)) for name in ("pairs", "best")},
-            # Answers of PPO's policy have no attribute.
-            "policy": sampled.attributes.get("policy", "ppo"),
-        }
-    if "evaluate" in records:
-        summary["evaluate"] = _evaluation(records["evaluate"].ref)
-    if "register" in records:
-        # Attributes of artifacts are texts.
-        registered = records["register"].ref.attributes
-        summary["registration"] = {
-            name: registered[name]
-            for name in ("model", "version", "policy", "rule", "reason")
-            if name in registered
-        } | {"champion": registered.get("champion") == "True"}
+    for name, record in records.items():
+        findings = STAGES[name].load_findings()
+        if findings is not None and (found := findings.read(record.ref)) is not None:
+            summary[findings.entry or name] = found
     # The registered policy, else the last one that was trained.
-    final: tuple[StageName, ...] = ("register", "ppo", "dpo")
-    for name in final:
-        attributes = records[name].ref.attributes if name in records else {}
-        if "weights_sha256" in attributes:
-            summary["weights_sha256"] = attributes["weights_sha256"]
+    for record in reversed([records[name] for name in STAGES if name in records]):
+        if "weights_sha256" in record.ref.attributes:
+            summary["weights_sha256"] = record.ref.attributes["weights_sha256"]
             break
     return summary
 
@@ -94,6 +77,24 @@ def _made_in(record: StageRecord) -> float | None:
     if record.how == "ran":
         return round(record.seconds, 2)
     return float(record.ref.attributes["seconds"]) if "seconds" in record.ref.attributes else None
+
+
+def _accuracies(ref: ArtifactRef) -> dict[str, Any] | None:
+    found = {name: value for name, value in ref.metrics.items() if name.startswith("accuracy")}
+    return found if "accuracy" in found else None
+
+
+def _sampled(ref: ArtifactRef) -> dict[str, Any]:
+    counts = {name: int(ref.metrics.get(name, 0)) for name in ("pairs", "best")}
+    # Answers of PPO's policy have no attribute.
+    return {**counts, "policy": ref.attributes.get("policy", "ppo")}
+
+
+def _registration(ref: ArtifactRef) -> dict[str, Any]:
+    names = ("model", "version", "policy", "rule", "reason")
+    found: dict[str, Any] = {name: ref.attributes[name] for name in names if name in ref.attributes}
+    # Attributes of artifacts are texts.
+    return found | {"champion": ref.attributes.get("champion") == "True"}
 
 
 def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
@@ -154,15 +155,37 @@ _LABELS = {"gold_reward_exchanged": "gold reward, prompts exchanged"}
 def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the findings of a run as (name, value) rows, in words."""
     rows: list[tuple[str, str]] = []
-    if "reward" in summary:
-        rows.append(("reward model, held-out accuracy", _accuracy(summary["reward"], "accuracy")))
-        if "accuracy_exchanged" in summary["reward"]:
-            rows.append(("the same, prompts exchanged", _accuracy(summary["reward"], "accuracy_exchanged")))
-    if "sample" in summary:
-        sampled = summary["sample"]
-        name = f"sampled pairs, demonstrations, {MODELS[sampled['policy']]}"
-        rows.append((name, f"{sampled['pairs']}, {sampled['best']}"))
-    evaluation = summary.get("evaluate", {})
+    for name, row in STAGES.items():
+        findings = row.load_findings()
+        if findings is not None and (entry := findings.entry or name) in summary:
+            rows += findings.rows(summary[entry])
+    return rows
+
+
+def _rows_of_accuracy(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [("reward model, held-out accuracy", _accuracy(found, "accuracy"))]
+    if "accuracy_exchanged" in found:
+        rows.append(("the same, prompts exchanged", _accuracy(found, "accuracy_exchanged")))
+    return rows
+
+
+def _rows_of_samples(sampled: Mapping[str, Any]) -> list[tuple[str, str]]:
+    name = f"sampled pairs, demonstrations, {MODELS[sampled['policy']]}"
+    return [(name, f"{sampled['pairs']}, {sampled['best']}")]
+
+
+def _rows_of_registration(registered: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "reason" not in registered:
+        return []
+    outcome = "champion" if registered["champion"] else "not promoted"
+    return [
+        ("promotion", f"{registered['model']} version {registered['version']}: {outcome}"),
+        ("reason", registered["reason"]),
+    ]
+
+
+def _rows_of_evaluation(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:
             name = measure.replace("rules/", "rule ").replace("regression/", "regression set ")
@@ -192,11 +215,6 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
     if "kl_dpo" in evaluation:
         rows.append(("KL to the SFT model, DPO", f"{evaluation['kl_dpo']:.3g} nats per response"))
-    registered = summary.get("registration", {})
-    if "reason" in registered:
-        outcome = "champion" if registered["champion"] else "not promoted"
-        rows.append(("promotion", f"{registered['model']} version {registered['version']}: {outcome}"))
-        rows.append(("reason", registered["reason"]))
     return rows
 
 
@@ -335,3 +353,9 @@ def duration(seconds: float) -> str:
     if minutes < 100:
         return f"{minutes} min {round(seconds) % 60:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+REWARD = Findings(_accuracies, _rows_of_accuracy)
+SAMPLE = Findings(_sampled, _rows_of_samples)
+EVALUATION = Findings(_evaluation, _rows_of_evaluation)
+REGISTRATION = Findings(_registration, _rows_of_registration, entry="registration")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.evaluation.generate import SamplingSettings, _sample_here
+from rlhf_core.evaluation.generate import SamplingSettings, _Request, _sample_here
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
@@ -59,14 +59,9 @@ def sampled_in_turn(groups: list[list[Path]]) -> list[list[list[list[Rollout]]]]
 
 
 def sampled_here(*folders: Path) -> list[list[list[Rollout]]]:
-    return _sample_here(
-        CONFIG,
-        [PolicyFiles(folder) for folder in folders],
-        [PROMPTS[:6], PROMPTS[6:]],
-        SamplingSettings(1.0),
-        device="cpu",
-        done=lambda count: None,
-    )
+    files = [PolicyFiles(folder) for folder in folders]
+    request = _Request(CONFIG, files, [PROMPTS[:6], PROMPTS[6:]], SamplingSettings(1.0), "cpu")
+    return _sample_here(request, lambda count: None)
 
 
 def error_here(*folders: Path) -> str:

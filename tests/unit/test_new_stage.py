@@ -2,6 +2,7 @@
 
 - in a copy of the package with this row, the configuration passes the checks, and resources, imports and
   logged parameters of the stage are known
+- the end of a run shows its findings
 - no key of an existing configuration changes while the stage is not enabled
 """
 
@@ -29,9 +30,17 @@ CONFIG = ROOT / "tests/assets/tiny.yaml"
 STAGE = '''
 """Stage `red_team`."""
 
+from rlhf_core.types import Findings
+
 
 def run(config, context):
     raise NotImplementedError
+
+
+FINDINGS = Findings(
+    read=lambda ref: {"score": ref.metrics["score"]},
+    rows=lambda entry: [("red team", f"{entry['score']:.1f}")],
+)
 '''
 SECTION = '''
 class RedTeamConfig(Section):
@@ -51,7 +60,9 @@ from rlhf_core.config.load import load_config
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.attempt import _params
 from rlhf_core.run.checks import load_and_check
-from rlhf_core.executors.spec import StageSpec
+from rlhf_core.executors.spec import StageRecord, StageSpec
+from rlhf_core.run.summary import results, summarize
+from rlhf_core.types import ArtifactRef
 from rlhf_core.stages import imports
 
 imported = []
@@ -63,10 +74,13 @@ overrides = [f"run.home={home}", "red_team.enabled=true", "run.resources.red_tea
 config = load_and_check(path, overrides).config
 imports.import_for("red_team", config)
 plain = load_config(path)
+made = StageRecord(ArtifactRef("red_team", "key", "digest", "uri", {"score": 0.5}), 1.0, False)
+summary = summarize({"red_team": made}, 1.0, {})
 print(json.dumps({
     "file": imports.__file__,
     "nodes": config.run.resources.of("red_team").nodes,
     "imported": imported,
+    "summary": [summary["red_team"], results(summary)],
     "parameters": _params(StageSpec("red_team", "key", config)),
     "plain": [pipeline_key(plain, {}), *(stage_key(plain, s, {}, {}) for s in STAGES if s != "red_team")],
     "enabled": pipeline_key(config, {}),
@@ -125,6 +139,10 @@ def test_the_row_is_all_that_resources_imports_and_parameters_need(found: dict[s
     parameters = found["parameters"]
     assert parameters["red_team.n"] == 4 and parameters["red_team.enabled"] is True
     assert "model.attention" in parameters and "ppo.steps" not in parameters
+
+
+def test_the_end_of_a_run_shows_the_findings_of_a_new_stage(found: dict[str, Any]) -> None:
+    assert found["summary"] == [{"score": 0.5}, [["red team", "0.5"]]]
 
 
 def test_a_new_stage_that_is_not_enabled_changes_no_key(

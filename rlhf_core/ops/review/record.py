@@ -27,22 +27,24 @@ from rlhf_core.errors import InputError
 from rlhf_core.evaluation.review import (
     BlindPair,
     Opponent,
-    ReviewResult,
     Vote,
-    agreement_of_people,
-    count_votes,
     load_blind_pairs,
-    load_sampled_pairs,
     page_digest,
-    preference_rows,
     read_votes,
-    render_page,
     votes_by_pair,
     win_rate_by_people,
 )
 from rlhf_core.evaluation.sampled_answers import ANSWERS
 from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
 from rlhf_core.executors.spec import config_from_json
+from rlhf_core.ops.review.page import (
+    ReviewResult,
+    agreement_of_people,
+    count_votes,
+    load_sampled_pairs,
+    preference_rows,
+    render_page,
+)
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.system.files import read_bounded, read_json, write_atomic, write_jsonl

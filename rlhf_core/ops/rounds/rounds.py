@@ -30,7 +30,7 @@ from rlhf_core.config.sample import SampleConfig
 from rlhf_core.errors import GateFailed, InputError, RLHFError, VotesNeeded, checking
 from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.ops.api import run_pipeline
-from rlhf_core.ops.parameters import EndOfRound
+from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
 from rlhf_core.ops.review.record import Review, open_review, votes_command
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check
 from rlhf_core.run.kept_versions import resolve_kept
@@ -45,7 +45,7 @@ def run_rounds(
     rounds: int,
     *,
     tags: Mapping[str, str] | None = None,
-    until: EndOfRound = "register",
+    until: EndOfRound = END_OF_ROUND,
     run: Callable[..., dict[str, Any]] = run_pipeline,
 ) -> list[dict[str, Any]]:
     """Run the pipeline several times and return the summary of each round.
@@ -92,7 +92,7 @@ def check_rounds(rounds: int) -> None:
         raise InputError(f"--rounds: must be at least 1; got {rounds}; 2 compares two policies")
 
 
-def check_first_round(path: str, overrides: Sequence[str], until: EndOfRound = "register") -> CheckedConfig:
+def check_first_round(path: str, overrides: Sequence[str], until: EndOfRound = END_OF_ROUND) -> CheckedConfig:
     """Check the configuration of the first round, and have the round reuse this check.
 
     Args:

@@ -28,18 +28,15 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.review import (
     BlindPair,
     Vote,
-    agreement_of_people,
     blind_pairs,
-    count_votes,
     load_blind_pairs,
     page_digest,
-    preference_rows,
     read_votes,
-    render_page,
     win_rate_by_people,
 )
 from rlhf_core.evaluation.statistics import wilson, win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, parse_votes, voters
+from rlhf_core.ops.review.page import agreement_of_people, count_votes, preference_rows, render_page
 from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE
 

@@ -286,8 +286,11 @@ def test_answers_of_several_engines_are_in_the_order_of_the_prompts() -> None:
     with scripted_engines(lambda request: Reply((request.sample_index,))):
         shares = [
             generate._sample_here(
-                config_of(), [PolicyFiles(Path("policy"))],
-                [prompts[rank::2]], SamplingSettings(1.0, 2, "sample"), device="cpu", done=lambda count: None,
+                generate._Request(
+                    config_of(), [PolicyFiles(Path("policy"))],
+                    [prompts[rank::2]], SamplingSettings(1.0, 2, "sample"), "cpu",
+                ),
+                lambda count: None,
             )[0][0]
             for rank in range(2)
         ]  # fmt: skip

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.evaluation.review import blind_pairs, read_votes, render_page
+from rlhf_core.evaluation.review import blind_pairs, read_votes
 from rlhf_core.evaluation.votes import newest_files, parse_votes
+from rlhf_core.ops.review.page import render_page
 
 PAIRS = blind_pairs(
     [

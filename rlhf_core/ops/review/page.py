@@ -1,0 +1,131 @@
+"""The HTML page of `rlhf review`, and what the votes of one file say.
+
+Prompts and answers are untrusted text (see `evaluation.report`). The one script of the page is allowed by its
+digest, and the content security policy blocks all requests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import PackageLoader
+from markupsafe import Markup
+
+from rlhf_core.evaluation.report import environment
+from rlhf_core.evaluation.review import BlindPair, Vote, blind_pairs, groups, page_digest
+from rlhf_core.evaluation.sampled_answers import SampledAnswer, read_answers
+from rlhf_core.evaluation.statistics import Interval, Verdicts, win_rate
+from rlhf_core.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class ReviewResult:
+    """What the votes of one file say."""
+
+    win_rate: Interval
+    """Win rate of the policy over its opponent; ties count half."""
+    verdicts: Verdicts
+    judge_agreement: float | None
+    """Share of votes that agree with the judge of the run; half where one of both is a tie. None if no judge
+    has scored the answers.
+    """
+
+
+def load_sampled_pairs(file: Path) -> list[BlindPair]:
+    """Return a pair of two different answers to each prompt in `answers.jsonl` that has them. The choice and
+    the orders are random, and the content of the file determines them.
+
+    Raises CorruptArtifact.
+    """
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    rng = random.Random(derive_seed(0, "review of samples", digest))
+    samples = []
+    for prompt in read_answers(file):
+        different = prompt.different
+        if len(different) < 2:
+            continue
+        one, other = rng.sample(different, 2)
+        sample: dict[str, str | None] = {"prompt_id": prompt.prompt_id, "prompt": prompt.prompt}
+        samples.append(sample | {"policy": one.text, "sample": other.text, "winner": _winner(one, other)})
+    return blind_pairs(samples, digest, "sample", "policy")
+
+
+def _winner(one: SampledAnswer, other: SampledAnswer) -> str | None:
+    """Return which answer has the higher score; None if they have none."""
+    if one.score is None or other.score is None:
+        return None
+    difference = one.score - other.score
+    if difference == 0:
+        return "tie"
+    return "policy" if difference > 0 else "sample"
+
+
+def render_page(name: str, pairs: Sequence[BlindPair], options: str = "") -> str:
+    """Return the HTML document. The same arguments always give the same bytes.
+
+    `options` are those of the command that reads the votes, such as ` --of sample`.
+    """
+    templates = environment().overlay(loader=PackageLoader("rlhf_core.ops.review", package_path=""))
+    script = templates.get_template("review.js.j2").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = templates.get_template("review.html.j2")
+    document = page.render(
+        name=name,
+        pairs=pairs,
+        digest=page_digest(pairs),
+        options=options,
+        # Not escaped, because the digest is that of the text as it is.
+        script=Markup(script),
+        script_digest=f"sha256-{digest}",
+    )
+    return document.strip() + "\n"
+
+
+def count_votes(votes: Sequence[Vote], *, confidence: float) -> ReviewResult:
+    """Return the win rate by the votes (n,), at least one."""
+    preferences = [vote.preference for vote in votes]
+    rate = win_rate(preferences, confidence=confidence, groups=groups([vote.pair for vote in votes]))
+    return ReviewResult(rate, Verdicts.of(preferences), _agreement_with_judge(votes))
+
+
+def _agreement_with_judge(votes: Sequence[Vote]) -> float | None:
+    """Return `ReviewResult.judge_agreement`."""
+    same = []
+    for vote in votes:
+        winner = vote.pair.sample["winner"]
+        if winner is not None:
+            by_judge = {vote.pair.policy: 1.0, "tie": 0.5}.get(winner, 0.0)
+            same.append(1 - abs(vote.preference - by_judge))
+    if not same:
+        return None
+    return sum(same) / len(same)
+
+
+def agreement_of_people(by_pair: Mapping[int, Mapping[str, float]]) -> float | None:
+    """Return the mean agreement of two people who voted on the same pair, over all such people and pairs: 1
+    for the same vote, 0.5 if one of both is a tie. None if no pair has votes of two people.
+    """
+    same = [
+        1 - abs(one - other)
+        for votes in by_pair.values()
+        for one, other in itertools.combinations(votes.values(), 2)
+    ]
+    return math.fsum(same) / len(same) if same else None
+
+
+def preference_rows(votes: Sequence[Vote]) -> list[dict[str, str]]:
+    """Return the votes as rows for `data.preference`. Ties, and answers with the same text, have none."""
+    rows = []
+    for vote in votes:
+        sample, policy, opponent = vote.pair.sample, vote.pair.policy, vote.pair.opponent
+        better, worse = (policy, opponent) if vote.preference > 0.5 else (opponent, policy)
+        if vote.preference != 0.5 and sample[better] != sample[worse]:
+            rows.append({"prompt": sample["prompt"], "chosen": sample[better], "rejected": sample[worse]})
+    return rows
