@@ -1,4 +1,4 @@
-"""Preflight: what can be checked before anything is started. `run.checks` adds the executors and the memory.
+"""Preflight: what can be checked before anything is started.
 
 Each part of the pipeline has its own checks, next to what they check. They examine files, folders, addresses,
 devices and arithmetic, and neither import nor execute anything of the user: reward functions and models are
@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from pathlib import Path
 
-from rlhf_core.cluster.check import check_ray_address, check_ray_authentication
+from rlhf_core.cluster.check import check_cluster
 from rlhf_core.config.base_models import JUDGE_PATH
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
@@ -21,23 +20,19 @@ from rlhf_core.config.redact import credential_problem, shown, texts
 from rlhf_core.data.check import check_data, with_assumed_limits
 from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
-from rlhf_core.evaluation.check import (
-    check_independent_judge,
-    check_judge,
-    check_language_model,
-    check_votes,
-)
+from rlhf_core.evaluation.check import check_evaluation
+from rlhf_core.executors.check import check_executors
 from rlhf_core.models.architectures import check_architecture
 from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_devices, check_disk
-from rlhf_core.planning.fit import small_model_rates
+from rlhf_core.planning.fit import check_memory, small_model_rates
 from rlhf_core.rewards.check import check_rewards
-from rlhf_core.storage.check import check_store, check_store_environment, check_store_folder
+from rlhf_core.storage.check import check_storage
 from rlhf_core.system.failpoints import is_well_formed
 from rlhf_core.system.files import unwritable
 from rlhf_core.system.home import home_problem
-from rlhf_core.tracking.check import check_tracking, check_tracking_environment
+from rlhf_core.tracking.check import check_tracking
 
 _UNSAFE_VARIABLES = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "allows engines to execute received code",
@@ -50,55 +45,59 @@ _PROXIES = ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """Variables of proxies, in capitals or small letters."""
 
 
-Part = tuple[str, Callable[[PipelineConfig], Iterator[Finding]]]
-"""A check, and the name of what it checks for the message if the check itself fails."""
+Check = Callable[[PipelineConfig], Iterator[Finding]]
+"""The check of one part of the pipeline."""
 
 
 def check(
     config: PipelineConfig,
-    *further: Part,
+    *,
     stages: Collection[StageName] = tuple(STAGES),
     this_machine: bool = True,
+    memory: Check | None = None,
 ) -> list[str]:
-    """Return the warnings, one sentence each, of all parts and of `further` ones.
+    """Return the warnings of all parts, one sentence each.
 
     Args:
         config: The configuration. Length limits that follow from the data are estimated.
-        further: Parts that are added at the end.
         stages: The stages of the run. Devices that only others need are a warning.
-        this_machine: False for a plan for other machines: folders, environment, devices and disk of this one
-            are not checked.
+        this_machine: False for a plan for other machines: folders, environment, executors, devices and disk
+            of this one are not checked.
+        memory: Checks the memory; by default that of this machine.
 
     Raises ConfigError, DataError or ModelError (the class of the first problem). Its message lists every
     problem, one per line.
     """
     config = with_assumed_limits(config)
-    # Messages are in this order.
-    folders: tuple[Part, ...] = (
-        ("store, run.home, tracking", check_addresses),
+    # Each with the name of what it checks, for the message if the check itself fails. Messages are in this
+    # order.
+    addresses: tuple[tuple[str, Check], ...] = (
+        ("run.home", check_addresses),
+        ("store", check_storage),
+        ("tracking", check_tracking),
         ("environment", check_environment),
+        ("RAY_ADDRESS", check_cluster),
     )
-    contents: tuple[Part, ...] = (
+    contents: tuple[tuple[str, Check], ...] = (
         ("data", check_data),
         ("model.path", check_model),
         ("model.path", check_architecture),
         ("lora", check_adapters),
         (JUDGE_PATH, check_base_of_judge),
         ("ppo.rewards", check_rewards),
-        ("evaluate.language_model", check_language_model),
-        ("evaluate.judge", partial(check_judge, stages=stages)),
-        ("register.votes", check_votes),
-        ("register.independent_judge", check_independent_judge),
+        ("evaluate", lambda config: check_evaluation(config, stages)),
         ("configuration", unusual_settings),
         ("model.path", small_model_rates),
         ("configuration", check_consistency),
         ("ppo.engine.tensor_parallel", check_tensor_parallel),
     )
-    devices: tuple[Part, ...] = (
-        ("run.device", partial(check_devices, stages=stages)),
+    devices: tuple[tuple[str, Check], ...] = (
+        ("run.device", lambda config: check_devices(config, stages)),
         ("run.home", check_disk),
+        ("run.executor", check_executors),
     )
-    parts = (*folders, *contents, *devices, *further) if this_machine else (*contents, *further)
+    last = ("memory", memory or (lambda config: check_memory(config, stages)))
+    parts = (*addresses, *contents, *devices, last) if this_machine else (*contents, last)
     # By message: two checks that read the same file can find the same problem.
     errors: dict[str, InputError] = {}
     warnings: dict[str, None] = {}  # a set in the order of insertion
@@ -115,23 +114,18 @@ def check(
 
 
 def check_addresses(config: PipelineConfig) -> Iterator[Finding]:
-    """Check the addresses of store and tracker, and that their folders can be written to."""
+    """Check that no address has credentials, and that `run.home` can be written to."""
     for path, text in texts(config.model_dump(mode="json", by_alias=True)):
         if problem := credential_problem(text, "give them by environment variables or a role"):
             yield ConfigError(f"{'.'.join(map(str, path))}: {problem}")
-    yield from check_store(config)
-    yield from check_tracking(config)
     problem = home_problem(Path(config.run.home))
     if problem is not None:
         home = shown(config.run.home, limit=200)
         yield ConfigError(f"run.home: the folder {home} cannot be used: {problem}; choose another")
-    yield from check_store_folder(config)
 
 
 def check_environment(config: PipelineConfig) -> Iterator[Finding]:
     """Check environment variables that cannot be used, or that disable a protection."""
-    yield from check_tracking_environment()
-    yield from check_store_environment()
     for name in ("TMPDIR", "RAY_TMPDIR"):
         folder = os.environ.get(name)
         # The stages create one that is missing.
@@ -148,7 +142,6 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
             " nothing; set it"
         )
     yield from _check_http_variables()
-    yield from check_ray_address()
     faults = os.environ.get("RLHF_FAIL")
     if faults and not is_well_formed(faults):
         yield ConfigError(
@@ -159,7 +152,6 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
         # `python -O` has the effect of the variable without setting it.
         if is_set or (name == "PYTHONOPTIMIZE" and sys.flags.optimize):
             yield ConfigError(f"{name}: {effect}; got {shown(os.environ.get(name, 'python -O'))}; unset it")
-    yield from check_ray_authentication()
 
 
 def _check_http_variables() -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Iterator
 
+from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, Finding
 
@@ -17,10 +18,18 @@ _CONNECT_SECONDS = 5.0
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(\d{1,5})")
 
 
-def check_ray_address() -> Iterator[Finding]:
-    """Check that a server answers at RAY_ADDRESS. This is the only network connection of the preflight."""
+def check_cluster(config: PipelineConfig) -> Iterator[Finding]:
+    """Check that a server answers at RAY_ADDRESS, or that Ray on this machine requires its token.
+
+    This is the only network connection of the preflight.
+    """
     address = os.environ.get("RAY_ADDRESS")
     if not address:
+        mode = os.environ.get("RAY_AUTH_MODE", "token")
+        if mode.lower() != "token":
+            yield ConfigError(
+                f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(mode)}; unset it"
+            )
         return
     match = _HOST_AND_PORT.fullmatch(address)
     if match is None or int(match[2]) > 65_535:
@@ -38,13 +47,4 @@ def check_ray_address() -> Iterator[Finding]:
         yield ConfigError(
             f"RAY_ADDRESS: no Ray cluster answers at {shown(address)} ({error}); start it, or unset it to"
             " start Ray on this machine"
-        )
-
-
-def check_ray_authentication() -> Iterator[Finding]:
-    """Check that a Ray cluster started on this machine requires its token."""
-    mode = os.environ.get("RAY_AUTH_MODE", "token")
-    if mode.lower() != "token" and not os.environ.get("RAY_ADDRESS"):
-        yield ConfigError(
-            f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(mode)}; unset it"
         )

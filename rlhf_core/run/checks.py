@@ -1,7 +1,4 @@
-"""Preflight of a run: load and check its configuration, create its home and try its store.
-
-`rlhf_core/preflight.py` has most of the checks. This module adds those of executors and memory.
-"""
+"""Preflight of a run: load and check its configuration, create its home and try its store."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import checking
-from rlhf_core.executors.check import check_executors
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.fit import check_memory
-from rlhf_core.preflight import Part, check
+from rlhf_core.preflight import check
 from rlhf_core.run.kept_versions import KeptVersions, resolve_kept
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
@@ -92,11 +87,7 @@ def check_and_prepare(
     """
     stages = stages_made(config, start, until)
     with checking(name):
-        further: tuple[Part, ...] = (
-            ("run.executor", check_executors),
-            ("memory", lambda config: check_memory(config, stages)),
-        )
-        warnings = check(config, *further, stages=stages)
+        warnings = check(config, stages=stages)
     Home.of(config.run.home).make()
     store = open_store(config)
     if retry_store:

@@ -67,20 +67,14 @@ def _driver_problem(uri: str) -> str | None:
 
 
 def check_tracking(config: PipelineConfig) -> Iterator[Finding]:
-    """Check the tracking URI, and its file if it is a database in a file."""
+    """Check the tracking URI, its file if it is a database in a file, and variables of MLflow's client."""
     uri = given_tracking_uri(config)
     problem = None if uri is None else tracker_problem(uri)
     if problem is None and (database := sqlite_path(tracking_uri(config))):
         problem = database_problem(database)
     if problem is not None:
         yield ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
-
-
-def check_tracking_environment() -> Iterator[Finding]:
-    """Check variables of MLflow's client that would make every call fail.
-
-    Otherwise only the stage `register` would fail, at the end of the run.
-    """
+    # Variables with which every call fails. Otherwise only the stage `register` would, at the end of the run.
     token = os.environ.get("MLFLOW_TRACKING_TOKEN", "")
     if token and not (token.isascii() and token.isprintable() and token == token.strip()):
         yield ConfigError(

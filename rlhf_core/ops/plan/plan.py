@@ -14,7 +14,6 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config
 from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, checking
-from rlhf_core.executors.check import check_executors
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.known_shapes import NAMES, known_shape
 from rlhf_core.models.shape import ModelShape
@@ -39,7 +38,7 @@ from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpo
 from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass, sequences_of_step, trained_model
-from rlhf_core.preflight import Part, check
+from rlhf_core.preflight import check
 from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
 
@@ -171,9 +170,7 @@ def _checked(
         yield from ()
 
     try:
-        further: list[Part] = [("run.executor", check_executors)] if this_machine else []
-        further.append((model_config or "model.path", read_shape))
-        return tuple(check(config, *further, this_machine=this_machine))
+        return tuple(check(config, this_machine=this_machine, memory=read_shape))
     except InputError as error:
         raise type(error)("\n".join([error.message, *misfits])) from error
 

@@ -206,7 +206,7 @@ BROKEN_CHECKS = {
         "run: {seed: 1}\nppo:\n  steps: 3\n  rewards:\n  - {type: format, pattern: a}",
         "c.yaml:5: ppo.rewards.0: cannot be checked (RecursionError: ",
     ),
-    "rlhf_core.run.checks.check_memory": (
+    "rlhf_core.preflight.check_memory": (
         "run: {seed: 1}",
         "c.yaml: cannot be checked (RecursionError: too deep)",
     ),
