@@ -25,8 +25,7 @@ from rlhf_core.executors.check import check_executors
 from rlhf_core.models.architectures import check_architecture
 from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.planning.check import check_devices, check_disk
-from rlhf_core.planning.fit import check_memory, small_model_rates
+from rlhf_core.planning.check import check_devices, check_disk, check_memory, small_model_rates
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.storage.check import check_storage
 from rlhf_core.system.failpoints import is_well_formed

@@ -25,8 +25,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.planning.check import check_gpu_counts
-from rlhf_core.planning.fit import check_cluster_memory
+from rlhf_core.planning.check import check_cluster_memory, check_gpu_counts
 from rlhf_core.planning.hardware import cluster_hardware
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store

@@ -1,27 +1,34 @@
-"""Check of a configuration against the GPUs, cores and disk of this machine, without importing torch."""
+"""Checks of a configuration against GPUs, memory, cores and disk, without importing torch."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rlhf_core.config.consistency import deepspeed_sections
+from rlhf_core.config.consistency import deepspeed_sections, learning_rates
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import PipelineConfig, TrainingStage, section_of
 from rlhf_core.config.placement import TRAINED
 from rlhf_core.config.placement import plan as plan_placement
-from rlhf_core.errors import ConfigError, Finding
-from rlhf_core.models.folder import ModelFolder
-from rlhf_core.models.shape import tiny_shape
+from rlhf_core.errors import ConfigError, Finding, ModelError
+from rlhf_core.models.folder import ModelFolder, base_model_shape
+from rlhf_core.models.shape import ModelShape, tiny_shape
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.planning.advice import advise
 from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
-from rlhf_core.planning.loads import evaluating_stages, stages_on_evaluation_ranks
+from rlhf_core.planning.fit import FitVerdict, Problem, compare_memory
+from rlhf_core.planning.hardware import Hardware, cpu_hardware, visible_hardware
+from rlhf_core.planning.loads import JUDGE, evaluating_stages, stages_on_evaluation_ranks
 from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 
+_SMALL_MODEL = 100_000_000
+"""Models with fewer parameters learn little with the default learning rates."""
 _MIN_FREE_BYTES = 30_000_000
 """Space for databases and logs alone."""
 _NCCL_OF_M2N = (2, 30, 5)
@@ -225,6 +232,109 @@ def _cpu_limits(config: PipelineConfig, stages: Collection[StageName]) -> Iterat
             yield finding
             if isinstance(finding, ConfigError):
                 return  # the other field has the same problem, and the same fix
+
+
+def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> Iterator[Finding]:
+    """Check in the preflight that the GPUs of this machine, or its memory without GPUs, are enough.
+
+    Too small for one of `stages` is an error, and for others a warning. No network requests are made. If the
+    GPUs or the shape of the model are unknown on this machine, nothing is checked.
+    """
+    if config.run.is_remote or os.environ.get("RAY_ADDRESS"):
+        return  # other machines: `check_cluster_memory` compares their GPUs
+    hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
+    if hardware is None:
+        return
+    if problem := _misfit(config, hardware, stages):
+        yield ConfigError(problem)
+    elif found := _other_problems(config, hardware):
+        yield (
+            f"stages that this run has passed, or does not come to, do not fit: {found}; `rlhf plan` shows a"
+            " fix"
+        )
+
+
+def small_model_rates(config: PipelineConfig) -> Iterator[str]:
+    """Warn about default learning rates, which are those of billions of parameters, for a small model."""
+    shape = None if config.model.path is None else _known_shape(config)
+    low = [each for each in learning_rates(config) if not each.adapters and each.rate <= each.default]
+    if low and shape is not None and shape.parameters < _SMALL_MODEL:
+        names = ", ".join(f"{each.field} ({each.rate:g})" for each in low)
+        yield (
+            f"model.path: the model has {shape.parameters / 1e6:.1f} million parameters, but {names}: values"
+            " for billions of parameters, with which a small model learns little; raise them"
+        )
+
+
+def check_cluster_memory(
+    config: PipelineConfig, hardware: Hardware, stages: Collection[StageName]
+) -> Finding | None:
+    """Compare the GPUs of a cluster with the needs of all stages.
+
+    Returns an error with the sentences of the preflight if one of `stages` does not fit. If only others do
+    not fit, it is a warning, for which numbers and layouts of GPUs are not compared: these stages may get
+    other GPUs. None if everything fits or the shape of the model is unknown on this machine.
+
+    Args:
+        config: Configuration of the pipeline.
+        hardware: GPUs of all nodes.
+        stages: The stages that will run on this cluster.
+    """
+    if problem := _misfit(config, hardware, stages):
+        return ConfigError(f"RAY_ADDRESS: not all stages fit on its GPUs: {problem}")
+    found = _other_problems(config, hardware)
+    if not found:
+        return None
+    return f"not all stages fit on GPUs like those of this cluster: {found}; `rlhf plan --gpus` shows a fix"
+
+
+def _other_problems(config: PipelineConfig, hardware: Hardware) -> str:
+    """Return what does not fit, without numbers and layouts of GPUs."""
+    shape = _known_shape(config)
+    problems = () if shape is None else compare_memory(config, shape, hardware).problems
+    return "\n".join(problem.text for problem in problems if problem.what not in ("devices", "engine layout"))
+
+
+def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[str] = tuple(STAGES)) -> str:
+    """Return what of `stages` does not fit, and a fix; empty if they fit or the shape of the model is
+    unknown.
+    """
+    shape = _known_shape(config)
+    if shape is None:
+        return ""
+
+    def compare(changed: PipelineConfig) -> FitVerdict:
+        verdict = compare_memory(changed, shape, hardware)
+        problems = [each for each in verdict.problems if not _stages_with(each, config).isdisjoint(stages)]
+        return replace(verdict, problems=tuple(problems))
+
+    verdict = compare(config)
+    if verdict.fits:
+        return ""
+    changes = None
+    # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no setting
+    # helps.
+    if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
+        changes = advise(config, compare)
+    other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
+    fix = f"it fits with {shlex.join(changes)}" if changes else other
+    return "\n".join(problem.text for problem in verdict.problems) + f"; {fix}"
+
+
+def _stages_with(problem: Problem, config: PipelineConfig) -> set[str]:
+    """Return the stages that have the problem, which names one of them."""
+    if problem.key == ("ppo", "engine"):
+        return {"ppo", *evaluating_stages()}  # all have engines of `ppo.engine`
+    if problem.stage != "evaluate" or problem.what == JUDGE:
+        return {problem.stage}
+    return set(stages_on_evaluation_ranks(config) if problem.what == "policy" else evaluating_stages())
+
+
+def _known_shape(config: PipelineConfig) -> ModelShape | None:
+    try:
+        return base_model_shape(config, local_only=True)
+    except ModelError:
+        return None
 
 
 def check_disk(config: PipelineConfig) -> Iterator[Finding]:

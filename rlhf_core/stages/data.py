@@ -12,7 +12,7 @@ from rlhf_core.data.prepare import FILE_NAMES, prepare
 from rlhf_core.errors import InputError
 from rlhf_core.models.architectures import architecture_problems
 from rlhf_core.models.folder import base_model_config
-from rlhf_core.planning.fit import check_memory
+from rlhf_core.planning.check import check_memory
 from rlhf_core.stages.evaluation_check import check_evaluation
 from rlhf_core.types import StageContext, StageResult
 

@@ -229,16 +229,16 @@ def test_what_may_be_a_mistake_is_a_warning(tmp_path: Path) -> None:
     )
     assert "come twice" in check(config("ppo.prompts_per_step=1100"))[0]
     assert "take turns" in check(config("ppo.engine.count=3"))[0]
-    assert "sft.deepspeed.ranks is 64 on 2 CPU cores" in check(config("sft.deepspeed.ranks=64"))[0]
-    assert "evaluate.ranks is 16 on 2 CPU cores" in check(config("evaluate.ranks=16"))[0]
+    assert "sft.deepspeed.ranks is 8 on 2 CPU cores" in check(config("sft.deepspeed.ranks=8"))[0]
+    assert "evaluate.ranks is 8 on 2 CPU cores" in check(config("evaluate.ranks=8"))[0]
     (engines,) = check(config("evaluate.engines=3", "ppo.engine.kv_cache_gib=0.1"))
     assert "evaluate.engines is 3 on 2 CPU cores" in engines
     assert "more prompts are held out than trained on" in check(config("data.eval_fraction=0.8"))[0]
 
 
 def test_engines_of_the_evaluation_need_memory_too() -> None:
-    message = refused(config("evaluate.engines=1024", "ppo.engine.kv_cache_gib=16"), ConfigError)
-    assert "1024 engines (evaluate.engines) x 16 GiB = 16384 GiB must fit in memory" in message
+    message = refused(config("evaluate.engines=20"), ConfigError)
+    assert "20 engines (evaluate.engines) x 1 GiB = 20 GiB must fit in memory" in message
 
 
 @pytest.mark.parametrize(
@@ -340,8 +340,8 @@ def test_gpus_that_the_run_does_not_come_to_are_a_warning(
 )
 def test_without_gpus_settings_of_later_stages_are_a_warning(overrides: list[str], until: StageName) -> None:
     wanted = config(*overrides)
-    refused(wanted, ConfigError)
-    warnings = check(wanted, stages=stages_between("data", until))
+    assert any(isinstance(finding, ConfigError) for finding in check_devices(wanted))
+    warnings = [str(finding) for finding in check_devices(wanted, stages_between("data", until))]
     assert sum(warning.endswith(LATER) for warning in warnings) == 1
 
 

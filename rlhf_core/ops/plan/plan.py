@@ -18,7 +18,6 @@ from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.known_shapes import NAMES, known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.ops.plan.batches import describe_batches
-from rlhf_core.ops.plan.overrides import with_changes
 from rlhf_core.ops.plan.search import NoSplit, Split, fastest
 from rlhf_core.ops.plan.speed import (
     DECODE_BANDWIDTH,
@@ -34,8 +33,9 @@ from rlhf_core.ops.plan.speed import (
     step_time,
 )
 from rlhf_core.pipeline import StageName
+from rlhf_core.planning.advice import advise, with_changes
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
-from rlhf_core.planning.fit import FitVerdict, advise, compare_memory, host_memory
+from rlhf_core.planning.fit import FitVerdict, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass, sequences_of_step, trained_model
 from rlhf_core.preflight import check

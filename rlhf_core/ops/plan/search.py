@@ -22,11 +22,10 @@ from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, RewardConfig, SFTConfig
 from rlhf_core.errors import InputError
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.ops.plan.options import lowest_stage, micro_batches, rank_counts, shardings
-from rlhf_core.ops.plan.overrides import changed_fields, with_changes, with_section
 from rlhf_core.ops.plan.speed import (
     PHASES,
     Seconds,
@@ -39,7 +38,8 @@ from rlhf_core.ops.plan.speed import (
     step_time,
     turn_time,
 )
-from rlhf_core.planning.fit import Changes, compare_memory, host_memory
+from rlhf_core.planning.advice import Changes, changed_fields, with_changes
+from rlhf_core.planning.fit import compare_memory, host_memory
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.layout import Layout, arrange, colocated_engines
 from rlhf_core.planning.loads import (
@@ -126,7 +126,7 @@ def _training(
             model = trained_model(config, shape, stage, sharding)
             for tokens in micro_batches(section.micro_batch_tokens, smallest, largest):
                 candidate = section.model_copy(update={"deepspeed": sharding, "micro_batch_tokens": tokens})
-                changed = with_section(config, stage, candidate)
+                changed = _with_section(config, stage, candidate)
                 peak = max(stage_loads(changed, shape, stage, "cuda"), key=lambda load: load.total)
                 if not _fits_hosts([peak], hardware):
                     continue
@@ -148,6 +148,18 @@ def _training(
         return NoSplit(stage, _missing(closest, hardware))
     seconds, fields, host = best
     return Split(stage, changed_fields(config, fields), seconds.total, {"step": seconds}, host)
+
+
+def _with_section(
+    config: PipelineConfig, stage: TrainingStage, section: SFTConfig | RewardConfig | DPOConfig
+) -> PipelineConfig:
+    """Return the configuration with other settings of a stage that trains one model."""
+    if stage != "judge":
+        return config.model_copy(update={stage: section})
+    assert config.reward.judge is not None
+    own = {"deepspeed": section.deepspeed, "micro_batch_tokens": section.micro_batch_tokens}
+    judge = config.reward.judge.model_copy(update=own)
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"judge": judge})})
 
 
 def _fits_hosts(loads: list[DeviceLoad], hardware: Hardware) -> bool:

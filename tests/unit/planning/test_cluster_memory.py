@@ -22,7 +22,7 @@ from rlhf_core.cluster import handshake
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.pipeline import StageName, stages_between
-from rlhf_core.planning.fit import check_cluster_memory
+from rlhf_core.planning.check import check_cluster_memory
 from rlhf_core.planning.hardware import Hardware, cluster_hardware
 from rlhf_core.testing.cluster import node
 from tests.support.demo_data import config_with_demo_data as config_from_tree

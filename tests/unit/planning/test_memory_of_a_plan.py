@@ -25,7 +25,9 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.ops.plan.speed import optimizer_step_time
 from rlhf_core.pipeline import stages_between
-from rlhf_core.planning.fit import advise, check_memory, compare_memory
+from rlhf_core.planning.advice import advise
+from rlhf_core.planning.check import check_memory
+from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.memory import Model, engine_memory

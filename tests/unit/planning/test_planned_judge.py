@@ -19,7 +19,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.ops.plan.search import Split, fastest
-from rlhf_core.planning.fit import advise, compare_memory
+from rlhf_core.planning.advice import advise
+from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 

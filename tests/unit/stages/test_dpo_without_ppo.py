@@ -29,9 +29,10 @@ from rlhf_core.models.known_shapes import known_shape
 from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.search import fastest
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.planning.advice import advise
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.checkpoints import checkpoint_sizes
-from rlhf_core.planning.fit import advise, compare_memory
+from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.preflight import check
 from rlhf_core.run.pipeline_run import PipelineRun
