@@ -25,6 +25,7 @@ from rlhf_core.errors import ConfigError, InputError, RLHFError
 from rlhf_core.ops.plan.plan import make_plan
 from rlhf_core.ops.plan.search import Split
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.planning.advice import as_overrides
 from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.local_context import RecordingMetrics, stage_context
 from rlhf_core.run.pipeline_run import open_run
@@ -149,7 +150,7 @@ def candidates(
             if isinstance(split, Split) and split.stage == "ppo":
                 # The plan assumes the utilisation of devices, so the fastest one may be another.
                 for each in filter(lambda one: one.changes, (split, *split.others)):
-                    found.append(tuple(f"{field}={value}" for field, value in each.changes.items()))
+                    found.append(as_overrides(each.changes))
     else:
         # Not `run.threads`: with one thread, each engine and each rank still has a core of its own.
         cores = machine().cores()

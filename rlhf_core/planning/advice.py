@@ -20,6 +20,8 @@ _MAX_TRIALS = 1500
 
 Changes = dict[str, str]
 """Value of each changed field, in the form of an override."""
+Candidate = tuple[PipelineConfig, FitVerdict]
+"""A configuration, and whether it fits."""
 
 
 def changed_fields(config: PipelineConfig, fields: Changes) -> Changes:
@@ -42,42 +44,60 @@ def changed_fields(config: PipelineConfig, fields: Changes) -> Changes:
 def with_changes(config: PipelineConfig, changes: Changes) -> PipelineConfig:
     """Return the configuration with these fields changed. Raises ConfigError."""
     tree = config.model_dump(mode="json", by_alias=True)
-    return config_from_tree(tree, "plan", [f"{name}={value}" for name, value in changes.items()])
+    return config_from_tree(tree, "plan", as_overrides(changes))
 
 
-def advise(config: PipelineConfig, compare: Callable[[PipelineConfig], FitVerdict]) -> tuple[str, ...] | None:
+def as_overrides(changes: Changes) -> tuple[str, ...]:
+    """Return the changes as they are pasted on a command line."""
+    return tuple(f"{field}={value}" for field, value in changes.items())
+
+
+def advise(
+    config: PipelineConfig, compare: Callable[[PipelineConfig], FitVerdict], split: Changes | None = None
+) -> tuple[str, ...] | None:
     """Return overrides with which the configuration fits, or None if none of those tried is enough.
 
-    The problems are solved one after the other, each by the cheapest changes (`_moves`) that solve it and add
-    no other problem. At the end, every override that is not needed is left out.
+    They are the cheapest changes, or those of `split` where no cheap ones are found. Every override that is
+    not needed is left out.
     """
-    tree = config.model_dump(mode="json", by_alias=True)
 
-    def changed(changes: Changes) -> tuple[PipelineConfig, FitVerdict] | None:
-        overrides = [f"{field}={value}" for field, value in changes.items()]
+    def changed(changes: Changes) -> Candidate | None:
         try:
-            candidate = config_from_tree(tree, "plan", overrides)
+            candidate = with_changes(config, changes)
         except InputError:
             return None
         return candidate, compare(candidate)
 
-    changes: Changes = {}
-    now = (config, compare(config))
-    while now[1].problems:
-        more = _solve(changes, now, changed)
-        if more is None:
-            return None
-        changes = more
-        result = changed(changes)
-        assert result is not None, "a change that was tried is valid"
-        now = result
+    changes = _cheapest(config, compare(config), changed) or split
+    result = changed(changes) if changes else None
+    if changes is None or result is None or not result[1].fits:
+        return None
     for field in list(changes):
         fewer = {name: value for name, value in changes.items() if name != field}
         result = changed(fewer)
         if result is not None and result[1].fits:
             changes = fewer
-    changes |= _adapter_rates(config, changes)
-    return tuple(f"{field}={value}" for field, value in changes.items())
+    return as_overrides(changes | _adapter_rates(config, changes))
+
+
+def _cheapest(
+    config: PipelineConfig,
+    verdict: FitVerdict,
+    changed: Callable[[Changes], Candidate | None],
+) -> Changes | None:
+    """Return cheap changes with which the configuration fits, or None if none are found.
+
+    The problems are solved one after the other, each by the cheapest changes (`_moves`) that solve it and add
+    no other problem.
+    """
+    changes: Changes = {}
+    now: Candidate = (config, verdict)
+    while now[1].problems:
+        found = _solve(changes, now, changed)
+        if found is None:
+            return None
+        changes, now = found
+    return changes
 
 
 def _adapter_rates(config: PipelineConfig, changes: Changes) -> Changes:
@@ -92,9 +112,9 @@ def _adapter_rates(config: PipelineConfig, changes: Changes) -> Changes:
 
 def _solve(
     start: Changes,
-    now: tuple[PipelineConfig, FitVerdict],
-    changed: Callable[[Changes], tuple[PipelineConfig, FitVerdict] | None],
-) -> Changes | None:
+    now: Candidate,
+    changed: Callable[[Changes], Candidate | None],
+) -> tuple[Changes, Candidate] | None:
     """Return the cheapest changes that solve the first problem of `now` without a new one.
 
     A uniform-cost search. None if no solution is found within `_MAX_TRIALS`.
@@ -107,7 +127,7 @@ def _solve(
         cost, _, changes, (config, verdict) = heapq.heappop(frontier)
         unsolved = [p for p in verdict.problems if p.key == problem.key or p.key not in old_problems]
         if not unsolved:
-            return changes
+            return changes, (config, verdict)
         for field, value, price in chain.from_iterable(_moves(config, p) for p in unsolved):
             further = {**changes, field: value}
             key = frozenset(further.items())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from rlhf_core.ops.plan.speed import (
     step_time,
 )
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.advice import advise, with_changes
+from rlhf_core.planning.advice import Changes, advise, as_overrides
 from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
 from rlhf_core.planning.fit import FitVerdict, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
@@ -75,7 +76,7 @@ class Plan:
     hardware: Hardware
     verdict: FitVerdict
     changes: tuple[str, ...] | None
-    """Overrides that make it fit: the smallest changes found, or else those of `splits`.
+    """Overrides that make it fit: the smallest changes found, or else those of `splits` that are needed.
 
     None if it fits, or if none were found.
     """
@@ -136,9 +137,8 @@ def make_plan(
         splits = fastest(config, shape, hardware)
     changes = None
     if not verdict.fits:
-        changes = advise(config, lambda changed: compare_memory(changed, shape, hardware))
-        if changes is None and _fits_with(config, _changes(splits), shape, hardware):
-            changes = _overrides(_changes(splits))
+        compare = partial(compare_memory, shape=shape, hardware=hardware)
+        changes = advise(config, compare, _changes(splits))
     return Plan(
         config,
         shape,
@@ -175,27 +175,13 @@ def _checked(
         raise type(error)("\n".join([error.message, *misfits])) from error
 
 
-def _fits_with(
-    config: PipelineConfig, changes: dict[str, str], shape: ModelShape, hardware: Hardware
-) -> bool:
-    """Return whether everything fits after these changes of fields."""
-    try:
-        return compare_memory(with_changes(config, changes), shape, hardware).fits
-    except ConfigError:
-        return False
-
-
-def _changes(splits: Sequence[Split | NoSplit]) -> dict[str, str]:
+def _changes(splits: Sequence[Split | NoSplit]) -> Changes:
     """Return the values of the fields that all splits change, by their names."""
-    changes: dict[str, str] = {}
+    changes: Changes = {}
     for split in splits:
         if isinstance(split, Split):
             changes |= split.changes
     return changes
-
-
-def _overrides(changes: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{name}={value}" for name, value in changes.items())
 
 
 def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
@@ -466,7 +452,7 @@ def _show_splits(plan: Plan, console: Console) -> None:
             f"- {split.stage}: {what} {duration(split.seconds)}{parts} (as configured{before}). Bottleneck:"
             f" {bottleneck}{host}"
         )
-    if overrides := _overrides(_changes(plan.splits)):
+    if overrides := as_overrides(_changes(plan.splits)):
         say(f"fastest with: {shlex.join(overrides)}\n", soft_wrap=True)
     else:
         say("")
