@@ -19,19 +19,17 @@ _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(\d{1,5})")
 
 
 def check_cluster(config: PipelineConfig) -> Iterator[Finding]:
-    """Check the Ray cluster of the environment, and that one on this machine requires its token."""
-    yield from _address()
-    mode = os.environ.get("RAY_AUTH_MODE", "token")
-    if mode.lower() != "token" and not os.environ.get("RAY_ADDRESS"):
-        yield ConfigError(
-            f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(mode)}; unset it"
-        )
+    """Check that a server answers at RAY_ADDRESS, or that Ray on this machine requires its token.
 
-
-def _address() -> Iterator[Finding]:
-    """Check that a server answers at RAY_ADDRESS. This is the only network connection of the preflight."""
+    This is the only network connection of the preflight.
+    """
     address = os.environ.get("RAY_ADDRESS")
     if not address:
+        mode = os.environ.get("RAY_AUTH_MODE", "token")
+        if mode.lower() != "token":
+            yield ConfigError(
+                f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(mode)}; unset it"
+            )
         return
     match = _HOST_AND_PORT.fullmatch(address)
     if match is None or int(match[2]) > 65_535:

@@ -20,7 +20,6 @@ def check_evaluation(
     yield from guarded("evaluate.language_model", check_language_model(config))
     yield from guarded("evaluate.judge", check_judge(config, stages))
     yield from guarded("register.votes", check_votes(config))
-    yield from guarded("register.independent_judge", check_independent_judge(config))
 
 
 def check_votes(config: PipelineConfig) -> Iterator[Finding]:
@@ -35,36 +34,24 @@ def check_votes(config: PipelineConfig) -> Iterator[Finding]:
             yield f"{file.name} has no vote and does not count; vote on its page and save again"
 
 
-def check_judge(
-    config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)
-) -> Iterator[ConfigError]:
+def check_judge(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> Iterator[Finding]:
     """Check that `evaluate.judge: auto` finds a judge, if the evaluation is one of `stages`. Other values are
-    checked by `check_consistency`.
+    checked by `check_consistency`. Warn if `register.independent_judge` refuses every policy.
     """
-    if config.evaluate.judge != "auto" or "evaluate" not in stages:
-        return
-    from rlhf_core.evaluation import scoring  # here, because it imports a client for HTTP
-
-    try:
-        scoring.choose_measure(config, gold_known=config.generates_prompts)
-    except ConfigError:
-        yield ConfigError(
-            "evaluate.judge: auto finds no judge, because this run has no reward model and no rule of some"
-            " weight in ppo.rewards; set reward.enabled=true, or add evaluate.language_model or a rule"
-        )
-
-
-def check_independent_judge(config: PipelineConfig) -> Iterator[str]:
-    """Warn if `register.independent_judge` refuses every policy of this configuration."""
-    if not config.register_.independent_judge:
-        return
     from rlhf_core.evaluation import scoring  # here, because it imports a client for HTTP
 
     try:
         judge = scoring.choose_measure(config, gold_known=config.generates_prompts)
     except ConfigError:
-        return  # `check_judge` or `check_consistency` names it
-    if scoring.policy_trained_on(config, config.register_.policy, judge):
+        if config.evaluate.judge == "auto" and "evaluate" in stages:
+            yield ConfigError(
+                "evaluate.judge: auto finds no judge, because this run has no reward model and no rule of"
+                " some weight in ppo.rewards; set reward.enabled=true, or add evaluate.language_model or a"
+                " rule"
+            )
+        return
+    is_refused = scoring.policy_trained_on(config, config.register_.policy, judge)
+    if config.register_.independent_judge and is_refused:
         yield (
             f"register.independent_judge is true, but the policy is trained on the judge of its evaluation"
             f" ({scoring.judge_name(config, judge)}): no candidate can become champion; add reward.judge={{}}"

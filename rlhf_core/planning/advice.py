@@ -20,6 +20,8 @@ _MAX_TRIALS = 1500
 
 Changes = dict[str, str]
 """Value of each changed field, in the form of an override."""
+Candidate = tuple[PipelineConfig, FitVerdict]
+"""A configuration, and whether it fits."""
 
 
 def changed_fields(config: PipelineConfig, fields: Changes) -> Changes:
@@ -59,7 +61,7 @@ def advise(
     not needed is left out.
     """
 
-    def changed(changes: Changes) -> tuple[PipelineConfig, FitVerdict] | None:
+    def changed(changes: Changes) -> Candidate | None:
         try:
             candidate = with_changes(config, changes)
         except InputError:
@@ -81,7 +83,7 @@ def advise(
 def _cheapest(
     config: PipelineConfig,
     verdict: FitVerdict,
-    changed: Callable[[Changes], tuple[PipelineConfig, FitVerdict] | None],
+    changed: Callable[[Changes], Candidate | None],
 ) -> Changes | None:
     """Return cheap changes with which the configuration fits, or None if none are found.
 
@@ -89,15 +91,12 @@ def _cheapest(
     no other problem.
     """
     changes: Changes = {}
-    now = (config, verdict)
+    now: Candidate = (config, verdict)
     while now[1].problems:
-        more = _solve(changes, now, changed)
-        if more is None:
+        found = _solve(changes, now, changed)
+        if found is None:
             return None
-        changes = more
-        result = changed(changes)
-        assert result is not None, "a change that was tried is valid"
-        now = result
+        changes, now = found
     return changes
 
 
@@ -113,9 +112,9 @@ def _adapter_rates(config: PipelineConfig, changes: Changes) -> Changes:
 
 def _solve(
     start: Changes,
-    now: tuple[PipelineConfig, FitVerdict],
-    changed: Callable[[Changes], tuple[PipelineConfig, FitVerdict] | None],
-) -> Changes | None:
+    now: Candidate,
+    changed: Callable[[Changes], Candidate | None],
+) -> tuple[Changes, Candidate] | None:
     """Return the cheapest changes that solve the first problem of `now` without a new one.
 
     A uniform-cost search. None if no solution is found within `_MAX_TRIALS`.
@@ -128,7 +127,7 @@ def _solve(
         cost, _, changes, (config, verdict) = heapq.heappop(frontier)
         unsolved = [p for p in verdict.problems if p.key == problem.key or p.key not in old_problems]
         if not unsolved:
-            return changes
+            return changes, (config, verdict)
         for field, value, price in chain.from_iterable(_moves(config, p) for p in unsolved):
             further = {**changes, field: value}
             key = frozenset(further.items())

@@ -59,10 +59,8 @@ def checkpoint_sizes(
     if not config.ppo.enabled:
         return
     placement = plan(config.ppo)
-    engines = 0 if placement.colocated else placement.engines
-    starts = first_devices([group.ranks for group in placement.groups], engines, placement.tensor_parallel)
     models = []
-    for group, first in zip(placement.groups, starts, strict=True):
+    for group, first in zip(placement.groups, first_devices(placement), strict=True):
         models += [(model, size, first) for model, size in _saved_by_group(config, shape, group)]
     yield _size("ppo", models, hardware)
 

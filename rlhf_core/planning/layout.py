@@ -7,7 +7,6 @@ host, on the devices that the ranks leave. Colocated engines are on those of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_core.config.placement import PlacementPlan
@@ -24,15 +23,41 @@ class Layout:
     """Numbers of the hosts that have an engine."""
 
 
-def first_devices(ranks: Sequence[int], engines: int, tensor_parallel: int) -> list[int]:
-    """Return the number of the first device of each group of `ranks`, the first of which is the policy's."""
+def layout(placement: PlacementPlan, hardware: Hardware) -> Layout | None:
+    """Return the hosts of all processes, or None if an engine has no room inside one host."""
+    starts = zip(first_devices(placement), placement.groups, strict=True)
+    groups = tuple(hosts_of(first, group.ranks, hardware) for first, group in starts)
+    if placement.tensor_parallel == 1 and not placement.colocated:
+        return Layout(groups, hosts_of(placement.groups[0].ranks, placement.engines, hardware))
+    hosts, missing = [], placement.engines
+    for host, fitting in enumerate(room_for_engines(placement, hardware)):
+        if missing and fitting:
+            hosts.append(host)
+        missing -= min(missing, fitting)
+    return Layout(groups, tuple(hosts)) if missing == 0 else None
+
+
+def first_devices(placement: PlacementPlan) -> list[int]:
+    """Return the number of the first device of each group. The policy's group is the first one."""
     first_of_groups, first = [], 0
-    for count in ranks:
+    for group in placement.groups:
         first_of_groups.append(first)
-        first += count
-        if len(first_of_groups) == 1 and tensor_parallel == 1:
-            first += engines
+        first += group.ranks
+        if len(first_of_groups) == 1 and placement.tensor_parallel == 1 and not placement.colocated:
+            first += placement.engines
     return first_of_groups
+
+
+def room_for_engines(placement: PlacementPlan, hardware: Hardware) -> list[int]:
+    """Return for each host the number of engines that fit inside it: on the devices of the ranks if they are
+    colocated, else on those that the ranks, which take the first ones, leave.
+    """
+    ranks, ways, per_host = placement.ranks, placement.tensor_parallel, hardware.per_host
+    if placement.colocated:
+        # Like `hosts_of`, with further hosts for ranks without a device.
+        return [min(per_host, ranks - first) // ways for first in range(0, ranks, per_host)]
+    left = (min(per_host, max(0, (host + 1) * per_host - ranks)) for host in range(hardware.hosts))
+    return [devices // ways for devices in left]
 
 
 def hosts_of(first: int, count: int, hardware: Hardware) -> tuple[int, ...]:
@@ -42,53 +67,3 @@ def hosts_of(first: int, count: int, hardware: Hardware) -> tuple[int, ...]:
     times.
     """
     return tuple(range(first // hardware.per_host, (first + count - 1) // hardware.per_host + 1))
-
-
-def arrange(ranks: Sequence[int], engines: int, tensor_parallel: int, hardware: Hardware) -> Layout | None:
-    """Return the hosts of all processes, or None if an engine has no room inside one host.
-
-    Args:
-        ranks: Number of ranks of each group, the policy's first.
-        engines: Number of engines with devices of their own.
-        tensor_parallel: GPUs of each engine.
-        hardware: The hosts.
-    """
-    starts = first_devices(ranks, engines, tensor_parallel)
-    groups = tuple(hosts_of(first, count, hardware) for first, count in zip(starts, ranks, strict=True))
-    if engines == 0:
-        return Layout(groups, ())
-    if tensor_parallel == 1:
-        return Layout(groups, hosts_of(ranks[0], engines, hardware))
-    hosts, missing = [], engines
-    for host in range(hardware.hosts):
-        # Devices of this host that the ranks, which take the first ones, leave.
-        left = min(hardware.per_host, max(0, (host + 1) * hardware.per_host - sum(ranks)))
-        fitting = min(missing, left // tensor_parallel)
-        if fitting:
-            hosts.append(host)
-        missing -= fitting
-    return Layout(groups, tuple(hosts)) if missing == 0 else None
-
-
-def layout(placement: PlacementPlan, hardware: Hardware) -> Layout | None:
-    """Return the hosts of all processes, or None if an engine has no room inside one host."""
-    ranks = [group.ranks for group in placement.groups]
-    if not placement.colocated:
-        return arrange(ranks, placement.engines, placement.tensor_parallel, hardware)
-    ranks_only = arrange(ranks, 0, 1, hardware)
-    assert ranks_only is not None, "without engines there is room"
-    hosts, missing = [], placement.engines
-    for host, fitting in enumerate(colocated_engines(placement.ranks, placement.tensor_parallel, hardware)):
-        if missing and fitting:
-            hosts.append(host)
-        missing -= min(missing, fitting)
-    return Layout(ranks_only.groups, tuple(hosts)) if missing == 0 else None
-
-
-def colocated_engines(ranks: int, tensor_parallel: int, hardware: Hardware) -> list[int]:
-    """Return for each host the number of engines for which it has enough of the `ranks`.
-
-    Like `hosts_of`, it has further hosts for ranks without a device.
-    """
-    per_host = hardware.per_host
-    return [min(per_host, ranks - first) // tensor_parallel for first in range(0, ranks, per_host)]

@@ -20,7 +20,7 @@ from itertools import product
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TrainingStage, section_of
-from rlhf_core.config.placement import Group, plan
+from rlhf_core.config.placement import Group, PlacementPlan, plan
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, TrainingSection
 from rlhf_core.errors import InputError
@@ -41,7 +41,7 @@ from rlhf_core.ops.plan.speed import (
 from rlhf_core.planning.advice import Changes, changed_fields, with_changes
 from rlhf_core.planning.fit import compare_memory, host_memory
 from rlhf_core.planning.hardware import Hardware
-from rlhf_core.planning.layout import Layout, arrange, colocated_engines
+from rlhf_core.planning.layout import Layout, layout, room_for_engines
 from rlhf_core.planning.loads import (
     CONTEXT,
     FRAGMENTATION,
@@ -323,14 +323,17 @@ class _PPOSearch:
         self, colocate: str, groups: tuple[Group, ...], ranks: tuple[int, ...]
     ) -> Iterator[_SplitCandidate]:
         """Yield the fastest settings of the groups with every number of engines."""
-        if colocate == "all":
-            alone = arrange(ranks, 0, 1, self._hardware)
+        sized = tuple(replace(group, ranks=count) for group, count in zip(groups, ranks, strict=True))
+        placement = PlacementPlan(sized, 0, 1, colocated=colocate == "all")
+        if placement.colocated:
+            alone = layout(placement, self._hardware)
             if alone is not None:
                 # All roles are in one group.
                 [hosts] = alone.groups
                 for tokens, (option,) in self._settings(colocate, groups, ranks, alone):
                     for ways in self._tensor_parallel():
-                        count = sum(colocated_engines(ranks[0], ways, self._hardware))
+                        shared_by = replace(placement, tensor_parallel=ways)
+                        count = sum(room_for_engines(shared_by, self._hardware))
                         if count:
                             update = {"count": count, "tensor_parallel": ways}
                             shared = self._config.ppo.engine.model_copy(update=update)
@@ -338,11 +341,11 @@ class _PPOSearch:
                             yield from self._in_turns(shared, tokens, option, hosts)
             return
         share, left = self._share("pairs"), self._hardware.count - sum(ranks)
-        # By whether each group spans hosts: its seconds and settings.
+        # The fastest settings for each combination of groups that span hosts.
         best: dict[tuple[bool, ...], tuple[float, Changes] | None] = {}
         for ways in self._tensor_parallel():
             for count in rank_counts(left // ways, self._hardware.per_host):
-                where = arrange(ranks, count, ways, self._hardware)
+                where = layout(replace(placement, engines=count, tensor_parallel=ways), self._hardware)
                 rollout = None if where is None else self._rollout(count, ways, share)
                 if where is None or rollout is None:
                     continue

@@ -119,10 +119,6 @@ class StepTime:
             sync_every=self.sync_every,
         )
 
-    @property
-    def longest(self) -> Phase:
-        return max(PHASES, key=lambda phase: self.phase(phase).total)
-
     def phase(self, name: Phase) -> Seconds:
         found: Seconds = getattr(self, name)
         return found

@@ -18,7 +18,7 @@ from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.ppo_sections import checkpoint_interval, default_evaluation_interval
 from rlhf_core.errors import ConfigError
-from rlhf_core.evaluation.check import check_independent_judge
+from rlhf_core.evaluation.check import check_judge
 from rlhf_core.preflight import check
 from tests.support.demo_data import GENERATED
 
@@ -267,7 +267,7 @@ def test_a_judge_that_refuses_every_policy_is_warned_of(
         "register": register,
         "data": {**GENERATED, "prompts": [{"path": "x.jsonl"}]},
     }
-    found = list(check_independent_judge(config_from_tree({**base, **tree}, "test")))
+    found = [str(each) for each in check_judge(config_from_tree({**base, **tree}, "test"))]
     if words is None:
         assert found == []
     else:
@@ -275,7 +275,7 @@ def test_a_judge_that_refuses_every_policy_is_warned_of(
         assert all(word in warning for word in ("no candidate can become champion", *words)), warning
     base["register"] = {"independent_judge": False}
     base.pop("data")
-    assert list(check_independent_judge(config_from_tree(base, "test"))) == []
+    assert list(check_judge(config_from_tree(base, "test"))) == []
 
 
 @pytest.mark.parametrize(
