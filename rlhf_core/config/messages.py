@@ -152,14 +152,22 @@ def locate(location: Sequence[str | int]) -> Location:
     return Location(tuple(path), schema, section, variant)
 
 
-def all_fields(schema: Schema | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of all fields that are not in lists, those of sections included. The sections in a map
-    are alike, and only the first one's are yielded.
+def all_fields(
+    schema: Schema | None = None, path: tuple[str, ...] = (), *, repeated: bool = False
+) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all fields that are not in lists, those of sections included.
+
+    The fields of a map and of a section that inherits are yielded once, or each time if `repeated`.
     """
-    for name, field in fields(schema or root()):
+    schema = schema or root()
+    if repeated:
+        parts = [(name, resolved(field)) for name, field in schema["properties"].items()]
+    else:
+        parts = fields(schema)
+    for name, field in parts:
         yield (*path, name)
-        if has_own_fields(schema or root(), field):
-            yield from all_fields(field, (*path, name))
+        if has_own_fields(schema, field) or (repeated and "properties" in field):
+            yield from all_fields(field, (*path, name), repeated=repeated)
 
 
 # Rules
@@ -336,8 +344,9 @@ def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
 def did_you_mean(key: str, section: Schema, path: Keys) -> str:
     """Return `did you mean ...`, or the list of the keys of the section."""
     names = list(section["properties"])
-    same = [field for field in all_fields() if field[-1] == key]
-    alike = [field for field in all_fields() if _abbreviates(key, field[-1])]
+    every = list(all_fields(repeated=True))
+    same = [field for field in every if field[-1] == key]
+    alike = [field for field in every if _abbreviates(key, field[-1])]
     # Two or three letters are more often an abbreviation than a typing error.
     cutoff = 0.6 if len(key) > 3 else 0.8
     guesses: tuple[Sequence[Keys], ...] = (
