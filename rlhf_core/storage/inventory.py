@@ -85,7 +85,7 @@ class Leftover:
     folders: tuple[str, ...]
     """Names of its folders."""
     is_damaged: bool
-    """Whether an artifact was found damaged. Its files stay for people."""
+    """Whether an artifact was found damaged. Its files are kept."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Drift:
 
     @property
     def label(self) -> str:
-        """The measure, for people."""
+        """The measure, as messages and the page name it."""
         return self.measure if self.new_rows is None else f"{self.measure} of new rows"
 
     @property

@@ -10,12 +10,12 @@ import http.client
 import json
 import os
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
-
-from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
 
 from rlhf_core.config.redact import credential_problem, shown
 from rlhf_core.errors import InputError
@@ -78,20 +78,13 @@ def prefect_responds(
     headers = {"Content-Type": "application/json", **credentials()}
     # Not `/health`, which Prefect answers without a password.
     request = urllib.request.Request(f"{url}/flows/filter", b'{"limit": 1}', headers)
-    retrying = Retrying(
-        stop=stop_after_attempt(attempts),
-        wait=wait_fixed(1.0),
-        retry=retry_if_result(lambda responded: not responded),
-        retry_error_callback=lambda state: False,
-    )
-    return retrying(_query_in_time, url, request, seconds)
-
-
-def _query_in_time(url: str, request: urllib.request.Request, seconds: float) -> bool:
-    try:
-        return within(seconds, lambda: _query_flows(url, request))
-    except TimeoutError:
-        return False
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(1.0)
+        with suppress(TimeoutError):
+            if within(seconds, lambda: _query_flows(url, request)):
+                return True
+    return False
 
 
 def _query_flows(url: str, request: urllib.request.Request) -> bool:

@@ -106,10 +106,7 @@ class Supervisor:
     def _create_servers(self) -> None:
         """Choose free ports, and build the commands and settings that depend on them."""
         # Those of the last start, so that bookmarks and exported addresses stay valid.
-        ports = {"prefect": 4200, "mlflow": 5000}
-        for name, port in (read_json(self._home.servers_ports) or {}).items():
-            if isinstance(port, int) and 0 < port < 65536:
-                ports[name] = port
+        ports = {"prefect": 4200, "mlflow": 5000, **(read_json(self._home.servers_ports) or {})}
         prefect_port, mlflow_port = free_port(ports["prefect"]), free_port(ports["mlflow"])
         self.api = self._external_prefect or f"http://127.0.0.1:{prefect_port}/api"
         self.mlflow_url = self._external_mlflow or f"http://127.0.0.1:{mlflow_port}"

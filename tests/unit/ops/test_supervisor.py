@@ -182,12 +182,6 @@ def test_failed_start_is_in_the_state_file(tmp_path: Path) -> None:
     assert (state.status, state.message) == ("failed", "Prefect's server did not come up; see the log")
 
 
-def test_unusable_ports_of_the_last_start_are_ignored(tmp_path: Path, own: Supervisor) -> None:
-    Home.of(tmp_path).servers_ports.write_text('{"prefect": "x", "mlflow": 70000}')
-    own._create_servers()
-    assert all(0 < server.port < 65536 for server in own.servers.values() if server.port is not None)
-
-
 def test_the_log_has_the_messages_of_flows_deploy(
     own: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

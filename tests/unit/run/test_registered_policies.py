@@ -31,7 +31,8 @@ import pytest
 from rlhf_cli.main import main
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.ops.publish.publish import licence_of, model_card, publish
+from rlhf_core.ops.publish.card import licence_of, model_card
+from rlhf_core.ops.publish.publish import publish
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy, serve_command, tokenizer_alone
 from rlhf_core.storage.bundles import weights_sha256
@@ -425,7 +426,7 @@ def test_files_of_others_on_the_hub_are_deleted_only_on_request(
     assert "(public: everybody can read it)" in capsys.readouterr().out
     card = model_card(open_policy(MODEL, home))
     _, block, body = card.split("---\n", 2)
-    assert "tags: [rlhf, ppo]" in block
+    assert "tags:\n- rlhf\n- ppo\n" in block
     edited = "---\nlicense: mit\ntags:\n- rlhf\n- ppo\n---\n" + body
     for ours in (card, edited, edited.replace("\n", "\r\n")):
         Hub.files = {"README.md": ours, "model.safetensors": ""}
@@ -556,7 +557,7 @@ def test_the_licence_of_a_hub_model_is_that_of_its_commit_in_the_cache(
     assert f"- Base model: {'mit' if is_cached else 'unknown'}\n" in card
     assert card.count(f"- Data `owner/rows`: {'cc-by-4.0' if is_cached else 'unknown'}\n") == 1
     assert "- Data `own.jsonl`: unknown\n" in card
-    assert 'base_model: "owner/base"' in card
+    assert "base_model: owner/base\n" in card
 
 
 def test_the_card_has_all_comparisons(home: str, tmp_path: Path) -> None:
@@ -613,7 +614,7 @@ def test_a_card_names_no_folders_and_buckets(
     card = model_card(replace(policy, config=config, version=replace(policy.version, tags=tags)))
     assert "secret" not in card
     assert f"Base model: `{name}`," in card
-    assert (f'base_model: "{name}"' in card) is on_hub
+    assert (f"base_model: {name}\n" in card) is on_hub
     assert "| data.sft[0] | `a.jsonl` | `dddddddddddddddddddddddd` |" in card
     assert "| data.prompts[0] | `owner/rows` | `hub:owner/rows@1:train` |" in card
 
