@@ -5,7 +5,8 @@
 - `python -m tests....` commands, and those of make that run such a program, have arguments that it knows
 - targets of make, modules of `python -m` and paths of files exist
 - configurations in the pages are valid, and the examples in Python run
-- every page is in an index, and every decision, of which there are at most 25, with the date of its last check
+- six pages of at most 60 kB are the path; every other page is in the list of reference
+- every decision is in an index, has the date of its last check, and there are at most 25
 """
 
 from __future__ import annotations
@@ -204,6 +205,14 @@ def test_python_examples_run(page: str) -> None:
 
 def test_the_readme_is_about_8_kb() -> None:
     assert len(read("README.md")) < 9_000
+
+
+def test_the_path_is_six_pages_of_at_most_60_kb() -> None:
+    path, reference = read("docs/README.md").split("## Reference\n")
+    pages = [ROOT / "docs" / target for target in _LINK.findall(path)]
+    assert len(pages) == 6
+    assert sum(page.stat().st_size for page in pages) <= 60_000
+    assert not set(_LINK.findall(path)) & set(_LINK.findall(reference))
 
 
 def test_every_page_is_in_an_index() -> None:
