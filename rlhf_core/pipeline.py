@@ -199,7 +199,7 @@ _TABLE = (
         "rlhf_core.stages.sample:run",
         version=4,
         sections=("sample", "ppo"),
-        # Of `dpo` and `ppo` only the one whose policy answers (`sample.policy`).
+        # Of `dpo` and `ppo`, only the policy named by `sample.policy` is an input.
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.",),
         sources_of_inputs=("ppo.",),
@@ -234,7 +234,7 @@ _TABLE = (
         "rlhf_core.stages.register:run",
         version=13,
         sections=("register",),
-        # Of `dpo` and `ppo` only the one whose policy is registered (`register.policy`).
+        # Of `dpo` and `ppo`, only the policy named by `register.policy` is an input.
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate"),
         sources=("ppo.", "evaluate.", "register."),
         sources_of_inputs=("ppo.", "evaluate."),

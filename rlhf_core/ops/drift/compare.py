@@ -162,7 +162,7 @@ def _request(
         champion: The version.
         before: Its data artifact.
         data: The new data artifact.
-        name: Name of the version, for people.
+        name: Human-readable name of the version.
         result: File for the measures.
     """
     made = run.artifacts.config(before)["data"]

@@ -108,7 +108,7 @@ class Drift:
 
     @property
     def label(self) -> str:
-        """The measure, for people."""
+        """The measure, human-readable."""
         return self.measure if self.new_rows is None else f"{self.measure} of new rows"
 
     @property

@@ -326,7 +326,7 @@ class _PPOSearch:
                             yield from self._in_turns(shared, tokens, option, hosts)
             return
         share, left = self._share("pairs"), self._hardware.count - sum(ranks)
-        # By whether each group spans hosts: its seconds and settings.
+        # Best option for each combination of groups that span hosts.
         best: dict[tuple[bool, ...], tuple[float, Changes] | None] = {}
         for ways in self._tensor_parallel():
             for count in rank_counts(left // ways, self._hardware.per_host):
