@@ -4,7 +4,7 @@
 - `rlhf` commands parse, and their overrides are fields with allowed values
 - `python -m tests....` commands, and those of make that run such a program, have arguments that it knows
 - targets of make, modules of `python -m` and paths of files exist
-- configurations in the pages are valid, and the examples in Python run
+- configurations in the pages are valid, and the examples in Python run, new files in diffs too
 - six pages of at most 60 kB are the path; every other page is in the list of reference
 - every decision is in an index, has the date of its last check, and there are at most 25
 """
@@ -15,6 +15,7 @@ import argparse
 import importlib
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import yaml
 from rlhf_cli.main import _parse
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
+from rlhf_core.testing import reward_input, run_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -201,6 +203,19 @@ def test_python_examples_run(page: str) -> None:
     assert blocks
     for block in blocks:
         exec(compile(block, page, "exec"), {"__name__": "example"})
+
+
+def test_new_files_in_diffs_are_valid_python() -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for block in re.findall(r"^ *```diff\n(.*?)^ *```$", read("docs/change-it.md"), re.MULTILINE | re.DOTALL):
+        for part in re.split(r"^--- ", textwrap.dedent(block), flags=re.MULTILINE):
+            if part.startswith("/dev/null"):
+                _, name, *lines = part.splitlines()
+                code = compile("\n".join(line.removeprefix("+") for line in lines), name, "exec")
+                exec(code, found.setdefault(name, {"__name__": "example", "__annotations__": {}}))
+    assert {"+++ b/one_sentence.py", "+++ b/my_loss.py"} <= set(found)
+    score = found["+++ b/one_sentence.py"]["score"]
+    assert run_reward(score, [reward_input("Q", "One. Two."), reward_input("Q", "One.")]) == [0.5, 1.0]
 
 
 def test_the_readme_is_about_8_kb() -> None:
