@@ -45,7 +45,7 @@ class ArtifactRef:
     digest: str
     """sha256 over names, sizes and hashes of its files: equal content has an equal digest."""
     uri: str
-    """Full address of the folder, for people and for lineage."""
+    """Full address of the folder, for messages and for lineage."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The stage's headline numbers, copied from the manifest."""
     mlflow_run_id: str | None = None

@@ -22,6 +22,7 @@ Definitions:
   inherits the fields that it leaves out.
 - *comments* are lines with a comment, without directives (`type:`, `noqa`, `fmt:`, `pragma`).
 - *comprehensions* include generator expressions.
+- *the path* of the docs are the pages that `docs/README.md` lists before its section "Reference".
 - *patches* in tests are the calls `setattr`, `setitem` and `delattr` of `monkeypatch` and of its contexts,
   and those of `mock.patch`. Variables of the environment and the working folder do not count.
 """
@@ -94,7 +95,23 @@ def measure(root: Path) -> Measures:
             f"{sum(width > 100 for width in widths)}, {sum(width > 110 for width in widths)}"
         ),
         "tests: functions, patches": f"{count_in_tests(root, _TEST)}, {count_in_tests(root, _PATCH)}",
+        "docs: kB of the path, decisions": f"{_kilobytes_of_path(root)}, {len(_decisions(root))}",
     }
+
+
+def _kilobytes_of_path(root: Path) -> str:
+    """Return the size of the pages that `docs/README.md` names before its section "Reference"."""
+    index = root / "docs/README.md"
+    text = index.read_text(encoding="utf-8") if index.exists() else ""
+    path, heading, _ = text.partition("\n## Reference\n")
+    if not heading:
+        return "-"  # an older commit has no path
+    pages = [index.parent / target for target in re.findall(r"\]\(([^)#]+\.md)\)", path)]
+    return f"{sum(page.stat().st_size for page in pages) / 1000:.0f}"
+
+
+def _decisions(root: Path) -> list[Path]:
+    return sorted((root / "docs/decisions").glob("[0-9]*.md"))
 
 
 _TEST = re.compile(r"^ *(?:async )?def test_", re.MULTILINE)
@@ -317,7 +334,7 @@ def measure_commit(commit: str) -> Measures:
         return measure(ROOT)
     # Earlier commits do not have all packages.
     names = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-tree", "--name-only", commit, *PACKAGES, "tests"],
+        ["git", "-C", str(ROOT), "ls-tree", "--name-only", commit, *PACKAGES, "tests", "docs", "README.md"],
         check=True, capture_output=True, timeout=60,
     ).stdout.decode().split()  # fmt: skip
     archive = subprocess.run(

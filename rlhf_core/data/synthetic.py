@@ -225,7 +225,7 @@ def _draw_pair(
         high = low + 0.55 + rng.random() * (0.45 - low)
         if rng.random() < _OTHER_TOPIC:
             # The same random numbers give the same text except for the words of the topic. With two different
-            # texts, whether a reward model learned to compare the topics depended on the seed (decision 20).
+            # texts, whether a reward model learned to compare the topics depended on the seed (decision 18).
             draws, quality = rng.random(), rng.choice((low, high))
             other = _other_topic(rng, topic, prompts)
             drawn = [draw_response(random.Random(draws), about, quality) for about in (topic, other)]

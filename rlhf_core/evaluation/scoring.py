@@ -85,7 +85,7 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
 
 
 def judge_name(config: PipelineConfig, measure: str) -> str:
-    """Return the name of a judge for people: a language model has its own."""
+    """Return the human-readable name of a judge: a language model has its own."""
     settings = config.evaluate.language_model
     if measure == "language_model" and settings is not None:
         return f"language model {settings.name}"

@@ -83,7 +83,7 @@ def cpu_attention(query: torch.Tensor) -> Any:
     """Return the function that computes plain causal attention with these queries (N, heads, L, d) fastest.
 
     On CPUs torch's kernel is slow for short sequences in bfloat16: with AMX its backward pass, and otherwise
-    both passes. In float16 without AMX it takes several times as long as in float32 (decision 44).
+    both passes. In float16 without AMX it takes several times as long as in float32 (decision 5).
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -1,7 +1,7 @@
 """Causal attention in bfloat16 on CPUs, for short sequences.
 
 torch's kernel for this type gains nothing from `avx512_bf16`, and its backward pass is slow with and without
-AMX (decision 44). Here attention is a batch of matrix products. The precision is that of flash attention:
+AMX (decision 5). Here attention is a batch of matrix products. The precision is that of flash attention:
 scores and softmax are float32, and probabilities are rounded to bfloat16 for the products with values and
 gradients. For long sequences torch's kernel is faster, so the length is limited.
 

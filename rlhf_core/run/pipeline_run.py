@@ -79,7 +79,7 @@ class PipelineRun:
 
         Args:
             config: The checked configuration.
-            config_path: File of the configuration, for people.
+            config_path: File of the configuration, for messages.
             start: Stages before this one must have been made already.
             until: The last stage.
             started: Seconds since boot from which the run counts; None: the start of this process.
@@ -276,7 +276,7 @@ class PipelineRun:
         return describe_unfinished(self.home, self.config_path, key_fields(self.config, self.sources))
 
     def links(self, mlflow_run_id: str | None) -> dict[str, str]:
-        """Return addresses for people: of the logs, of the MLflow run and of the report."""
+        """Return human-readable addresses of the logs, of the MLflow run and of the report."""
         addresses = {"logs": str(self.logs)}
         if mlflow_run_id is not None:
             addresses["MLflow"] = self.tracking.url(mlflow_run_id)

@@ -218,7 +218,7 @@ def commit(
     try:
         upload(store, source, files, manifest.data)
         wait_for_uploads()
-        # A file that the store has lost must be found before the manifest exists.
+        # Look for files that the store has lost before the manifest is created: afterwards it is final.
         missing = find_damage(store, manifest)
         if not missing:
             may_commit()
@@ -613,5 +613,5 @@ def on_one_disk(one: Path, other: Path) -> bool:
 
 
 def readable_size(size: int) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes in human-readable units."""
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -16,7 +16,7 @@ def keep_freed_memory() -> None:
     """Let this process reuse the memory of tensors that it has freed.
 
     By default glibc returns most of it to the system and asks for it again in the next forward pass. The
-    system then clears every page, which took a tenth of the time of a PPO step (decision 50).
+    system then clears every page, which took a tenth of the time of a PPO step (decision 5).
     """
     if not _set(_M_MMAP_THRESHOLD, _KEPT_BLOCK):
         _set(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BEFORE_GLIBC_235)

@@ -74,7 +74,7 @@ class ProcessId:
 def this_machine() -> str:
     """Identify the processes that this one can look up: those of its boot and of its namespace of pids.
 
-    It belongs to the hostname, which is for people: two containers can have the same.
+    The hostname does not identify a machine: two containers can have the same.
     """
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -193,7 +193,7 @@ def page(
         "",
         (
             "The result is found by running the loaded model and does not depend on its name (see [decision"
-            " 16](decisions/0016-model-self-test.md)). `flash_attention_2` requires a GPU and is not in"
+            " 16](decisions/0016-loading-models.md)). `flash_attention_2` requires a GPU and is not in"
             " the table. The last three columns are read from the source code of vLLM:"
         ),
         "",

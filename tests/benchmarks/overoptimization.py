@@ -47,7 +47,7 @@ SFT model.
 
 {findings}
 
-Made by `python -m tests.benchmarks.overoptimization --out docs/overoptimization.md`.
+Written by `python -m tests.benchmarks.overoptimization --out docs/overoptimization.md`.
 """
 
 

@@ -1,6 +1,6 @@
 """How often a policy that is no better is promoted, and how soon one that is.
 
-52 weekly promotions by the rules before decision 37 and by the present one, also with groups of related
+52 weekly promotions by two former rules and by the present one, also with groups of related
 prompts, with ties and with several answers to each prompt; and how often intervals contain the true value.
 
     python -m tests.benchmarks.promotion
@@ -117,7 +117,7 @@ def equal_policies(
     """Return the share of histories with a false promotion in 52 weeks, by rule.
 
     In "changing champion", a better policy has become champion before each week, so that the levels of the
-    rule of decision 18 begin again. For the present rule this makes no difference.
+    former rule, alpha / (k (k + 1)), begin again. For the present rule this makes no difference.
     """
     evidence = np.zeros((histories, WEEKS))
     p_values = np.zeros((histories, WEEKS))
@@ -335,7 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
     histories = parser.parse_args(arguments).histories
     chance = np.random.default_rng(0)
     print(f"Equal policies: share of {histories} histories of {WEEKS} weeks with a false promotion")
-    print("| prompts | ties | 95 % interval | decision 18, changing champion | decision 18, same champion |"
+    print("| prompts | ties | 95 % interval | former rule, changing champion | former rule, same champion |"
           " present rule |")  # fmt: skip
     print("|---|---|---|---|---|---|")
     for prompts, ties in ((128, 0.0), (128, 0.1), (512, 0.0), (LEAST_PROMPTS, 0.0), (LEAST_PROMPTS, 0.1)):

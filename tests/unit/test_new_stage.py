@@ -1,4 +1,4 @@
-"""The row of a new stage, as CONTRIBUTING.md shows it.
+"""The row of a new stage, as docs/change-it.md shows it.
 
 - in a copy of the package with this row, the configuration passes the checks, and resources, imports and
   logged parameters of the stage are known
@@ -88,9 +88,9 @@ print(json.dumps({
 """
 
 
-def row_of_contributing() -> str:
-    """Return the row that CONTRIBUTING.md shows, with a comma after it."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def row_of_the_page() -> str:
+    """Return the row that docs/change-it.md shows, with a comma after it."""
+    text = (ROOT / "docs/change-it.md").read_text(encoding="utf-8")
     found = re.search(r"^ *```python\n( *Stage\(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
     assert found is not None
     return textwrap.indent(textwrap.dedent(found.group(1)).rstrip(), "    ") + ",\n"
@@ -104,12 +104,12 @@ def insert(file: Path, before: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Change the places that CONTRIBUTING.md names in a copy, and return what the script finds there."""
+    """Change the places that docs/change-it.md names in a copy, and return what the script finds there."""
     copy = tmp_path_factory.mktemp("copy")
     package = copy / "rlhf_core"
     shutil.copytree(ROOT / "rlhf_core", package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "stages/red_team.py").write_text(STAGE, encoding="utf-8")
-    insert(package / "pipeline.py", '    Stage(\n        "register",', row_of_contributing())
+    insert(package / "pipeline.py", '    Stage(\n        "register",', row_of_the_page())
     insert(package / "pipeline.py", '"register"]', '"red_team", ')
     pipeline = package / "config/pipeline.py"
     insert(

@@ -207,7 +207,7 @@ def _hardware(
         return parse_gpus(gpus, link, host_memory_gib)
     for option, value in (("--link", link), ("--host-memory", host_memory_gib)):
         if value is not None:
-            raise ConfigError(f"{option}: is about the hosts of --gpus; got no --gpus; add it")
+            raise ConfigError(f"{option}: describes the hosts of --gpus; got no --gpus; add it")
     if not runs_on_gpu(config):
         return cpu_hardware()
     visible = visible_hardware()

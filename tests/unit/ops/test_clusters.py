@@ -129,7 +129,7 @@ def test_other_memory_of_hosts_is_refused(memory: float) -> None:
 )
 def test_options_about_hosts_are_refused_without_gpus(option: str, value: Any) -> None:
     name = {"link": "--link", "host_memory_gib": "--host-memory"}[option]
-    with pytest.raises(ConfigError, match=rf"{name}: is about the hosts of --gpus; got no --gpus; add it"):
+    with pytest.raises(ConfigError, match=rf"{name}: describes the hosts of --gpus; got no --gpus; add it"):
         make_plan(PRODUCTION.with_name("demo.yaml"), **{option: value})
 
 
