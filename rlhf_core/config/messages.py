@@ -268,7 +268,8 @@ def _format_type_error(problem: ErrorDetails, path: Keys, types: list[str], plac
 
 def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     """Return `ppo.stpes: unknown key; did you mean ppo.steps?`"""
-    owner = f" for a reward of type {variant}" if variant else ""
+    kind = "loss" if path[:2] == ("ppo", "loss") else "reward"
+    owner = f" for a {kind} of type {variant}" if variant else ""
     return f"{dotted(path)}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"
 
 
