@@ -158,11 +158,16 @@ def policy_loss(
     if weights is not None:
         per_token = per_token * select(weights, mask).detach()
 
-    with torch.no_grad():
-        clip_fraction = masked_mean((clipped > plain).to(plain.dtype), mask)
-        # The tokens are samples of the old policy, so it is the first argument: KL(old || new).
-        approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
-    return PolicyLoss(aggregate(per_token, mask, aggregation, denominator), clip_fraction, approx_kl)
+    loss = aggregate(per_token, mask, aggregation, denominator)
+    return PolicyLoss(loss, *_policy_metrics(clipped > plain, new, old, mask))
+
+
+@torch.no_grad()
+def _policy_metrics(held: Tensor, new: Tensor, old: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `clip_fraction` and `approx_kl` of `PolicyLoss`."""
+    # The tokens are samples of the old policy, so it is the first argument: KL(old || new).
+    approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
+    return masked_mean(held.to(new.dtype), mask), approx_kl
 
 
 def sequence_policy_loss(
@@ -212,10 +217,8 @@ def sequence_policy_loss(
     per_token = torch.maximum(plain, clipped)
     if weights is not None:
         per_token = per_token * select(weights, mask).detach()
-    with torch.no_grad():
-        clip_fraction = masked_mean((clipped > plain).to(plain.dtype), mask)
-        approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
-    return PolicyLoss(aggregate(per_token, mask, aggregation, denominator), clip_fraction, approx_kl)
+    loss = aggregate(per_token, mask, aggregation, denominator)
+    return PolicyLoss(loss, *_policy_metrics(clipped > plain, new, old, mask))
 
 
 def clipped_weight_loss(
@@ -264,10 +267,8 @@ def clipped_weight_loss(
     per_token = -clipped * advantages * new
     if weights is not None:
         per_token = per_token * select(weights, mask).detach()
-    with torch.no_grad():
-        clip_fraction = masked_mean((clipped != ratio).to(ratio.dtype), mask)
-        approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
-    return PolicyLoss(aggregate(per_token, mask, aggregation, denominator), clip_fraction, approx_kl)
+    loss = aggregate(per_token, mask, aggregation, denominator)
+    return PolicyLoss(loss, *_policy_metrics(clipped != ratio, new, old, mask))
 
 
 def value_loss(

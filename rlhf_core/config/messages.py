@@ -337,7 +337,8 @@ def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     name = dotted(path)
     if name in RENAMED:
         return f"{name}: has another name in this version; write {RENAMED[name]}"
-    owner = f" for a reward of type {variant}" if variant else ""
+    kind = "loss" if path[:2] == ("ppo", "loss") else "reward"
+    owner = f" for a {kind} of type {variant}" if variant else ""
     return f"{name}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"
 
 

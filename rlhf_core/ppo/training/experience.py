@@ -192,12 +192,7 @@ def own_advantages_of(ppo: PPOConfig, code: bytes | None = None) -> OwnAdvantage
     function = load_user_function(ppo.advantages, "ppo.advantages", code)
 
     def advantages(inputs: AdvantageInputs) -> tuple[torch.Tensor, dict[str, float]]:
-        result = function(inputs)
-        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-            raise InputError(
-                f"ppo.advantages: {name} must return advantages and a dict of metrics; got {result!r:.80}"
-            )
-        values, metrics = result
+        values, metrics = with_metrics(function(inputs), f"ppo.advantages: {name} must return advantages")
         if not isinstance(values, torch.Tensor) or values.shape != inputs.scores_B.shape:
             raise InputError(
                 f"ppo.advantages: {name} must return a tensor ({len(inputs.scores_B)},); got {values!r:.80}"
@@ -207,6 +202,18 @@ def own_advantages_of(ppo: PPOConfig, code: bytes | None = None) -> OwnAdvantage
         return values.detach().float(), {each: float(number) for each, number in metrics.items()}
 
     return advantages
+
+
+def with_metrics(result: Any, rule: str) -> tuple[Any, Mapping[str, Any]]:
+    """Return what a user's function returned, if this is a value and a dict of metrics.
+
+    Raises:
+        InputError: It is something else. `rule` is the beginning of the message.
+    """
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise InputError(f"{rule} and a dict of metrics; got {result!r:.80}")
+    value, metrics = result
+    return value, metrics
 
 
 def load_user_function(section: UserFunction, field: str, code: bytes | None) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.errors import InputError
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, to_device
 from rlhf_core.ppo.training.batch import FloatArray
-from rlhf_core.ppo.training.experience import load_user_function, padded
+from rlhf_core.ppo.training.experience import load_user_function, padded, with_metrics
 
 
 def _nothing() -> FloatArray:
@@ -171,10 +171,7 @@ def _checked(function: Callable[[LossInputs], Any], name: str) -> Loss:
     """Return the user's loss, whose results are checked. Its metrics get names of their own."""
 
     def loss(inputs: LossInputs) -> LossResult:
-        result = function(inputs)
-        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-            raise InputError(f"ppo.loss: {name} must return a loss and a dict of metrics; got {result!r:.80}")
-        value, metrics = result
+        value, metrics = with_metrics(function(inputs), f"ppo.loss: {name} must return a loss")
         if not isinstance(value, torch.Tensor) or value.shape != () or not value.requires_grad:
             raise InputError(f"ppo.loss: {name} must return a scalar with gradient; got {value!r:.80}")
         numbers = {each: torch.as_tensor(number).to(value) for each, number in metrics.items()}

@@ -386,7 +386,7 @@ RANGES = (
     ("data", "{eval_fraction: 1}", "data.eval_fraction: must be from 0.001 to 0.9", "use at most 0.9"),
     ("data", "{min_rows: 1000000000}", "data.min_rows", "use at most 100000000"),
     ("run", "{resources: {nodes: 1}}", "run.resources.nodes: unknown key",
-        "did you mean run.resources.default.nodes?"),
+        "did you mean run.resources.default.nodes or "),
     ("ppo", "{engine: {count: 10000}}", "ppo.engine.count: must be from 1 to 1024", "a copy of the policy"),
     ("ppo", "{weight_sync: {bucket_mib: 1000000000}}", "ppo.weight_sync.bucket_mib", "use at most 16384"),
     ("ppo", "{lora: {r: 1000000000}}", "ppo.lora.r", "use at most 8192"),
