@@ -335,21 +335,12 @@ def _judge_pairs(
 ) -> _JudgedPairs:
     """Compare the answers by the judge of the candidate's evaluation, and by the champion's reward model."""
     code = code_digests(config.ppo.rewards, context.sources)
-    pad_id = load_decoder(context.inputs["data"]).pad
+    scorer = scoring.ResponseScorer(config, load_decoder(context.inputs["data"]).pad, device, context)
 
     def score(measure: str, reward: Path | None) -> list[float]:
         # In one call, so that batch normalisation treats both models' responses alike.
         samples = [ours for ours, _ in pairs] + [theirs for _, theirs in pairs]
-        return scoring.score(
-            measure,
-            config,
-            reward,
-            samples,
-            pad_id=pad_id,
-            device=device,
-            reward_code=code,
-            context=context,
-        )
+        return scorer.score(measure, reward, samples, code)
 
     stage = scoring.MODEL_STAGES.get(judge)
     own_model = None if stage is None else context.inputs[stage] / "model"

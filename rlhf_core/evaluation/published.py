@@ -26,7 +26,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.rank_scoring import evaluation_session
-from rlhf_core.evaluation.scoring import logprobs
+from rlhf_core.evaluation.scoring import ResponseScorer
 from rlhf_core.ppo.training.batch import FloatArray
 from rlhf_core.types import PromptAndResponse, StageContext
 
@@ -88,12 +88,10 @@ def measure_published(
             " policy; check the reward, or raise ppo.kl.coef"
         )
     sequences = [trained.sequences[row] for row in rows]
-    temperature = config.ppo.temperature
+    scorer = ResponseScorer(config, pad_id, device, context)
 
     def logprobs_of(files: PolicyFiles, dtype: str) -> list[Tensor]:
-        return logprobs(
-            config, files, sequences, temperature, pad_id=pad_id, device=device, dtype=dtype, context=context
-        )
+        return scorer.logprobs(files, sequences, config.ppo.temperature, dtype)
 
     dtype: str = config.ppo.policy_deepspeed.dtype
     in_process = [torch.from_numpy(trained.logprobs[row]) for row in rows]

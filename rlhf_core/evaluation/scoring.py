@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,37 +147,6 @@ def policy_trained_on(config: PipelineConfig, policy: PolicyStage, measure: str)
     return (trained_on if policy == "ppo" else dpo_trained_on)(config, measure)
 
 
-def score(
-    measure: str,
-    config: PipelineConfig,
-    reward: Path | None,
-    samples: Sequence[RewardInput],
-    *,
-    pad_id: int,
-    device: str,
-    reward_code: Mapping[str, str] | None = None,
-    context: StageContext | None = None,
-) -> list[float]:
-    """Return the (n,) values of one measure.
-
-    Args:
-        measure: A result of `choose_measure`.
-        config: Configuration of the run.
-        reward: Folder of the reward model or of the judge, if it is the measure.
-        samples: (n,) prompts and responses.
-        pad_id: Padding token.
-        device: Device of the reward model.
-        reward_code: Digests of the code of Python rewards, as in `RewardComposer`.
-        context: Context of the stage, for ranks in other processes; None outside a stage.
-    """
-    if measure == "gold":
-        return score_gold(samples)
-    if measure == "rules":
-        return list(score_rules(config, rule_sources(config), samples, reward_code).total)
-    assert reward is not None
-    return score_reward_model(config, reward, samples, pad_id=pad_id, device=device, context=context)
-
-
 def score_rules(
     config: PipelineConfig,
     sources: tuple[AnyReward, ...],
@@ -217,160 +187,146 @@ def score_gold(samples: Sequence[RewardInput]) -> list[float]:
     return [gold(sample) for sample in samples]
 
 
-def score_reward_model(
-    config: PipelineConfig,
-    folder: Path,
-    samples: Sequence[RewardInput],
-    *,
-    pad_id: int,
-    device: str,
-    context: StageContext | None = None,
-) -> list[float]:
-    """Return the (n,) scores of a reward model, normalised by the statistics in its folder. An ensemble has
-    one model in memory at a time, and its scores are combined as its folder specifies.
+@dataclass(frozen=True)
+class ResponseScorer:
+    """Scores responses with models."""
 
-    Args:
-        config: Configuration of the run.
-        folder: Folder of the reward model.
-        samples: (n,) prompts and responses.
-        pad_id: Padding token.
-        device: Device of the reward model.
-        context: Context of the stage, for ranks in other processes; None outside a stage.
-    """
-    from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
+    config: PipelineConfig
+    pad_id: int
+    """Padding token."""
+    device: str
+    """Device of the models: "cpu" or "cuda"."""
+    context: StageContext | None = None
+    """Context of the stage, for ranks in other processes; None outside a stage."""
 
-    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-    by_member = []
-    for member in member_folders(folder):
-        scores = _score_member(config, member, pairs, pad_id=pad_id, device=device, context=context)
-        by_member.append(scores)
-    return combined(load_ensemble(folder), by_member)
+    def score(
+        self,
+        measure: str,
+        reward: Path | None,
+        samples: Sequence[RewardInput],
+        reward_code: Mapping[str, str] | None = None,
+    ) -> list[float]:
+        """Return the (n,) values of one measure.
 
+        Args:
+            measure: A result of `choose_measure`.
+            reward: Folder of the reward model or of the judge, if it is the measure.
+            samples: (n,) prompts and responses.
+            reward_code: Digests of the code of Python rewards, as in `RewardComposer`.
+        """
+        if measure == "gold":
+            return score_gold(samples)
+        if measure == "rules":
+            return list(score_rules(self.config, rule_sources(self.config), samples, reward_code).total)
+        assert reward is not None
+        return self.reward_model(reward, samples)
 
-def _score_member(
-    config: PipelineConfig,
-    folder: Path,
-    pairs: Sequence[PromptAndResponse],
-    *,
-    pad_id: int,
-    device: str,
-    context: StageContext | None,
-) -> list[float]:
-    """Return the scores of one reward model, computed by ranks or in this process."""
-    from rlhf_core.models.score import load_score_model
-    from rlhf_core.models.scoring import sequence_scores, single_process_batches
+    def reward_model(self, folder: Path, samples: Sequence[RewardInput]) -> list[float]:
+        """Return the (n,) scores of the reward model in `folder`, normalised by its statistics. An ensemble
+        has one model in memory at a time, and its scores are combined as its folder specifies.
+        """
+        from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
 
-    if needs_actors(config.evaluate.ranks):
-        found: list[float] = on_ranks(scores_of_rank, config, device, context, folder, pairs, pad_id)
-        return found
-    heartbeat("load the reward model", config.run.timeouts.start)
-    model = load_score_model(
-        folder,
-        dtype=config.reward.deepspeed.dtype,
-        attention=config.model.attention,
-        device=device,
-        pack=config.reward.pack,
-    ).eval()
-    batches = single_process_batches(model, pairs, config.ppo.micro_batch_tokens, pad_id)
-    scores = sequence_scores(model, model.statistics, batches)
-    del model
-    _free(device)
-    return scores
+        pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+        by_member = [self._member(member, pairs) for member in member_folders(folder)]
+        return combined(load_ensemble(folder), by_member)
 
+    def _member(self, folder: Path, pairs: Sequence[PromptAndResponse]) -> list[float]:
+        """Return the scores of one reward model, computed by ranks or in this process."""
+        from rlhf_core.models.score import load_score_model
+        from rlhf_core.models.scoring import sequence_scores, single_process_batches
 
-def policy_kl(
-    config: PipelineConfig,
-    policy: PolicyFiles,
-    reference: Path,
-    samples: Sequence[RewardInput],
-    *,
-    pad_id: int,
-    device: str,
-    context: StageContext | None = None,
-) -> list[float]:
-    """Return the (n,) log-ratios of policy and reference, summed over the tokens of each response.
-
-    Their mean over samples of the policy estimates KL(policy || reference) at the evaluation temperature, in
-    nats per response.
-
-    Args:
-        config: Configuration of the run.
-        policy: Files of the policy.
-        reference: Model folder of the SFT model.
-        samples: (n,) responses that the policy sampled.
-        pad_id: Padding token.
-        device: Device of both models.
-        context: Context of the stage, for ranks in other processes; None outside a stage.
-
-    Raises:
-        NonFiniteError: A log-ratio is NaN or infinite. The message has its prompt.
-    """
-    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-    temperature = config.evaluation_temperature
-
-    def logprobs_of(files: PolicyFiles) -> list[Tensor]:
-        return logprobs(config, files, pairs, temperature, pad_id=pad_id, device=device, context=context)
-
-    new_logprobs, ref_logprobs = logprobs_of(policy), logprobs_of(PolicyFiles(reference))
-    values = [float((new - ref).double().sum()) for new, ref in zip(new_logprobs, ref_logprobs, strict=True)]
-    for value, sample in zip(values, samples, strict=True):
-        if not math.isfinite(value):
-            raise NonFiniteError(
-                f"the log-ratio of policy and SFT model for prompt {sample.prompt_id} is {value}, but must be"
-                " finite"
+        config = self.config
+        if needs_actors(config.evaluate.ranks):
+            found: list[float] = on_ranks(
+                scores_of_rank, config, self.device, self.context, folder, pairs, self.pad_id
             )
-    return values
+            return found
+        heartbeat("load the reward model", config.run.timeouts.start)
+        model = load_score_model(
+            folder,
+            dtype=config.reward.deepspeed.dtype,
+            attention=config.model.attention,
+            device=self.device,
+            pack=config.reward.pack,
+        ).eval()
+        batches = single_process_batches(model, pairs, config.ppo.micro_batch_tokens, self.pad_id)
+        scores = sequence_scores(model, model.statistics, batches)
+        del model
+        _free(self.device)
+        return scores
 
+    def policy_kl(self, policy: PolicyFiles, reference: Path, samples: Sequence[RewardInput]) -> list[float]:
+        """Return the (n,) log-ratios of policy and reference, summed over the tokens of each response.
 
-def logprobs(
-    config: PipelineConfig,
-    files: PolicyFiles,
-    pairs: Sequence[PromptAndResponse],
-    temperature: float,
-    *,
-    pad_id: int,
-    device: str,
-    dtype: str | None = None,
-    context: StageContext | None = None,
-) -> list[Tensor]:
-    """Return the log-probabilities of each response's tokens, (T,) each.
+        Their mean over samples of the policy estimates KL(policy || reference) at the evaluation temperature,
+        in nats per response.
 
-    Args:
-        config: Configuration of the run.
-        files: Files of the model.
-        pairs: Tokens of prompts and responses.
-        temperature: Sampling temperature that the logits are divided by.
-        pad_id: Padding token.
-        device: Device of the model.
-        dtype: Precision of the model. None is the precision of the policy's training.
-        context: Context of the stage, for ranks in other processes; None outside a stage.
-    """
-    from rlhf_core.models.adapters import load_adapter
-    from rlhf_core.models.policy import load_policy
-    from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
+        Args:
+            policy: Files of the policy.
+            reference: Model folder of the SFT model.
+            samples: (n,) responses that the policy sampled.
 
-    dtype = dtype or config.ppo.policy_deepspeed.dtype
-    if needs_actors(config.evaluate.ranks):
-        found: list[Tensor] = on_ranks(
-            logprobs_of_rank, config, device, context, files, pairs, temperature, pad_id, dtype
+        Raises:
+            NonFiniteError: A log-ratio is NaN or infinite. The message has its prompt.
+        """
+        pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+        temperature = self.config.evaluation_temperature
+        new_logprobs = self.logprobs(policy, pairs, temperature)
+        ref_logprobs = self.logprobs(PolicyFiles(reference), pairs, temperature)
+        values: list[float] = []
+        for new, ref, sample in zip(new_logprobs, ref_logprobs, samples, strict=True):
+            values.append(float((new - ref).double().sum()))
+            if not math.isfinite(values[-1]):
+                raise NonFiniteError(
+                    f"the log-ratio of policy and SFT model for prompt {sample.prompt_id} is {values[-1]},"
+                    " but must be finite"
+                )
+        return values
+
+    def logprobs(
+        self,
+        files: PolicyFiles,
+        pairs: Sequence[PromptAndResponse],
+        temperature: float,
+        dtype: str | None = None,
+    ) -> list[Tensor]:
+        """Return the log-probabilities of each response's tokens, (T,) each.
+
+        Args:
+            files: Files of the model.
+            pairs: Tokens of prompts and responses.
+            temperature: Sampling temperature that the logits are divided by.
+            dtype: Precision of the model. None is the precision of the policy's training.
+        """
+        from rlhf_core.models.adapters import load_adapter
+        from rlhf_core.models.policy import load_policy
+        from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
+
+        config = self.config
+        dtype = dtype or config.ppo.policy_deepspeed.dtype
+        if needs_actors(config.evaluate.ranks):
+            found: list[Tensor] = on_ranks(
+                logprobs_of_rank, config, self.device, self.context,
+                files, pairs, temperature, self.pad_id, dtype,
+            )  # fmt: skip
+            return found
+        heartbeat("load a policy", config.run.timeouts.start)
+        model = load_policy(
+            files.model,
+            dtype=dtype,
+            attention=config.model.attention,
+            device=self.device,
+            pack=config.ppo.pack,
+            head_dtype=config.model.head_dtype,
         )
-        return found
-    heartbeat("load a policy", config.run.timeouts.start)
-    model = load_policy(
-        files.model,
-        dtype=dtype,
-        attention=config.model.attention,
-        device=device,
-        pack=config.ppo.pack,
-        head_dtype=config.model.head_dtype,
-    )
-    if files.adapter is not None:
-        load_adapter(model, files.adapter)
-    batches = single_process_batches(model.eval(), pairs, config.ppo.micro_batch_tokens, pad_id)
-    values, _ = sequence_logprobs(model, batches, temperature)
-    del model
-    _free(device)
-    return values
+        if files.adapter is not None:
+            load_adapter(model, files.adapter)
+        batches = single_process_batches(model.eval(), pairs, config.ppo.micro_batch_tokens, self.pad_id)
+        values, _ = sequence_logprobs(model, batches, temperature)
+        del model
+        _free(self.device)
+        return values
 
 
 def _free(device: str) -> None:

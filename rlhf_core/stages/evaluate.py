@@ -91,9 +91,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     interval = Intervals(config, prompts, pairs, *regression_sets.values())
     stage = scoring.MODEL_STAGES.get(judge)
     judge_model = None if stage is None else context.inputs[stage] / "model"
-    score = partial(
-        scoring.score, judge, config, judge_model, pad_id=decoder.pad, device=device, context=context
-    )
+    scorer = scoring.ResponseScorer(config, decoder.pad, device, context)
+    score = partial(scorer.score, judge, judge_model)
     with evaluation_session(config, device, context):
         # First: a judge that is refused costs no samples. PPO has measured its rewards before.
         agreement = {} if policy == "ppo" else check_language_model_rewards(config, context, "evaluate")
@@ -104,10 +103,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             config, models, decoder.response, sets, device=device, context=context, answers=count
         )
         responses = {model: by_set[_HELD_OUT] for model, by_set in by_model.items()}
-        measured = _measure(
-            config, context, policies, responses, sources,
-            gold_known=gold_known, pad_id=decoder.pad, device=device,
-        )  # fmt: skip
+        measured = _measure(config, context, policies, responses, sources, scorer, gold_known=gold_known)
         to_pairs = {model: [*by_set[_HELD_OUT], *by_set[_CHOSEN]] for model, by_set in by_model.items()}
         regression = compare_on_sets(config, by_model, "sft", context.sources, interval)
         prefer = by_score(score) if language_model is None else language_model.prefer
@@ -217,10 +213,9 @@ def _measure(
     policies: Mapping[str, PolicyFiles],
     responses: Mapping[str, list[RewardInput]],
     prompt_sources: list[str],
+    scorer: scoring.ResponseScorer,
     *,
     gold_known: bool,
-    pad_id: int,
-    device: str,
 ) -> Measured:
     """Score all responses with every measure.
 
@@ -253,11 +248,7 @@ def _measure(
         measures["gold"] = by_model(scoring.score_gold(all_responses))
         report()
     for name, stage in models.items():
-        folder = context.inputs[stage] / "model"
-        scores = scoring.score_reward_model(
-            config, folder, all_responses, pad_id=pad_id, device=device, context=context
-        )
-        measures[name] = by_model(scores)
+        measures[name] = by_model(scorer.reward_model(context.inputs[stage] / "model", all_responses))
         report()
     if sources:
         batch = scoring.score_rules(
@@ -272,14 +263,6 @@ def _measure(
     reference = context.inputs["sft"] / "model"
     kl: ByModel = {}
     for name, files in policies.items():
-        kl[name] = scoring.policy_kl(
-            config,
-            files,
-            reference,
-            responses[name],
-            pad_id=pad_id,
-            device=device,
-            context=context,
-        )
+        kl[name] = scorer.policy_kl(files, reference, responses[name])
         report()
     return Measured(measures, rules, kl, prompt_sources)

@@ -107,7 +107,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         elif by_people:
             scores = [math.nan] * total
         else:
-            scores = _scores(config, context, samples, pad_id=decoder.pad, device=device)
+            scorer = scoring.ResponseScorer(config, decoder.pad, device, context)
+            scores = _scores(config, context, samples, scorer)
     answers = [ScoredAnswer(sample, score, by_people) for sample, score in zip(samples, scores, strict=True)]
     groups = [answers[start : start + settings.answers] for start in range(0, total, settings.answers)]
     best, pairs = ([], []) if by_people else select(groups, settings.min_score)
@@ -169,23 +170,15 @@ def _scores(
     config: PipelineConfig,
     context: StageContext,
     samples: Sequence[RewardInput],
-    *,
-    pad_id: int,
-    device: str,
+    scorer: scoring.ResponseScorer,
 ) -> list[float]:
     """Return the (n,) scores of the answers by rewards or by the second reward model."""
     assert config.sample is not None
     if config.sample.judge == "judge_model":
-        judge = context.inputs["judge"] / "model"
-        return scoring.score_reward_model(
-            config, judge, samples, pad_id=pad_id, device=device, context=context
-        )
+        return scorer.reward_model(context.inputs["judge"] / "model", samples)
     model_scores = None
     if config.ppo.uses_reward_model:
-        reward = context.inputs["reward"] / "model"
-        model_scores = scoring.score_reward_model(
-            config, reward, samples, pad_id=pad_id, device=device, context=context
-        )
+        model_scores = scorer.reward_model(context.inputs["reward"] / "model", samples)
     code = code_digests(config.ppo.rewards, context.sources)
     return scoring.score_as_ppo(config, samples, model_scores, code)
 

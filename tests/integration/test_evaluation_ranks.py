@@ -18,7 +18,7 @@ from rlhf_core.cluster.ranks import ray_session
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.evaluation.generate import responses_of
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.evaluation.scoring import logprobs, score_reward_model
+from rlhf_core.evaluation.scoring import ResponseScorer
 from rlhf_core.models.score import load_score_model
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.testing import RecordingProgress, stage_context
@@ -59,15 +59,15 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_two_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
     files = PolicyFiles(save_tiny_llama(tmp_path / "policy"))
     one, two = config_of(3), config_of(3, ranks=2)
-    wanted = logprobs(one, files, PAIRS, 0.7, pad_id=0, device="cpu")
-    found = logprobs(two, files, PAIRS, 0.7, pad_id=0, device="cpu")
+    wanted = ResponseScorer(one, 0, "cpu").logprobs(files, PAIRS, 0.7)
+    found = ResponseScorer(two, 0, "cpu").logprobs(files, PAIRS, 0.7)
     assert [len(row) for row in found] == [len(response) for _, response in PAIRS]
     torch.testing.assert_close(torch.cat(found), torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
     load_score_model(files.model, dtype="float32", attention="sdpa", device="cpu").save(tmp_path / "reward")
     samples = [RewardInput("p", "", "", *pair, True, {}) for pair in PAIRS]
     scores = [
-        score_reward_model(config, tmp_path / "reward", samples, pad_id=0, device="cpu")
+        ResponseScorer(config, 0, "cpu").reward_model(tmp_path / "reward", samples)
         for config in (config_of(0), config_of(0, ranks=2))
     ]
     assert scores[1] == pytest.approx(scores[0], rel=1e-5, abs=1e-5) and len(set(scores[0])) > 1

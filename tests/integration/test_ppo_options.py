@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from rlhf_core.config.training import EnsembleConfig
-from rlhf_core.evaluation.scoring import score_reward_model
+from rlhf_core.evaluation.scoring import ResponseScorer
 from rlhf_core.models.ensemble import member_folder, member_folders, save_ensemble
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.types import PromptExample, RewardInput
@@ -176,7 +176,7 @@ def test_an_ensemble_scores_as_in_the_evaluation(
     samples = [RewardInput("", "", "", r.prompt_ids, r.response_ids, r.finished) for r in rollouts]
 
     def scored(part: Path) -> list[float]:
-        return score_reward_model(config, part, samples, pad_id=0, device="cpu")
+        return ResponseScorer(config, 0, "cpu").reward_model(part, samples)
 
     # Of a folder without `ensemble.json`, the first member alone.
     alone = [scored(part) for part in member_folders(folder)[1:]]

@@ -27,7 +27,7 @@ from rlhf_core.errors import GateFailed, ModelError
 from rlhf_core.evaluation import published
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.published import TrainedPolicy, measure_published
-from rlhf_core.evaluation.scoring import logprobs
+from rlhf_core.evaluation.scoring import ResponseScorer
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, merged, save_adapter
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
@@ -114,7 +114,7 @@ def as_trained_in_float32(config: PipelineConfig, artifacts: Any) -> TrainedPoli
     """Return the log-probabilities that base model and adapter have in float32."""
     ppo, sft, trained = artifacts
     files = PolicyFiles(sft / "model", ppo / "adapter")
-    exact = logprobs(config, files, trained.sequences, 1.0, pad_id=0, device="cpu")
+    exact = ResponseScorer(config, 0, "cpu").logprobs(files, trained.sequences, 1.0)
     return TrainedPolicy(trained.sequences, [values.numpy() for values in exact])
 
 
@@ -131,10 +131,9 @@ def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(arti
     ppo, sft, trained = artifacts
     assert json.loads((ppo / "policy" / "config.json").read_text())["dtype"] == "float32"
     exact = policy_files(config_of().ppo, ppo, lambda: sft)
-    settings: Any = {"temperature": 1.0, "pad_id": 0, "device": "cpu"}
+    scorer = ResponseScorer(config_of("float32"), 0, "cpu")
     merge, apart = (
-        logprobs(config_of("float32"), files, trained.sequences, **settings)
-        for files in (PolicyFiles(ppo / "policy"), exact)
+        scorer.logprobs(files, trained.sequences, 1.0) for files in (PolicyFiles(ppo / "policy"), exact)
     )
     assert published.mean_gap(merge, apart) < 1e-6
 

@@ -19,7 +19,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.generate import sample_responses
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.evaluation.scoring import judge_digests, policy_kl, score
+from rlhf_core.evaluation.scoring import ResponseScorer, judge_digests
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
 from rlhf_core.types import PromptExample, RewardInput
 from tests.support.tiny_llama import save_tiny_llama
@@ -48,7 +48,7 @@ def test_kl_is_the_sum_of_log_ratios_at_the_evaluation_temperature(
 
     policy, sft = map(AutoModelForCausalLM.from_pretrained, folders)
     wanted = [logprob(policy, *pair) - logprob(sft, *pair) for pair in pairs]
-    found = policy_kl(CONFIG, PolicyFiles(folders[0]), folders[1], samples, pad_id=0, device="cpu")
+    found = ResponseScorer(CONFIG, 0, "cpu").policy_kl(PolicyFiles(folders[0]), folders[1], samples)
     assert found == pytest.approx(wanted, rel=1e-4)
 
 
@@ -104,7 +104,7 @@ def test_digest_of_rules_covers_code_and_result_settings(tmp_path: Path) -> None
 
 def test_rules_with_changed_code_are_refused(tmp_path: Path) -> None:
     samples = [RewardInput("p", "", "", (1,), (2,), True, {})]
-    settings: dict[str, Any] = {"pad_id": 0, "device": "cpu"}
-    assert score("rules", with_rule(tmp_path), None, samples, **settings) == [1.0]
+    scorer = ResponseScorer(with_rule(tmp_path), 0, "cpu")
+    assert scorer.score("rules", None, samples) == [1.0]
     with pytest.raises(InputError, match="has changed since this run began"):
-        score("rules", with_rule(tmp_path), None, samples, reward_code={"rule": "0" * 64}, **settings)
+        scorer.score("rules", None, samples, {"rule": "0" * 64})

@@ -21,7 +21,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import EnsembleConfig
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.evaluation.scoring import score_reward_model
+from rlhf_core.evaluation.scoring import ResponseScorer
 from rlhf_core.models.ensemble import (
     combined,
     deviations,
@@ -139,7 +139,7 @@ def test_evaluation_and_service_return_the_combined_score(tmp_path: Path) -> Non
 
     config = config_from_tree({"run": {"device": "cpu"}}, "test")
     samples = [RewardInput("p", "", "", *pair, True, {}) for pair in pairs]
-    found = score_reward_model(config, folder, samples, pad_id=int(tokenizer.pad_token_id), device="cpu")
+    found = ResponseScorer(config, int(tokenizer.pad_token_id), "cpu").reward_model(folder, samples)
     assert found == pytest.approx(wanted, abs=1e-6)
     assert Scorer(folder).scores(pairs) == pytest.approx(wanted, abs=1e-6)
     assert config.reward.members == 1
