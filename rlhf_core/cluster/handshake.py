@@ -22,6 +22,7 @@ from rlhf_core.cluster.disk_space import space_of, space_problem
 from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, fetch, ready
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.pipeline import uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_cluster_memory, check_gpu_counts
@@ -30,7 +31,7 @@ from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import sources_digest, versions
 from rlhf_core.system.home import home_problem
-from rlhf_core.system.machine import machine, uses_gpu
+from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
 
 log = logging.getLogger(__name__)

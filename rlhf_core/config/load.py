@@ -22,13 +22,13 @@ from pydantic import ValidationError
 from rlhf_core.config.base import divisors_near
 from rlhf_core.config.data import SETS
 from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
-from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig, uses_gpu
 from rlhf_core.config.ppo import MINIBATCH, WITHOUT_GROUPS
 from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
 from rlhf_core.config.training import adapter_rate
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
-from rlhf_core.system.machine import machine, uses_gpu
+from rlhf_core.system.machine import machine
 
 _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")
 """Names of GPUs without bfloat16."""

@@ -34,7 +34,7 @@ from rlhf_core.config.sample import SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
-from rlhf_core.system.machine import uses_gpu
+from rlhf_core.system.machine import machine
 
 _RANK_VARIABLES = (
     "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD",
@@ -528,6 +528,11 @@ class PipelineConfig(Section):
                 f"ppo.weight_sync.backend={backend} needs GPUs; use auto or gloo with run.device=cpu"
             )
         return self
+
+
+def uses_gpu(device: str) -> bool:
+    """Return whether `auto`, `cpu` or `cuda` uses the GPUs of this machine."""
+    return device == "cuda" or (device == "auto" and machine().visible_gpus() > 0)
 
 
 def runs_on_gpu(config: PipelineConfig) -> bool:

@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 
+from rlhf_core.config.pipeline import uses_gpu
 from rlhf_core.config.training import Packing
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.allocator import keep_freed_memory
-from rlhf_core.system.machine import machine, uses_gpu
+from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
 

@@ -200,8 +200,3 @@ def machine() -> Machine:
     run are always those of this machine.
     """
     return MACHINE.get(_THIS)
-
-
-def uses_gpu(device: str) -> bool:
-    """Return whether `auto`, `cpu` or `cuda` uses the GPUs of this machine."""
-    return device == "cuda" or (device == "auto" and machine().visible_gpus() > 0)
