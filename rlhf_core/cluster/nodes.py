@@ -323,8 +323,6 @@ class ClusterNodes:
         # Hosts that share `run.home` need not share other folders.
         all_hosts = self._hosts if is_users else self._with_files()
         hosts = [host for host in all_hosts if places.isdisjoint(host.inputs)]
-        if not is_users and self._has_processes:
-            self.output.fetch(folder, self._digests.of(folder))
         if not hosts:
             return
         heartbeat("compare files with other hosts" if is_users else "copy files to other hosts", math.inf)
@@ -339,13 +337,14 @@ class ClusterNodes:
         lacking = [[each for each in needed if files.get(each.path) != each.sha256] for files in there]
         self.output.send(folder, merged(*lacking))
         source = self.output.key_of(folder)
-        self._wait(
-            [
-                host.call(NodeAgent.fetch_files, source, files, folder)
-                for host, files in zip(hosts, lacking, strict=True)
-                if files
-            ]
-        )
+        calls = [
+            host.call(NodeAgent.fetch_files, source, files, folder)
+            for host, files in zip(hosts, lacking, strict=True)
+            if files
+        ]
+        if self._has_processes:
+            self.output.fetch(folder, own)
+        self._wait(calls)
 
     def _with_files(self) -> list[Host]:
         """Return the hosts that have files of their own."""
