@@ -68,7 +68,7 @@ def check_first_round(path: str, overrides: Sequence[str], until: EndOfRound = "
     from rlhf_core.errors import checking
     from rlhf_core.ops.rounds.rounds import round_overrides
     from rlhf_core.run.checks import load_and_check, remember_check
-    from rlhf_core.run.kept_versions import resolve_kept
+    from rlhf_core.run.references import resolve_kept
 
     config = load_config(path, overrides)
     with checking(path):

@@ -26,7 +26,7 @@ from rlhf_cli.server_addresses import external_mlflow_uri, external_prefect_url,
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.executors.environment import past_proxies
-from rlhf_core.run.status import describe_runs
+from rlhf_core.run.state import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module, python_program

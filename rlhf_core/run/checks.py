@@ -17,7 +17,7 @@ from rlhf_core.executors.check import check_executors
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.preflight import Part, check
-from rlhf_core.run.kept_versions import KeptVersions, resolve_kept
+from rlhf_core.run.references import KeptVersions, resolve_kept
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
 

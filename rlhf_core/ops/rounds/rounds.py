@@ -27,7 +27,7 @@ from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.ops.api import run_pipeline
 from rlhf_core.ops.parameters import EndOfRound
 from rlhf_core.ops.rounds.round_votes import rows_of_votes
-from rlhf_core.run.kept_versions import resolve_kept
+from rlhf_core.run.references import resolve_kept
 
 if TYPE_CHECKING:
     from rich.table import Table
