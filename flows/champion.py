@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flows.notify import notify, notify_failure
 from rlhf_core.run.registered_policies import open_registry
-from rlhf_core.tracking import champions
+from rlhf_core.tracking import champion_log, champions
 
 ModelName = Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]
 Version = Annotated[str, Field(pattern=r"^[1-9]\d*$")]
@@ -68,14 +68,14 @@ def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rl
     return version
 
 
-def _is_asked_again(move: champions.Move, action: champions.Action, reason: str) -> bool:
+def _is_asked_again(move: champion_log.Move, action: champion_log.Action, reason: str) -> bool:
     """Return whether a restarted flow run asked for this move. Then it may have been killed between the move
     and the notification.
     """
     return runtime.flow_run.run_count > 1 and (move.action, move.reason) == (action, reason)
 
 
-def publish_history(model: str, moves: list[champions.Move]) -> None:
+def publish_history(model: str, moves: list[champion_log.Move]) -> None:
     """Show the history of champions as a table of the flow run."""
     rows: list[dict[str, Any]] = []
     for move in reversed(moves):
@@ -83,7 +83,7 @@ def publish_history(model: str, moves: list[champions.Move]) -> None:
             {
                 "time (UTC)": f"{datetime.fromtimestamp(move.time, UTC):%Y-%m-%d %H:%M}",
                 "version": move.version or champions.NONE,
-                "action": champions.ACTION_NAMES[move.action],
+                "action": champion_log.ACTION_NAMES[move.action],
                 "previous": move.previous or "",
                 "reason": move.reason,
                 "state": move.state,

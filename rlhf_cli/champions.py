@@ -17,7 +17,7 @@ from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
-    from rlhf_core.tracking.champions import Move
+    from rlhf_core.tracking.champion_log import Move
     from rlhf_core.tracking.mlflow_client import Mlflow
 
 HUB = "hub:"
@@ -233,7 +233,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def describe(move: Move) -> str:
     """Return one line about a move, with its time in UTC."""
-    from rlhf_core.tracking.champions import ACTION_NAMES
+    from rlhf_core.tracking.champion_log import ACTION_NAMES
 
     when = _utc(move)
     state = "" if move.state == "done" else f" [{move.state}]"

@@ -11,8 +11,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.ops.drift.compare import compare_with_champion
 from rlhf_core.pipeline import LAST_STAGE, STAGES, StageName
 from rlhf_core.run.checks import CheckedConfig, check_and_prepare
-from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
+from rlhf_core.run.references import resolve_kept
 from rlhf_core.run.stage_runner import run_with_retries
 from rlhf_core.system.waiting import seconds_since_boot
 from rlhf_core.types import ArtifactRef

@@ -25,9 +25,8 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.data.sources import count_rows, pinned
 from rlhf_core.pipeline import LAST_STAGE, STAGES, StageName
 from rlhf_core.run.external_inputs import external_marks
-from rlhf_core.run.kept_versions import kept_versions
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.references import reference_marks, resolve
+from rlhf_core.run.references import kept_versions, reference_marks, resolve
 from rlhf_core.tracking.mlflow_errors import describe_failure
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef

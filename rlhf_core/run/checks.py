@@ -12,7 +12,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.errors import checking
 from rlhf_core.pipeline import LAST_STAGE, StageName
 from rlhf_core.preflight import check
-from rlhf_core.run.kept_versions import KeptVersions, resolve_kept
+from rlhf_core.run.references import KeptVersions, resolve_kept
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
 

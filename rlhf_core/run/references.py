@@ -11,26 +11,42 @@ Models are `model.path` and `reward.judge.path`.
 A reference becomes the local path of a verified copy, or for a source in a bucket its s3:// address. A job on
 other hosts fetches a model in a bucket itself (`rlhf_core.cluster.base_model`). Stage keys contain digests of
 contents and no paths, so they change with the champion, and are the same otherwise.
+
+`champion:NAME` can be another version when an interrupted run is started again. Its stages would then have
+other keys, and nothing would be reused. A file below `run.home` therefore keeps the numbers of the versions
+until the run has finished. Its name is a digest of the configuration before references were resolved.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_reference
 from rlhf_core.config.base_models import BASE_STAGES, JUDGE_PATH, MODEL_PATH, base_of, with_base_paths
 from rlhf_core.config.data import SETS
+from rlhf_core.config.keys import pipeline_key, tracking_uri
 from rlhf_core.config.redact import shown
-from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
+from rlhf_core.errors import (
+    ConfigError,
+    CorruptArtifact,
+    GateFailed,
+    InputError,
+    NonFiniteError,
+    StageHeld,
+)
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
+from rlhf_core.system.files import read_json, write_json
+from rlhf_core.system.home import Home
 from rlhf_core.tracking.champions import BASE, CHAMPION, REFERENCE, WEIGHTS
 from rlhf_core.types import ArtifactRef
 
@@ -46,6 +62,9 @@ _KEY = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[\w.-]{1,100}")
 _FORMS_OF_MODELS = "champion:NAME, registry://NAME/VERSION or artifact://STAGE/KEY/FOLDER"
 _FORMS_OF_SOURCES = "artifact://STAGE/KEY/FILE or registry://NAME/VERSION/STAGE/FILE"
+
+Command = Literal["run", "rounds"]
+"""What is continued: a run of the pipeline, or several rounds of it."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,34 @@ class Resolved:
         return tags
 
 
+@dataclass(frozen=True)
+class KeptVersions:
+    """References with the numbers of their versions, and the file that keeps them."""
+
+    file: Path = Path()
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    """References by field; only those that can stand for another version later."""
+
+    @contextmanager
+    def until_finished(self) -> Iterator[None]:
+        """Keep the versions while the body runs, and after it if it fails.
+
+        They are not kept after an error that the same configuration would end with again.
+        """
+        if not self.pinned:
+            yield
+            return
+        write_json(self.file, dict(self.pinned))
+        try:
+            yield
+        except StageHeld:
+            raise  # the process that makes the stage may belong to the same run
+        except (GateFailed, NonFiniteError, InputError):
+            self.file.unlink(missing_ok=True)
+            raise
+        self.file.unlink(missing_ok=True)
+
+
 def references_of(config: PipelineConfig) -> dict[str, str]:
     """Return the references of a configuration by their fields."""
     return {field: text for field, text in _addresses(config) if is_reference(text)}
@@ -134,6 +181,39 @@ def reference_marks(config: PipelineConfig, kept: Mapping[str, str] | None = Non
     """
     texts = references_of(config)
     return _find_each(texts, kept or {}, _Resolver(config).mark) if texts else {}
+
+
+def resolve_kept(config: PipelineConfig, command: Command = "run") -> tuple[Resolved, KeptVersions]:
+    """Resolve the references of a configuration, as in its unfinished run if there is one.
+
+    Raises the errors of `resolve`. A kept version that cannot be used any more is a warning.
+    """
+    if not references_of(config):
+        return resolve(config), KeptVersions(Path(), {})
+    kept = kept_versions(config, command)
+    resolved = resolve(config, kept=kept)
+    pinned = {each.field: each.pinned for each in resolved.references if each.pinned != each.text}
+    if pinned and kept == pinned:
+        log.info(
+            "the references are those of an unfinished run; remove %s to resolve them again",
+            _file(config, command),
+        )
+    return resolved, KeptVersions(_file(config, command), pinned)
+
+
+def kept_versions(config: PipelineConfig, command: Command = "run") -> dict[str, str]:
+    """Return the references of an unfinished run by their fields; empty if there is none."""
+    if not references_of(config):
+        return {}
+    content = read_json(_file(config, command)) or {}
+    return {name: text for name, text in content.items() if isinstance(text, str)}
+
+
+def _file(config: PipelineConfig, command: Command) -> Path:
+    # Without digests of sources: the references are not resolved yet.
+    identity = [command, pipeline_key(config, {}), references_of(config), tracking_uri(config)]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return Home.of(config.run.home).kept_versions(digest[:16])
 
 
 def _find_each(

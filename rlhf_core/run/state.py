@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.redact import scrubbed
+from rlhf_core.run.summary import duration
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import RecordedProcess
 
+_MAX_RUNS = 5
 _MAX_DIFFERENCES = 3
 _UNKNOWN = [0, 0.0, ""]
 """Process of a run that has recorded none."""
@@ -35,6 +38,22 @@ def read_state(path: Path) -> dict[str, Any] | None:
         and isinstance(run.get("decided_by", {}), dict)
     )
     return run if valid else None
+
+
+def describe_runs(home: Home) -> list[str]:
+    """Return lines about the last runs of `home`. Damaged files are skipped."""
+    files = sorted(home.run_states(), key=_changed, reverse=True)
+    lines = []
+    shown = 0
+    for file in files:
+        run = read_state(file)
+        if run is None:
+            continue
+        lines += _describe_run(file.parent.name, run)
+        shown += 1
+        if shown == _MAX_RUNS:
+            break
+    return ["pipeline runs, newest first:", *lines] if lines else ["pipeline runs: none yet"]
 
 
 def describe_unfinished(home: Home, config_path: str, key_fields: Mapping[str, Any]) -> str:
@@ -97,6 +116,37 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         else:
             changes.append(f"{name} was {old} and is {new}")
     return changes
+
+
+def _changed(file: Path) -> float:
+    """Return when a file was changed; 0 if it was deleted in the meantime."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _describe_run(name: str, run: dict[str, Any]) -> list[str]:
+    state, stage = run["state"], run.get("making")
+    # A killed process could not write its end. On another host its state is unknown (None).
+    if state == "running" and is_unfinished(run):
+        state = "killed; the same command continues it"
+    finished = []
+    for stage_name, record in run["stages"].items():
+        finished.append(f"{stage_name} {'reused' if record.get('reused') else duration(record['seconds'])}")
+    # The state is written when a stage begins or ends.
+    passed = duration(max(0.0, time.time() - run["updated"]))
+    is_running = state == "running"
+    lines = [
+        f"  {name}: {state}, {'' if is_running else f'{passed} ago, '}config {run['config']}",
+        f"    finished: {', '.join(finished) or 'none'}",
+    ]
+    if stage:
+        when = f"now, for {passed}" if is_running else "was at"
+        lines.append(f"    {when}: {stage['stage']}, log {stage['log']}")
+    if run.get("error"):
+        lines.append(f"    {run['error'][:300]}")
+    return lines
 
 
 def _is_digest(value: Any) -> bool:

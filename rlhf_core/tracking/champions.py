@@ -1,36 +1,39 @@
-"""The champions of a registered model: their history, promotion by a person, and rollback.
+"""The champions of a registered model: promotion by a person, and rollback.
 
-MLflow has no transactions. Each move of the alias `champion` is therefore written in this order:
+The log (`champion_log`) decides who is champion. A change of the champion is made in this order:
 
-    1. a tag of the registered model with the whole move, state `started`
+    1. its entry in the log, which counts unless another change was made in the meantime
     2. for a rollback: the tag `rlhf.revoked` of the version that is no longer champion
     3. the alias
-    4. the tag of step 1 again, state `done`
+    4. a mark in the log that both are written
 
-After a kill between two of them, `settle` finishes the move. Every command and every registration begins with
-it. Each move has a tag of its own, so that two writers do not overwrite each other's history.
-
-Two processes can move the alias at the same time. Each writes it before it reads the history again, so at
-least one of them sees the other's move, and the last finished move is applied again (`_compare`).
+After a kill between two of them, `settle` writes what is missing. Every command and every registration begins
+with it. An alias that a person moves in MLflow is not moved back.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import random
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, InputError, RLHFError
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.tracking.champion_log import (
+    ENTRY,
+    Log,
+    Move,
+    append,
+    log_of,
+    mark_written,
+    read_log,
+    without_logs,
+)
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 from rlhf_core.tracking.mlflow_errors import describe_failure
 
@@ -56,56 +59,8 @@ REFERENCE = "rlhf.reference."
 
 MAX_REASON = 1000
 """Largest number of characters of a reason."""
-_MAX_TAG = 5000
-"""Largest number of characters of a tag of a registered model in MLflow's databases."""
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 """Number of a version."""
-_MOVE = "rlhf.champion."
-"""Prefix of the tags of the registered model that contain its moves. Microseconds since 1970 follow."""
-
-Action = Literal["crowned", "promoted", "rolled_back"]
-"""These values are in tags of registered models, so they stay as they are."""
-ACTION_NAMES: Mapping[Action, str] = {
-    "crowned": "promoted automatically",
-    "promoted": "promoted",
-    "rolled_back": "rolled back",
-}
-"""Actions as messages and tables name them."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """One change of the champion."""
-
-    time: float
-    """Seconds since 1970."""
-    action: Action
-    """`crowned`: promoted by the stage `register`; `promoted`: by a person; or `rolled_back`."""
-    version: str | None
-    """The new champion; None if there is none after it."""
-    previous: str | None
-    """The champion before; None for the first one."""
-    reason: str
-    evidence: Mapping[str, Any] | None = None
-    """The match that decided; None without one."""
-    state: Literal["started", "done", "overtaken"] = "started"
-    """`overtaken`: someone else moved the alias, or revoked or deleted the version, before this move was
-    finished. The alias was not moved.
-    """
-    digests: Mapping[str, str] | None = None
-    """For a rollback, the tags `POLICY` and `WEIGHTS` of the version that it revokes, which can be deleted.
-    None if it revoked nothing.
-    """
-    revoked: bool = False
-    """Whether a move that was overtaken revoked the version nevertheless, as earlier releases did not."""
-
-    @property
-    def key(self) -> str:
-        """Name of its tag. The names sort by time."""
-        return f"{_MOVE}{round(self.time * 1e6):020d}"
-
-
-_MOVES = TypeAdapter(Move)
 
 
 class Moved(NamedTuple):
@@ -126,8 +81,8 @@ class Revocation:
     reason: str
     digests: frozenset[str]
     """Digests of its policy and weights."""
-    tag: str
-    """The tag of a revoked version."""
+    entry: int | None = None
+    """Number of the entry of the rollback. None if the version exists, which then has the tag `REVOKED`."""
 
 
 def revocation(
@@ -144,17 +99,16 @@ def revocation(
         moves: The history of its champions.
     """
     found = [
-        Revocation(each.version, each.tags[REVOKED], _digests(each.tags), f"{REVOKED} of the version")
+        Revocation(each.version, each.tags[REVOKED], _digests(each.tags))
         for each in versions
         if REVOKED in each.tags
     ]
     existing = {each.version for each in versions}
     # Only of deleted versions. An existing one has the tag REVOKED, which a person may have removed.
     for move in moves:
-        is_revoked = move.state != "overtaken" or move.revoked
-        if is_revoked and move.digests and move.previous not in existing:
-            tag = f"{move.key} of the registered model"
-            found.append(Revocation(str(move.previous), move.reason, _digests(move.digests), tag))
+        if move.digests and move.previous not in existing:
+            digests = _digests(move.digests)
+            found.append(Revocation(str(move.previous), move.reason, digests, move.number))
     for each in found:
         if each.version == version.version or each.digests & _digests(version.tags):
             return each
@@ -163,7 +117,7 @@ def revocation(
 
 def find_revocation(mlflow: Mlflow, model: str, version: ModelVersion) -> Revocation | None:
     """Return the same as `revocation`, without reading all versions."""
-    moves = history(mlflow, model)
+    moves = read_log(mlflow, model).moves
     return revocation(version, _versions_of_rollbacks(mlflow, model, moves), moves)
 
 
@@ -200,62 +154,94 @@ def registry_errors(mlflow: Mlflow, action: str) -> Iterator[None]:
 
 
 def history(mlflow: Mlflow, model: str) -> list[Move]:
-    """Return all moves of `model`, the oldest first. Tags that cannot be read are ignored."""
-    return moves_of(mlflow.model_tags(model) or {})
+    """Return all moves of `model`, the oldest first."""
+    return list(read_log(mlflow, model).moves)
 
 
-def moves_of(tags: Mapping[str, str]) -> list[Move]:
-    """Return the moves in the tags of a registered model, as `history`."""
-    moves = []
-    for name, value in sorted(tags.items()):
-        if name.startswith(_MOVE):
-            try:
-                move = _MOVES.validate_json(value, strict=True)
-                if move.key != name:
-                    raise ValueError("another time than in its name")
-            except (ValueError, OverflowError):
-                continue  # edited by hand
-            moves.append(move)
-    return moves
-
-
-def move_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
+def move_champion(mlflow: Mlflow, model: str, move: Move, after: int) -> Move:
     """Make `move.version` champion, or nobody if it is None, in the order of the module's docstring.
 
-    Return the move as it was recorded: `done`, or `overtaken` if the alias was moved, or the version revoked
-    or deleted, in the meantime.
+    Return the move as it was recorded: `done`, or `overtaken` if another one was recorded after the entry
+    `after` of the log. It is `overtaken` as well if a person moved the alias, or revoked or deleted the
+    version, before the alias was set.
     """
-    earlier = history(mlflow, model)
-    if earlier and move.time <= earlier[-1].time:
-        # The clock of the host that made the last move is ahead. The history is ordered by time. At least 10
-        # us, because names of tags have microseconds, and a float of this size is exact to a quarter of one.
-        # Random, because another process may do the same, and one tag would replace the other.
-        move = replace(move, time=earlier[-1].time + random.uniform(1e-5, 1e-2))
-    _record(mlflow, model, move)
+    number = append(mlflow, model, after, move)
     failpoint("champion.recorded")
-    finished = _finish(mlflow, model, move)
-    settle(mlflow, model)
-    return finished
+    entries, _ = settled(mlflow, model)
+    made = next(each for each in entries.moves if each.number == number)
+    counted = [each for each in entries.moves if each.state != "overtaken"]
+    if made == counted[-1] and _champion(mlflow, model) != made.version:
+        return replace(made, state="overtaken")
+    return made
 
 
 def settle(mlflow: Mlflow, model: str) -> str | None:
-    """Finish moves that were interrupted. If the champion is revoked after them, give the alias to the last
-    champion in the history that is not, and return the version that had it.
+    """Write what the log demands to the registered model. If the champion is revoked after that, give the
+    alias to the last champion in the log that is not, and return the version that had it.
     """
-    for move in history(mlflow, model):
-        if move.state == "started":
-            _finish(mlflow, model, move)
+    return settled(mlflow, model)[1]
+
+
+def settled(mlflow: Mlflow, model: str) -> tuple[Log, str | None]:
+    """Return the log, all of whose moves are written to the registered model, and the result of `settle`."""
+    entries = read_log(mlflow, model)
+    written, lost, has_set = entries.written, None, False
+    while True:
+        moves = [move for move in entries.moves if move.number > written and move.state != "overtaken"]
+        if moves:
+            has_set = _write(mlflow, model, moves, has_set) or has_set
+        lost = _replace_revoked(mlflow, model, entries) or lost
+        if not moves and lost is None:
+            return entries, None
+        now = read_log(mlflow, model)
+        if now.last == entries.last:
+            break
+        # Another process may have written a later move before this one set the alias.
+        entries, has_set = now, has_set or lost is not None
+    if moves:
+        mark_written(mlflow, model, entries.last)
+        failpoint("champion.done")
+    # Not read again: a move that was recorded after this is not written yet.
+    done = [replace(move, state="done") if move.state == "started" else move for move in entries.moves]
+    return entries._replace(moves=done, written=entries.last), lost
+
+
+def _write(mlflow: Mlflow, model: str, moves: Sequence[Move], has_set: bool) -> bool:
+    """Write moves that may not be written yet to the registered model. Return whether the alias was set.
+
+    It is not if it is at neither end of a move, unless this process has set it before (`has_set`): then a
+    person moved it, which is respected.
+    """
+    for move in moves:
+        number = move.previous
+        if move.action == "rolled_back" and number is not None and mlflow.version(model, number) is not None:
+            mlflow.tag_version(model, number, {REVOKED: move.reason})
+            failpoint("champion.revoked")
+    target = moves[-1].version
+    ends = {number for move in moves for number in (move.version, move.previous)}
+    is_by_hand = not has_set and _champion(mlflow, model) not in ends
+    if is_by_hand or (target is not None and mlflow.version(model, target) is None):
+        return False
+    failpoint("champion.checked")
+    _set(mlflow, model, target)
+    failpoint("champion.moved")
+    return True
+
+
+def _replace_revoked(mlflow: Mlflow, model: str, entries: Log) -> str | None:
+    """If the champion is revoked, give the alias to the last one in the log that is not. Return the version
+    that had it.
+    """
     champion = mlflow.by_alias(model, CHAMPION)
     if champion is None or find_revocation(mlflow, model, champion) is None:
         return None
-    moves = history(mlflow, model)
-    if any(move.state == "started" for move in moves):
-        return settle(mlflow, model)  # another process revokes the champion now, and names the next one
-    versions = _versions_of_rollbacks(mlflow, model, moves)
+    if read_log(mlflow, model).last != entries.last:
+        return None  # another process revokes the champion now, and names the next one
+    versions = _versions_of_rollbacks(mlflow, model, entries.moves)
     target = None
-    for number in _former_champions(moves):
+    for number in _former_champions(entries.moves):
         # None is the target of a rollback to no champion.
-        if number is None or _is_usable(mlflow, model, number, versions, moves):
+        if number is None or _is_usable(mlflow, model, number, versions, entries.moves):
             target = number
             break
     _set(mlflow, model, target)
@@ -268,78 +254,16 @@ def settle(mlflow: Mlflow, model: str) -> str | None:
 
 def _former_champions(moves: Sequence[Move]) -> list[str | None]:
     """Return the champions of a history, the last one first; None for a time without one."""
-    done = [move for move in reversed(moves) if move.state == "done"]
-    return list(dict.fromkeys(number for move in done for number in (move.version, move.previous)))
+    counted = [move for move in reversed(moves) if move.state != "overtaken"]
+    return list(dict.fromkeys(number for move in counted for number in (move.version, move.previous)))
 
 
 def _is_usable(
     mlflow: Mlflow, model: str, number: str, versions: Collection[ModelVersion], moves: Iterable[Move]
 ) -> bool:
     """Return whether a version exists and may become champion. Arguments as for `revocation`."""
-    if any(each.version == number and REVOKED in each.tags for each in versions):
-        return False
     version = mlflow.version(model, number)
     return version is not None and revocation(version, versions, moves) is None
-
-
-def _finish(mlflow: Mlflow, model: str, move: Move) -> Move:
-    """Do what is left of a move, and return it as it was recorded."""
-    version = None if move.version is None else mlflow.version(model, move.version)
-    is_lost = move.version is not None and (
-        version is None or find_revocation(mlflow, model, version) is not None
-    )
-    if is_lost and _champion(mlflow, model) == move.previous:
-        # Nothing can replace the champion, which is therefore not revoked either.
-        return _close(mlflow, model, replace(move, state="overtaken", digests=None))
-    is_rollback = move.action == "rolled_back" and move.previous is not None
-    if is_rollback and mlflow.version(model, str(move.previous)) is not None:
-        mlflow.tag_version(model, str(move.previous), {REVOKED: move.reason})
-        failpoint("champion.revoked")
-    # At neither end of the move, the alias was moved by somebody else, which is respected.
-    if is_lost or _champion(mlflow, model) not in (move.previous, move.version):
-        revoked = move.action == "rolled_back"
-        return _close(mlflow, model, replace(move, state="overtaken", revoked=revoked))
-    failpoint("champion.checked")
-    _set(mlflow, model, move.version)
-    failpoint("champion.moved")
-    _compare(mlflow, model, move)
-    failpoint("champion.done")
-    # Now others see that this move is finished. Those that finished before that are seen here.
-    return _compare(mlflow, model, move)
-
-
-def _compare(mlflow: Mlflow, model: str, move: Move) -> Move:
-    """Compare a move, whose alias was set, with those of other processes. Return it as it was recorded.
-
-    If a later move is finished, or another process has finished this one, the last finished move is applied
-    again. This move is recorded unless another process did.
-    """
-    while True:
-        moves = history(mlflow, model)
-        own = next((each for each in moves if each.key == move.key), move)
-        finished = [
-            each for each in moves if each.state == "done" or (each == own and own.state == "started")
-        ]
-        last = finished[-1] if finished else own
-        champion = _champion(mlflow, model)
-        # At no version of another move, the alias was moved by hand.
-        if champion == last.version or champion not in {
-            each.version for each in moves if each.key != last.key
-        }:
-            break
-        # Then the history is read again: another process may have finished a move before this.
-        _set(mlflow, model, last.version)
-    if last == own:
-        return _close(mlflow, model, replace(move, state="done"))
-    return _close(mlflow, model, replace(move, state="overtaken", revoked=move.action == "rolled_back"))
-
-
-def _close(mlflow: Mlflow, model: str, move: Move) -> Move:
-    """Record that a move has ended, unless another process did. Return it as it was recorded."""
-    for each in history(mlflow, model):
-        if each.key == move.key and each.state != "started":
-            return each
-    return _record(mlflow, model, move)
 
 
 def _set(mlflow: Mlflow, model: str, version: str | None) -> None:
@@ -356,23 +280,6 @@ def _champion(mlflow: Mlflow, model: str) -> str | None:
     return champion.version if champion else None
 
 
-def _record(mlflow: Mlflow, model: str, move: Move) -> Move:
-    """Write the tag of a move, and return it."""
-    mlflow.tag_model(model, {move.key: _text(move)})
-    return move
-
-
-def _text(move: Move) -> str:
-    """Return the text of the tag of a move, without details of the match if it would be too long."""
-    few = move.evidence and {name: value for name, value in move.evidence.items() if name != "by_source"}
-    last = replace(move, evidence=None, reason=move.reason[:MAX_REASON])
-    for each in (move, replace(move, evidence=few), replace(move, evidence=None), last):
-        text = json.dumps(asdict(each), ensure_ascii=False)
-        if len(text) <= _MAX_TAG:
-            break
-    return text
-
-
 def champions(mlflow: Mlflow, model: str) -> tuple[ModelVersion | None, list[Move]]:
     """Return the champion and all moves of `model`. Raises InputError if there is no such model."""
     with registry_errors(mlflow, f"list the champions of {model!r}"):
@@ -383,7 +290,7 @@ def champions(mlflow: Mlflow, model: str) -> tuple[ModelVersion | None, list[Mov
 def registered_models(mlflow: Mlflow) -> list[str]:
     """Return the names of all registered models."""
     with registry_errors(mlflow, "list its models"):
-        return mlflow.all_model_names()
+        return without_logs(mlflow.all_model_names())
 
 
 def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Moved:
@@ -392,19 +299,17 @@ def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Moved:
     Raises InputError if there is no such version, if it was revoked, or if there is no reason.
     """
     with registry_errors(mlflow, f"promote a version of {model!r}"):
-        interrupted = _interrupted(mlflow, model)
-        _begin(mlflow, model, reason)
-        champion = mlflow.by_alias(model, CHAMPION)
+        now = _begin(mlflow, model, reason)
+        champion, last = now.champion, now.last
         version = find_version(mlflow, model, version).version
         if champion is not None and champion.version == version:
             # The same command again, after a kill, returns the move that `settle` has finished.
-            last = _last(mlflow, model)
             if last is not None and last.version == version:
-                return Moved(last, last.key in interrupted)
+                return Moved(last, last.number in now.interrupted)
             raise InputError(f"version {version} of {model} is the champion already")
         usable_version(mlflow, model, version)
         move = Move(time.time(), "promoted", version, champion.version if champion else None, reason)
-        return Moved(_require_done(model, move_champion(mlflow, model, move)), True)
+        return _moved(mlflow, model, move, now.log.last)
 
 
 def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> Moved:
@@ -425,15 +330,13 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
             become champion.
     """
     with registry_errors(mlflow, f"roll back {model!r}"):
-        interrupted = _interrupted(mlflow, model)
-        seen, lost = _begin(mlflow, model, reason)
-        champion = mlflow.by_alias(model, CHAMPION)
+        begun = _begin(mlflow, model, reason)
+        champion, last, seen, lost = begun.champion, begun.last, begun.seen, begun.lost
         if to not in (None, NONE):
             to = find_version(mlflow, model, to).version
         # Before the checks below: after a rollback to no champion, the same command finds none.
-        last = _last(mlflow, model)
         if last is not None and _is_same_rollback(last, champion.version if champion else None, reason, to):
-            return Moved(last, last.key in interrupted)
+            return Moved(last, last.number in begun.interrupted)
         if lost is not None:
             raise InputError(
                 f"version {lost} of {model} was revoked already, and had the alias `{CHAMPION}`;"
@@ -453,7 +356,7 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
             raise InputError(f"--to: version {to} of {model} is the champion; choose an earlier one")
         version = None
         if to != NONE:
-            version = to or _earlier_champion(mlflow, model, champion, reason)
+            version = to or _earlier_champion(mlflow, model, begun.log.moves, champion, reason)
             if _digests(usable_version(mlflow, model, version).tags) & _digests(champion.tags):
                 raise InputError(
                     f"--to: version {version} of {model} has the same policy as the champion, version"
@@ -461,7 +364,7 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
                 )
         digests = {name: champion.tags[name] for name in (POLICY, WEIGHTS) if name in champion.tags}
         move = Move(time.time(), "rolled_back", version, champion.version, reason, digests=digests)
-        return Moved(_require_done(model, move_champion(mlflow, model, move)), True)
+        return _moved(mlflow, model, move, begun.log.last)
 
 
 def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVersion:
@@ -488,9 +391,12 @@ def usable_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelV
         text = f"version {version.version} of {model} "
         if revoked.version != version.version:
             text += f"has the same policy as version {revoked.version}, which "
+        what = f"the tag {REVOKED} of the version"
+        if revoked.entry is not None:
+            what = f"`digests` from the tag {ENTRY} of version {revoked.entry} of {log_of(model)}"
         raise InputError(
-            f"{text}was revoked: {revoked.reason}; choose another one, or remove the tag {revoked.tag} in"
-            " MLflow if that was an error"
+            f"{text}was revoked: {revoked.reason}; choose another one, or remove {what} in MLflow if that"
+            " was an error"
         )
 
 
@@ -500,15 +406,26 @@ def _is_same_rollback(last: Move, champion: str | None, reason: str, to: str | N
     return same and last.reason == reason and to in (None, last.version or NONE)
 
 
-def _interrupted(mlflow: Mlflow, model: str) -> set[str]:
-    """Return the keys of the moves that `settle` would finish."""
-    return {move.key for move in history(mlflow, model) if move.state == "started"}
+class _Begun(NamedTuple):
+    """What a command finds."""
+
+    seen: str | None
+    """The champion that the person could see."""
+    interrupted: frozenset[int]
+    """Numbers of the moves that this command finished."""
+    lost: str | None
+    """Result of `settle`."""
+    log: Log
+    champion: ModelVersion | None
+
+    @property
+    def last(self) -> Move | None:
+        """The last finished move."""
+        return self.log.done[-1] if self.log.done else None
 
 
-def _begin(mlflow: Mlflow, model: str, reason: str) -> tuple[str | None, str | None]:
-    """Check what every command checks, and finish interrupted moves. Return the champion before that, and the
-    result of `settle`.
-    """
+def _begin(mlflow: Mlflow, model: str, reason: str) -> _Begun:
+    """Check what every command checks, and finish interrupted moves."""
     if not reason.strip():
         raise InputError("--reason must say why; it is kept in the history of champions")
     if len(reason) > MAX_REASON:
@@ -517,21 +434,26 @@ def _begin(mlflow: Mlflow, model: str, reason: str) -> tuple[str | None, str | N
             f" got {len(reason)}; shorten it"
         )
     _require_model(mlflow, model)
-    seen = _champion(mlflow, model)  # before `settle`, which can change it
-    return seen, settle(mlflow, model)
+    seen = _champion(mlflow, model)  # before `settled`, which can change it
+    interrupted = frozenset(move.number for move in history(mlflow, model) if move.state == "started")
+    entries, lost = settled(mlflow, model)
+    # After the log: a move that was made in between is not in the log, and this command then does not count.
+    return _Begun(seen, interrupted, lost, entries, mlflow.by_alias(model, CHAMPION))
 
 
 def _require_model(mlflow: Mlflow, model: str) -> None:
     if mlflow.model_tags(model) is None:
-        names = mlflow.model_names(10)
+        names = without_logs(mlflow.model_names(10))
         raise InputError(
             f"MLflow has no registered model {model!r}; it has {', '.join(names) or 'none'}; check the name,"
             " --home and MLFLOW_TRACKING_URI"
         )
 
 
-def _require_done(model: str, move: Move) -> Move:
-    if move.state != "done":
+def _moved(mlflow: Mlflow, model: str, move: Move, after: int) -> Moved:
+    """Make a move of a person. Raises InputError if it was overtaken."""
+    made = move_champion(mlflow, model, move, after)
+    if made.state != "done":
         what = f"the alias `{CHAMPION}` of {model} was moved"
         if move.version is not None:
             what += f", or version {move.version} was revoked or deleted,"
@@ -539,19 +461,15 @@ def _require_done(model: str, move: Move) -> Move:
             f"{what} in the meantime; this command did not move it; see `rlhf champions {model}`, and decide"
             " again"
         )
-    return move
+    return Moved(made, True)
 
 
-def _last(mlflow: Mlflow, model: str) -> Move | None:
-    done = [move for move in history(mlflow, model) if move.state == "done"]
-    return done[-1] if done else None
-
-
-def _earlier_champion(mlflow: Mlflow, model: str, champion: ModelVersion, reason: str) -> str:
+def _earlier_champion(
+    mlflow: Mlflow, model: str, moves: Sequence[Move], champion: ModelVersion, reason: str
+) -> str:
     """Return the last version that was champion before, that exists, and that is usable after the champion
     is revoked.
     """
-    moves = history(mlflow, model)
     versions = _versions_of_rollbacks(mlflow, model, moves)
     after = [each for each in versions if each.version != champion.version]
     after.append(replace(champion, tags={**champion.tags, REVOKED: reason}))

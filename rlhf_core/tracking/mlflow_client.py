@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_core.tracking.database import artifacts_of, ensure_database
@@ -98,14 +98,6 @@ class ModelVersion:
     tags: Mapping[str, str]
     source: str = ""
     """Address of its files."""
-
-
-class RegisteredModel(NamedTuple):
-    """A registered model, without its versions."""
-
-    tags: Mapping[str, str]
-    aliases: Mapping[str, str]
-    """Versions by their aliases."""
 
 
 def shorten_timeouts() -> None:
@@ -450,12 +442,10 @@ class Mlflow:
             if not token:
                 return names
 
-    def model(self, name: str) -> RegisteredModel:
-        """Return a registered model, which must exist."""
-        model = self._client.get_registered_model(name)
-        return RegisteredModel(
-            dict(model.tags), {alias: str(version) for alias, version in model.aliases.items()}
-        )
+    def aliases(self, name: str) -> dict[str, str]:
+        """Return the versions of a registered model, which must exist, by their aliases."""
+        aliases = self._client.get_registered_model(name).aliases
+        return {alias: str(version) for alias, version in aliases.items()}
 
     def versions(self, name: str, tag: str | None = None) -> list[ModelVersion]:
         """Return the versions of a registered model. With `tag`, return only those that have this tag.
@@ -512,10 +502,8 @@ class Mlflow:
     def by_alias(self, name: str, alias: str) -> ModelVersion | None:
         """Return the version that has the alias, or None."""
         # `get_model_version_by_alias` has the same error for a missing alias as for an invalid name.
-        version = self._client.get_registered_model(name).aliases.get(alias)
-        if version is None:
-            return None
-        return _version(self._client.get_model_version(name, str(version)))
+        version = self.aliases(name).get(alias)
+        return None if version is None else _version(self._client.get_model_version(name, version))
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
         """Move the alias to `version`."""

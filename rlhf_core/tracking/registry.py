@@ -12,22 +12,24 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.tracking.champion_log import Log, Move, read_log
 from rlhf_core.tracking.champions import (
     CHAMPION,
     POLICY,
     WEIGHTS,
-    Move,
     find_revocation,
     history,
     move_champion,
     registry_errors,
     revocation,
     settle,
+    settled,
 )
 from rlhf_core.tracking.gate import (
     BY_A_PERSON,
@@ -41,14 +43,7 @@ from rlhf_core.tracking.gate import (
 )
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 from rlhf_core.tracking.mlflow_errors import describe_failure
-from rlhf_core.tracking.promotion_tests import (
-    OUTCOME,
-    PromotionTest,
-    all_tests,
-    next_test,
-    read_outcome,
-    spend,
-)
+from rlhf_core.tracking.promotion_tests import next_test, spend
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +51,8 @@ CANDIDATE = "candidate"
 LOCAL_STORE = "local-store://"
 """Prefix of the path of a folder in the source of a version, if MLflow is a server."""
 _EVALUATION = "rlhf.evaluation"
+OUTCOME = "rlhf.outcome"
+"""Tag of a version with the outcome of its last registration."""
 
 RunMatch = Callable[[Mapping[str, str]], Match | NoMatch]
 """Runs a match against the version with these tags."""
@@ -134,34 +131,28 @@ def register(
         match = None if revoked else _match(candidate, champion, gate, run_match)
         with registry_errors(mlflow, action):
             # The match can take long, and other versions may have been tested in the meantime.
-            tests = all_tests(mlflow, model)
-            own, others = tests.get(version.version, []), [each for some in tests.values() for each in some]
+            entries, _ = settled(mlflow, model)
             opponent = champion.version if champion else None
-            test = next_test(candidate.evaluation, match, opponent, own, others, gate, clock())
-            refusal = revoked or _champion_is_missing(mlflow, model, champion)
-            decision = refusal or _decide(candidate, champion, match, gate, test.level)
-            outcome = _Outcome(decision, opponent, match if isinstance(match, Match) else None)
             now = mlflow.by_alias(model, CHAMPION)
-            current = now.version if now else None
-            if current != outcome.opponent:
+            if (now.version if now else None) != opponent:
                 champion = now
                 continue
+            choose = partial(next_test, version.version, candidate.evaluation, match, opponent, gate, clock())
+            refusal = _revoked(mlflow, model, version) or _champion_is_missing(entries, champion)
+            decision = refusal or _decide(candidate, champion, match, gate, choose(entries.tests).level)
             # Before the alias, so that a retry after a kill in between makes the same decision.
             if decision.tested:
-                failpoint("register.level")
-                test = spend(mlflow, model, version.version, test, gate)
+                test = spend(mlflow, model, entries, choose)
                 decision = _decide(candidate, champion, match, gate, test.level)
-                outcome = outcome._replace(decision=decision)
-                # A test that continues an earlier one has its time, and replaces it.
-                own = [*(each for each in own if each.time != test.time), test]
+            outcome = _Outcome(decision, opponent, match if isinstance(match, Match) else None)
             # A version that was champion before kept the evaluation of that time (`_find_or_create`).
             promoted_by = _tags(candidate) if decision.champion else {}
-            mlflow.tag_version(model, version.version, {**outcome.tags(own), **promoted_by})
+            mlflow.tag_version(model, version.version, {**outcome.tags(), **promoted_by})
             failpoint("register.decided")
             if decision.champion:
                 evidence = outcome.match.record() if outcome.match else None
-                move = Move(clock(), "crowned", version.version, outcome.opponent, decision.reason, evidence)
-                moved = move_champion(mlflow, model, move)
+                move = Move(clock(), "crowned", version.version, opponent, decision.reason, evidence)
+                moved = move_champion(mlflow, model, move, entries.last)
                 if moved.state != "done" or _revoked(mlflow, model, version):  # in the meantime
                     champion = mlflow.by_alias(model, CHAMPION)
                     continue
@@ -209,6 +200,17 @@ def why_outdated(mlflow: Mlflow, model: str, facts: Mapping[str, str]) -> str:
     return ""
 
 
+def read_outcome(tags: Mapping[str, str]) -> dict[str, Any]:
+    """Return the content of the tag `OUTCOME`. Empty if it is missing or invalid, because tags can be
+    edited.
+    """
+    try:
+        kept = json.loads(tags.get(OUTCOME, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
 def _with_weights(versions: Iterable[ModelVersion], weights_sha256: str) -> bool:
     return any(version.tags.get(WEIGHTS) == weights_sha256 for version in versions)
 
@@ -226,12 +228,11 @@ def _revoked(mlflow: Mlflow, model: str, version: ModelVersion) -> Decision | No
     )
 
 
-def _champion_is_missing(mlflow: Mlflow, model: str, champion: ModelVersion | None) -> Decision | None:
+def _champion_is_missing(entries: Log, champion: ModelVersion | None) -> Decision | None:
     """Return the refusal if the history has champions, but no version has the alias: MLflow deletes it with
     its version. After a rollback to no champion there is none to be missed.
     """
-    done = [move for move in history(mlflow, model) if move.state == "done"]
-    if champion is None and done and done[-1].version is not None:
+    if champion is None and entries.done and entries.done[-1].version is not None:
         text = f"no version has the alias `{CHAMPION}`, although there were champions"
         return Decision(False, "unknown", text, advice="a person can name one with `rlhf promote`")
     return None
@@ -245,7 +246,7 @@ class _Outcome(NamedTuple):
     """Version that was champion at that time."""
     match: Match | None
 
-    def tags(self, tests: list[PromotionTest]) -> dict[str, str]:
+    def tags(self) -> dict[str, str]:
         return {
             "rlhf.gate": self.decision.rule,
             "rlhf.gate_reason": self.decision.reason,
@@ -255,7 +256,6 @@ class _Outcome(NamedTuple):
                     "met": self.opponent,
                     "match": self.match.record() if self.match else None,
                     "tested": self.decision.tested,
-                    "tests": [asdict(test) for test in tests],
                 }
             ),
         }
@@ -332,8 +332,7 @@ def _was_champion(mlflow: Mlflow, model: str, version: str) -> bool:
     champion = mlflow.by_alias(model, CHAMPION)
     if champion is not None and champion.version == version:
         return True
-    done = [move for move in history(mlflow, model) if move.state == "done"]
-    return any(version in (move.version, move.previous) for move in done)
+    return any(version in (move.version, move.previous) for move in read_log(mlflow, model).done)
 
 
 def _description(candidate: Candidate) -> str:

@@ -14,7 +14,8 @@ from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as Regi
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as Tracking
 
 from rlhf_core.evaluation.evidence import log_evidence
-from rlhf_core.tracking.champions import REVOKED, WEIGHTS
+from rlhf_core.tracking.champion_log import Move, log_of, read_log
+from rlhf_core.tracking.champions import REVOKED, WEIGHTS, move_champion
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.registry import Candidate, register
@@ -69,8 +70,18 @@ def enter(
     return done, met
 
 
+def make_champion(mlflow: Mlflow, model: str, move: Move) -> Move:
+    """Make a move after all others."""
+    return move_champion(mlflow, model, move, read_log(mlflow, model).last)
+
+
 def copy_model(database: Path, model: str, name: str) -> None:
-    """Add a registered model with the versions, tags and aliases of `model`."""
+    """Add a registered model with the versions, tags, aliases and log of `model`."""
+    _copy(database, model, name)
+    _copy(database, log_of(model), log_of(name))
+
+
+def _copy(database: Path, model: str, name: str) -> None:
     tables = ("registered_models", "model_versions", "registered_model_tags", "model_version_tags")
     with closing(sqlite3.connect(database, timeout=60.0)) as connection, connection:
         for table in (*tables, "registered_model_aliases"):

@@ -11,9 +11,11 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.inventory import ArtifactName
 from rlhf_core.storage.store import Store
-from rlhf_core.tracking.champions import WEIGHTS, Move, move_champion
+from rlhf_core.tracking.champion_log import Move
+from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.types import ArtifactRef
+from tests.support.champions import make_champion
 from tests.support.claims import claim
 
 MODEL = "policy"
@@ -104,7 +106,7 @@ class OldRuns:
         assert self._mlflow is not None
         champion = self._mlflow.by_alias(model, "champion")
         previous = champion.version if champion else None
-        move_champion(self._mlflow, model, Move(1e9 + int(version), "crowned", version, previous, "it won"))
+        make_champion(self._mlflow, model, Move(1e9 + int(version), "crowned", version, previous, "it won"))
 
     def present(self) -> set[ArtifactName]:
         """Return the names of the artifacts that can be fetched. Raises CorruptArtifact for a damaged one."""

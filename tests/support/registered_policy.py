@@ -10,8 +10,10 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import Store
-from rlhf_core.tracking.champions import WEIGHTS, Move, move_champion
+from rlhf_core.tracking.champion_log import Move
+from rlhf_core.tracking.champions import WEIGHTS
 from rlhf_core.tracking.mlflow_client import Mlflow
+from tests.support.champions import make_champion
 from tests.support.demo_data import GENERATED
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -81,5 +83,5 @@ def register_policy(
     version = mlflow.create_version(model, source=source, run_id=None, tags=tags, description="")
     champion = mlflow.by_alias(model, "champion")
     previous = champion.version if champion else None
-    move_champion(mlflow, model, Move(1e9 + number, "crowned", version.version, previous, f"it won {number}"))
+    make_champion(mlflow, model, Move(1e9 + number, "crowned", version.version, previous, f"it won {number}"))
     return tags[WEIGHTS]

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 from rlhf_core.storage.artifacts import parse_artifact_address
 from rlhf_core.storage.inventory import ArtifactName
-from rlhf_core.tracking.champions import WEIGHTS, Move, moves_of, registry_errors, revocation
+from rlhf_core.tracking.champion_log import Move, read_log, without_logs
+from rlhf_core.tracking.champions import WEIGHTS, registry_errors, revocation
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 from rlhf_core.tracking.mlflow_errors import UnusableAnswer
-from rlhf_core.tracking.promotion_tests import read_outcome
+from rlhf_core.tracking.registry import read_outcome
 
 _KEY = re.compile(r"rlhf\.([a-z]+)\.key")
 """Tag of a version with the key of one of its artifacts."""
@@ -42,15 +43,14 @@ def retained(mlflow: Mlflow) -> Retained:
     needed: set[ArtifactName] = set()
     registered: set[tuple[str, str]] = set()
     with registry_errors(mlflow, "list the versions of its models"):
-        for name in mlflow.all_model_names():
-            # The aliases first, so that their versions exist when those are listed.
-            model = mlflow.model(name)
+        for name in without_logs(mlflow.all_model_names()):
+            # The aliases and moves first, so that their versions exist when those are listed.
+            aliased, moves = set(mlflow.aliases(name).values()), read_log(mlflow, name).moves
             versions = mlflow.versions(name)
-            aliased = set(model.aliases.values())
             missing = aliased - {version.version for version in versions}
             if missing:
                 raise UnusableAnswer(f"version {min(missing)} of {name} has an alias, and is not listed")
-            for version in _kept(versions, moves_of(model.tags), aliased):
+            for version in _kept(versions, moves, aliased):
                 needed.update(artifacts_of(version))
             registered.update((name, version.tags.get(WEIGHTS, "")) for version in versions)
     return Retained(frozenset(needed), frozenset(registered))

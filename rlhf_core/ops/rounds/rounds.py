@@ -33,7 +33,7 @@ from rlhf_core.ops.api import run_pipeline
 from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
 from rlhf_core.ops.review.record import Review, open_review, votes_command
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check
-from rlhf_core.run.kept_versions import resolve_kept
+from rlhf_core.run.references import resolve_kept
 from rlhf_core.system.files import write_jsonl
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from rlhf_core.executors.environment import past_proxies
 from rlhf_core.ops.servers.external import external_mlflow_uri, external_prefect_url, prefect_responds
 from rlhf_core.ops.servers.prefect_server import external_database_url, read_auth_string
 from rlhf_core.ops.servers.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
-from rlhf_core.run.status import describe_runs
+from rlhf_core.run.state import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module

@@ -20,9 +20,10 @@ from prefect.exceptions import ParameterTypeError
 
 from flows import champion
 from rlhf_cli import main as cli
-from rlhf_core.tracking.champions import Move, move_champion
+from rlhf_core.tracking.champion_log import Move, append
 from rlhf_core.tracking.database import ensure_database
 from rlhf_core.tracking.mlflow_client import Mlflow
+from tests.support.champions import make_champion
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def model(database: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     for version, previous in (("1", None), ("2", "1")):
         mlflow.create_version(name, source="/x", run_id=None, tags={}, description="")
         move = Move(1e9 + int(version), "crowned", version, previous, f"it won {version}")
-        move_champion(mlflow, name, move)
+        make_champion(mlflow, name, move)
     return name
 
 
@@ -99,8 +100,7 @@ def test_a_model_without_champion_and_moves_outside_of_the_history(
     model: str, database: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mlflow = Mlflow(f"sqlite:///{database}", "commands")
-    overtaken = Move(2e9, "crowned", "1", "9", "r", state="overtaken")
-    mlflow.tag_model(model, {overtaken.key: json.dumps(overtaken.__dict__)})
+    append(mlflow, model, 0, Move(2e9, "crowned", "1", "9", "r"))
     rlhf("champions", model)
     assert "outside of this history" not in capsys.readouterr().out, "only finished moves count"
     mlflow.set_alias(model, "champion", "1")

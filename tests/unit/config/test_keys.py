@@ -141,6 +141,7 @@ EVERYTHING = {
         "overlong": {"buffer": 1},
         "dynamic_filtering": {},
         "ptx": {"coef": 1.0},
+        "advantages": {"type": "python", "function": "a:b"},
         "rewards": [
             {"type": "model"},
             {"type": "gold"},
@@ -181,7 +182,7 @@ IN_NO_KEY = {
     "evaluate.engines", "evaluate.ranks",
     *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "allowed_hosts", "api_key_env",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
-    "ppo.checkpoint_every", "ppo.enabled", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
+    "ppo.advantages.file", "ppo.checkpoint_every", "ppo.enabled", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.status import describe_runs
+from rlhf_core.run.state import describe_runs
 from rlhf_core.system.home import Home
 from rlhf_core.system.waiting import seconds_since_boot
 

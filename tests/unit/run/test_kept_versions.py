@@ -26,8 +26,8 @@ from rlhf_core.ops import api
 from rlhf_core.ops.retraining import Retraining
 from rlhf_core.ops.rounds import rounds
 from rlhf_core.run.checks import CheckedConfig, load_and_check
-from rlhf_core.run.kept_versions import resolve_kept
 from rlhf_core.run.pipeline_run import open_run
+from rlhf_core.run.references import resolve_kept
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.tracking.champions import promote, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow

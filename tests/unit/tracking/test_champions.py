@@ -7,7 +7,8 @@
 - killed between any two writes, the same command ends in the same state, and there is one champion
 - a registration that a rollback concerns is outdated, and is repeated once; a later champion changes nothing
 - moves by hand in MLflow are not undone, also during a command; a rollback revokes its version all the same
-- a move fits into a tag of every database
+- the whole match is in the entry of its move
+- moves and tests in the tags of an earlier release are read, and copied into the log once
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.errors import InfrastructureError, InputError
-from rlhf_core.tracking import champions
+from rlhf_core.tracking.champion_log import (
+    ENTRY,
+    Move,
+    PromotionTest,
+    append,
+    log_of,
+    read_log,
+)
 from rlhf_core.tracking.champions import (
     REVOKED,
     WEIGHTS,
-    Move,
     find_revocation,
     history,
     promote,
@@ -39,23 +46,24 @@ from rlhf_core.tracking.champions import (
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 from rlhf_core.tracking.registry import Candidate, register, why_outdated
-from tests.support.champions import OUTCOMES, champion, enter, forked, match_of, revoked
+from tests.support.champions import OUTCOMES, champion, enter, forked, make_champion, match_of, revoked
 
 WON = match_of(OUTCOMES)
 
 
 class InBetween(Mlflow):
-    """Calls `act` once, after a champion's move was recorded and before it is done."""
+    """Calls `act` once, after a champion's move was recorded and before the alias is set."""
 
     def __init__(self, uri: str, act: Callable[[], object]) -> None:
         super().__init__(uri, "champions")
         self._act: Callable[[], object] | None = act
 
-    def tag_model(self, name: str, tags: Mapping[str, str]) -> None:
-        super().tag_model(name, tags)
-        if self._act is not None and any(tag.startswith("rlhf.champion.") for tag in tags):
+    def create_version(self, name: str, *, tags: Mapping[str, str], **more: Any) -> ModelVersion:
+        made = super().create_version(name, tags=tags, **more)
+        if self._act is not None and json.loads(tags.get(ENTRY, "{}")).get("moves"):
             act, self._act = self._act, None
             act()
+        return made
 
 
 def test_rollback_restores_the_last_champion_that_is_not_revoked(mlflow: Mlflow, model: str) -> None:
@@ -138,7 +146,9 @@ def test_weights_stay_revoked_after_their_version_was_deleted(mlflow: Mlflow, mo
     done, met = enter(mlflow, model, "c")
     assert (done.version, done.decision.rule, met) == ("4", "revoked", [])
     assert "version 3 has this policy and was revoked: bad" in done.decision.reason
-    with pytest.raises(InputError, match=f"remove the tag {move.key} of the registered model"):
+    with pytest.raises(
+        InputError, match=f"remove `digests` from the tag rlhf.entry of version {move.number} of "
+    ):
         promote(mlflow, model, "4", "good")
 
 
@@ -148,7 +158,7 @@ def test_commands_do_not_read_all_versions_and_find_the_same_revocations(
     every = Mlflow.versions
 
     def of_tag(self: Mlflow, name: str, tag: str | None = None) -> list[ModelVersion]:
-        assert tag is not None, "hundreds of versions with their tags take seconds"
+        assert tag is not None or name == log_of(model), "hundreds of versions with their tags take seconds"
         return every(self, name, tag)
 
     monkeypatch.setattr(Mlflow, "versions", of_tag)
@@ -178,8 +188,7 @@ def test_a_candidate_that_is_revoked_during_its_match_is_no_champion(mlflow: Mlf
     policy = Candidate("/d", "d", None, {WEIGHTS: "weights of d"}, Evaluation(0.8, 80, 20))
     done = register(mlflow, model, policy, gate=Gate(0.5), run_match=play)
     assert (done.decision.champion, done.decision.rule, done.previous) == (False, "revoked", "3")
-    assert champion(mlflow, model) == "3"
-    assert history(mlflow, model)[-1].state == "overtaken"
+    assert champion(mlflow, model) == history(mlflow, model)[-1].version == "3"
     tags = {each.version: each.tags for each in mlflow.versions(model)}["4"]
     assert (tags["rlhf.gate"], json.loads(tags["rlhf.outcome"])["champion"]) == ("revoked", False)
 
@@ -188,7 +197,7 @@ def test_a_command_reports_that_its_version_was_revoked_in_the_meantime(mlflow: 
     busy = InBetween(mlflow.uri, lambda: mlflow.tag_version(model, "2", {REVOKED: "insults"}))
     with pytest.raises(InputError, match=r"or version 2 was revoked or deleted, in the meantime"):
         rollback(busy, model, "bad")
-    assert champion(mlflow, model) == "3" and revoked(mlflow, model) == {"2": "insults"}
+    assert champion(mlflow, model) == "1" and revoked(mlflow, model) == {"2": "insults", "3": "bad"}
 
 
 def facts(done: Any, digest: str) -> dict[str, str]:
@@ -249,12 +258,14 @@ def test_a_version_is_named_by_its_alias_too(mlflow: Mlflow, model: str) -> None
     assert champion(mlflow, model) == "3"
 
 
-def test_a_move_to_a_deleted_version_blocks_nothing(mlflow: Mlflow, model: str) -> None:
-    started = Move(1.0, "rolled_back", "9", "3", "r")
-    mlflow.tag_model(model, {started.key: json.dumps(started.__dict__)})
+def test_a_move_to_a_deleted_version_blocks_nothing(mlflow: Mlflow, model: str, database: Path) -> None:
+    killed_at(
+        "champion.recorded", lambda: promote(Mlflow(f"sqlite:///{database}", "champions"), model, "1", "good")
+    )
+    mlflow._client.delete_model_version(model, "1")
     settle(mlflow, model)
     assert champion(mlflow, model) == "3" and revoked(mlflow, model) == {}
-    assert history(mlflow, model)[0].state == "overtaken"
+    assert rollback(mlflow, model, "bad").move.version == "2"
 
 
 def test_without_the_alias_a_person_decides(mlflow: Mlflow, model: str) -> None:
@@ -266,10 +277,9 @@ def test_without_the_alias_a_person_decides(mlflow: Mlflow, model: str) -> None:
 
 
 def test_moves_are_in_order_even_if_the_clock_of_a_host_is_ahead(mlflow: Mlflow, model: str) -> None:
-    ahead = Move(9e9, "crowned", "3", "2", "r", state="done")
-    mlflow.tag_model(model, {ahead.key: json.dumps(ahead.__dict__)})
+    make_champion(mlflow, model, Move(9e9, "promoted", "1", "3", "r"))
     move, _ = rollback(mlflow, model, "bad")
-    assert (move.version, history(mlflow, model)[-1]) == ("2", move)
+    assert (move.version, history(mlflow, model)[-1]) == ("3", move)
     assert rollback(mlflow, model, "bad") == (move, False), "the same command again changes nothing"
 
 
@@ -289,11 +299,12 @@ def test_what_is_missing_is_an_input_error(mlflow: Mlflow, model: str) -> None:
 
 
 def test_moves_by_hand_are_not_undone(mlflow: Mlflow, model: str) -> None:
-    started = Move(1.0, "crowned", "2", None, "r")
-    mlflow.tag_model(model, {started.key: json.dumps(started.__dict__), "rlhf.champion.x": "no JSON"})
+    moves = history(mlflow, model)
+    mlflow.create_version(log_of(model), source="x", run_id=None, tags={ENTRY: "no JSON"}, description="")
+    mlflow.set_alias(model, "champion", "2")
     settle(mlflow, model)
-    assert champion(mlflow, model) == "3"
-    assert history(mlflow, model)[0] == replace(started, state="overtaken")
+    assert champion(mlflow, model) == "2"
+    assert history(mlflow, model) == moves
 
 
 @pytest.mark.parametrize("to", [None, "none"])
@@ -308,7 +319,7 @@ def test_a_candidate_plays_again_if_a_person_moves_the_champion(mlflow: Mlflow, 
     busy = InBetween(mlflow.uri, lambda: mlflow.set_alias(model, "champion", "1"))
     done, met = enter(busy, model, "d")
     assert (done.decision.champion, met) == (True, ["weights of c", "weights of a"])
-    assert [each.state for each in history(mlflow, model)[-2:]] == ["overtaken", "done"]
+    assert [each.previous for each in history(mlflow, model)[-2:]] == ["3", "1"]
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
@@ -322,35 +333,32 @@ def test_an_interrupted_rollback_revokes_also_if_the_alias_was_moved_by_hand(
     if is_deleted:
         mlflow._client.delete_model_version(model, "3")
     settle(mlflow, model)
-    assert champion(mlflow, model) == "1" and history(mlflow, model)[-1].state == "overtaken"
+    assert champion(mlflow, model) == "1" and history(mlflow, model)[-1].state == "done"
     assert revoked(mlflow, model) == ({} if is_deleted else {"3": "bad"})
     done, met = enter(mlflow, model, "c")
     assert (done.decision.rule, met) == ("revoked", [])
 
 
-def test_a_move_fits_into_a_tag_of_every_database(mlflow: Mlflow, model: str) -> None:
-    by_source = {f"source {i}".ljust(100): 0.5 for i in range(20)}
-    sets = {f"set {i}".ljust(100): {"mean": 0.5} for i in range(40)}
-    some = dict(list(sets.items())[:20])
-    without = {name: value for name, value in WON.record().items() if name != "by_source"}
-    for evidence, kept in (
-        (without | {"by_source": by_source}, without | {"by_source": by_source}),
-        (without | {"by_source": by_source, "regression": some}, without | {"regression": some}),
-        (without | {"regression": sets}, None),
-    ):
-        move = Move(9e9, "crowned", "3", "2", "\u0436" * 1000, evidence)
-        champions._record(mlflow, model, move)
-        assert len((mlflow.model_tags(model) or {})[move.key]) <= 5000
-        assert history(mlflow, model)[-1] == replace(move, evidence=kept)
+def test_an_entry_has_the_whole_match(mlflow: Mlflow, model: str) -> None:
+    evidence = WON.record() | {
+        "by_source": {f"source {i}".ljust(100): 0.5 for i in range(20)},
+        "regression": {f"set {i}".ljust(100): {"mean": 0.5} for i in range(100)},
+    }
+    make_champion(mlflow, model, Move(9e9, "crowned", "1", "3", "\u0436" * 1000, evidence))
+    move = history(mlflow, model)[-1]
+    assert (move.evidence, move.reason) == (evidence, "\u0436" * 1000) and "@" in move.by
 
 
-def test_an_interrupted_promotion_does_not_restore_a_revoked_version(mlflow: Mlflow, model: str) -> None:
+def test_an_interrupted_promotion_does_not_restore_a_revoked_version(
+    mlflow: Mlflow, model: str, database: Path
+) -> None:
     rollback(mlflow, model, "bad")
-    started = Move(9e9, "crowned", "3", "2", "r")
-    mlflow.tag_model(model, {started.key: json.dumps(started.__dict__)})
+    move = Move(9e9, "crowned", "3", "2", "r")
+    killed_at(
+        "champion.recorded", lambda: make_champion(Mlflow(f"sqlite:///{database}", "champions"), model, move)
+    )
     settle(mlflow, model)
     assert champion(mlflow, model) == "2"
-    assert history(mlflow, model)[-1].state == "overtaken"
 
 
 POINTS = ("champion.recorded", "champion.revoked", "champion.moved", "champion.done")
@@ -406,17 +414,15 @@ def test_a_killed_registration_is_finished_by_the_same_command(
     moves = history(mlflow, model)
     assert champion(mlflow, model) == "4"
     assert [(each.version, each.state) for each in moves] == [(v, "done") for v in "1234"]
-    outcome = json.loads({e.version: e.tags for e in mlflow.versions(model)}["4"]["rlhf.outcome"])
-    assert len(outcome["tests"]) == 1, "the test that was repeated spends its level once"
-    tags = mlflow.model_tags(model) or {}
-    assert sorted(name.rpartition(".")[2] for name in tags if name.startswith("rlhf.test.")) == list("1234")
+    tests = [test.version for test in read_log(mlflow, model).tests]
+    assert tests == list("1234"), "the test that was repeated spends its level once"
 
 
 WRITES = (
     "create_model_version",
+    "create_registered_model",
     "delete_registered_model_alias",
     "set_registered_model_alias",
-    "set_registered_model_tag",
     "set_model_version_tag",
 )
 
@@ -485,6 +491,59 @@ def test_another_registration_finishes_a_move_that_was_interrupted(
     assert met == ["weights of b"], "the match is against the champion that the rollback restored"
 
 
-def test_names_of_moves_sort_by_time() -> None:
-    early, late = (Move(seconds, "crowned", "1", None, "r").key for seconds in (999.5, 1e9))
-    assert early < late
+def test_the_tags_of_an_earlier_release_are_read_once(mlflow: Mlflow) -> None:
+    """Moves and tests were tags of the registered model."""
+    model = "of an earlier release"
+    mlflow.ensure_model(model, "")
+    for number in "124":
+        tags = {WEIGHTS: f"w{number}"}
+        mlflow.create_version(model, source="/x", run_id=None, tags=tags, description="")
+    mlflow.set_alias(model, "champion", "2")
+
+    def tag(name: str, content: Mapping[str, Any]) -> None:
+        mlflow._client.set_registered_model_tag(model, f"rlhf.{name}", json.dumps(content))
+
+    move = {"time": 1.0, "version": "1", "previous": None, "reason": "r", "evidence": None, "digests": None}
+    rollback_of_9 = {"action": "rolled_back", "version": "2", "previous": "9", "digests": {WEIGHTS: "w4"}}
+    tag("champion.01", {**move, "action": "crowned", "state": "done"})
+    tag("champion.02", {**move, "action": "promoted", "version": "4", "state": "started"})
+    tag("champion.03", {**move, **rollback_of_9, "state": "overtaken", "revoked": False})
+    tag("champion.04", {**move, **rollback_of_9, "state": "started", "revoked": False})
+    tag("champion.x", {"no": "move"})
+    test = {"time": 5.0, "level": 0.001, "champion": "1", "judge": None, "prompts": 100, "outcomes": "x"}
+    tag("test.05.3", test)
+    tag("test.04.1", {**test, "time": 4.0, "champion": None})
+    tag("test.06.1", {**test, "level": 1.0})
+    # An interrupted move of that release counts if it had moved the alias.
+    assert [(each.action, each.state) for each in history(mlflow, model)] == [
+        ("crowned", "done"), ("rolled_back", "done")
+    ]  # fmt: skip
+    tests = [(each.version, each.time, each.champion) for each in read_log(mlflow, model).tests]
+    assert tests == [("1", 4.0, None), ("3", 5.0, "1")]
+    # Another process that has begun the log at the same time.
+    [entry] = mlflow.versions(log_of(model))
+    mlflow.create_version(log_of(model), source="x", run_id=None, tags=entry.tags, description="")
+    tag("champion.09", {**move, "action": "crowned", "version": "3", "previous": "2", "state": "done"})
+    assert rollback(mlflow, model, "bad").move.version == "1"
+    assert len(history(mlflow, model)) == 3, "later tags do not count"
+    # The version 9, with the weights of version 3, was revoked and deleted.
+    what = f"`digests` from the tag rlhf.entry of version 1 of {log_of(model)}"
+    with pytest.raises(InputError, match=f"has the same policy as version 9, .* remove {what}"):
+        promote(mlflow, model, "3", "good")
+
+
+def test_an_entry_counts_unless_another_of_its_kind_is_in_between(mlflow: Mlflow, model: str) -> None:
+    after = read_log(mlflow, model).last
+    test = PromotionTest(9e9, 0.001, "3", None, 100, "x", "3")
+    append(mlflow, model, after, test)
+    first = append(mlflow, model, after, Move(1.0, "promoted", "1", "3", "first"))
+    append(mlflow, model, after, replace(test, level=0.002))
+    append(mlflow, model, after, Move(1.0, "promoted", "2", "3", "second"))
+    last = append(mlflow, model, first, Move(1.0, "promoted", "2", "1", "third"))
+    log = read_log(mlflow, model)
+    assert [(each.reason, each.state) for each in log.moves[-3:]] == [
+        ("first", "started"), ("second", "overtaken"), ("third", "started")
+    ]  # fmt: skip
+    assert (log.tests[-1].level, log.last) == (0.001, last)
+    settle(mlflow, model)
+    assert champion(mlflow, model) == "2"

@@ -4,7 +4,8 @@ A seed decides the order of all requests and the kills. Afterwards the next comm
 
 - no move is unfinished, and the champion is not revoked;
 - the champion is that of the last finished move in the history;
-- what a command has reported is in the history, and a rollback has revoked its version.
+- each finished move begins where the one before ended, and what a command has reported is one of them;
+- a rollback has revoked its version.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import cast
 import pytest
 
 from rlhf_core.errors import RLHFError
+from rlhf_core.tracking.champion_log import log_of
 from rlhf_core.tracking.champions import POLICY, REVOKED, WEIGHTS, Moved, history, promote, rollback, settle
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 
@@ -26,12 +28,14 @@ class Killed(BaseException):
 
 
 class State:
-    """Tags, alias and versions of one model."""
+    """Alias and versions of one model, and its log."""
 
     def __init__(self) -> None:
-        self.tags: dict[str, str] = {}
         self.alias: str | None = None
-        self.versions = {number: {POLICY: f"p{number}", WEIGHTS: f"w{number}"} for number in "12345"}
+        self.versions = {
+            "m": {number: {POLICY: f"p{number}", WEIGHTS: f"w{number}"} for number in "12345"},
+            log_of("m"): {},
+        }
 
 
 class Registry:
@@ -45,29 +49,34 @@ class Registry:
 
     def model_tags(self, model: str) -> dict[str, str]:
         self._before()
-        return dict(self._state.tags)
+        return {}
 
-    def tag_model(self, model: str, tags: Mapping[str, str]) -> None:
+    def ensure_model(self, model: str, description: str) -> None:
         self._before()
-        self._state.tags.update(tags)
+
+    def create_version(self, model: str, *, tags: Mapping[str, str], **more: object) -> ModelVersion:
+        self._before()
+        versions = self._state.versions[model]
+        versions[str(len(versions) + 1)] = dict(tags)
+        return ModelVersion(str(len(versions)), dict(tags))
 
     def versions(self, model: str, tag: str | None = None) -> list[ModelVersion]:
         self._before()
-        found = self._state.versions.items()
+        found = self._state.versions[model].items()
         return [ModelVersion(number, dict(tags)) for number, tags in found if tag is None or tag in tags]
 
     def version(self, model: str, number: str) -> ModelVersion | None:
         self._before()
-        return ModelVersion(number, dict(self._state.versions[number]))
+        return ModelVersion(number, dict(self._state.versions[model][number]))
 
     def tag_version(self, model: str, number: str, tags: Mapping[str, str]) -> None:
         self._before()
-        self._state.versions[number].update(tags)
+        self._state.versions[model][number].update(tags)
 
     def by_alias(self, model: str, alias: str) -> ModelVersion | None:
         self._before()
         number = self._state.alias
-        return None if number is None else ModelVersion(number, dict(self._state.versions[number]))
+        return None if number is None else ModelVersion(number, dict(self._state.versions[model][number]))
 
     def set_alias(self, model: str, alias: str, number: str) -> None:
         self._before()
@@ -158,7 +167,9 @@ def test_alias_and_history_agree_after_operators_at_the_same_moment(
     assert "started" not in {move.state for move in moves}
     done = [move for move in moves if move.state == "done"]
     assert done[-1].version == state.alias
-    assert state.alias is None or REVOKED not in state.versions[state.alias]
+    assert [move.previous for move in done] == [None, *(move.version for move in done[:-1])]
+    versions = state.versions["m"]
+    assert state.alias is None or REVOKED not in versions[state.alias]
     for move, _ in results.values():
-        assert move.key in {each.key for each in moves}
-        assert move.action != "rolled_back" or REVOKED in state.versions[str(move.previous)]
+        assert move in done
+        assert move.action != "rolled_back" or REVOKED in versions[str(move.previous)]

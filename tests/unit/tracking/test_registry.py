@@ -8,7 +8,7 @@ policy, lineage, the stage from its inputs to its file.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from rlhf_core.stages import register as register_stage
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.testing import stage_context
 from rlhf_core.tracking import champions
+from rlhf_core.tracking.champion_log import ENTRY, PromotionTest, append, log_of, read_log
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
-from rlhf_core.tracking.promotion_tests import PromotionTest, record_test
 from rlhf_core.tracking.registry import Candidate, register
 from rlhf_core.types import ArtifactRef, Lineage, StageContext
 
@@ -49,10 +49,10 @@ def won(wins: int, prompts: int = 100, skip: int = 0) -> Match:
     )  # fmt: skip
 
 
-def recorded_tests(mlflow: Mlflow, model: str, version: str) -> list[dict[str, Any]]:
-    tags = {each.version: each.tags for each in mlflow.versions(model)}[version]
-    tests: list[dict[str, Any]] = json.loads(tags["rlhf.outcome"])["tests"]
-    return tests
+def recorded_tests(mlflow: Mlflow, model: str, version: str) -> list[PromotionTest]:
+    """Return the tests of a version, each with the last match that continued it."""
+    tests = [test for test in read_log(mlflow, model).tests if test.version == version]
+    return list({test.time: test for test in tests}.values())
 
 
 def test_match_runs_only_for_candidates_that_pass_the_gate(mlflow: Mlflow) -> None:
@@ -112,7 +112,7 @@ def test_new_champion_during_the_match_is_the_next_opponent(mlflow: Mlflow) -> N
     assert (done.decision.champion, done.previous) == (False, "3")
     assert aliases(mlflow, "m7")["champion"] == "3"
     [first, second] = [recorded_tests(mlflow, "m7", version)[-1] for version in ("3", "2")]
-    assert second["level"] < first["level"] and second["champion"] == "3"
+    assert second.level < first.level and second.champion == "3"
 
 
 def test_each_test_spends_of_the_budget_of_a_year(mlflow: Mlflow) -> None:
@@ -127,16 +127,16 @@ def test_each_test_spends_of_the_budget_of_a_year(mlflow: Mlflow) -> None:
     levels = []
     for number in range(5):
         enter(f"b{number}", 50)
-        levels.append(recorded_tests(mlflow, "m9", str(2 + number))[0]["level"])
+        levels.append(recorded_tests(mlflow, "m9", str(2 + number))[0].level)
     # A quarter of what is left of 1 %.
     assert levels == pytest.approx([0.0025 * 0.75**number for number in range(5)])
     # A match with strong evidence is decided at the next level; a new champion does not change what is left.
     assert enter("c", 80).decision.champion
     enter("d", 50)
-    assert recorded_tests(mlflow, "m9", "8")[0]["level"] == pytest.approx(0.0025 * 0.75**6)
+    assert recorded_tests(mlflow, "m9", "8")[0].level == pytest.approx(0.0025 * 0.75**6)
     now += YEAR
     enter("e", 50)
-    assert recorded_tests(mlflow, "m9", "9")[0]["level"] == pytest.approx(0.0025)
+    assert recorded_tests(mlflow, "m9", "9")[0].level == pytest.approx(0.0025)
     assert aliases(mlflow, "m9")["champion"] == "7"
 
 
@@ -147,7 +147,8 @@ def test_a_host_whose_clock_is_behind_the_last_tests_refuses_its_candidate(mlflo
 
     enter("a", 0, 1e9)
     for number in range(5):  # all that is available at once
-        record_test(mlflow, "behind", "7", PromotionTest(1.1e9 + number, 0.0025, "1", None, 100, f"{number}"))
+        test = PromotionTest(1.1e9 + number, 0.0025, "1", None, 100, f"{number}", "7")
+        append(mlflow, "behind", read_log(mlflow, "behind").last, test)
     done = enter("b", 80, 1.05e9)
     assert (done.decision.champion, done.decision.rule, done.decision.tested) == (False, "match", True)
     assert enter("c", 80, 1.1e9 + YEAR).decision.champion
@@ -161,54 +162,57 @@ def test_a_deleted_version_gives_back_nothing_of_the_budget(mlflow: Mlflow) -> N
     model = "deleted first"
     for number in range(3):
         version = enter(f"f{number}", 0)
-        level = recorded_tests(mlflow, model, version)[0]["level"]
+        level = recorded_tests(mlflow, model, version)[0].level
         assert level == pytest.approx(GATE.first_level(1 + number))
         mlflow._client.delete_model_version(model, version)
     model = "deleted later"
     enter("a")
     for number in range(4):
         version = enter(f"b{number}")
-        level = recorded_tests(mlflow, model, version)[0]["level"]
+        level = recorded_tests(mlflow, model, version)[0].level
         assert level == pytest.approx(0.0025 * 0.75**number, rel=1e-4)
         mlflow._client.delete_model_version(model, version)
 
 
-def test_a_test_that_only_the_version_has_counts_also_after_the_version_is_deleted(mlflow: Mlflow) -> None:
+def test_a_test_of_an_earlier_release_counts_also_after_its_version_is_deleted(mlflow: Mlflow) -> None:
     def enter(digest: str) -> float:
         done = register(mlflow, model, candidate(digest), gate=GATE, run_match=lambda tags: won(50))
-        return float(recorded_tests(mlflow, model, done.version)[0]["level"])
+        return recorded_tests(mlflow, model, done.version)[0].level
 
     model = "recorded by an earlier release"
     for digest in "ab":
         enter(digest)
-    for name in mlflow.model_tags(model) or {}:
-        if name.startswith("rlhf.test."):
-            mlflow._client.delete_registered_model_tag(model, name)
-    assert enter("c") == pytest.approx(0.0025 * 0.75, rel=1e-4)
+    tests = read_log(mlflow, model).tests
+    mlflow._client.delete_registered_model(log_of(model))
+    for test in tests:
+        tag = f"rlhf.test.{round(test.time * 1e6):020d}.{test.version}"
+        content = {name: value for name, value in asdict(test).items() if name != "version"}
+        mlflow._client.set_registered_model_tag(model, tag, json.dumps(content))
     mlflow._client.delete_model_version(model, "2")
+    assert enter("c") == pytest.approx(0.0025 * 0.75, rel=1e-4)
     assert enter("d") == pytest.approx(0.0025 * 0.75**2, rel=1e-4)
 
 
 def test_a_match_with_more_prompts_continues_its_test(mlflow: Mlflow) -> None:
-    def enter(match: Match) -> list[dict[str, Any]]:
+    def enter(match: Match) -> list[PromotionTest]:
         version = register(mlflow, "m11", candidate("b"), gate=GATE, run_match=lambda tags: match).version
         return recorded_tests(mlflow, "m11", version)
 
     register(mlflow, "m11", candidate("a"), gate=GATE)
     half = won(50)
     [first] = enter(half)
-    assert first["prompts"] == 100
+    assert first.prompts == 100
     [same] = enter(half)
     assert same == first, "asked again, it is the same test"
     longer = replace(half, prompts=102, outcomes=(*half.outcomes, "p100 1", "p101 -1"))
     [continued] = enter(longer)
-    assert (continued["level"], continued["time"]) == (first["level"], first["time"])
-    assert continued["prompts"] == 102
+    assert (continued.level, continued.time) == (first.level, first.time)
+    assert continued.prompts == 102
     # Other prompts, other outcomes, or another judge are another test, which spends its own level.
     assert len(enter(won(50, skip=1))) == 2
     assert len(enter(won(51))) == 3
     assert len(enter(replace(longer, judge_digest="other"))) == 3, "not tested: not the champion's judge"
-    assert enter(longer)[-1]["level"] == first["level"]
+    assert enter(longer)[0].level == first.level
 
 
 def test_the_first_champion_is_not_made_by_evaluating_one_policy_until_it_passes(mlflow: Mlflow) -> None:
@@ -228,7 +232,7 @@ def test_who_was_tested_during_the_match_counts(mlflow: Mlflow) -> None:
 
     register(mlflow, "m12", candidate("a"), gate=GATE)
     done = register(mlflow, "m12", candidate("c"), gate=GATE, run_match=run_match)
-    assert recorded_tests(mlflow, "m12", done.version)[0]["level"] == pytest.approx(0.0025 * 0.75, rel=1e-4)
+    assert recorded_tests(mlflow, "m12", done.version)[0].level == pytest.approx(0.0025 * 0.75, rel=1e-4)
 
 
 def test_without_a_match_the_champion_stays(mlflow: Mlflow) -> None:
@@ -258,10 +262,11 @@ def test_an_outcome_that_cannot_be_read_counts_as_no_test(mlflow: Mlflow, tag: s
         policy = candidate(digest, note=digest)
         register(mlflow, model, policy, gate=GATE, run_match=lambda tags: won(50))
     mlflow.tag_version(model, "2", {"rlhf.outcome": tag})
-    names = [name for name in mlflow.model_tags(model) or {} if name.startswith("rlhf.test.")]
-    mlflow.tag_model(model, dict.fromkeys(names, tag))
+    for entry in mlflow.versions(log_of(model)):
+        if json.loads(entry.tags[ENTRY])["tests"]:
+            mlflow.tag_version(log_of(model), entry.version, {ENTRY: tag})
     register(mlflow, model, candidate("c", note="c"), gate=GATE, run_match=lambda tags: won(50))
-    assert recorded_tests(mlflow, model, "3")[0]["level"] == pytest.approx(0.0025)
+    assert recorded_tests(mlflow, model, "3")[0].level == pytest.approx(0.0025)
     mlflow.tag_version(model, "1", {"rlhf.outcome": tag})
     assert register(mlflow, model, candidate("a"), gate=GATE).decision.rule == "unchanged"
 

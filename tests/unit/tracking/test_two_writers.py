@@ -2,6 +2,7 @@
 
 - a rollback revokes only the champion that the caller could see, not one that a registration makes meanwhile
 - the later of two moves holds, in the alias and in the history, wherever the earlier one was interrupted
+- of two moves that were decided at the same time, only the first one counts
 - a version that is revoked meanwhile never keeps the alias, and its registration says that it is refused
 - an alias on a revoked version is moved by the next command, which then does nothing else
 - two candidates that are tested at the same time do not spend the same part of the budget
@@ -9,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.tracking.champions import REVOKED, Move, history, move_champion, promote, rollback, settle
+from rlhf_core.tracking.champion_log import Move, PromotionTest, read_log
+from rlhf_core.tracking.champions import REVOKED, history, move_champion, promote, rollback, settle
 from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.promotion_tests import all_tests
 from tests.support.champions import champion, enter, forked, revoked
 
 EVEN = [-1, 1] * 50
@@ -88,33 +88,29 @@ def test_a_promotion_during_a_rollback_holds(point: str, mlflow: Mlflow, model: 
     assert [each.state for each in history(mlflow, model)] == ["done"] * 5
 
 
-@pytest.mark.parametrize(("first", "second"), [(9e9, 9.1e9), (9.1e9, 9e9)])
-@pytest.mark.parametrize("point", ["champion.checked", "champion.moved"])
-def test_of_two_moves_from_one_champion_one_holds_in_alias_and_history(
-    point: str, first: float, second: float, mlflow: Mlflow, model: str
+@pytest.mark.parametrize("point", ["champion.recorded", "champion.checked", "champion.moved"])
+def test_of_two_moves_after_the_same_entry_one_holds_in_alias_and_history(
+    point: str, mlflow: Mlflow, model: str
 ) -> None:
-    """Neither process sees the other one's move before it moves the alias."""
-
-    class Blind(Mlflow):
-        """Its first view of the history is from before the other process."""
-
-        kept: dict[str, str] | None = None
-
-        def model_tags(self, name: str) -> dict[str, str] | None:
-            kept, self.kept = self.kept, None
-            return kept or super().model_tags(name)
-
-    blind = Blind(mlflow.uri, "champions")
-    blind.kept = mlflow.model_tags(model)
-    other = Paused(
-        point, mlflow, lambda mlflow: move_champion(mlflow, model, Move(first, "promoted", "1", "3", "first"))
-    )
-    mlflow.set_alias(model, "champion", "3")
-    move_champion(blind, model, Move(second, "promoted", "2", "3", "second"))
+    after = read_log(mlflow, model).last
+    first, second = (Move(1e9, "promoted", version, "3", "it is good") for version in "12")
+    other = Paused(point, mlflow, lambda mlflow: move_champion(mlflow, model, first, after))
+    assert move_champion(mlflow, model, second, after).state == "overtaken"
+    assert champion(mlflow, model) == "1"
     assert other.resume() == 0
-    [one, two] = history(mlflow, model)[-2:]
-    assert sorted((one.state, two.state)) == ["done", "overtaken"]
-    assert champion(mlflow, model) == (one if one.state == "done" else two).version
+    assert [(each.version, each.state) for each in history(mlflow, model)[-2:]] == [
+        ("1", "done"), ("2", "overtaken")
+    ]  # fmt: skip
+    assert champion(mlflow, model) == "1"
+
+
+@pytest.mark.parametrize("point", ["champion.checked", "champion.moved"])
+def test_a_process_that_sets_the_alias_late_sets_it_again(point: str, mlflow: Mlflow, model: str) -> None:
+    other = Paused(point, mlflow, lambda mlflow: promote(mlflow, model, "1", "good"))
+    settle(mlflow, model)
+    promote(mlflow, model, "2", "better")
+    assert other.resume() == 0
+    assert champion(mlflow, model) == history(mlflow, model)[-1].version == "2"
 
 
 def test_settle_takes_the_alias_from_a_revoked_version(mlflow: Mlflow, model: str) -> None:
@@ -138,13 +134,14 @@ def test_settle_takes_the_alias_from_a_revoked_version(mlflow: Mlflow, model: st
 def test_two_candidates_do_not_spend_the_same_part_of_the_budget(
     point: str, mlflow: Mlflow, model: str
 ) -> None:
-    levels = [each[0].level for each in all_tests(mlflow, model).values()]
+    def tests() -> dict[str, PromotionTest]:
+        return {test.version: test for test in read_log(mlflow, model).tests}
+
+    levels = [test.level for test in tests().values()]
     other = Paused(point, mlflow, lambda mlflow: enter(mlflow, model, "d", outcomes=EVEN))
     enter(mlflow, model, "e", outcomes=EVEN)
     assert other.resume() == 0
-    [first, second] = [all_tests(mlflow, model)[version][0].level for version in "45"]
+    [first, second] = [tests()[version].level for version in "45"]
     # Each test spends a quarter of what is left: without the other one's test, both would spend the same.
     expected = levels[-1] * 0.75**2
     assert min(first, second) == pytest.approx(expected, rel=0.1), (levels, first, second)
-    outcome = json.loads({each.version: each.tags for each in mlflow.versions(model)}["4"]["rlhf.outcome"])
-    assert [each["level"] for each in outcome["tests"]] == [first], "both places have the same level"
