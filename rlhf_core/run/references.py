@@ -19,13 +19,14 @@ until the run has finished. Its name is a digest of the configuration before ref
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -122,7 +123,7 @@ class KeptVersions:
     """References with the numbers of their versions, and the file that keeps them."""
 
     file: Path = Path()
-    pinned: Mapping[str, str] = field(default_factory=dict)
+    pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """References by field; only those that can stand for another version later."""
 
     @contextmanager
