@@ -65,7 +65,7 @@ def summarize(
         findings = STAGES[name].load_findings()
         if findings is not None and (found := findings.read(record.ref)) is not None:
             summary[findings.entry or name] = found
-    # The registered policy, else the last one that was trained.
+    # The registered policy, else the last one that was trained: no other stage has this attribute.
     for record in reversed([records[name] for name in STAGES if name in records]):
         if "weights_sha256" in record.ref.attributes:
             summary["weights_sha256"] = record.ref.attributes["weights_sha256"]
