@@ -155,7 +155,7 @@ def test_ctrl_c_stops_the_job_and_its_processes(tmp_path: Path) -> None:
 
 def _belongs(process: psutil.Process, folder: Path) -> bool:
     words = " ".join(process.info["cmdline"] or ())
-    return str(folder) in words and "rlhf_core.run" in words
+    return str(folder) in words and ("rlhf_core.run" in words or "rlhf_core.executors" in words)
 
 
 def test_the_packages_of_cluster_txt_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:

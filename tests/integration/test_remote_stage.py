@@ -62,7 +62,7 @@ class Flow:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = " ".join(process.info["cmdline"] or ())
-            if str(self.folder) in words and "rlhf_core.run" in words:
+            if str(self.folder) in words and ("rlhf_core.run" in words or "rlhf_core.executors" in words):
                 found.append(process)
         return found
 
