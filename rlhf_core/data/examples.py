@@ -307,7 +307,7 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
             raise RowError(
                 f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"
             )
-        group = own_group(record, row.data, source.rename)
+        group = own_group(record)
     except RowError as error:
         return BadRow(row.file, row.line, str(error), json.dumps(row.data, default=str)[:500])
     except RecursionError:
@@ -318,14 +318,12 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
 # -- groups --
 
 
-def own_group(record: Record, row: Mapping[str, Any], rename: Mapping[str, str]) -> str:
+def own_group(record: Record) -> str:
     """Return the key of the group of a row alone: its field `group`, or else its first user message.
 
     Raises RowError if the field is neither text nor a number.
     """
-    # `meta` also has what a field `meta` of the row contains.
-    is_field = "group" in rename.values() or ("group" in row and "group" not in rename)
-    value = record.meta.get("group") if is_field else None
+    value = record.meta.get("group")
     if value is None:
         return split_key(_until_first_question(record)[-1])
     if isinstance(value, float) and value.is_integer():

@@ -128,6 +128,26 @@ def test_rows_that_name_a_group_are_together() -> None:
     assert isinstance(nested, SourceRecord) and nested.group == "Question 9"
 
 
+@pytest.mark.parametrize(
+    ("row", "rename", "group"),
+    [
+        ({"meta": {"group": "x"}}, {}, None),
+        ({"meta": {"group": "x"}}, {"meta.group": "group"}, "x"),
+        ({"meta": {"group": "x"}, "doc": {"id": 3}}, {"doc.id": "group"}, 3),
+        ({"meta": {"group": "x"}, "group": "y"}, {}, "y"),
+        ({"meta": {"group": "x"}, "group": "y"}, {"group": "topic"}, None),
+    ],
+)
+def test_the_group_that_a_sampled_answer_gets_is_that_of_its_row(
+    row: dict[str, Any], rename: dict[str, str], group: Any
+) -> None:
+    """The stage `sample` writes `meta["group"]` as the field `group` of its rows."""
+    source = Source(path="rows.jsonl", rename=rename)
+    found = to_record(Row("rows.jsonl", 1, {"prompt": "Question 9", **row}), source, "prompts", "rows")
+    assert isinstance(found, SourceRecord) and found.record.meta.get("group") == group
+    assert found.group == record("Question 9", group).group
+
+
 @pytest.mark.parametrize("value", [True, [1], {"a": 1}, " "])
 def test_a_group_that_is_neither_text_nor_number_makes_a_row_malformed(value: Any) -> None:
     row = Row("rows.jsonl", 1, {"prompt": "Is it late?", "group": value})
