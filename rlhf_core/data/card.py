@@ -227,11 +227,8 @@ def card_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[str
     """Yield warnings about answers that differ, prompts on both sides of the split, and groups that are too
     large for the split or for the evaluation of policies.
     """
-    if others := card["counts"]["prompts"]["dropped"].get(OTHER_ANSWER):
-        yield (
-            f"data.prompts: {others} rows have the prompt of an earlier row, but another answer; the first"
-            " answer is used; correct the rows"
-        )
+    if rows := card["counts"]["prompts"]["dropped"].get(OTHER_ANSWER):
+        yield f"data.prompts: {rows} rows repeat a prompt with another answer; the first counts: correct them"
     if near := card["overlap"]["near"]:
         yield (
             f"{near} training rows are nearly held-out prompts, or contain one"

@@ -569,8 +569,7 @@ def _margin(record: Record) -> float | None:
 
 
 def _encoded_text(item: SourceRecord, key: str, encoder: Encoder, most: int) -> EncodedRecord:
-    text = item.record.text
-    assert text is not None
+    text = item.record.prompt_text
     encoded = encoder.text(text, most)
     tokens = len(encoded.ids)
     if tokens == most < _MEASURED_TEXT:  # it is cut: measure it

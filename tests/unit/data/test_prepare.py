@@ -203,7 +203,7 @@ def test_equal_prompts_with_other_answers_are_counted_and_said(
     card = prepared(configure(data=data, ppo={"rewards": [{"type": "answer"}]}), tmp_path / "out")
     dropped = {"duplicate": 2, "duplicate prompt with another answer": 2}
     assert card["counts"]["prompts"]["dropped"] == dropped
-    assert "data.prompts: 2 rows have the prompt of an earlier row, but another answer" in caplog.text
+    assert "data.prompts: 2 rows repeat a prompt with another answer; the first counts" in caplog.text
     assert "2 duplicate prompt with another answer" in card_markdown(card)
     card = prepared(configure(data=data, ppo={"rewards": [{"type": "repetition"}]}), tmp_path / "other")
     assert card["counts"]["prompts"]["dropped"] == {"duplicate": 4}, "no reward reads the answers"
