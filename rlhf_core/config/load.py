@@ -49,14 +49,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
 def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the content of a configuration file with overrides, to be written to another file."""
     tree = dict(read(path).tree)
-    for text in _in_order(overrides):
+    for text in overrides:
         _override(tree, text)
     return tree
-
-
-def _in_order(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with those of items of `data` last: their default depends on `model.path`."""
-    return sorted(overrides, key=lambda text: text.strip().startswith("data."))
 
 
 def config_from_tree(
@@ -71,7 +66,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
     tree = json.loads(json.dumps(document.tree))  # a copy, because overrides change it
     given: dict[Keys, str] = {}
     problems: list[str] = []
-    for text in _in_order(overrides):
+    for text in overrides:
         try:
             given[_override(tree, text)] = text
         except ConfigError as error:
@@ -325,19 +320,20 @@ def _set(tree: dict[str, Any], path: Keys, value: Any, name: str) -> None:
                 f"{name}: {owner} is no section or list in the file; got {shown(parent)}; correct it there"
             )
         elif not is_last and parent.get(str(step)) is None:
-            parent[str(step)] = _default(path[: depth + 1], tree)
+            parent[str(step)] = _default(path[: depth + 1])
         if is_last:
             parent[step] = value
         else:
             parent = parent[step]
 
 
-def _default(path: Keys, tree: Mapping[str, Any]) -> Any:
-    """Return the default of a list, so that an override can change one item, or else an empty section."""
+def _default(path: Keys) -> Any:
+    """Return the default of a list, so that an override can change one item, or else an empty section.
+
+    The lists of `data` are empty: an override of a source that is not given must not add a generated one.
+    """
     if len(path) == 2 and path[0] == "data" and path[1] in SETS:
-        model = tree.get("model")
-        has_base = isinstance(model, dict) and model.get("path") is not None
-        return [] if has_base else [{"path": "synthetic"}]
+        return []
     default: Any = json.loads(_default_json())
     for step in path:
         default = default.get(step) if isinstance(default, dict) else None

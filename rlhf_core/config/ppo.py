@@ -41,7 +41,7 @@ from rlhf_core.config.ppo_sections import (
     check_staleness,
     default_evaluation_interval,
 )
-from rlhf_core.config.rewards import AnyReward, ModelReward
+from rlhf_core.config.rewards import AnswerReward, AnyReward, ModelReward
 from rlhf_core.config.training import (
     PACK,
     DeepSpeedConfig,
@@ -303,6 +303,11 @@ class PPOConfig(PackedSection):
     @property
     def uses_reward_model(self) -> bool:
         return any(isinstance(source, ModelReward) for source in self.rewards)
+
+    @property
+    def answer_fields(self) -> list[str]:
+        """Fields of prompt rows with the answers that rewards compare with."""
+        return [source.field for source in self.rewards if isinstance(source, AnswerReward)]
 
     @property
     def reward_model_weight(self) -> float:

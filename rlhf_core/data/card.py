@@ -22,7 +22,7 @@ from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.limits import Limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
-from rlhf_core.data.examples import EncodedRecord, SetCounts, distinct_names, split_key
+from rlhf_core.data.examples import OTHER_ANSWER, EncodedRecord, SetCounts, distinct_names, split_key
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 _SAMPLES = 3
@@ -223,8 +223,17 @@ def _groups(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[Split, di
     return groups
 
 
-def group_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[str]:
-    """Yield warnings about groups that are too large for the split, or for the evaluation of policies."""
+def card_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[str]:
+    """Yield warnings about answers that differ, prompts on both sides of the split, and groups that are too
+    large for the split or for the evaluation of policies.
+    """
+    if rows := card["counts"]["prompts"]["dropped"].get(OTHER_ANSWER):
+        yield f"data.prompts: {rows} rows repeat a prompt with another answer; the first counts: correct them"
+    if near := card["overlap"]["near"]:
+        yield (
+            f"{near} training rows are nearly held-out prompts, or contain one"
+            f" ({_near_by_set(card)}): see data_card.md; take them out"
+        )
     for name, groups in card["groups"].items():
         count = groups["train"]["prompts"] + groups["eval"]["prompts"]
         largest = max(groups["train"]["largest"], groups["eval"]["largest"])
@@ -240,9 +249,12 @@ def group_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[st
             f"data.prompts: the {held['prompts']} held-out prompts are {held['groups']} groups (the same"
             f" first user message or `group`), the largest with {held['largest']} prompts. Outcomes within a"
             " group are not independent: a match counts each group once, and intervals can be as wide as with"
-            f" an effective number of {held['effective']:.0f} prompts; give prompts of"
-            " more groups"
+            f" an effective number of {held['effective']:.0f} prompts; give prompts of more groups"
         )
+
+
+def _near_by_set(card: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in card["overlap"]["near_by_set"].items())
 
 
 def _sample(item: EncodedRecord, tokenizer: Any) -> dict[str, Any]:
@@ -333,12 +345,10 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     ]
     for row in card["limits"]["rows"]:
         lines.append("| " + " | ".join("" if value is None else str(value) for value in row.values()) + " |")
-    overlaps = card["overlap"]
     lines += ["", "## Overlap of training and evaluation", ""]
-    by_set = ", ".join(f"{name} {number}" for name, number in overlaps["near_by_set"].items())
     lines += [
-        f"Training rows of a held-out group: {overlaps['exact']}. Rows that differ from a held-out prompt in"
-        f" case and marks only, or contain one: {overlaps['near']} ({by_set})."
+        f"Training rows of a held-out group: {card['overlap']['exact']}. Rows that differ from a held-out"
+        f" prompt in case and marks only, or contain one: {card['overlap']['near']} ({_near_by_set(card)})."
     ]
     lines += ["", "## Groups of related prompts", ""]
     lines += [

@@ -16,13 +16,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import SetName, Source
 from rlhf_core.config.limits import PROMPT, RESPONSE, TEXT, Limits
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.rewards import AnswerReward, PythonReward, RemoteReward
+from rlhf_core.config.rewards import PythonReward, RemoteReward
+from rlhf_core.data.answers import gold_answers, same_answer
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import INVISIBLE, Record, RowError, field_value, normalise, other_fields
 from rlhf_core.data.sources import Contents, read_rows, short_name
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 PROMPT_TOO_LONG = f"prompt longer than {PROMPT}"
 RESPONSE_TOO_LONG = f"response longer than {RESPONSE}"
 NOTHING_TO_LEARN = f"no assistant token within {TEXT}"
+OTHER_ANSWER = "duplicate prompt with another answer"
 MARKED_BAD = "not to be trained, by `label`, `train` or `weight`"
 _MEASURED_TEXT = 2**13
 """Tokens of a text that are counted if it is cut. Those of a longer one are estimated."""
@@ -227,9 +230,7 @@ def _warn_of_texts(
     if name == "prompts":
         if any(isinstance(reward, PythonReward | RemoteReward) for reward in config.ppo.rewards):
             return  # they can read every field
-        known |= {
-            reward.field.split(".")[0] for reward in config.ppo.rewards if isinstance(reward, AnswerReward)
-        }
+        known |= {answer.split(".")[0] for answer in config.ppo.answer_fields}
     texts = [each for each in others.mostly_texts(read) if each not in known]
     if texts:
         shares = ", ".join(
@@ -284,9 +285,8 @@ def _rows(
     if source.path != "synthetic":
         yield from read_rows(source, config.store, contents)
         return
-    for index, data in enumerate(generate(config.data.synthetic, config.run.seed, name), start=1):
-        if source.limit is not None and index > source.limit:
-            return
+    generated = generate(config.data.synthetic, config.run.seed, name)
+    for index, data in enumerate(islice(generated, source.limit), start=1):
         yield Row("synthetic", index, data)
 
 
@@ -307,7 +307,7 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
             raise RowError(
                 f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"
             )
-        group = own_group(record, row.data, source.rename)
+        group = own_group(record)
     except RowError as error:
         return BadRow(row.file, row.line, str(error), json.dumps(row.data, default=str)[:500])
     except RecursionError:
@@ -318,14 +318,12 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
 # -- groups --
 
 
-def own_group(record: Record, row: Mapping[str, Any], rename: Mapping[str, str]) -> str:
+def own_group(record: Record) -> str:
     """Return the key of the group of a row alone: its field `group`, or else its first user message.
 
     Raises RowError if the field is neither text nor a number.
     """
-    # `meta` also has what a field `meta` of the row contains.
-    is_field = "group" in rename.values() or ("group" in row and "group" not in rename)
-    value = record.meta.get("group") if is_field else None
+    value = record.meta.get("group")
     if value is None:
         return split_key(_until_first_question(record)[-1])
     if isinstance(value, float) and value.is_integer():
@@ -409,26 +407,38 @@ def check_rendered(name: str, records: Sequence[SourceRecord], encoder: Encoder,
 
 
 def drop_repeats(
-    records: Sequence[SourceRecord], name: SetName, deduplicate: bool, dropped: Counter[str]
+    records: Sequence[SourceRecord], name: SetName, config: PipelineConfig, dropped: Counter[str]
 ) -> list[SourceRecord]:
-    """Return the distinct records in their order. Of pairs with both orders of preference, none is kept.
+    """Return the distinct records in their order. Of pairs with both orders of preference, none is kept. Of
+    equal prompts, the first one is kept, also if `ppo.rewards` compare with the answers of the rows and these
+    differ.
 
     `dropped` counts the others by reason.
     """
     contradictory = _contradictory(records) if name == "preference" else frozenset()
     kept = []
-    seen: set[Any] = set()
+    seen: dict[Any, Record] = {}
     for item in records:
         record = item.record
         key: Any = record.prompt_text if name == "prompts" else _content(record, name)
         if name == "preference" and _unordered(record) in contradictory:
             dropped["contradictory pair"] += 1
-        elif deduplicate and key in seen:
-            dropped["duplicate"] += 1
+        elif config.data.deduplicate and key in seen:
+            is_same = name != "prompts" or _same_answers(record, seen[key], config)
+            dropped["duplicate" if is_same else OTHER_ANSWER] += 1
         else:
-            seen.add(key)
+            seen[key] = record
             kept.append(item)
     return kept
+
+
+def _same_answers(first: Record, second: Record, config: PipelineConfig) -> bool:
+    for name in config.ppo.answer_fields:
+        value, other = field_value(first.meta, name), field_value(second.meta, name)
+        spellings = product(gold_answers(value), gold_answers(other))
+        if value != other and not any(same_answer(*pair) for pair in spellings):
+            return False
+    return True
 
 
 def _content(record: Record, name: SetName) -> tuple[Any, ...]:
@@ -498,16 +508,15 @@ def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: L
 
     Raises RecordDropped if it is not encoded, and EncodeError if it cannot be.
     """
-    record, group = item.record, item.group
-    key = split_key(record.prompt_text)
+    record, group, text = item.record, item.group, item.record.prompt_text
+    key = split_key(text)
     if record.text is not None:
         return _encoded_text(item, key, encoder, bounds.text)
     if name == "sft" and record.kind == "messages":
         return _encoded_conversation(item, key, encoder, bounds.text)
-    _require_bound(encoder, record.prompt_text, bounds.prompt, PROMPT)
+    _require_bound(encoder, text, bounds.prompt, PROMPT)
     if name == "prompts":
         ids = encoder.prompt(record.prompt)
-        text = record.prompt_text
         example = PromptExample(prompt_id(text), text, ids, record.meta, item.source, prompt_id(group))
         return EncodedRecord(example, key, text, group, {PROMPT: len(ids)})
     assert record.response is not None
@@ -521,7 +530,6 @@ def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: L
     _, rejected = _response(record, record.rejected, encoder, bounds)
     if response == rejected:
         raise RecordDropped("chosen and rejected have the same tokens")
-    text = record.prompt_text
     pair = PairExample(
         prompt_id(text), text, prompt, response, rejected, item.source, _margin(record), prompt_id(group)
     )
@@ -561,8 +569,7 @@ def _margin(record: Record) -> float | None:
 
 
 def _encoded_text(item: SourceRecord, key: str, encoder: Encoder, most: int) -> EncodedRecord:
-    text = item.record.text
-    assert text is not None
+    text = item.record.prompt_text
     encoded = encoder.text(text, most)
     tokens = len(encoded.ids)
     if tokens == most < _MEASURED_TEXT:  # it is cut: measure it

@@ -329,6 +329,7 @@ def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
     meta: dict[str, Any] = {}
     if isinstance(own, Mapping):
         meta.update(own)
+        meta.pop("group", None)  # only a field of the row names its group
     elif own is not None:
         meta["meta"] = own
     for name, value in row.items():

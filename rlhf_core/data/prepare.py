@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rlhf_core.config.consistency import too_few_held_out
 from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.limits import NEW, Limits, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.card import build_card, card_markdown, group_warnings
+from rlhf_core.data.card import Splits, build_card, card_markdown, card_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
 from rlhf_core.data.examples import (
     EncodedRecord,
@@ -103,7 +103,7 @@ def prepare(
             records[name] = read_records(config, name, quarantine, counts[name], contents)
         # Before any row is dropped: which of two equal rows is kept depends on their order.
         for name, all_records in join_groups(records).items():
-            records[name] = drop_repeats(all_records, name, config.data.deduplicate, counts[name].dropped)
+            records[name] = drop_repeats(all_records, name, config, counts[name].dropped)
         failpoint("data.read")
         tokenizer, context = _tokenizer(config, records)
         encoder = Encoder(tokenizer, config.data.template, config.model.path or "the trained tokenizer")
@@ -124,8 +124,6 @@ def prepare(
         log.warning("%s", warning)
     failpoint("data.encoded")
     splits = _split(config, encoded, counts)
-    _warn_of_few_prompts(config, splits["prompts"])
-    _warn_of_few_pairs(config, len(splits["preference"]["eval"]))
     for name in SETS:
         for split, items in splits[name].items():
             write(out, FILE_NAMES[name], split, [item.example for item in items])
@@ -143,16 +141,7 @@ def prepare(
         longest_prompt = max(longest_prompt, measured(config.given_limits, context).prompt - limits.new)
     rows = lengths.table(config.given_limits, limits)
     card["limits"] = {**limits._asdict(), "longest_prompt": longest_prompt, "rows": rows}
-    near = card["overlap"]["near"]
-    if near:
-        by_set = ", ".join(f"{name} {number}" for name, number in card["overlap"]["near_by_set"].items())
-        log.warning(
-            "%d training rows are nearly held-out prompts, or contain one (%s): see data_card.md; take them"
-            " out",
-            near,
-            by_set,
-        )
-    for warning in group_warnings(card, config.data.eval_fraction):
+    for warning in (*_size_warnings(config, splits), *card_warnings(card, config.data.eval_fraction)):
         log.warning("%s", warning)
     write_json(out / "data_card.json", card)
     (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
@@ -343,30 +332,27 @@ def _check_enough(
     )
 
 
-def _warn_of_few_pairs(config: PipelineConfig, held_out: int) -> None:
-    if config.reward.enabled and held_out < _FEW_PAIRS:
-        log.warning(
-            "data.preference: %d pairs are held out (data.eval_fraction): the accuracy of the reward model,"
-            " which reward.min_accuracy limits, will be uncertain; give more pairs, or raise the fraction",
-            held_out,
-        )
-
-
-def _warn_of_few_prompts(config: PipelineConfig, prompts: Mapping[Split, list[EncodedRecord]]) -> None:
-    """Warn of too few prompts for the steps of PPO, for a champion, or to choose and judge the policy."""
-    count = len(prompts["train"])
+def _size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
+    """Yield warnings of too few prompts for the steps of PPO, for a champion, or to choose and judge the
+    policy, and of too few pairs to measure the reward model.
+    """
+    count = len(splits["prompts"]["train"])
     if config.ppo.enabled and 0 < count < config.ppo.prompts_per_step:
-        log.warning(
-            "there are %d prompts to train on, fewer than ppo.prompts_per_step=%d: each step has some of them"
-            " several times",
-            count,
-            config.ppo.prompts_per_step,
+        yield (
+            f"there are {count} prompts to train on, fewer than ppo.prompts_per_step="
+            f"{config.ppo.prompts_per_step}: each step has some of them several times"
         )
-    held_out_prompts = len(prompts["eval"])
+    held_out_prompts = len(splits["prompts"]["eval"])
     # The warnings before the run know the number of generated prompts, and `data.max_eval`.
     if not config.generates_prompts and held_out_prompts < config.data.max_eval:
-        for warning in too_few_held_out(config, held_out_prompts, f"data.prompts: {held_out_prompts}"):
-            log.warning("%s", warning)
+        yield from too_few_held_out(config, held_out_prompts, f"data.prompts: {held_out_prompts}")
+    held_out_pairs = len(splits["preference"]["eval"])
+    if config.reward.enabled and held_out_pairs < _FEW_PAIRS:
+        yield (
+            f"data.preference: {held_out_pairs} pairs are held out (data.eval_fraction): the accuracy of the"
+            " reward model, which reward.min_accuracy limits, will be uncertain; give more pairs, or raise"
+            " the fraction"
+        )
 
 
 def _split(
@@ -378,10 +364,9 @@ def _split(
     that the first n rows are a sample of all sources.
     """
     seed = config.data.split_seed
-    keys: dict[str, list[str]] = {}
-    for name, items in encoded.items():
-        if items:
-            keys[name] = [item.group for item in items]
+    keys: dict[str, list[str]] = {
+        name: [item.group for item in items] for name, items in encoded.items() if items
+    }
     held = held_out(seed, keys, config.data.eval_fraction)
     splits: dict[SetName, dict[Split, list[EncodedRecord]]] = {}
     for name, items in encoded.items():

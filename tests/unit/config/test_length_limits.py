@@ -55,6 +55,16 @@ def test_a_model_from_scratch_with_own_data_gets_no_generated_ones() -> None:
         config_from_tree({}, "test", ["data.sft.0.limit=5", "model={path: m}"])
 
 
+@pytest.mark.parametrize("own", ["data.sft.0.path=a.jsonl", "model.path=m", "run.seed=1"])
+@pytest.mark.parametrize("override", ["data.prompts.0.limit=5", "data.prompts.0.rename={q: prompt}"])
+def test_an_override_of_a_source_that_is_not_given_adds_no_generated_one(override: str, own: str) -> None:
+    for overrides in ([override, own], [own, override]):
+        with pytest.raises(ConfigError, match=r"data\.prompts\.0\.path: is required"):
+            config_from_tree({}, "test", overrides)
+    with pytest.raises(ConfigError, match=r"data\.prompts has 0 items; got index 1"):
+        config_from_tree({}, "test", [own, "data.prompts.1.path=b.jsonl"])
+
+
 def test_with_a_base_model_missing_data_are_an_error_and_never_generated() -> None:
     everything = "data.sft, data.prompts, data.preference: missing; only the demo"
     with pytest.raises(ConfigError, match=everything):

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.data import SetName, Source
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.card import group_warnings
+from rlhf_core.data.card import card_warnings
 from rlhf_core.data.dataset import load_pair_prompts, load_pairs, load_prompts, load_sft, write
 from rlhf_core.data.examples import (
     SourceRecord,
@@ -126,6 +126,26 @@ def test_rows_that_name_a_group_are_together() -> None:
         "rows",
     )
     assert isinstance(nested, SourceRecord) and nested.group == "Question 9"
+
+
+@pytest.mark.parametrize(
+    ("row", "rename", "group"),
+    [
+        ({"meta": {"group": "x"}}, {}, None),
+        ({"meta": {"group": "x"}}, {"meta.group": "group"}, "x"),
+        ({"meta": {"group": "x"}, "doc": {"id": 3}}, {"doc.id": "group"}, 3),
+        ({"meta": {"group": "x"}, "group": "y"}, {}, "y"),
+        ({"meta": {"group": "x"}, "group": "y"}, {"group": "topic"}, None),
+    ],
+)
+def test_the_group_that_a_sampled_answer_gets_is_that_of_its_row(
+    row: dict[str, Any], rename: dict[str, str], group: Any
+) -> None:
+    """The stage `sample` writes `meta["group"]` as the field `group` of its rows."""
+    source = Source(path="rows.jsonl", rename=rename)
+    found = to_record(Row("rows.jsonl", 1, {"prompt": "Question 9", **row}), source, "prompts", "rows")
+    assert isinstance(found, SourceRecord) and found.record.meta.get("group") == group
+    assert found.group == record("Question 9", group).group
 
 
 @pytest.mark.parametrize("value", [True, [1], {"a": 1}, " "])
@@ -280,8 +300,10 @@ def test_the_effective_number_of_prompts_is_that_of_the_mean_of_groups() -> None
     alone = {"prompts": 8, "groups": 8, "largest": 1, "effective": 8.0}
     held = {"prompts": 8, "groups": 3, "largest": 6, "effective": 1.7}
     train = alone | {"prompts": 100}
-    card = {"groups": {"prompts": {"train": train, "eval": held}}}
-    [message] = group_warnings(card, 0.1)
+    card: dict[str, Any] = {"counts": {"prompts": {"dropped": {}}}, "overlap": {"near": 0}}
+    card["groups"] = {"prompts": {"train": train, "eval": held}}
+    [message] = card_warnings(card, 0.1)
     assert "the 8 held-out prompts are 3 groups (" in message and "the largest with 6 prompts." in message
     assert "an effective number of 2 prompts" in message
-    assert list(group_warnings({"groups": {"prompts": {"train": train, "eval": alone}}}, 0.1)) == []
+    card["groups"] = {"prompts": {"train": train, "eval": alone}}
+    assert list(card_warnings(card, 0.1)) == []

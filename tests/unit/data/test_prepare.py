@@ -6,6 +6,7 @@ Rules:
 - `eval_fraction` and `max_eval` hold out the prompts of the lowest split positions, wherever they stand in
   the file, and in that order, so that the first n are of all sources; the same prompts for every `run.seed`;
 - duplicates, contradictions, lengths and `max_eval` drop rows under their reason; bad rows are quarantined;
+- of equal prompts whose answers differ, the first is kept; the others are counted and said;
 - too many bad rows, or too few usable ones, stop the run with a message that says what to do;
 - the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the
   same bytes;
@@ -188,6 +189,24 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
     assert {(row["line"], row["reason"]) for row in quarantine} == {(66, "'chosen' is missing or null")}
     assert '"broken"' in quarantine[0]["row"]
     assert load_prompts(tmp_path / "out", "train")[0].meta == {"answer": 0}
+
+
+def test_equal_prompts_with_other_answers_are_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(20)]
+    rows += [{"prompt": "question 1", "answer": "1.0"}, {"prompt": "question 2", "answer": 5}]
+    rows += [{"prompt": "question 3"}, {"prompt": "question 4", "answer": "4", "id": 9}]
+    source = [{"path": str(write_jsonl(tmp_path / "rows.jsonl", pairs(20)))}]
+    prompts = [{"path": str(write_jsonl(tmp_path / "prompts.jsonl", rows))}]
+    data = {"sft": source, "preference": source, "prompts": prompts}
+    card = prepared(configure(data=data, ppo={"rewards": [{"type": "answer"}]}), tmp_path / "out")
+    dropped = {"duplicate": 2, "duplicate prompt with another answer": 2}
+    assert card["counts"]["prompts"]["dropped"] == dropped
+    assert "data.prompts: 2 rows repeat a prompt with another answer; the first counts" in caplog.text
+    assert "2 duplicate prompt with another answer" in card_markdown(card)
+    card = prepared(configure(data=data, ppo={"rewards": [{"type": "repetition"}]}), tmp_path / "other")
+    assert card["counts"]["prompts"]["dropped"] == {"duplicate": 4}, "no reward reads the answers"
 
 
 def test_a_response_that_is_chosen_in_several_pairs_is_one_demonstration(tmp_path: Path) -> None:

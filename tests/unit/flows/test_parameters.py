@@ -28,7 +28,7 @@ def test_an_override_of_the_command_line_is_a_parameter_of_the_flows(
     tmp_path: Path, flow: Any, override: str
 ) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text(json.dumps({"run": {"name": "demo"}}))
+    file.write_text(json.dumps({"run": {"name": "demo"}, "data": {"prompts": [{"path": "synthetic"}]}}))
     load_config(file, [override])
     given = {"config": str(file), "overrides": (override,)}
     assert flow.validate_parameters(given)["overrides"] == (override,)

@@ -136,10 +136,18 @@ def test_repetition_is_minus_the_share_of_repeated_ngrams(text: str, value: floa
     [
         *("你好" * 40, "ありがとう" * 20, "สวัสดี" * 20, "ကောင်း" * 20, "1" * 200, "a" * 200, "😀" * 100),
         *("ha " * 60, "!" * 100, "! " * 100, "- " * 100, "word " + "* " * 100),
+        *("-" * 200, "| " * 100, "--- " * 100, "| --- " * 100, "| --- | --- |\n" * 40, "| a | b |\n" * 40),
     ],
 )
 def test_repetition_sees_loops_of_characters_digits_signs_and_emoji(loop: str) -> None:
     assert rules.repetition(RepetitionReward(), sample(loop)) < -0.8
+
+
+@pytest.mark.parametrize("text", [" " * 100_000 + "|", "|" + " " * 100_000, ("|" + " " * 300) * 300])
+def test_a_text_of_blanks_and_signs_takes_no_time(text: str) -> None:
+    started = time.monotonic()
+    rules.repetition(RepetitionReward(), sample(text))
+    assert time.monotonic() - started < 30
 
 
 SCRIPTS = {
@@ -182,6 +190,13 @@ SCRIPTS = {
     "text",
     [
         "The prices:\n\n| item | price |\n|------|-------|\n| tea | 2 |\n| milk | 3 |\n",
+        "| a | b | c |\n| --- | --- | --- |\n| 1 | 2 | 3 |\n",
+        "| a | b | c | d |\n| :---: | :---: | :---: | :---: |\n| 1 | 2 | 3 | 4 |\n",
+        "|day|tea|milk|bread|\n|---|---|---|---|\n|Monday|1|2|3|\n",
+        "| day | tea | milk | bread |\n| --- | --- | --- | --- |\n| Monday | - | - | - |\n| Sunday | | | |\n",
+        "+---+---+---+\n| a | b | c |\n+---+---+---+\n| 1 | 2 | 3 |\n+---+---+---+\n",
+        "===== ===== =====\nA     B     C\n===== ===== =====\n1     2     3\n===== ===== =====\n",
+        f"# {'-' * 77}\n# Part one\n# {'-' * 77}\nx = a + b - c\n",
         "First part.\n\n---\n\nSecond one.\n\n---\n\nAnother end.",
         "Run it:\n\n```bash\nmake setup\n```\n\nThen read the output.",
     ],
