@@ -195,7 +195,7 @@ def _create(mlflow: Mlflow, model: str, entry: _Entry) -> int:
     mlflow.ensure_model(name, f"History of the champions of {model}, and of the tests of its candidates.")
     description = "".join(move.reason for move in entry.moves[-1:])
     version = mlflow.create_version(
-        name, source=f"rlhf-log://{model}", run_id=None, tags={ENTRY: text}, description=description
+        name, source="rlhf-log:///champions", run_id=None, tags={ENTRY: text}, description=description
     )
     return int(version.version)
 
