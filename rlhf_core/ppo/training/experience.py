@@ -194,8 +194,9 @@ def own_advantages_of(ppo: PPOConfig, code: bytes | None = None) -> OwnAdvantage
     def advantages(inputs: AdvantageInputs) -> tuple[torch.Tensor, dict[str, float]]:
         values, metrics = with_metrics(function(inputs), f"ppo.advantages: {name} must return advantages")
         if not isinstance(values, torch.Tensor) or values.shape != inputs.scores_B.shape:
+            found = getattr(values, "shape", values)
             raise InputError(
-                f"ppo.advantages: {name} must return a tensor ({len(inputs.scores_B)},); got {values!r:.80}"
+                f"ppo.advantages: {name} must return a tensor ({len(inputs.scores_B)},); got {found!r:.80}"
             )
         if not values[~inputs.scores_B.isnan()].isfinite().all():
             raise InputError(f"ppo.advantages: {name} must return finite advantages; got {values!r:.80}")

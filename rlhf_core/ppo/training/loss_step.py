@@ -173,7 +173,8 @@ def _checked(function: Callable[[LossInputs], Any], name: str) -> Loss:
     def loss(inputs: LossInputs) -> LossResult:
         value, metrics = with_metrics(function(inputs), f"ppo.loss: {name} must return a loss")
         if not isinstance(value, torch.Tensor) or value.shape != () or not value.requires_grad:
-            raise InputError(f"ppo.loss: {name} must return a scalar with gradient; got {value!r:.80}")
+            found = getattr(value, "shape", value)
+            raise InputError(f"ppo.loss: {name} must return a scalar with gradient; got {found!r:.80}")
         numbers = {each: torch.as_tensor(number).to(value) for each, number in metrics.items()}
         return value, {f"user/{each}": number.reshape(()) for each, number in numbers.items()}
 

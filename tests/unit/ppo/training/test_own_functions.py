@@ -123,7 +123,7 @@ def test_the_content_that_was_read_is_executed(tmp_path: Path) -> None:
     ("result", "message"),
     [
         ("inputs.logprobs_BT.sum()", "must return a loss and a dict of metrics"),
-        ("inputs.logprobs_BT, {}", "must return a scalar with gradient"),
+        ("inputs.logprobs_BT, {}", r"must return a scalar with gradient; got torch.Size\(\["),
         ("inputs.old_logprobs_BT.sum(), {}", "must return a scalar with gradient"),
     ],
 )
